@@ -1,0 +1,1 @@
+"""Fully asynchronous reinforcement-learning post-training of language models, without Ray."""

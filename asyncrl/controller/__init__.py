@@ -1,0 +1,1 @@
+"""The controller: registry, run state, metrics fan-out. No bulk data passes through it."""

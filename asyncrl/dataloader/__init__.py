@@ -1,0 +1,1 @@
+"""The dataloader: the order of prompts and the only gate of admission."""

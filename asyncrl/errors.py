@@ -1,0 +1,151 @@
+"""Every exception that asyncrl raises on purpose.
+
+One root, so that a caller can catch all of ours and nothing else. Each subclass also inherits the standard
+library type whose contract it keeps, carries its facts as fields, pickles, and says in its message what went
+wrong, where, and what to do. Wrong input is a ValueError; our own broken invariants are plain ``assert``.
+
+    AsyncRLError
+    ├── ConfigError (ValueError)          the configuration, exit code 78
+    ├── DataError (ValueError)            a dataset or one of its rows, exit code 78
+    ├── UsageError (ValueError)           the command line, exit code 2
+    ├── ActorFailed (RuntimeError)        an actor ended the run
+    ├── EngineDied (RuntimeError)         an inference engine is gone; its partial tokens are not
+    ├── WeightsCorrupt (ValueError)       a manifest or a bucket is not what was published
+    ├── RewardFailed (RuntimeError)       a reward function raised, timed out or returned nonsense
+    └── WireError (ConnectionError)
+        ├── ProtocolError (ValueError)    a frame that is not ours
+        ├── Refused                       HELLO answered by REFUSE
+        ├── PeerRestarted                 a call that may not be repeated met a new incarnation
+        ├── DeadlineExceeded (TimeoutError)
+        └── RemoteError                   the handler on the other side failed
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class AsyncRLError(Exception):
+    """Root of all exceptions of this package."""
+
+    exit_code = 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions with keyword-only fields do not pickle by default.
+        return (_rebuild, (type(self), self.args, self.__dict__))
+
+
+def _rebuild(cls: type[AsyncRLError], args: tuple[Any, ...], fields: dict[str, Any]) -> AsyncRLError:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(fields)
+    return error
+
+
+class ConfigError(AsyncRLError, ValueError):
+    """The configuration is wrong. ``problems`` holds one line for each problem found."""
+
+    exit_code = 78
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+        count = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
+        super().__init__(f"{count} in the configuration:\n" + "\n".join(f"  {p}" for p in problems))
+
+
+class DataError(AsyncRLError, ValueError):
+    """A dataset cannot be read. ``path`` and ``line`` (1-based, None for the whole file) say where."""
+
+    exit_code = 78
+
+    def __init__(self, what: str, *, path: str, line: int | None = None) -> None:
+        self.path, self.line = path, line
+        super().__init__(f"{path}{'' if line is None else f':{line}'}: {what}")
+
+
+class UsageError(AsyncRLError, ValueError):
+    """The command line is wrong."""
+
+    exit_code = 2
+
+
+class ActorFailed(AsyncRLError, RuntimeError):
+    """An actor failed in a way that ends the run."""
+
+    def __init__(self, actor: str, reason: str, *, log: str | None = None, exit_code: int = 1) -> None:
+        self.actor, self.reason, self.log, self.exit_code = actor, reason, log, exit_code
+        super().__init__(f"{actor}: {reason}" + (f" (log: {log})" if log else ""))
+
+
+class EngineDied(AsyncRLError, RuntimeError):
+    """An inference engine died or hangs. ``engine`` names it; the tokens received so far stay valid."""
+
+    def __init__(self, engine: str, reason: str) -> None:
+        self.engine, self.reason = engine, reason
+        super().__init__(f"engine {engine}: {reason}")
+
+
+class WeightsCorrupt(AsyncRLError, ValueError):
+    """A published version does not hold what its manifest says. ``version`` and ``bucket`` (index) name it."""
+
+    def __init__(self, what: str, *, version: int, bucket: int | None = None) -> None:
+        self.version, self.bucket = version, bucket
+        where = f"version {version}" + ("" if bucket is None else f", bucket {bucket}")
+        super().__init__(f"weights of {where}: {what}")
+
+
+class RewardFailed(AsyncRLError, RuntimeError):
+    """A reward function raised, ran over its time, died, or returned something that is no reward."""
+
+    def __init__(self, function: str, reason: str, *, retryable: bool = True) -> None:
+        self.function, self.reason, self.retryable = function, reason, retryable
+        super().__init__(f"reward function {function}: {reason}")
+
+
+class WireError(AsyncRLError, ConnectionError):
+    """Root of all that can go wrong between two actors."""
+
+
+class ProtocolError(WireError, ValueError):
+    """A message does not follow docs/protocol.md."""
+
+
+class Refused(WireError):
+    """The peer answered HELLO with REFUSE. ``ours`` and ``theirs`` are the values that do not agree."""
+
+    def __init__(self, peer: str, code: str, *, ours: str, theirs: str) -> None:
+        self.peer, self.code, self.ours, self.theirs = peer, code, ours, theirs
+        super().__init__(f"{peer} refuses this actor: {code} (ours {ours}, theirs {theirs})")
+
+
+class PeerRestarted(WireError):
+    """A call that may not be repeated was in flight when its peer was replaced by a new incarnation."""
+
+    def __init__(self, peer: str, what: str) -> None:
+        self.peer, self.what = peer, what
+        super().__init__(f"{peer} restarted while {what} was in flight; it may or may not have been done")
+
+
+class DeadlineExceeded(WireError, TimeoutError):
+    """A wait on a peer ran out. The message names who waited, on whom, for what, and for how long."""
+
+    def __init__(self, who: str, peer: str, what: str, waited_s: float, hint: str = "") -> None:
+        self.who, self.peer, self.what, self.waited_s = who, peer, what, waited_s
+        super().__init__(f"{who} waited {waited_s:.1f} s on {peer} for {what}" + (f": {hint}" if hint else ""))
+
+
+class RemoteError(WireError):
+    """The handler on the other side failed. ``code`` is stable; ``retryable`` is the handler's own word."""
+
+    def __init__(
+        self,
+        actor: str,
+        code: str,
+        message: str,
+        *,
+        retryable: bool = False,
+        details: dict[str, Any] | None = None,
+    ) -> None:
+        self.actor, self.code, self.message = actor, code, message
+        self.retryable, self.details = retryable, details or {}
+        super().__init__(f"{actor}: {code}: {message}")

@@ -1,0 +1,1 @@
+"""Starting a run: placement, node agents, progress."""

@@ -1,0 +1,530 @@
+"""Every message between actors, and the values they carry.
+
+A message is a frozen msgspec struct. Its class name is the ``type`` in the envelope's header; its body is the
+struct as a MessagePack map, validated against these annotations when decoded. Arrays (numpy) travel as buffers
+beside the body. Fields are only ever added, with a default.
+
+A request names its reply (``reply``) and whether it may simply be repeated (``idempotent``): doing it twice then
+has the effect of doing it once. A request without a reply is a cast.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+
+Uid = Annotated[str, Meta(min_length=1, max_length=200)]
+Count = Annotated[int, Meta(ge=0)]
+FinishReason = Literal["stop", "length"]
+
+
+class Message(Struct, frozen=True, kw_only=True):
+    """Base of everything that may be an envelope's body."""
+
+
+class Request(Message, frozen=True, kw_only=True):
+    """Base of every message that is answered."""
+
+    reply: ClassVar[type[Message]]
+    idempotent: ClassVar[bool] = True
+
+
+class Done(Message, frozen=True):
+    """The reply that says no more than that it was done."""
+
+
+# --- values -----------------------------------------------------------------------------------------------
+
+
+class VersionSpan(Struct, frozen=True, array_like=True):
+    """Response tokens [start, end) were sampled under ``version``; ``mixed_kv`` over an older KV cache."""
+
+    version: int
+    start: int
+    end: int
+    mixed_kv: bool = False
+
+
+class Ticket(Struct, frozen=True, kw_only=True):
+    """The lease of one prompt group. It ends by delivery, return, or its holder's death."""
+
+    uid: Uid
+    """EPOCH-INDEX of a training prompt; NAME@ROUND-INDEX of an eval prompt."""
+    grant: Count
+    """Number of the grant, counted per rollouter incarnation from 1."""
+    purpose: str
+    """train, or eval/NAME."""
+    epoch: Count
+    index: Count
+    param_version: int
+    """The newest version published at the grant."""
+    attempt: Count = 0
+    prompt_ids: np.ndarray
+    """int32 [P]."""
+    prompt: str
+    """The prompt as text."""
+    row: dict[str, Any]
+    """The dataset row, as the reward function sees it."""
+    samples: Annotated[int, Meta(ge=1)]
+    temperature: float
+    max_tokens: Annotated[int, Meta(ge=1)]
+
+
+class Trajectory(Struct, kw_only=True):
+    """One response. All arrays have length T, the number of response tokens."""
+
+    sample: Count
+    tokens: np.ndarray
+    """int32 [T]: sampled tokens and, in between, tokens of an environment."""
+    logprobs: np.ndarray
+    """float32 [T], nats, of the policy that sampled each token; 0 where loss_mask is 0."""
+    loss_mask: np.ndarray
+    """uint8 [T]: 1 for sampled tokens (end-of-sequence included), 0 for an environment's."""
+    spans: list[VersionSpan]
+    """Contiguous, covering [0, T)."""
+    finish_reason: FinishReason
+    text: str
+    reward: float | None = None
+    components: dict[str, float] = {}
+    resumes: Count = 0
+    """How often its generation was aborted and taken up again."""
+    attempts: Annotated[int, Meta(ge=1)] = 1
+    generate_s: float = 0.0
+    score_s: float = 0.0
+
+
+class Group(Struct, frozen=True, kw_only=True):
+    """A finished prompt group: scored trajectories, or the reason why there are none."""
+
+    ticket: Ticket
+    trajectories: list[Trajectory]
+    failure: str | None = None
+    """Set when the group is to be quarantined."""
+    dropped: Count = 0
+    """Trajectories left out under on_failed_trajectory = drop."""
+
+
+# --- every actor --------------------------------------------------------------------------------------------
+
+
+class ActorRecord(Struct, frozen=True, kw_only=True):
+    """What the registry knows of an actor."""
+
+    name: str
+    """ROLE/INDEX, for example rollouter/3."""
+    incarnation: Count
+    """Spawn time in ns; the larger one is the living one."""
+    address: str
+    """Where its ROUTER is bound; empty until it is ready for calls."""
+    host: str = ""
+    pid: Count = 0
+    facts: dict[str, Any] = {}
+    """Whatever its peers need to know beyond the address."""
+
+
+class Register(Request, frozen=True, kw_only=True):
+    """Actor to controller: I am here, or my record has changed."""
+
+    reply = Done
+    record: ActorRecord
+
+
+class Heartbeat(Message, frozen=True, kw_only=True):
+    """Actor to controller, cast from a thread of its own.
+
+    ``progress`` counts useful events and ``beat`` heartbeats: a beat without progress is a stall, not a death.
+    """
+
+    beat: Count
+    progress: Count
+    state: str
+    """starting, ready, or what the actor says of itself."""
+    loop_lag_s: float = 0.0
+    oldest_await: str = ""
+    """The call it has awaited longest, as PEER TYPE SECONDS; empty if none."""
+    ledger: dict[str, float] = {}
+    """State-time ledger: seconds in each state since the start of its life."""
+    counters: dict[str, float] = {}
+
+
+class Resolve(Request, frozen=True, kw_only=True):
+    """Anyone to controller: where is this actor? Parked until it is there with a larger incarnation than ``above``."""
+
+    reply: ClassVar[type[Message]]
+    name: str
+    above: Count = 0
+
+
+class Resolved(Message, frozen=True, kw_only=True):
+    """``record`` is None when the wait ran out."""
+
+    record: ActorRecord | None
+
+
+Resolve.reply = Resolved
+
+RunPhase = Literal["starting", "running", "draining", "done", "failed"]
+
+
+class MetricsLine(Message, frozen=True, kw_only=True):
+    """Learner to controller, cast: a line that was just written to metrics.jsonl."""
+
+    line: dict[str, Any]
+
+
+class WatchRun(Request, frozen=True, kw_only=True):
+    """Anyone to controller, parked until the run's state is newer than ``seen``."""
+
+    reply: ClassVar[type[Message]]
+    seen: int = -1
+    seen_line: int = -1
+    """With 0 or more, also answered when there are metrics lines past this number."""
+
+
+class RunState(Message, frozen=True, kw_only=True):
+    """The state of the run. ``drain`` is the rank of roles that are to end now (see controller/run_state.py)."""
+
+    number: int
+    phase: RunPhase
+    drain: int = 0
+    reason: str = ""
+    failed_actor: str = ""
+    exit_code: int = 0
+    last_line: int = 0
+    lines: list[dict[str, Any]] = []
+    waiting_for: list[str] = []
+    """While starting: the actors that are not ready yet."""
+
+
+WatchRun.reply = RunState
+
+
+class StopRun(Request, frozen=True, kw_only=True):
+    """Agent to controller: end the run in good order."""
+
+    reply = Done
+    reason: str
+
+
+class RunFinished(Request, frozen=True, kw_only=True):
+    """Learner to controller: the last step is trained and everything is written."""
+
+    reply = Done
+
+
+class ActorEnded(Request, frozen=True, kw_only=True):
+    """Agent to controller: a process has ended.
+
+    ``fatal`` when the restart policy gives up; ``exit_code`` is negative for a signal.
+    """
+
+    reply = Done
+    name: str
+    incarnation: Count
+    exit_code: int
+    fatal: bool
+    reason: str
+    log: str = ""
+
+
+class ReportFailure(Request, frozen=True, kw_only=True):
+    """Actor to controller: the run cannot go on. ``exit_code`` is the run's."""
+
+    reply = Done
+    reason: str
+    exit_code: int = 1
+
+
+# --- dataloader ---------------------------------------------------------------------------------------------
+
+
+class Lease(Request, frozen=True, kw_only=True):
+    """Rollouter to dataloader: grant me prompt groups. Parked until there is one.
+
+    Grants above ``seen`` are granted again first, so a lost reply loses nothing.
+    """
+
+    reply: ClassVar[type[Message]]
+    seen: Count
+    """The highest grant received by this incarnation of the rollouter."""
+    free_groups: Annotated[int, Meta(ge=1)]
+    """How many more groups it can hold, those above ``seen`` included."""
+    served_version: int
+    """The oldest version that its engines serve; -1 before the first."""
+    holding: list[Uid] = []
+    """Uids it holds. Of its earlier incarnations nothing is left."""
+
+
+class Leased(Message, frozen=True, kw_only=True):
+    """An empty list when nothing could be granted in time; ``closed`` when nothing will ever be again."""
+
+    tickets: list[Ticket] = []
+    closed: bool = False
+
+
+Lease.reply = Leased
+
+
+class ReturnTickets(Request, frozen=True, kw_only=True):
+    """Rollouter to dataloader: these groups were not generated; somebody else is to do it."""
+
+    reply = Done
+    uids: list[Uid]
+
+
+class Outcome(Struct, frozen=True, array_like=True):
+    """What became of a group. Only ``trained`` counts towards the gate's T."""
+
+    uid: Uid
+    kind: Literal["trained", "filtered", "quarantined", "evaluated"]
+
+
+class Outcomes(Request, frozen=True, kw_only=True):
+    """Learner to dataloader: numbered, acknowledged, repeated until acknowledged."""
+
+    reply: ClassVar[type[Message]]
+    number: Annotated[int, Meta(ge=1)]
+    """Counts from 1 without gaps; a number already seen is acknowledged and ignored."""
+    version: int
+    """The newest published version."""
+    trained_at_version: Count
+    """T(version): groups trained when it was published."""
+    outcomes: list[Outcome] = []
+    buffered_groups: Count = 0
+    """Groups in the learner's buffer when its last step began, beyond that step's own."""
+    waited: bool = False
+    """Whether the learner has waited for groups since the last report."""
+    step_began: bool = False
+    """Whether buffered_groups and waited speak of a step that has begun since the last report."""
+    finished: bool = False
+    """The last step is trained: nothing more is to be leased for training."""
+
+
+class OutcomesSeen(Message, frozen=True, kw_only=True):
+    """The highest number seen without a gap, and the limit now in force."""
+
+    number: Count
+    limit: float
+    """Working limit eta_t, in versions."""
+
+
+Outcomes.reply = OutcomesSeen
+
+
+class WatchSupply(Request, frozen=True, kw_only=True):
+    """Learner to dataloader, parked until the supply's state is newer than ``seen``."""
+
+    reply: ClassVar[type[Message]]
+    seen: int = -1
+
+
+class Supply(Message, frozen=True, kw_only=True):
+    """What there is still to come."""
+
+    number: int
+    exhausted: bool
+    """Nothing is left to grant for training."""
+    outstanding: Count
+    """Groups granted for training and not yet reported or returned."""
+    too_long: list[Uid] = []
+    """Prompts over max_prompt_tokens: quarantined before any lease."""
+    evals: dict[str, int] = {}
+    """eval/NAME@ROUND: number of its prompts, for every round opened so far and not yet closed."""
+
+
+WatchSupply.reply = Supply
+
+
+# --- reward pool --------------------------------------------------------------------------------------------
+
+
+class Completion(Struct, frozen=True, kw_only=True):
+    """What a reward function sees of a trajectory."""
+
+    text: str
+    finish_reason: FinishReason
+    tokens: Count
+
+
+class Score(Request, frozen=True, kw_only=True):
+    """Rollouter to reward pool: score one completion, or a whole group for a group reward."""
+
+    reply: ClassVar[type[Message]]
+    uid: Uid
+    prompt: str
+    row: dict[str, Any]
+    completions: Annotated[list[Completion], Meta(min_length=1)]
+
+
+class Scores(Message, frozen=True, kw_only=True):
+    """One reward a completion, in order. ``components`` may be empty."""
+
+    rewards: list[float]
+    components: list[dict[str, float]]
+    run_s: float
+    """Time spent in the function."""
+
+
+Score.reply = Scores
+
+
+# --- learner ------------------------------------------------------------------------------------------------
+
+
+class Deliver(Request, frozen=True, kw_only=True):
+    """Rollouter to learner: a finished group."""
+
+    reply: ClassVar[type[Message]]
+    group: Group
+
+
+class Delivered(Message, frozen=True, kw_only=True):
+    """The learner holds the group in memory, or held it before: its ticket may be released."""
+
+    duplicate: bool = False
+
+
+Deliver.reply = Delivered
+
+
+class Holds(Request, frozen=True, kw_only=True):
+    """Dataloader to learner: which of these groups do you hold or have you finished?"""
+
+    reply: ClassVar[type[Message]]
+    uids: list[Uid]
+
+
+class Held(Message, frozen=True, kw_only=True):
+    """The subset that must not be granted again."""
+
+    uids: list[Uid]
+
+
+Holds.reply = Held
+
+
+class UpdateTimes(Struct, frozen=True, kw_only=True):
+    """What one weight update cost one replica, in seconds."""
+
+    version: int
+    stage_s: float = 0.0
+    pause_s: float = 0.0
+    load_s: float = 0.0
+    resume_s: float = 0.0
+    stall_s: float = 0.0
+    """Generation time lost: from the pause until the first request runs again."""
+
+
+class RolloutStats(Message, frozen=True, kw_only=True):
+    """Rollouter to learner, cast: what generation did since the last one."""
+
+    sampled_tokens: Count
+    """Tokens sampled since the start of this incarnation, eval included."""
+    sampling: list[tuple[float, float]]
+    """Intervals (wall clock, s) in which at least one token was being sampled, since the last cast."""
+    updates: list[UpdateTimes] = []
+    in_flight: Count = 0
+    served_version: int = -1
+
+
+# --- parameter server ---------------------------------------------------------------------------------------
+
+
+class TensorSpec(Struct, frozen=True, array_like=True):
+    """A parameter in a bucket, under its Hugging Face checkpoint name."""
+
+    name: str
+    dtype: str
+    """torch's name without the prefix: float32, bfloat16, ..."""
+    shape: tuple[int, ...]
+    offset: Count
+    """Byte offset in the bucket; aligned to 64."""
+
+
+class Bucket(Struct, frozen=True, kw_only=True):
+    """A run of parameters in one sealed memory segment."""
+
+    path: str
+    """/proc/PID/fd/N of a sealed memfd, readable by processes of the same user on the same host."""
+    size: Count
+    checksum: int
+    """xxh3_64 over the whole bucket."""
+    tensors: list[TensorSpec]
+
+
+class Manifest(Struct, frozen=True, kw_only=True):
+    """A complete set of weights: every parameter of the model exactly once."""
+
+    version: Count
+    buckets: list[Bucket]
+
+
+class Publish(Request, frozen=True, kw_only=True):
+    """Learner to parameter server: version ``manifest.version`` is there. Answered once it is held for good."""
+
+    reply = Done
+    manifest: Manifest
+    gather_s: float = 0.0
+
+
+class NextUpdate(Request, frozen=True, kw_only=True):
+    """Rollouter to parameter server, parked until there is a version above ``serving``."""
+
+    reply: ClassVar[type[Message]]
+    serving: int
+
+
+class Update(Message, frozen=True, kw_only=True):
+    """``manifest`` is None when nothing newer came in time."""
+
+    manifest: Manifest | None = None
+
+
+NextUpdate.reply = Update
+
+
+class RequestPause(Request, frozen=True, kw_only=True):
+    """Rollouter to parameter server, parked until this replica may pause to load ``version``."""
+
+    reply: ClassVar[type[Message]]
+    version: Count
+
+
+class PauseGranted(Message, frozen=True, kw_only=True):
+    """``granted`` False: not in time, ask again."""
+
+    granted: bool
+
+
+RequestPause.reply = PauseGranted
+
+
+class ReportUpdate(Request, frozen=True, kw_only=True):
+    """Rollouter to parameter server: the update to ``version`` ended here."""
+
+    reply = Done
+    version: Count
+    committed: bool
+    times: UpdateTimes
+    error: str = ""
+
+
+def message_types() -> dict[str, type[Message]]:
+    """Every message by its name on the wire."""
+    found: dict[str, type[Message]] = {}
+
+    def visit(cls: type[Message]) -> None:
+        for sub in cls.__subclasses__():
+            if sub is not Request:
+                found[sub.__name__] = sub
+            visit(sub)
+
+    visit(Message)
+    return found
+
+
+__all__ = [name for name, value in list(globals().items()) if isinstance(value, type) and value is not Any]
+_ = msgspec

@@ -1,0 +1,1 @@
+"""What is going on: logging, metrics, state-time ledgers."""

@@ -1,0 +1,1 @@
+"""The parameter server: conducts every weight update and keeps the newest versions."""

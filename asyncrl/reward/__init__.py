@@ -1,0 +1,1 @@
+"""The reward pool: reward functions in worker processes with hard timeouts."""

@@ -1,0 +1,1 @@
+"""Actors: handlers, calls, supervision, registry, clock. Knows nothing of reinforcement learning."""
