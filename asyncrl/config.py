@@ -259,6 +259,8 @@ class LearnerConfig(Section):
     """Recompute activations in the backward pass."""
     compile: bool = False
     """torch.compile each layer."""
+    collective_timeout_s: Seconds = 600.0
+    """Longest wait of one rank for the others within a step, a publication or the start, before the run ends."""
     sim: SimLearnerConfig = SimLearnerConfig()
     """The timing model of backend = sim."""
 
@@ -402,6 +404,18 @@ class Config(Section):
     def gate_capacity(self) -> int:
         """The most groups that may be granted and not yet trained: (eta + 1) * G."""
         return (self.staleness.max + 1) * self.groups_per_version
+
+    @property
+    def actors(self) -> tuple[str, ...]:
+        """Every actor of the run as ROLE/INDEX, the controller first."""
+        return (
+            "controller/0",
+            "dataloader/0",
+            "reward/0",
+            "parameter_server/0",
+            *(f"learner/{rank}" for rank in range(self.learner.ranks)),
+            *(f"rollouter/{replica}" for replica in range(self.rollout.replicas)),
+        )
 
     @property
     def curve(self) -> bool:

@@ -11,6 +11,7 @@ wrong, where, and what to do. Wrong input is a ValueError; our own broken invari
     ├── ActorFailed (RuntimeError)        an actor ended the run
     ├── EngineDied (RuntimeError)         an inference engine is gone; its partial tokens are not
     ├── WeightsCorrupt (ValueError)       a manifest or a bucket is not what was published
+    ├── NonFiniteStep (ArithmeticError)   the loss or the gradient of a step is not finite
     ├── RewardFailed (RuntimeError)       a reward function raised, timed out or returned nonsense
     └── WireError (ConnectionError)
         ├── ProtocolError (ValueError)    a frame that is not ours
@@ -92,6 +93,21 @@ class WeightsCorrupt(AsyncRLError, ValueError):
         self.version, self.bucket = version, bucket
         where = f"version {version}" + ("" if bucket is None else f", bucket {bucket}")
         super().__init__(f"weights of {where}: {what}")
+
+
+class NonFiniteStep(AsyncRLError, ArithmeticError):
+    """The loss or the gradient norm of a step is not finite; the weights were left as they were.
+
+    ``what`` is "loss" or "gradient norm", ``step`` counts from 1, ``uids`` are the prompt groups it came from: those
+    with a non-finite loss, or all of the step's where only the gradient was. A rank that does not know them has none.
+    """
+
+    def __init__(self, what: str, *, step: int, uids: list[str]) -> None:
+        self.what, self.step, self.uids = what, step, uids
+        named = ", ".join(uids[:8]) + (f" and {len(uids) - 8} more" if len(uids) > 8 else "")
+        super().__init__(
+            f"the {what} of step {step} is not finite; no step was taken" + (f" (groups {named})" if uids else "")
+        )
 
 
 class RewardFailed(AsyncRLError, RuntimeError):

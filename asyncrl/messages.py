@@ -185,13 +185,16 @@ class WatchRun(Request, frozen=True, kw_only=True):
 
 
 class RunState(Message, frozen=True, kw_only=True):
-    """The state of the run. ``drain`` is the rank of roles that are to end now (see controller/run_state.py)."""
+    """The state of the run."""
 
     number: int
     phase: RunPhase
-    drain: int = 0
+    draining: list[str] = []
+    """Roles that are to end now; what they deliver to, drains later (order: controller/run_state.py)."""
     reason: str = ""
     failed_actor: str = ""
+    log: str = ""
+    """Path of the failed actor's log, where known."""
     exit_code: int = 0
     last_line: int = 0
     lines: list[dict[str, Any]] = []

@@ -1,0 +1,211 @@
+"""The controller: registry, run state, fan-out of metrics. No bulk data passes through it.
+
+Its own port is bound before anything else of the run is started; it leaves its address in the run's private
+folder, where the node agent finds it. Everything that is decided is decided in ``run_state`` and ``registry``;
+this shell turns messages and time into their events, and wakes parked calls when something changed. It ends by
+itself once the state of the run is final. What an actor of an older incarnation says is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from asyncrl.controller.run_state import RunStateMachine
+from asyncrl.messages import (
+    ActorEnded,
+    Done,
+    Heartbeat,
+    MetricsLine,
+    Register,
+    ReportFailure,
+    Resolve,
+    Resolved,
+    RunFinished,
+    RunState,
+    StopRun,
+    WatchRun,
+)
+from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller, handler
+from asyncrl.runtime.registry import Registry
+
+ADDRESS_FILE = "controller.json"
+"""In the run's private folder: ``{"address": ..., "incarnation": ...}``."""
+LINES_KEPT = 1000
+LINES_IN_REPLY = 100
+FAREWELL_S = 0.3
+"""Time that the last state has to leave the sockets."""
+
+T = TypeVar("T")
+
+
+class Controller(Actor):
+    """See the module."""
+
+    role = "controller"
+
+    def __init__(self, context: ActorContext) -> None:
+        super().__init__(context)
+        self._registry = Registry()
+        self._run = RunStateMachine(
+            expected=frozenset(self.config.actors) - {CONTROLLER},
+            now=self.clock.now(),
+            start_timeout_s=self.config.supervision.start_timeout_s,
+            drain_s=self.config.supervision.drain_s,
+        )
+        self._lines: deque[dict[str, Any]] = deque(maxlen=LINES_KEPT)
+        self._last_line = 0
+        self._changed = asyncio.Event()
+
+    async def setup(self) -> None:
+        """Leave the address where the agent looks for it."""
+        path = self.context.run_dir / "private" / ADDRESS_FILE
+        text = json.dumps({"address": self.address, "incarnation": self.context.incarnation})
+        await asyncio.to_thread(_write_atomically, str(path), text)
+
+    async def run(self) -> None:
+        """Let time act on the run until its state is final."""
+        while not self._run.final:
+            deadline = self._run.next_deadline()
+            await self._wait(None if deadline is None else max(0.0, deadline - self.clock.now()))
+            if self._run.tick(self.clock.now()):
+                self._tell()
+        await asyncio.sleep(FAREWELL_S)
+
+    # --- registry ---
+
+    @handler
+    def register(self, request: Register, caller: Caller) -> Done:
+        """Take in an actor's record. Raises Refused for one of an older incarnation."""
+        self._registry.register(request.record, self.clock.now())
+        self._run.started(request.record.name)
+        self._run.ready(self._registry.ready(), self.clock.now())
+        self.log.info("registered", actor=request.record.name, address=request.record.address)
+        self._tell()
+        return Done()
+
+    @handler
+    def heartbeat_of(self, request: Heartbeat, caller: Caller) -> None:
+        """Note a heartbeat. Its absence is a stall, never a death."""
+        if not self._registry.heartbeat(caller.name, caller.incarnation, request, self.clock.now()):
+            self.counters["heartbeats/ignored"] = self.counters.get("heartbeats/ignored", 0) + 1
+
+    @handler
+    async def resolve(self, request: Resolve, caller: Caller) -> Resolved:
+        """Parked until the actor can be called under an incarnation larger than ``above``."""
+        record = await self._wait_for(lambda: self._registry.resolve(request.name, request.above), caller.park_s)
+        return Resolved(record=record)
+
+    # --- the run ---
+
+    @handler
+    async def watch_run(self, request: WatchRun, caller: Caller) -> RunState:
+        """Parked until the state, or where asked for the metrics, are newer than what the caller has seen."""
+        wants_lines = request.seen_line >= 0
+
+        def news() -> RunState | None:
+            if self._run.number != request.seen or (wants_lines and self._last_line > request.seen_line):
+                return self._state(request.seen_line)
+            return None
+
+        return await self._wait_for(news, caller.park_s) or self._state(request.seen_line)
+
+    @handler
+    def metrics_line(self, request: MetricsLine, caller: Caller) -> None:
+        """Keep a line for whoever watches; the oldest goes when there are too many."""
+        self._lines.append(request.line)
+        self._last_line += 1
+        self._tell()
+
+    @handler
+    def stop_run(self, request: StopRun, caller: Caller) -> Done:
+        """End the run in good order."""
+        if self._run.stop(request.reason, self.clock.now()):
+            self.log.info("run is stopped", by=caller.name, reason=request.reason)
+            self._tell()
+        return Done()
+
+    @handler
+    def run_finished(self, request: RunFinished, caller: Caller) -> Done:
+        """All is trained and written."""
+        if self._run.finish(self.clock.now()):
+            self.log.info("run is finished", by=caller.name)
+            self._tell()
+        return Done()
+
+    @handler
+    def actor_ended(self, request: ActorEnded, caller: Caller) -> Done:
+        """A process has ended."""
+        now = self.clock.now()
+        self._registry.ended(request.name, request.incarnation, now)
+        self.log.info("actor ended", actor=request.name, exit_code=request.exit_code, fatal=request.fatal)
+        self._run.ended(request.name, request.exit_code, request.fatal, request.reason, request.log, now)
+        self._tell()
+        return Done()
+
+    @handler
+    def report_failure(self, request: ReportFailure, caller: Caller) -> Done:
+        """An actor says that the run cannot go on."""
+        self.log.error("run has failed", actor=caller.name, reason=request.reason)
+        if self._run.fail(caller.name, request.reason, "", request.exit_code, self.clock.now()):
+            self._tell()
+        return Done()
+
+    # --- waiting ---
+
+    def _state(self, seen_line: int) -> RunState:
+        outcome = self._run.outcome
+        lines: list[dict[str, Any]] = []
+        last = self._last_line
+        if seen_line >= 0:
+            first = max(seen_line, last - len(self._lines))
+            skipped = len(self._lines) - (last - first)
+            lines = [line for i, line in enumerate(self._lines) if skipped <= i < skipped + LINES_IN_REPLY]
+            last = first + len(lines)
+        return RunState(
+            number=self._run.number,
+            phase=self._run.phase,
+            draining=self._run.draining,
+            reason=outcome.reason if outcome else "",
+            failed_actor=outcome.actor if outcome else "",
+            log=outcome.log if outcome else "",
+            exit_code=outcome.exit_code if outcome else 0,
+            last_line=last,
+            lines=lines,
+            waiting_for=self._run.waiting_for,
+        )
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _wait(self, timeout: float | None) -> None:
+        """Return at the next change or after ``timeout`` seconds."""
+        changed = self._changed
+        try:
+            async with asyncio.timeout(timeout):
+                await changed.wait()
+        except TimeoutError:
+            return
+
+    async def _wait_for(self, find: Callable[[], T | None], timeout: float) -> T | None:
+        """What ``find`` finds, as soon as it finds something; None after ``timeout`` seconds."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + timeout
+        while (found := find()) is None and (left := until - loop.time()) > 0:
+            await self._wait(left)
+        return found
+
+
+def _write_atomically(path: str, text: str) -> None:
+    descriptor = os.open(path + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+    os.replace(path + ".new", path)
+
+
+ACTOR = Controller

@@ -1,0 +1,97 @@
+"""What the learner's shell needs of whatever trains: one interface, two backends.
+
+``fsdp2`` (trainer.py) trains a model on ``learner.ranks`` processes; ``sim`` (sim.py) only takes time. Both are
+blocking and not thread-safe: a rank calls every method but ``interrupt`` from **one** thread of its own, so that
+its collectives stay in order and its CUDA device stays current.
+
+Order of calls, rank 0::
+
+    backend = create(config, rank=0)
+    host, port = backend.open_store(host)       # at once; the other ranks are told the two values
+    backend.setup(host, port)                   # blocks until every rank is there and the model is checked
+    publication = backend.publish(version=0)    # hand publication.manifest on, then publication.release()
+    plan = build_step(groups, ..., world_size=config.learner.ranks, packed=backend.packed)
+    metrics = backend.train(plan)               # one optimizer step; then plan.metrics and these are one line
+    backend.export(folder)
+    backend.stop()                              # ends the followers too
+
+Order of calls, every other rank::
+
+    backend = create(config, rank=rank)
+    backend.setup(host, port)                   # host and port as rank 0 had them from open_store
+    backend.follow()                            # does what rank 0 does until its stop, or until interrupt()
+    backend.stop()
+
+Fails: an exception from any method but ``publish`` and ``export`` leaves the ranks out of step; the only thing left
+to do is to end the process. ``publish`` and ``export`` raise on rank 0 after all ranks have finished their part, so
+training may go on after them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from asyncrl.config import Config
+from asyncrl.learner.batch import StepPlan
+from asyncrl.learner.segments import Publication
+
+
+class Backend(Protocol):
+    """One rank of whatever trains."""
+
+    packed: bool
+    """Whether several sequences may share a row; settled by ``setup``, the same on all ranks."""
+
+    def open_store(self, host: str) -> tuple[str, int]:
+        """Rank 0: bind the rendezvous of the ranks to a free port of ``host``. Returns (host, port)."""
+
+    def setup(self, host: str, port: int) -> None:
+        """Meet the other ranks, load the model, check it.
+
+        Raises ConfigError naming the key when the model cannot be loaded or fails the check under
+        ``packing = "required"``, DeadlineExceeded when a rank does not come in time.
+        """
+
+    def train(self, plan: StepPlan) -> dict[str, float]:
+        """Rank 0: one optimizer step from ``plan``. Returns the trained metrics by name.
+
+        ``loss/policy``, ``policy/grad_norm`` (before the clip), ``policy/entropy`` (nats), ``policy/ess`` (0 to 1),
+        ``policy/behaviour_kl`` (nats), ``policy/tis_clipped_fraction``, ``policy/ratio_max``, ``learner/lr``;
+        ``policy/engine_kl`` (nats) and ``policy/engine_kl_tokens`` where tokens of the weights being trained are
+        among them.
+        Raises NonFiniteStep, on all ranks, when the loss or the gradient is not finite: nothing was changed then.
+        """
+
+    def publish(self, version: int) -> Publication:
+        """Rank 0: the current weights as sealed segments of shared memory; the caller releases them.
+
+        Raises OSError when they cannot be written.
+        """
+
+    def export(self, folder: Path) -> None:
+        """Rank 0: write the current weights to ``folder`` in Hugging Face layout. Raises OSError."""
+
+    def follow(self) -> None:
+        """The other ranks: take part in whatever rank 0 does until it stops or ``interrupt`` is called.
+
+        Waiting for the next command has no limit (rank 0 may wait for groups for as long as it takes) but ends at
+        once with an error when rank 0 is gone.
+        """
+
+    def interrupt(self) -> None:
+        """From any thread: let ``follow`` return the next time it waits for a command, within a few seconds."""
+
+    def stop(self) -> None:
+        """End. On rank 0 the followers are told."""
+
+
+def create(config: Config, rank: int) -> Backend:
+    """The backend that ``learner.backend`` names, for one rank of ``learner.ranks``."""
+    if config.learner.backend == "sim":
+        from asyncrl.learner.sim import SimTrainer
+
+        return SimTrainer(config, rank)
+    from asyncrl.learner.trainer import Trainer
+
+    return Trainer(config, rank)

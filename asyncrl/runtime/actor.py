@@ -1,0 +1,283 @@
+"""The base of every actor.
+
+An actor binds one server, knows its peers by name, and lives through setup → run → close. Its background tasks
+belong to one TaskGroup: when one fails, the actor fails, tells the controller why, and ends. It ends in good order
+when the controller drains its role. Everything here runs on one event loop; whatever blocks goes to a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from asyncrl.config import Config
+from asyncrl.errors import AsyncRLError, DeadlineExceeded, RemoteError, WireError
+from asyncrl.messages import (
+    ActorRecord,
+    Heartbeat,
+    Register,
+    ReportFailure,
+    Resolve,
+    RunState,
+    WatchRun,
+)
+from asyncrl.monitor.logging import get_logger
+from asyncrl.monitor.states import StateLedger
+from asyncrl.runtime.clock import Clock
+from asyncrl.runtime.endpoint import Endpoint
+from asyncrl.runtime.peer import REPEAT_S, Peer
+from asyncrl.runtime.server import Caller, CallServer, handler
+from asyncrl.wire.keys import Credentials
+from asyncrl.wire.transport import Transport
+
+__all__ = ["CONTROLLER", "Actor", "ActorContext", "Caller", "handler"]
+
+CONTROLLER = "controller/0"
+REPORT_S = 5.0
+"""Longest time that a failing actor spends on telling the controller."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorContext:
+    """What an actor is given at its birth."""
+
+    config: Config
+    name: str
+    incarnation: int
+    run_dir: Path
+    transport: Transport
+    credentials: Credentials
+    controller: str | None
+    """Address of the controller; None for the controller itself."""
+    attempt: int = 0
+    clock: Clock = field(default_factory=Clock)
+
+    @property
+    def index(self) -> int:
+        """The number in ROLE/INDEX."""
+        return int(self.name.partition("/")[2])
+
+
+class Actor:
+    """See the module."""
+
+    role: ClassVar[str]
+
+    def __init__(self, context: ActorContext) -> None:
+        self.context = context
+        self.config = context.config
+        self.name = context.name
+        self.clock = context.clock
+        self.log = get_logger(context.name)
+        self.states = StateLedger(self.clock.now)
+        self.address = ""
+        """Where its server is bound, once it is."""
+        self.facts: dict[str, Any] = {}
+        """Registered with the address; set in setup."""
+        self.ready = False
+        self.tasks: asyncio.TaskGroup
+        self.run_state = RunState(number=-1, phase="starting")
+        self._drained = asyncio.Event()
+        self._peers: dict[str, Peer] = {}
+        self._progress = 0
+        self._endpoint = Endpoint(
+            name=context.name,
+            incarnation=context.incarnation,
+            credentials=context.credentials,
+            transport=context.transport,
+            call_timeout_s=self.config.network.call_timeout_s,
+            max_message_bytes=self.config.network.max_message_bytes,
+            resolve=self._resolve,
+            spawn=self._spawn,
+        )
+        self.counters = self._endpoint.counters
+
+    # --- what an actor overrides ---
+
+    async def setup(self) -> None:
+        """Become able to serve. The actor is not ready before this returns."""
+
+    async def run(self) -> None:
+        """Work until the actor is drained."""
+        await self.drained()
+
+    async def close(self) -> None:
+        """Give back what is held; called whatever happened before."""
+
+    # --- what an actor uses ---
+
+    @property
+    def param_version(self) -> int:
+        """The newest weights this actor knows of; goes into every header."""
+        return self._endpoint.param_version
+
+    @param_version.setter
+    def param_version(self, version: int) -> None:
+        self._endpoint.param_version = version
+
+    def peer(self, name: str) -> Peer:
+        """The connection to another actor, made at the first use."""
+        found = self._peers.get(name)
+        if found is None:
+            record = None
+            if name == CONTROLLER and self.context.controller is not None:
+                record = ActorRecord(name=name, incarnation=0, address=self.context.controller)
+            found = self._peers[name] = Peer(self._endpoint, name, record)
+        return found
+
+    def progress(self) -> None:
+        """Count a useful event; heartbeats without any are how a stall shows."""
+        self._progress += 1
+
+    def begin_drain(self) -> None:
+        """End in good order."""
+        self._drained.set()
+
+    async def drained(self) -> None:
+        """Wait until this actor is to end."""
+        await self._drained.wait()
+
+    @property
+    def draining(self) -> bool:
+        """Whether this actor is to end."""
+        return self._drained.is_set()
+
+    def heartbeat(self, beat: int, loop_lag_s: float) -> Heartbeat:
+        """What this actor says of itself now; called from any thread."""
+        oldest = max(
+            ((call[1], f"{peer.name} {call[0]}") for peer in list(self._peers.values()) if (call := peer.oldest_call())),
+            default=None,
+        )
+        return Heartbeat(
+            beat=beat,
+            progress=self._progress,
+            state=self.states.state if self.ready else "starting",
+            loop_lag_s=loop_lag_s,
+            oldest_await=f"{oldest[1]} {oldest[0]:.1f}" if oldest else "",
+            ledger=self.states.totals(),
+            counters=dict(self.counters),
+        )
+
+    # --- its life ---
+
+    async def main(self) -> None:
+        """Live. Raises what ended the actor, if it was not the drain."""
+        server: CallServer | None = None
+        try:
+            async with asyncio.TaskGroup() as self.tasks:
+                server = CallServer(self._endpoint, self, self._handler_failed)
+                self.address = server.bind(self._bind_address())
+                if self.context.controller is not None:
+                    await self._register(address="")
+                    self.tasks.create_task(self._watch_run(), name="watch_run")
+                await self._until_drained(self.setup())
+                if not self.draining:
+                    self.ready = True
+                    self.states.enter("ready")
+                    if self.context.controller is not None:
+                        await self._register(address=self.address)
+                    await self.run()
+                raise _Ended
+        except* _Ended:
+            pass
+        except* Exception as group:
+            error = _first(group)
+            self.log.error("actor failed", reason=str(error), exc_info=error)
+            await self._report(error)
+            raise error from None
+        finally:
+            try:
+                async with asyncio.timeout(self.config.supervision.drain_s):
+                    await self.close()
+            finally:
+                for peer in self._peers.values():
+                    peer.close()
+                if server is not None:
+                    server.close()
+                self.context.transport.close()
+
+    async def _until_drained(self, work: Coroutine[Any, Any, None]) -> None:
+        """Await ``work``, but give it up when this actor is drained meanwhile."""
+        task = asyncio.create_task(work)
+        drained = asyncio.create_task(self._drained.wait())
+        try:
+            await asyncio.wait({task, drained}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                await task
+        finally:
+            for item in (task, drained):
+                item.cancel()
+            await asyncio.gather(task, drained, return_exceptions=True)
+
+    def _bind_address(self) -> str:
+        network = self.config.network
+        if self.role == "controller":
+            return f"tcp://{network.host}:{network.controller_port}"
+        return f"tcp://{network.host}:{network.ports}"
+
+    async def _register(self, address: str) -> None:
+        if address and self.context.credentials.curve:
+            address = f"{address}#{self.context.attempt}"
+        record = ActorRecord(
+            name=self.name,
+            incarnation=self.context.incarnation,
+            address=address,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            facts=self.facts,
+        )
+        await self.peer(CONTROLLER).call(Register(record=record))
+
+    async def _watch_run(self) -> None:
+        """Follow the run's state for the whole life of this actor."""
+        while True:
+            try:
+                state: RunState = await self.peer(CONTROLLER).call(WatchRun(seen=self.run_state.number))
+            except (DeadlineExceeded, RemoteError) as error:
+                # Data goes on without the controller; it comes back under its address or the agent ends us.
+                self.log.warning("controller is away", error=str(error))
+                await asyncio.sleep(REPEAT_S / 10)
+                continue
+            self.run_state = state
+            if self.role in state.draining:
+                self._drained.set()
+
+    async def _resolve(self, name: str, above: int) -> ActorRecord | None:
+        reply = await self.peer(CONTROLLER).call(Resolve(name=name, above=above))
+        record: ActorRecord | None = reply.record
+        return record
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        return self.tasks.create_task(work)
+
+    def _handler_failed(self, type: str, error: BaseException) -> None:
+        self._endpoint.count("errors/handler")
+        self.log.error("handler failed", type=type, exc_info=error)
+
+    async def _report(self, error: BaseException) -> None:
+        """Tell the controller why this actor ends."""
+        if self.context.controller is None:
+            return
+        exit_code = error.exit_code if isinstance(error, AsyncRLError) else 1
+        reason = str(error) if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {error}"
+        try:
+            # The task group is over by now, but a connection to a fixed address needs no task.
+            await self.peer(CONTROLLER).call(ReportFailure(reason=reason, exit_code=exit_code), timeout=REPORT_S)
+        except WireError as lost:
+            self.log.warning("failure not reported", error=str(lost))
+
+
+class _Ended(Exception):  # noqa: N818
+    """Leaves the task group, which cancels what still runs in it."""
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,89 @@
+"""What all connections of one actor share: who it is, how it encodes, and where its peers are."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.messages import ActorRecord, Message, message_types
+from asyncrl.wire.codec import Codec
+from asyncrl.wire.envelope import PROTOCOL_VERSION, Header, Hello, Kind, encode_header
+from asyncrl.wire.keys import Credentials
+from asyncrl.wire.transport import Transport
+
+CREDIT = 4096
+"""Calls that a peer may leave unanswered on one connection."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Endpoint:
+    """One actor on the wire."""
+
+    name: str
+    incarnation: int
+    credentials: Credentials
+    transport: Transport
+    call_timeout_s: float
+    max_message_bytes: int
+    resolve: Callable[[str, int], Awaitable[ActorRecord | None]]
+    """(name, above) → the record of an incarnation larger than ``above``; None when the wait ran out."""
+    spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+    """Start a task whose failure fails the actor."""
+    codec: Codec = field(default_factory=Codec)
+    types: dict[str, type[Message]] = field(default_factory=message_types)
+    param_version: int = -1
+    counters: dict[str, float] = field(default_factory=dict)
+
+    def count(self, name: str) -> None:
+        """Add one to a counter."""
+        self.counters[name] = self.counters.get(name, 0) + 1
+
+    def header(
+        self,
+        kind: Kind,
+        type: str,
+        *,
+        id: int = 0,
+        in_reply_to: int = 0,
+        deadline_ms: int = 0,
+        answered_below: int = 0,
+    ) -> bytes:
+        """The first frame of a message from this actor."""
+        return encode_header(
+            Header(
+                PROTOCOL_VERSION,
+                kind,
+                id,
+                in_reply_to,
+                self.name,
+                self.incarnation,
+                self.param_version,
+                deadline_ms,
+                type,
+                answered_below,
+            )
+        )
+
+    def hello(self, id: int) -> list[Any]:
+        """The message that opens a connection."""
+        body = Hello(
+            run_id=self.credentials.run_id,
+            name=self.name,
+            incarnation=self.incarnation,
+            max_message_bytes=self.max_message_bytes,
+            secret=self.credentials.secret,
+        )
+        return [self.header(Kind.HELLO, "Hello", id=id), *self.codec.encode(body)]
+
+
+def size_of(frames: list[Any]) -> int:
+    """Bytes of a message's body and buffers."""
+    return sum(frame.nbytes if isinstance(frame, memoryview) else len(frame) for frame in frames)
+
+
+def new_incarnation() -> int:
+    """The incarnation of an actor that starts now."""
+    return time.time_ns()

@@ -1,0 +1,117 @@
+"""Heartbeats from a thread of their own, so that a busy event loop or a long computation is not taken for death.
+
+The thread has its own socket and codec. It tells progress apart from being alive: the count of useful events and
+the lag of the event loop go along with each beat. It never fails the actor; a controller that is away is said
+HELLO again when it asks for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+import time
+from typing import Any
+
+import zmq
+
+from asyncrl.errors import ProtocolError
+from asyncrl.runtime.actor import CONTROLLER, Actor
+from asyncrl.runtime.endpoint import Endpoint
+from asyncrl.wire.envelope import Kind, decode_header
+
+
+class HeartbeatThread:
+    """Beats until stopped."""
+
+    def __init__(self, actor: Actor, address: str, loop: asyncio.AbstractEventLoop) -> None:
+        self._actor = actor
+        self._loop = loop
+        self._interval = actor.config.supervision.heartbeat_s
+        self._address = address
+        self._stop = threading.Event()
+        self._loop_seen = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        context = actor.context
+        self._endpoint = Endpoint(
+            name=context.name,
+            incarnation=context.incarnation,
+            credentials=context.credentials,
+            transport=context.transport,
+            call_timeout_s=0.0,
+            max_message_bytes=actor.config.network.max_message_bytes,
+            resolve=_nobody,
+            spawn=_no_task,
+        )
+
+    def start(self) -> None:
+        """Begin to beat."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End; the actor's socket to the controller is closed when this returns."""
+        self._stop.set()
+        self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        context: zmq.Context[Any] = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.linger = 0
+        socket.sndhwm = 16
+        name, incarnation = self._endpoint.name, self._endpoint.incarnation
+        socket.setsockopt(zmq.IDENTITY, f"{name}/{incarnation}/{secrets.token_hex(6)}".encode())
+        credentials = self._endpoint.credentials
+        if credentials.curve:
+            socket.curve_publickey = credentials.public_key
+            socket.curve_secretkey = credentials.secret_key
+            socket.curve_serverkey = credentials.peers[CONTROLLER][0].encode()
+        socket.connect(self._address)
+        beat = 0
+        try:
+            self._send(socket, self._endpoint.hello(1))
+            while not self._stop.wait(self._interval):
+                beat += 1
+                self._endpoint.param_version = self._actor.param_version
+                message = self._actor.heartbeat(beat, self._loop_lag())
+                header = self._endpoint.header(Kind.CAST, type(message).__name__)
+                self._send(socket, [header, *self._endpoint.codec.encode(message)])
+                self._listen(socket)
+        finally:
+            socket.close(0)
+            context.destroy(linger=0)
+
+    def _loop_lag(self) -> float:
+        """Seconds that the event loop has not come round, beyond the beat itself."""
+        seen = self._loop_seen
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._mark)
+        return max(0.0, time.monotonic() - seen - self._interval)
+
+    def _mark(self) -> None:
+        self._loop_seen = time.monotonic()
+
+    def _listen(self, socket: Any) -> None:
+        while True:
+            try:
+                header = decode_header(socket.recv_multipart(zmq.NOBLOCK)[0])
+            except zmq.Again:
+                return
+            except ProtocolError:
+                continue
+            if header.kind == Kind.ERROR:
+                self._send(socket, self._endpoint.hello(1))
+
+    def _send(self, socket: Any, frames: list[Any]) -> None:
+        try:
+            socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            # The controller is away; the next beat says the same and more.
+            return
+
+
+async def _nobody(_name: str, _above: int) -> None:
+    raise AssertionError("heartbeats go to a fixed address")
+
+
+def _no_task(_work: Any) -> Any:
+    raise AssertionError("heartbeats run without tasks")

@@ -1,0 +1,347 @@
+"""The calling side: one connection to one peer, with its calls in flight.
+
+Delivery is at least once: a call is sent again until it is answered or its deadline is over, under the same
+message id, which the peer recognises. When the peer is replaced by a new incarnation, idempotent calls go to the
+new one, and the others fail with PeerRestarted if they had been sent. Every call ends: with its reply, RemoteError,
+PeerRestarted, Refused, or DeadlineExceeded, which says who waited, on whom, for what, and what the connection was
+doing. Cancelling the awaited future cancels the handler on the other side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import deque
+from typing import Any
+
+from asyncrl.errors import DeadlineExceeded, PeerRestarted, ProtocolError, Refused, RemoteError
+from asyncrl.messages import ActorRecord, Message, Request
+from asyncrl.runtime.endpoint import Endpoint, size_of
+from asyncrl.wire.envelope import ErrorBody, Header, Kind, Refuse, Welcome, decode_header
+from asyncrl.wire.transport import Client, Frames
+
+REPEAT_S = 5.0
+"""A call without an answer is sent again after this; so is a HELLO after a fifth of it."""
+
+
+class CallFuture(asyncio.Future[Any]):
+    """A call in flight. Cancelling it tells the other side."""
+
+    peer: Peer
+    id: int
+    kind: type[Request]
+    frames: list[Any]
+    started: float
+    deadline: float
+    sent: bool
+    """Whether this incarnation of the peer may have seen it."""
+    on_wire: bool
+    """Whether it uses credit of the present connection."""
+    timer: asyncio.TimerHandle | None
+
+    def cancel(self, msg: Any = None) -> bool:
+        if not self.done():
+            self.peer.forget(self, tell=True)
+        return super().cancel(msg)
+
+
+class Peer:
+    """One peer of an actor."""
+
+    def __init__(self, endpoint: Endpoint, name: str, record: ActorRecord | None = None) -> None:
+        self.name = name
+        self.ready = False
+        self._endpoint = endpoint
+        self._loop = asyncio.get_running_loop()
+        self._fixed = record is not None
+        self._record = record
+        self._client: Client | None = None
+        self._incarnation = 0
+        """Of the peer, from its WELCOME; 0 before the first."""
+        self._limit = endpoint.max_message_bytes
+        self._credit = 0
+        self._on_wire = 0
+        self._next_id = 1
+        self._hello_id = 0
+        self._hello_timer: asyncio.TimerHandle | None = None
+        self._resolving: asyncio.Task[None] | None = None
+        self._pending: dict[int, CallFuture] = {}
+        self._waiting: deque[CallFuture] = deque()
+        """Calls that wait for the connection or for credit."""
+        self._closed = False
+
+    # --- the caller's side ---
+
+    def call(self, request: Request, timeout: float | None = None) -> asyncio.Future[Any]:
+        """Send a request; await the result for its reply. ``timeout`` in seconds."""
+        endpoint = self._endpoint
+        if timeout is None:
+            timeout = endpoint.call_timeout_s
+        kind = type(request)
+        future = CallFuture(loop=self._loop)
+        future.peer, future.kind, future.sent, future.on_wire = self, kind, False, False
+        future.frames = endpoint.codec.encode(request)
+        future.id = self._next_id
+        self._next_id += 1
+        future.started = now = self._loop.time()
+        future.deadline = now + timeout
+        future.timer = None
+        if size_of(future.frames) > self._limit:
+            future.set_exception(self._too_large(kind.__name__, future.frames))
+            return future
+        if self._closed:
+            future.set_exception(self._expired(future))
+            return future
+        self._pending[future.id] = future
+        if self.ready and self._on_wire < self._credit:
+            self._transmit(future)
+        else:
+            self._waiting.append(future)
+            self._connect()
+        future.timer = self._loop.call_at(min(future.deadline, now + REPEAT_S), self._on_timer, future)
+        return future
+
+    def cast(self, message: Message) -> bool:
+        """Send a one-way message; False if it could not go, which is final."""
+        if not self.ready:
+            self._connect()
+            return False
+        assert self._client is not None
+        frames = self._endpoint.codec.encode(message)
+        if size_of(frames) > self._limit:
+            raise self._too_large(type(message).__name__, frames)
+        return self._client.send([self._endpoint.header(Kind.CAST, type(message).__name__), *frames])
+
+    def close(self) -> None:
+        """Disconnect; calls in flight fail."""
+        self._closed = True
+        self._disconnect()
+        if self._resolving is not None:
+            self._resolving.cancel()
+        for future in list(self._pending.values()):
+            self._finish(future).set_exception(self._expired(future))
+
+    def oldest_call(self) -> tuple[str, float] | None:
+        """(request type, seconds waited) of the call in flight for longest."""
+        for future in self._pending.values():
+            return future.kind.__name__, self._loop.time() - future.started
+        return None
+
+    def forget(self, future: CallFuture, *, tell: bool) -> None:
+        """Stop waiting for a call; ``tell`` sends CANCEL."""
+        if self._pending.get(future.id) is future:
+            self._finish(future)
+            if tell and future.sent and self.ready and self._client is not None:
+                self._client.send([self._endpoint.header(Kind.CANCEL, "", in_reply_to=future.id), b"\xc0"])
+
+    # --- the connection ---
+
+    def _connect(self) -> None:
+        if self._client is not None or self._closed:
+            return
+        if self._record is None:
+            self._find()
+            return
+        endpoint = self._endpoint
+        routing_id = f"{endpoint.name}/{endpoint.incarnation}/{secrets.token_hex(6)}".encode()
+        self._client = endpoint.transport.connect(
+            self._record.address, routing_id, self._receive, self._lost, self.name
+        )
+        self._say_hello()
+
+    def _disconnect(self) -> None:
+        self.ready = False
+        if self._hello_timer is not None:
+            self._hello_timer.cancel()
+            self._hello_timer = None
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def _say_hello(self) -> None:
+        """Until it is answered."""
+        if self._closed or self._client is None:
+            return
+        self.ready = False
+        self._hello_id = self._next_id
+        self._next_id += 1
+        self._client.send(self._endpoint.hello(self._hello_id))
+        if self._hello_timer is not None:
+            self._hello_timer.cancel()
+        self._hello_timer = self._loop.call_later(REPEAT_S / 5, self._say_hello)
+
+    def _lost(self) -> None:
+        """The connection broke. It may come back by itself, or the peer may have a successor elsewhere."""
+        if self._closed:
+            return
+        self._say_hello()
+        if not self._fixed:
+            self._find()
+
+    def _find(self) -> None:
+        if self._resolving is None and not self._closed:
+            self._resolving = self._endpoint.spawn(self._resolve())
+
+    async def _resolve(self) -> None:
+        try:
+            while not self._closed and not self.ready:
+                above = self._record.incarnation if self._record is not None else 0
+                try:
+                    record = await self._endpoint.resolve(self.name, above)
+                except (DeadlineExceeded, RemoteError):
+                    # The controller is away; the callers' own deadlines bound this.
+                    await asyncio.sleep(REPEAT_S / 10)
+                    continue
+                if record is not None and not self.ready:
+                    self._record = record
+                    self._disconnect()
+                    self._connect()
+                    return
+        finally:
+            self._resolving = None
+
+    # --- messages ---
+
+    def _transmit(self, future: CallFuture) -> None:
+        assert self._client is not None
+        if not future.on_wire:
+            future.sent = future.on_wire = True
+            self._on_wire += 1
+        left_ms = max(1, int((future.deadline - self._loop.time()) * 1000))
+        floor = next(iter(self._pending))
+        header = self._endpoint.header(
+            Kind.CALL, future.kind.__name__, id=future.id, deadline_ms=left_ms, answered_below=floor
+        )
+        self._client.send([header, *future.frames])
+
+    def _on_timer(self, future: CallFuture) -> None:
+        now = self._loop.time()
+        if now >= future.deadline:
+            self._finish(future).set_exception(self._expired(future))
+            return
+        if not self.ready:
+            self._connect()
+        elif future.on_wire:
+            self._transmit(future)
+        future.timer = self._loop.call_at(min(future.deadline, now + REPEAT_S), self._on_timer, future)
+
+    def _receive(self, frames: Frames) -> None:
+        try:
+            header = decode_header(frames[0])
+            if header.kind == Kind.REPLY:
+                self._on_reply(header, frames)
+            elif header.kind == Kind.ERROR:
+                self._on_error(header, self._endpoint.codec.decode(ErrorBody, frames[1]))
+            elif header.kind == Kind.WELCOME:
+                self._on_welcome(header, self._endpoint.codec.decode(Welcome, frames[1]))
+            elif header.kind == Kind.REFUSE:
+                self._on_refuse(self._endpoint.codec.decode(Refuse, frames[1]))
+            else:
+                raise ProtocolError(f"a server does not send {Kind(header.kind).name}")
+        except (ProtocolError, IndexError):
+            self._endpoint.count("wire/malformed")
+
+    def _on_reply(self, header: Header, frames: Frames) -> None:
+        future = self._pending.get(header.in_reply_to)
+        if future is None or header.incarnation < self._incarnation:
+            return
+        kind = future.kind.reply
+        self._finish(future)
+        if header.type != kind.__name__:
+            future.set_exception(ProtocolError(f"{self.name} answered {future.kind.__name__} with {header.type!r}"))
+            return
+        try:
+            reply = self._endpoint.codec.decode(kind, frames[1], frames[2:])
+        except ProtocolError as error:
+            future.set_exception(error)
+        else:
+            future.set_result(reply)
+        self._use_credit()
+
+    def _on_error(self, header: Header, body: ErrorBody) -> None:
+        if body.code == "hello_required":
+            if self.ready:
+                self._say_hello()
+            return
+        future = self._pending.get(header.in_reply_to)
+        if future is None:
+            return
+        if body.code == "over_credit":
+            # It goes out again by its timer.
+            return
+        self._finish(future).set_exception(
+            RemoteError(
+                body.actor or self.name,
+                body.code,
+                body.message,
+                retryable=body.retryable,
+                details=body.details,
+            )
+        )
+        self._use_credit()
+
+    def _on_welcome(self, header: Header, body: Welcome) -> None:
+        if header.in_reply_to != self._hello_id or body.name != self.name:
+            return
+        if self._hello_timer is not None:
+            self._hello_timer.cancel()
+            self._hello_timer = None
+        restarted = self._incarnation not in (0, body.incarnation)
+        self._incarnation = body.incarnation
+        self._limit = min(body.max_message_bytes, self._endpoint.max_message_bytes)
+        self._credit = body.credit
+        self._on_wire = 0
+        self.ready = True
+        for future in list(self._pending.values()):
+            if restarted and future.sent and not future.kind.idempotent:
+                self._finish(future).set_exception(PeerRestarted(self.name, future.kind.__name__))
+            else:
+                future.on_wire = False
+        self._waiting = deque(self._pending.values())
+        self._use_credit()
+
+    def _on_refuse(self, body: Refuse) -> None:
+        if self._hello_timer is not None:
+            self._hello_timer.cancel()
+            self._hello_timer = None
+        self._disconnect()
+        self._endpoint.count("wire/refused_by_peer")
+        for future in list(self._pending.values()):
+            # The peer speaks of itself: its "ours" is our "theirs".
+            self._finish(future).set_exception(Refused(self.name, body.code, ours=body.theirs, theirs=body.ours))
+
+    def _use_credit(self) -> None:
+        while self._waiting and self._on_wire < self._credit:
+            future = self._waiting.popleft()
+            if not future.done():
+                self._transmit(future)
+
+    # --- the end of a call ---
+
+    def _finish(self, future: CallFuture) -> CallFuture:
+        del self._pending[future.id]
+        if future.on_wire:
+            self._on_wire -= 1
+        if future.timer is not None:
+            future.timer.cancel()
+            future.timer = None
+        return future
+
+    def _expired(self, future: CallFuture) -> DeadlineExceeded:
+        if self._closed:
+            hint = "this actor is closing"
+        elif self._record is None:
+            hint = "the registry knows no living actor of this name"
+        elif not self.ready:
+            hint = f"HELLO to {self._record.address} is not answered"
+        else:
+            hint = f"connected to {self._record.address}, the call is not answered"
+        waited = self._loop.time() - future.started
+        return DeadlineExceeded(self._endpoint.name, self.name, future.kind.__name__, waited, hint)
+
+    def _too_large(self, what: str, frames: list[Any]) -> ProtocolError:
+        return ProtocolError(
+            f"{self._endpoint.name}: {what} of {size_of(frames)} bytes is over the {self._limit} that {self.name} "
+            "accepts; raise network.max_message_bytes"
+        )
+

@@ -1,0 +1,63 @@
+"""One actor as the main thing of one process."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from asyncrl.config import config_from_json
+from asyncrl.errors import AsyncRLError
+from asyncrl.monitor.logging import configure_logging
+from asyncrl.runtime.actor import Actor, ActorContext
+from asyncrl.runtime.heartbeat import HeartbeatThread
+from asyncrl.wire.keys import load_credentials
+from asyncrl.wire.zeromq import ZmqTransport
+
+
+def run_actor(
+    actor_class: type[Actor], *, name: str, run_dir: Path, controller: str | None, incarnation: int, attempt: int
+) -> int:
+    """Live as this actor; returns the exit code of the process."""
+    config = config_from_json((run_dir / "config.json").read_text())
+    configure_logging(config.log.level)
+    credentials = load_credentials(run_dir / "private", name, attempt)
+
+    async def live() -> None:
+        context = ActorContext(
+            config=config,
+            name=name,
+            incarnation=incarnation,
+            run_dir=run_dir,
+            transport=ZmqTransport(credentials, max_message_bytes=config.network.max_message_bytes),
+            credentials=credentials,
+            controller=controller,
+            attempt=attempt,
+        )
+        actor = actor_class(context)
+        heartbeat = None
+        if controller is not None:
+            heartbeat = HeartbeatThread(actor, controller, asyncio.get_running_loop())
+            heartbeat.start()
+        try:
+            await actor.main()
+        finally:
+            if heartbeat is not None:
+                heartbeat.stop()
+
+    try:
+        with asyncio.Runner(loop_factory=_new_loop) as runner:
+            runner.run(live())
+    except AsyncRLError as error:
+        sys.stderr.write(f"{name}: {error}\n")
+        return error.exit_code
+    return 0
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.SelectorEventLoop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop

@@ -1,0 +1,101 @@
+"""The records of all actors by name, and who of them is the living one.
+
+Invariant: for each name only the largest incarnation ever seen is heard; whatever an older one says is
+refused (fencing), and a name whose actor has ended resolves to nothing until a larger incarnation
+registers. A missed heartbeat changes nothing here: silence is a stall, and only the end of a process or of
+a host is a death. Pure: the caller brings the time.
+
+Fails with Refused (code ``incarnation``), which names both incarnations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from asyncrl.errors import Refused
+from asyncrl.messages import ActorRecord, Heartbeat
+
+
+@dataclass(slots=True)
+class Entry:
+    """What is known of the newest incarnation of a name."""
+
+    record: ActorRecord
+    since: float
+    """When this incarnation was first heard of (s)."""
+    heard: float
+    """When anything was last heard of it (s)."""
+    heartbeat: Heartbeat | None = None
+    progressed: float = 0.0
+    """When its progress last moved (s)."""
+    ended: bool = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether it lives and has said where it can be called, which it does once its start-up is over."""
+        return not self.ended and bool(self.record.address)
+
+
+@dataclass(slots=True)
+class Registry:
+    """Entries by actor name."""
+
+    entries: dict[str, Entry] = field(default_factory=dict)
+
+    def register(self, record: ActorRecord, now: float) -> None:
+        """Take in a record. Raises Refused for one of an incarnation that is no longer the newest, or
+        that ended.
+        """
+        entry = self._admit(record, now)
+        entry.record = record
+        entry.heard = now
+
+    def heartbeat(self, name: str, incarnation: int, beat: Heartbeat, now: float) -> bool:
+        """Take in a heartbeat; False if it is not of the living incarnation, or older than one already
+        seen.
+        """
+        entry = self.entries.get(name)
+        if entry is None or entry.ended or incarnation != entry.record.incarnation:
+            return False
+        last = entry.heartbeat
+        if last is not None and beat.beat <= last.beat:
+            return False
+        if last is None or beat.progress != last.progress:
+            entry.progressed = now
+        entry.heartbeat = beat
+        entry.heard = now
+        return True
+
+    def ended(self, name: str, incarnation: int, now: float) -> None:
+        """Note the end of an incarnation, and with it of every older one."""
+        entry = self.entries.get(name)
+        if entry is None or incarnation > entry.record.incarnation:
+            # It ended before it was ever heard of; its late words are refused all the same.
+            record = ActorRecord(name=name, incarnation=incarnation, address="")
+            self.entries[name] = Entry(record, since=now, heard=now, ended=True)
+        elif incarnation == entry.record.incarnation:
+            entry.ended = True
+
+    def resolve(self, name: str, above: int = 0) -> ActorRecord | None:
+        """The record of the living incarnation, if it can be called and is larger than ``above``."""
+        entry = self.entries.get(name)
+        if entry is None or not entry.ready or entry.record.incarnation <= above:
+            return None
+        return entry.record
+
+    def ready(self) -> set[str]:
+        """Names of the actors that live and have started up."""
+        return {name for name, entry in self.entries.items() if entry.ready}
+
+    def _admit(self, record: ActorRecord, now: float) -> Entry:
+        entry = self.entries.get(record.name)
+        if entry is None or record.incarnation > entry.record.incarnation:
+            entry = self.entries[record.name] = Entry(record, since=now, heard=now, progressed=now)
+        elif record.incarnation < entry.record.incarnation or entry.ended:
+            raise Refused(
+                "controller/0",
+                "incarnation",
+                ours=f"{record.name} of incarnation {record.incarnation}",
+                theirs=f"{entry.record.incarnation}" + (", which has ended" if entry.ended else ""),
+            )
+        return entry

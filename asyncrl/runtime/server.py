@@ -1,0 +1,321 @@
+"""The serving side: HELLO, then calls and casts to typed handlers.
+
+Nothing but a HELLO is served on a connection before its WELCOME; whoever is not of this run, is not who its key
+says, or has been replaced by a newer incarnation is refused. A call that arrives again while its handler runs, or
+after it was answered, is not run again: replies to calls that may not be repeated are kept until the caller has
+them. Every failure of a handler becomes an ERROR for its caller; malformed frames are counted and change nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import inspect
+import typing
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.errors import AsyncRLError, ProtocolError
+from asyncrl.messages import Message, Request
+from asyncrl.runtime.endpoint import CREDIT, Endpoint, size_of
+from asyncrl.wire.envelope import (
+    PROTOCOL_VERSION,
+    ErrorBody,
+    Header,
+    Hello,
+    Kind,
+    OtherProtocol,
+    Refuse,
+    Welcome,
+    decode_header,
+)
+from asyncrl.wire.transport import Frames
+from asyncrl.wire.transport import Server as BoundSocket
+
+MAX_SESSIONS_PER_NAME = 4
+"""An actor has one connection for its calls, one for its heartbeats, and leaves a few behind when it reconnects."""
+
+
+@dataclass(slots=True)
+class Caller:
+    """Who calls, and how long it will wait."""
+
+    name: str
+    incarnation: int
+    param_version: int
+    deadline: float
+    """On the loop's clock."""
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until the caller gives up."""
+        return max(0.0, self.deadline - asyncio.get_running_loop().time())
+
+    @property
+    def park_s(self) -> float:
+        """How long a call may be parked: it is answered before half of its deadline, so expiry means a dead peer."""
+        return 0.45 * self.remaining_s
+
+
+@dataclass(slots=True)
+class _Session:
+    routing_id: bytes
+    name: str
+    incarnation: int
+    limit: int
+    running: dict[int, asyncio.Task[None] | None] = field(default_factory=dict)
+    stored: dict[int, list[Any]] = field(default_factory=dict)
+    """Replies to calls that may not be repeated, until the caller has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Handler:
+    function: Callable[[Any, Caller], Any]
+    request: type[Message]
+    is_async: bool
+    idempotent: bool
+    answered: bool
+
+
+def handler(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a method ``(self, request: SomeMessage, caller: Caller)`` as the handler of SomeMessage.
+
+    A plain method runs in the receive callback and must not block; an async one runs as a task that is cancelled
+    when its caller cancels or its deadline is over.
+    """
+    function.__asyncrl_handler__ = True  # type: ignore[attr-defined]
+    return function
+
+
+class CallServer:
+    """Serves the handlers of one object."""
+
+    def __init__(self, endpoint: Endpoint, owner: object, on_error: Callable[[str, BaseException], None]) -> None:
+        self._endpoint = endpoint
+        self._loop = asyncio.get_running_loop()
+        self._on_error = on_error
+        self._handlers = _handlers_of(owner)
+        self._sessions: dict[bytes, _Session] = {}
+        self._newest: dict[str, int] = {}
+        self._bound: BoundSocket | None = None
+
+    def bind(self, address: str) -> str:
+        """Bind and return the real address. Raises OSError."""
+        self._bound = self._endpoint.transport.bind(address, self._receive)
+        return self._bound.address
+
+    def close(self) -> None:
+        """Unbind."""
+        if self._bound is not None:
+            self._bound.close()
+
+    # --- receiving ---
+
+    def _receive(self, routing_id: bytes, frames: Frames, owner: str | None) -> None:
+        try:
+            try:
+                header = decode_header(frames[0])
+            except OtherProtocol as other:
+                self._refuse(routing_id, other.id, "protocol", str(PROTOCOL_VERSION), str(other.version))
+                return
+            if len(frames) < 2:
+                raise ProtocolError("no body")
+            if header.kind == Kind.HELLO:
+                self._on_hello(routing_id, header, self._endpoint.codec.decode(Hello, frames[1]), owner)
+                return
+            session = self._sessions.get(routing_id)
+            if session is None:
+                self._error(routing_id, header, "hello_required", "say HELLO first", retryable=True)
+                return
+            if header.sender != session.name or header.incarnation != session.incarnation:
+                raise ProtocolError("sender does not fit its HELLO")
+            if header.kind == Kind.CALL:
+                self._on_call(session, header, frames)
+            elif header.kind == Kind.CAST:
+                self._on_cast(session, header, frames)
+            elif header.kind == Kind.CANCEL:
+                self._cancel(session, header.in_reply_to)
+            else:
+                raise ProtocolError(f"a client does not send {Kind(header.kind).name}")
+        except (ProtocolError, IndexError):
+            self._endpoint.count("wire/malformed")
+
+    def _on_hello(self, routing_id: bytes, header: Header, hello: Hello, owner: str | None) -> None:
+        ours = self._endpoint.credentials
+        refusal: tuple[str, str, str] | None = None
+        if hello.run_id != ours.run_id:
+            refusal = ("run_id", ours.run_id, hello.run_id)
+        elif not hmac.compare_digest(hello.secret.encode(), ours.secret.encode()):
+            refusal = ("secret", "the run's", "another")
+        elif hello.name != header.sender or hello.incarnation != header.incarnation:
+            refusal = ("name", header.sender, hello.name)
+        elif ours.curve and owner != hello.name:
+            refusal = ("key", f"the key of {owner}", hello.name)
+        elif hello.incarnation < self._newest.get(hello.name, 0):
+            refusal = ("incarnation", str(self._newest[hello.name]), str(hello.incarnation))
+        if refusal is not None:
+            self._refuse(routing_id, header.id, *refusal)
+            return
+        if hello.incarnation > self._newest.get(hello.name, 0):
+            self._newest[hello.name] = hello.incarnation
+        self._drop_sessions(hello.name, hello.incarnation, routing_id)
+        if routing_id not in self._sessions:
+            self._sessions[routing_id] = _Session(
+                routing_id, hello.name, hello.incarnation, hello.max_message_bytes
+            )
+        welcome = Welcome(
+            run_id=ours.run_id,
+            name=self._endpoint.name,
+            incarnation=self._endpoint.incarnation,
+            max_message_bytes=self._endpoint.max_message_bytes,
+            credit=CREDIT,
+        )
+        self._send(routing_id, Kind.WELCOME, "Welcome", header.id, self._endpoint.codec.encode(welcome))
+
+    def _drop_sessions(self, name: str, incarnation: int, but: bytes) -> None:
+        """Sessions of replaced incarnations, and the oldest of this one past what an actor needs."""
+        own = [s for s in self._sessions.values() if s.name == name and s.routing_id != but]
+        current = [s for s in own if s.incarnation == incarnation]
+        for session in [s for s in own if s.incarnation != incarnation] + current[: 1 - MAX_SESSIONS_PER_NAME]:
+            del self._sessions[session.routing_id]
+            for id in list(session.running):
+                self._cancel(session, id)
+
+    def _cancel(self, session: _Session, id: int) -> None:
+        task = session.running.get(id)
+        if task is not None:
+            # None tells the task that its caller, not this actor's end, cancels it.
+            session.running[id] = None
+            task.cancel()
+
+    def _on_call(self, session: _Session, header: Header, frames: Frames) -> None:
+        if header.id in session.running:
+            return
+        if session.stored:
+            for id in [id for id in session.stored if id < header.answered_below]:
+                del session.stored[id]
+            if header.id in session.stored:
+                self._transmit(session.routing_id, session.stored[header.id])
+                return
+        if len(session.running) >= CREDIT:
+            self._error(session.routing_id, header, "over_credit", "too many calls unanswered", retryable=True)
+            return
+        found = self._handlers.get(header.type)
+        if found is None or not found.answered:
+            self._error(
+                session.routing_id, header, "unknown_type", f"{self._endpoint.name} does not serve {header.type}"
+            )
+            return
+        try:
+            request = self._endpoint.codec.decode(found.request, frames[1], frames[2:])
+        except ProtocolError as error:
+            self._endpoint.count("wire/malformed")
+            self._error(session.routing_id, header, "invalid", str(error))
+            return
+        deadline = self._loop.time() + header.deadline_ms / 1000
+        caller = Caller(session.name, session.incarnation, header.param_version, deadline)
+        if found.is_async:
+            session.running[header.id] = None
+            session.running[header.id] = self._endpoint.spawn(
+                self._run_call(session, header, found, request, caller)
+            )
+            return
+        try:
+            reply = found.function(request, caller)
+        except Exception as error:
+            self._failed(session, header, error)
+        else:
+            self._reply(session, header, found, reply)
+
+    async def _run_call(
+        self, session: _Session, header: Header, found: _Handler, request: Message, caller: Caller
+    ) -> None:
+        try:
+            async with asyncio.timeout_at(caller.deadline):
+                reply = await found.function(request, caller)
+        except asyncio.CancelledError:
+            self._error(session.routing_id, header, "cancelled", "cancelled by the caller")
+            if session.running.get(header.id) is not None:
+                raise
+        except TimeoutError as error:
+            if isinstance(error, AsyncRLError):
+                self._failed(session, header, error)
+            else:
+                self._error(session.routing_id, header, "deadline", "the handler ran past the caller's deadline")
+        except Exception as error:
+            self._failed(session, header, error)
+        else:
+            self._reply(session, header, found, reply)
+        finally:
+            session.running.pop(header.id, None)
+
+    def _on_cast(self, session: _Session, header: Header, frames: Frames) -> None:
+        found = self._handlers.get(header.type)
+        if found is None or found.answered:
+            raise ProtocolError(f"no handler of the cast {header.type!r}")
+        message = self._endpoint.codec.decode(found.request, frames[1], frames[2:])
+        caller = Caller(session.name, session.incarnation, header.param_version, self._loop.time())
+        try:
+            found.function(message, caller)
+        except Exception as error:
+            self._on_error(header.type, error)
+
+    # --- answering ---
+
+    def _reply(self, session: _Session, header: Header, found: _Handler, reply: Message) -> None:
+        frames = self._endpoint.codec.encode(reply)
+        if (size := size_of(frames)) > session.limit:
+            self._error(
+                session.routing_id, header, "too_large", f"a reply of {size} bytes is over the caller's {session.limit}"
+            )
+            return
+        message = [self._endpoint.header(Kind.REPLY, type(reply).__name__, in_reply_to=header.id), *frames]
+        if not found.idempotent:
+            session.stored[header.id] = message
+        self._transmit(session.routing_id, message)
+
+    def _failed(self, session: _Session, header: Header, error: Exception) -> None:
+        if not isinstance(error, AsyncRLError):
+            self._on_error(header.type, error)
+        self._error(
+            session.routing_id,
+            header,
+            type(error).__name__,
+            str(error) or repr(error),
+            retryable=bool(getattr(error, "retryable", False)),
+        )
+
+    def _error(
+        self, routing_id: bytes, header: Header, code: str, message: str, *, retryable: bool = False
+    ) -> None:
+        body = ErrorBody(code=code, message=message, retryable=retryable, actor=self._endpoint.name)
+        self._send(routing_id, Kind.ERROR, "ErrorBody", header.id, self._endpoint.codec.encode(body))
+
+    def _refuse(self, routing_id: bytes, id: int, code: str, ours: str, theirs: str) -> None:
+        self._endpoint.count("wire/refused")
+        body = Refuse(code=code, ours=ours, theirs=theirs)
+        self._send(routing_id, Kind.REFUSE, "Refuse", id, self._endpoint.codec.encode(body))
+
+    def _send(self, routing_id: bytes, kind: Kind, type: str, in_reply_to: int, frames: list[Any]) -> None:
+        self._transmit(routing_id, [self._endpoint.header(kind, type, in_reply_to=in_reply_to), *frames])
+
+    def _transmit(self, routing_id: bytes, message: list[Any]) -> None:
+        # Where it cannot go now, the caller's repeat asks for it again.
+        if self._bound is not None and not self._bound.send(routing_id, message):
+            self._endpoint.count("wire/unsent")
+
+
+def _handlers_of(owner: object) -> dict[str, _Handler]:
+    found: dict[str, _Handler] = {}
+    for name in dir(type(owner)):
+        function = getattr(type(owner), name, None)
+        if not getattr(function, "__asyncrl_handler__", False):
+            continue
+        request = typing.get_type_hints(function)["request"]
+        bound: Callable[[Any, Caller], Any | Awaitable[Any]] = getattr(owner, name)
+        answered = issubclass(request, Request)
+        found[request.__name__] = _Handler(
+            bound, request, inspect.iscoroutinefunction(function), not answered or request.idempotent, answered
+        )
+    return found

@@ -1,0 +1,103 @@
+"""Who is restarted, how soon and how often, and in which order roles end.
+
+One table says what each role may do; ``Supervisor`` applies it to the deaths that a node agent sees.
+Invariant: an actor is restarted at most ``max_restarts`` times within any window of ``window_s``, each time
+after a pause twice as long as the one before; whatever else happens ends the run with a reason that can be
+printed. Pure: the caller brings the time.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections import deque
+from dataclasses import dataclass, field
+
+LONGEST_BACKOFF_S = 60.0
+UNHEALABLE_EXITS = frozenset({2, 78})
+"""Exit codes of wrong usage and wrong configuration or data: a restart meets the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolePolicy:
+    """What the end of a run, and of an actor, means for one role."""
+
+    drain_rank: int
+    """When the run ends, the actors of a rank are told to end once all of the lower ranks have."""
+    restart: bool
+    """A death is followed by a restart; else it ends the run."""
+
+
+ROLES: dict[str, RolePolicy] = {
+    "rollouter": RolePolicy(drain_rank=1, restart=True),
+    "reward": RolePolicy(drain_rank=1, restart=True),
+    "parameter_server": RolePolicy(drain_rank=2, restart=False),
+    "dataloader": RolePolicy(drain_rank=2, restart=False),
+    "learner": RolePolicy(drain_rank=3, restart=False),
+    "controller": RolePolicy(drain_rank=4, restart=False),
+    "agent": RolePolicy(drain_rank=5, restart=False),
+}
+
+
+def role_of(name: str) -> str:
+    """The role in an actor's name, ROLE/INDEX."""
+    return name.partition("/")[0]
+
+
+def drain_rank(name: str) -> int:
+    """The rank of an actor; one of an unknown role ends with the first."""
+    policy = ROLES.get(role_of(name))
+    return policy.drain_rank if policy is not None else 1
+
+
+def describe_exit(exit_code: int) -> str:
+    """An exit code in words; negative for a signal."""
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    try:
+        return f"killed by {signal.Signals(-exit_code).name}"
+    except ValueError:
+        return f"killed by signal {-exit_code}"
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Start the actor again after ``after_s``. ``number`` counts its restarts from 1."""
+
+    after_s: float
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The run ends. ``reason`` says why."""
+
+    reason: str
+
+
+@dataclass(slots=True)
+class Supervisor:
+    """Decides over the deaths of the actors of one host."""
+
+    max_restarts: int
+    window_s: float
+    backoff_s: float
+    _restarts: dict[str, deque[float]] = field(default_factory=dict)
+    _counts: dict[str, int] = field(default_factory=dict)
+
+    def ended(self, name: str, exit_code: int, now: float) -> Restart | GiveUp:
+        """Decide over a process that ended at ``now`` (monotonic, s) though nobody asked it to."""
+        what = describe_exit(exit_code)
+        policy = ROLES.get(role_of(name))
+        if policy is None or not policy.restart:
+            return GiveUp(f"ended unasked ({what})")
+        if exit_code in UNHEALABLE_EXITS:
+            return GiveUp(f"ended with {what}, which a restart would not mend")
+        recent = self._restarts.setdefault(name, deque())
+        while recent and now - recent[0] >= self.window_s:
+            recent.popleft()
+        if len(recent) >= self.max_restarts:
+            return GiveUp(f"{what}, after {len(recent)} restarts within {self.window_s:g} s")
+        after = min(self.backoff_s * 2.0 ** len(recent), LONGEST_BACKOFF_S)
+        recent.append(now)
+        self._counts[name] = self._counts.get(name, 0) + 1
+        return Restart(after, self._counts[name])

@@ -1,0 +1,117 @@
+"""Typed bodies and their arrays.
+
+A body is a msgspec struct as a MessagePack map, validated against its annotations. Arrays (numpy, and torch on
+the CPU) never pass through MessagePack: each is a frame of its own, and the body holds ``[dtype, shape, frame]``
+in its place. Sending hands over the array's memory, receiving gives a view of the frame's; neither copies, so an
+array that was sent must not be written to afterwards.
+
+Fails with ProtocolError when a body does not fit its type or an array its frame.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from asyncrl.errors import ProtocolError
+
+assert sys.byteorder == "little", "arrays travel in little-endian order"
+
+T = TypeVar("T")
+
+# bfloat16 has no numpy type: as a torch tensor it travels under its own name, as numpy it does not exist.
+DTYPES = frozenset(
+    ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "float32"]
+    + ["float64", "bfloat16"]
+)
+MAX_DIMENSIONS = 8
+
+
+class Codec:
+    """Encodes and decodes bodies. Not thread-safe: each thread has its own."""
+
+    def __init__(self) -> None:
+        self._outgoing: list[Any] = []
+        self._incoming: Sequence[Any] = ()
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=self._encode_array)
+        self._decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}
+
+    def encode(self, message: Any) -> list[Any]:
+        """The body and its buffers, as frames to send."""
+        body = self._encoder.encode(message)
+        if not self._outgoing:
+            return [body]
+        frames = [body, *self._outgoing]
+        self._outgoing = []
+        return frames
+
+    def decode(self, kind: type[T], body: Any, buffers: Sequence[Any] = ()) -> T:
+        """Read a body as ``kind``. Raises ProtocolError."""
+        decoder = self._decoders.get(kind)
+        if decoder is None:
+            decoder = self._decoders[kind] = msgspec.msgpack.Decoder(kind, dec_hook=self._decode_array)
+        self._incoming = buffers
+        try:
+            message: T = decoder.decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
+            raise ProtocolError(f"body of {kind.__name__}: {error}") from None
+        finally:
+            self._incoming = ()
+        return message
+
+    def _encode_array(self, value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            array, dtype = value, value.dtype.name
+        elif type(value).__module__.partition(".")[0] == "torch":
+            dtype = str(value.dtype).removeprefix("torch.")
+            tensor = value.detach()
+            array = (tensor.view(_torch().int16) if dtype == "bfloat16" else tensor).numpy()
+        else:
+            self._outgoing = []
+            raise TypeError(f"{type(value).__name__} cannot travel in a message")
+        if dtype not in DTYPES:
+            self._outgoing = []
+            raise TypeError(f"arrays of {dtype} cannot travel in a message")
+        self._outgoing.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        return [dtype, list(value.shape), len(self._outgoing) - 1]
+
+    def _decode_array(self, kind: type, value: Any) -> Any:
+        if not (isinstance(value, list) and len(value) == 3):
+            raise ValueError(f"expected an array as [dtype, shape, frame], got {type(value).__name__}")
+        dtype, shape, index = value
+        if not (isinstance(dtype, str) and dtype in DTYPES):
+            raise ValueError(f"unknown dtype {dtype!r}")
+        if not (isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS and all(_is_size(n) for n in shape)):
+            raise ValueError(f"bad shape {shape!r}")
+        if not (_is_size(index) and index < len(self._incoming)):
+            raise ValueError(f"no frame {index!r} among {len(self._incoming)}")
+        buffer = self._incoming[index]
+        view = memoryview(buffer if isinstance(buffer, (bytes, bytearray, memoryview)) else buffer.buffer)
+        item = 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
+        if view.nbytes != math.prod(shape) * item:
+            raise ValueError(f"{dtype}{shape} does not fit a frame of {view.nbytes} bytes")
+        if kind is np.ndarray:
+            if dtype == "bfloat16":
+                raise ValueError("bfloat16 arrays can only be received as torch tensors")
+            return np.frombuffer(view, dtype=dtype).reshape(shape)
+        torch = _torch()
+        if kind is torch.Tensor:
+            if not view.nbytes:
+                return torch.empty(shape, dtype=getattr(torch, dtype))
+            return torch.frombuffer(view, dtype=getattr(torch, dtype)).reshape(shape)
+        raise ValueError(f"{kind.__name__} is no array type")
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 48
+
+
+def _torch() -> Any:
+    import torch
+
+    return torch

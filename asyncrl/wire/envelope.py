@@ -1,0 +1,139 @@
+"""The envelope: what every message says of itself before its body is looked at.
+
+Frames on the wire: ``[header] [body] [buffer]*``, behind the routing id on a ROUTER. The header is a MessagePack
+array that is only ever appended to, so an older reader ignores what a newer writer adds. docs/protocol.md is the
+authority.
+
+Fails with ProtocolError; when the sender speaks another version of the protocol, the error says which.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from asyncrl.errors import ProtocolError
+
+PROTOCOL_VERSION = 1
+
+
+class Kind(IntEnum):
+    """What a message is for."""
+
+    HELLO = 1
+    WELCOME = 2
+    REFUSE = 3
+    CALL = 4
+    REPLY = 5
+    ERROR = 6
+    CAST = 7
+    CANCEL = 8
+
+
+class Header(Struct, frozen=True, array_like=True, gc=False):
+    """The first frame."""
+
+    protocol: int
+    kind: int
+    """A Kind."""
+    id: int
+    """Counts up from 1 on each connection for HELLO and CALL; 0 otherwise."""
+    in_reply_to: int
+    """The id that a WELCOME, REFUSE, REPLY or ERROR answers, or that a CANCEL cancels; 0 otherwise."""
+    sender: str
+    """ROLE/INDEX."""
+    incarnation: int
+    """Spawn time of the sender in ns."""
+    param_version: int
+    """The newest weights that the sender knows of; -1 before any."""
+    deadline_ms: int
+    """How long the caller will still wait; 0 where nobody waits."""
+    type: str
+    """Name of the message in the body; empty for CANCEL."""
+    answered_below: int = 0
+    """Every call with a smaller id has been answered: stored replies to them may be dropped."""
+
+
+class Hello(Struct, frozen=True, kw_only=True):
+    """Opens a connection; nothing but a HELLO is served before its WELCOME."""
+
+    run_id: str
+    name: str
+    incarnation: int
+    max_message_bytes: int
+    secret: str = ""
+    """The run's secret; empty under CURVE."""
+
+
+class Welcome(Struct, frozen=True, kw_only=True):
+    """The answer to a HELLO that was accepted."""
+
+    run_id: str
+    name: str
+    incarnation: int
+    max_message_bytes: int
+    credit: int
+    """How many calls may be unanswered on this connection at once."""
+
+
+class Refuse(Struct, frozen=True, kw_only=True):
+    """The answer to a HELLO that was not. ``code``: protocol, run_id, secret, name, key, incarnation."""
+
+    code: str
+    ours: str
+    theirs: str
+
+
+class ErrorBody(Struct, frozen=True, kw_only=True):
+    """The body of an ERROR."""
+
+    code: str
+    """Stable: hello_required, over_credit, unknown_type, invalid, cancelled, deadline, or an exception's name."""
+    message: str
+    retryable: bool = False
+    actor: str = ""
+    details: dict[str, Any] = {}
+
+
+class OtherProtocol(ProtocolError):
+    """A header of another protocol version. ``version`` is the sender's, ``id`` its message's where readable."""
+
+    def __init__(self, version: int, id: int) -> None:
+        self.version, self.id = version, id
+        super().__init__(f"protocol version {version} where this side speaks {PROTOCOL_VERSION}")
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Header)
+_KINDS = frozenset(int(kind) for kind in Kind)
+
+
+def encode_header(header: Header) -> bytes:
+    """The first frame of a message."""
+    return _encoder.encode(header)
+
+
+def decode_header(frame: bytes) -> Header:
+    """Read a first frame. Raises OtherProtocol or ProtocolError."""
+    try:
+        header = _decoder.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        _raise_other_protocol(frame)
+        raise ProtocolError(f"unreadable header: {error}") from None
+    if header.protocol != PROTOCOL_VERSION:
+        raise OtherProtocol(header.protocol, header.id)
+    if header.kind not in _KINDS or header.id < 0 or header.in_reply_to < 0 or header.deadline_ms < 0:
+        raise ProtocolError(f"header out of range: {header}")
+    return header
+
+
+def _raise_other_protocol(frame: bytes) -> None:
+    try:
+        fields = msgspec.msgpack.decode(frame, type=list)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return
+    if fields and type(fields[0]) is int and fields[0] != PROTOCOL_VERSION:
+        raise OtherProtocol(fields[0], fields[2] if len(fields) > 2 and type(fields[2]) is int else 0)

@@ -1,0 +1,256 @@
+"""Transport over ZeroMQ: a ROUTER for each server, a DEALER for each client.
+
+Sockets are driven by the event loop's reader callback: no task and no future per message. A ROUTER is MANDATORY
+and takes over the routing id of a peer that comes back; heartbeats end half-open pipes; LINGER is 0 and high-water
+marks are finite, so nothing waits and nothing grows without bound. A frame over MAXMSGSIZE makes ZeroMQ drop the
+connection without a word, so senders check the size their peer stated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+import zmq.utils.z85
+from zmq.utils.monitor import recv_monitor_message
+
+from asyncrl.wire.keys import ZAP_DOMAIN, Credentials, Doorkeeper
+from asyncrl.wire.transport import ClientReceive, Frames, ServerReceive
+
+HIGH_WATER_MARK = 16384
+COPY_BELOW_BYTES = 65536
+BATCH = 512
+HEARTBEAT_MS = 5000
+
+RawSocket = Any
+
+
+class ZmqTransport:
+    """See Transport. One ZeroMQ context for each instance."""
+
+    def __init__(self, credentials: Credentials, *, max_message_bytes: int) -> None:
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._credentials = credentials
+        self._max_message_bytes = max_message_bytes
+        self._open: list[_ZmqSocket] = []
+        self._doorkeeper: Doorkeeper | None = None
+        if credentials.curve:
+            self._doorkeeper = Doorkeeper(self._context, credentials.peers)
+            self._doorkeeper.start()
+
+    @property
+    def refused_keys(self) -> int:
+        """Connections refused because their key is unknown."""
+        return self._doorkeeper.refused if self._doorkeeper else 0
+
+    def bind(self, address: str, receive: ServerReceive) -> ZmqServer:
+        socket = self._socket(zmq.ROUTER)
+        socket.router_mandatory = 1
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        if self._credentials.curve:
+            socket.zap_domain = ZAP_DOMAIN.encode()
+            socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+            socket.curve_server = True
+            socket.curve_publickey = self._credentials.public_key
+            socket.curve_secretkey = self._credentials.secret_key
+        try:
+            _bind(socket, address)
+        except zmq.ZMQError as error:
+            socket.close(0)
+            raise OSError(error.errno, f"{address}: {error.strerror}") from None
+        server = ZmqServer(socket, receive, curve=self._credentials.curve)
+        self._open.append(server)
+        return server
+
+    def connect(
+        self, address: str, routing_id: bytes, receive: ClientReceive, lost: Callable[[], None], peer: str
+    ) -> ZmqClient:
+        socket = self._socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, routing_id)
+        socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        if self._credentials.curve:
+            keys = self._credentials.peers.get(peer, [])
+            if not keys:
+                socket.close(0)
+                raise OSError(f"no public key of {peer} is known to this run")
+            socket.curve_publickey = self._credentials.public_key
+            socket.curve_secretkey = self._credentials.secret_key
+            # A peer's n-th key belongs to its n-th attempt; its address says which attempt that is.
+            socket.curve_serverkey = keys[min(_attempt(address), len(keys) - 1)].encode()
+        client = ZmqClient(socket, receive, lost, _endpoint(address))
+        self._open.append(client)
+        return client
+
+    def close(self) -> None:
+        for item in self._open:
+            item.close()
+        self._open.clear()
+        if self._doorkeeper is not None:
+            self._doorkeeper.stop()
+        self._context.destroy(linger=0)
+
+    def _socket(self, kind: int) -> RawSocket:
+        socket = self._context.socket(kind)
+        socket.linger = 0
+        socket.sndhwm = socket.rcvhwm = HIGH_WATER_MARK
+        socket.maxmsgsize = self._max_message_bytes
+        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TTL, 3 * HEARTBEAT_MS)
+        socket.copy_threshold = COPY_BELOW_BYTES
+        return socket
+
+
+class _ZmqSocket:
+    """Reads a socket whenever the loop says so.
+
+    ZeroMQ's file descriptor is edge-triggered and any operation may swallow the edge, so the socket is read until
+    it is empty, and looked at once more after sends.
+    """
+
+    def __init__(self, socket: RawSocket) -> None:
+        self._socket = socket
+        self._loop = asyncio.get_running_loop()
+        self._look_scheduled = False
+        self._closed = False
+        self._fd = socket.getsockopt(zmq.FD)
+        self._loop.add_reader(self._fd, self._read)
+        self._look_again()
+
+    def _look_again(self) -> None:
+        if not self._look_scheduled and not self._closed:
+            self._look_scheduled = True
+            self._loop.call_soon(self._read)
+
+    def _read(self) -> None:
+        self._look_scheduled = False
+        receive = self._receive_one
+        for _ in range(BATCH):
+            if self._closed:
+                return
+            try:
+                receive()
+            except zmq.Again:
+                return
+        # Others on this loop get their turn.
+        self._look_again()
+
+    def _receive_one(self) -> None:
+        raise NotImplementedError
+
+    def _rest(self, parts: list[Any], copied: int) -> list[Any]:
+        """The further frames of a message: the first ``copied`` as bytes, the others as views."""
+        socket = self._socket
+        while socket.rcvmore:
+            parts.append(socket.recv(zmq.NOBLOCK, copy=len(parts) < copied))
+        return parts
+
+    def _send(self, frames: list[Any]) -> bool:
+        try:
+            if len(frames) <= 3:
+                self._socket.send_multipart(frames, zmq.NOBLOCK)
+            else:
+                self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            self._look_again()
+            return False
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                return False
+            raise
+        self._look_again()
+        return True
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._loop.remove_reader(self._fd)
+            self._socket.close(0)
+
+
+class ZmqServer(_ZmqSocket):
+    """See Server."""
+
+    def __init__(self, socket: RawSocket, receive: ServerReceive, *, curve: bool) -> None:
+        self.address = socket.last_endpoint.decode().rstrip("\0")
+        self._on_message = receive
+        self._curve = curve
+        super().__init__(socket)
+
+    def _receive_one(self) -> None:
+        routing_id = self._socket.recv(zmq.NOBLOCK)
+        owner: str | None = None
+        if not self._curve:
+            frames = self._rest([], 2)
+        else:
+            header = self._socket.recv(zmq.NOBLOCK, copy=False)
+            owner = header.get("User-Id")
+            frames = self._rest([header.bytes], 2)
+        self._on_message(routing_id, frames, owner)
+
+    def send(self, routing_id: bytes, frames: Frames) -> bool:
+        return not self._closed and self._send([routing_id, *frames])
+
+
+class ZmqClient(_ZmqSocket):
+    """See Client."""
+
+    def __init__(self, socket: RawSocket, receive: ClientReceive, lost: Callable[[], None], endpoint: str) -> None:
+        self._on_message = receive
+        self._on_lost = lost
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        super().__init__(socket)
+        self._monitor_fd = self._monitor.getsockopt(zmq.FD)
+        self._loop.add_reader(self._monitor_fd, self._read_monitor)
+        socket.connect(endpoint)
+        self._loop.call_soon(self._read_monitor)
+
+    def _receive_one(self) -> None:
+        self._on_message(self._rest([self._socket.recv(zmq.NOBLOCK)], 2))
+
+    def _read_monitor(self) -> None:
+        while not self._closed:
+            try:
+                recv_monitor_message(self._monitor, zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._on_lost()
+
+    def send(self, frames: Frames) -> bool:
+        return not self._closed and self._send(list(frames))
+
+    def close(self) -> None:
+        if not self._closed:
+            self._loop.remove_reader(self._monitor_fd)
+            self._socket.disable_monitor()
+            self._monitor.close(0)
+        super().close()
+
+
+def _bind(socket: RawSocket, address: str) -> None:
+    """Bind ``tcp://HOST:PORT``, where PORT is a number, 0, or a range LOW-HIGH of which the first free one is taken."""
+    head, _, ports = address.rpartition(":")
+    low, dash, high = ports.partition("-")
+    if not dash:
+        socket.bind(address if ports != "0" else f"{head}:*")
+        return
+    for port in range(int(low), int(high) + 1):
+        try:
+            socket.bind(f"{head}:{port}")
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE or port == int(high):
+                raise
+        else:
+            return
+
+
+def _endpoint(address: str) -> str:
+    return address.partition("#")[0]
+
+
+def _attempt(address: str) -> int:
+    """Registered addresses are ``tcp://HOST:PORT#ATTEMPT`` under CURVE."""
+    return int(address.partition("#")[2] or 0)
