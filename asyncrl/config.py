@@ -31,7 +31,11 @@ class Section(BaseModel):
     """A table of the configuration: immutable, closed to unknown keys, documented by the docstring of each field."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
     )
 
 
@@ -488,7 +492,9 @@ def cross_check(config: Config) -> list[tuple[str, str]]:
     if config.model.path is None and not simulated:
         found.append(("model.path", 'is required unless rollout.engine and learner.backend are both "sim"'))
     if rollout.engine == "sim" and learner.backend != "sim":
-        found.append(("learner.backend", 'what the sim engine makes up must not train a model; set it to "sim"'))
+        found.append(
+            ("learner.backend", 'what the sim engine makes up must not train a model; set it to "sim"')
+        )
     if rollout.samples_per_prompt > rollout.concurrency:
         found.append(
             (
@@ -498,7 +504,11 @@ def cross_check(config: Config) -> list[tuple[str, str]]:
             )
         )
     length = rollout.vllm.max_model_len
-    if rollout.engine == "vllm" and length is not None and length < config.data.max_prompt_tokens + rollout.max_tokens:
+    if (
+        rollout.engine == "vllm"
+        and length is not None
+        and length < config.data.max_prompt_tokens + rollout.max_tokens
+    ):
         found.append(
             (
                 "rollout.vllm.max_model_len",
@@ -510,14 +520,21 @@ def cross_check(config: Config) -> list[tuple[str, str]]:
         if key in rollout.vllm.extra:
             found.append((f"rollout.vllm.extra.{key}", "is set by asyncrl and may not be overridden"))
     if reward.truncated == "penalty" and reward.overlong.margin_tokens >= rollout.max_tokens:
-        found.append(("reward.overlong.margin_tokens", f"must be below rollout.max_tokens = {rollout.max_tokens}"))
+        found.append(
+            ("reward.overlong.margin_tokens", f"must be below rollout.max_tokens = {rollout.max_tokens}")
+        )
     if reward.function == "reasoning_gym" and config.data.source != "reasoning_gym":
-        found.append(("reward.function", 'reasoning_gym scores only prompts of data.source = "reasoning_gym"'))
+        found.append(
+            ("reward.function", 'reasoning_gym scores only prompts of data.source = "reasoning_gym"')
+        )
     if learner.warmup_steps > learner.steps:
         found.append(("learner.warmup_steps", f"is more than learner.steps = {learner.steps}"))
     if learner.steps % learner.steps_per_version:
         found.append(
-            ("learner.steps", f"must be a multiple of learner.steps_per_version = {learner.steps_per_version}")
+            (
+                "learner.steps",
+                f"must be a multiple of learner.steps_per_version = {learner.steps_per_version}",
+            )
         )
     found += _check_data("data", config.data)
     for name, evaluation in config.eval.items():
@@ -528,7 +545,9 @@ def cross_check(config: Config) -> list[tuple[str, str]]:
     if high and not 0 < int(low) <= int(high) <= 65535:
         found.append(("network.ports", f"{config.network.ports!r} is not a range LOW-HIGH within 1-65535"))
     if config.security.curve == "off" and config.network.host not in ("127.0.0.1", "::1", "localhost"):
-        found.append(("security.curve", f"may be off on loopback only; network.host is {config.network.host}"))
+        found.append(
+            ("security.curve", f"may be off on loopback only; network.host is {config.network.host}")
+        )
     return found
 
 

@@ -106,7 +106,8 @@ class NonFiniteStep(AsyncRLError, ArithmeticError):
         self.what, self.step, self.uids = what, step, uids
         named = ", ".join(uids[:8]) + (f" and {len(uids) - 8} more" if len(uids) > 8 else "")
         super().__init__(
-            f"the {what} of step {step} is not finite; no step was taken" + (f" (groups {named})" if uids else "")
+            f"the {what} of step {step} is not finite; no step was taken"
+            + (f" (groups {named})" if uids else "")
         )
 
 
@@ -147,7 +148,9 @@ class DeadlineExceeded(WireError, TimeoutError):
 
     def __init__(self, who: str, peer: str, what: str, waited_s: float, hint: str = "") -> None:
         self.who, self.peer, self.what, self.waited_s = who, peer, what, waited_s
-        super().__init__(f"{who} waited {waited_s:.1f} s on {peer} for {what}" + (f": {hint}" if hint else ""))
+        super().__init__(
+            f"{who} waited {waited_s:.1f} s on {peer} for {what}" + (f": {hint}" if hint else "")
+        )
 
 
 class RemoteError(WireError):

@@ -156,6 +156,8 @@ class Resolve(Request, frozen=True, kw_only=True):
     reply: ClassVar[type[Message]]
     name: str
     above: Count = 0
+    unready: bool = False
+    """Answer as soon as it has registered facts, even if it cannot be called yet."""
 
 
 class Resolved(Message, frozen=True, kw_only=True):

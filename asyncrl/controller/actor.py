@@ -1,9 +1,10 @@
 """The controller: registry, run state, fan-out of metrics. No bulk data passes through it.
 
 Its own port is bound before anything else of the run is started; it leaves its address in the run's private
-folder, where the node agent finds it. Everything that is decided is decided in ``run_state`` and ``registry``;
-this shell turns messages and time into their events, and wakes parked calls when something changed. It ends by
-itself once the state of the run is final. What an actor of an older incarnation says is refused.
+folder, where the node agent finds it. Everything that is decided is decided in ``run_state`` and
+``registry``; this shell turns messages and time into their events, and wakes parked calls when something
+changed. It ends by itself once the state of the run is final. What an actor of an older incarnation says is
+refused.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import json
 import os
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from typing import Any, TypeVar
 
 from asyncrl.controller.run_state import RunStateMachine
 from asyncrl.messages import (
     ActorEnded,
+    ActorRecord,
     Done,
     Heartbeat,
     MetricsLine,
@@ -97,8 +100,11 @@ class Controller(Actor):
     @handler
     async def resolve(self, request: Resolve, caller: Caller) -> Resolved:
         """Parked until the actor can be called under an incarnation larger than ``above``."""
-        record = await self._wait_for(lambda: self._registry.resolve(request.name, request.above), caller.park_s)
-        return Resolved(record=record)
+
+        def find() -> ActorRecord | None:
+            return self._registry.resolve(request.name, request.above, unready=request.unready)
+
+        return Resolved(record=await self._wait_for(find, caller.park_s))
 
     # --- the run ---
 
@@ -141,10 +147,10 @@ class Controller(Actor):
     def actor_ended(self, request: ActorEnded, caller: Caller) -> Done:
         """A process has ended."""
         now = self.clock.now()
-        self._registry.ended(request.name, request.incarnation, now)
         self.log.info("actor ended", actor=request.name, exit_code=request.exit_code, fatal=request.fatal)
-        self._run.ended(request.name, request.exit_code, request.fatal, request.reason, request.log, now)
-        self._tell()
+        if self._registry.ended(request.name, request.incarnation, now):
+            self._run.ended(request.name, request.exit_code, request.fatal, request.reason, request.log, now)
+            self._tell()
         return Done()
 
     @handler
@@ -164,7 +170,7 @@ class Controller(Actor):
         if seen_line >= 0:
             first = max(seen_line, last - len(self._lines))
             skipped = len(self._lines) - (last - first)
-            lines = [line for i, line in enumerate(self._lines) if skipped <= i < skipped + LINES_IN_REPLY]
+            lines = list(islice(self._lines, skipped, skipped + LINES_IN_REPLY))
             last = first + len(lines)
         return RunState(
             number=self._run.number,

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from asyncrl.messages import RunPhase
-from asyncrl.runtime.supervision import ROLES, describe_exit, drain_rank
+from asyncrl.runtime.supervision import ROLES, STOPPED_EXIT_CODE, UNHEALABLE_EXITS, describe_exit, drain_rank
 
 DRAIN_SHARES: dict[int, float] = {1: 0.5, 2: 0.2, 3: 0.25}
 """The share of ``drain_s`` that each rank below the controller's has; what is left is the controller's
@@ -26,7 +26,6 @@ own.
 """
 
 LAST_RANK = ROLES["controller"].drain_rank
-STOPPED_EXIT_CODE = 130
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +79,7 @@ class RunStateMachine:
 
     def ready(self, names: Iterable[str], now: float) -> bool:
         """``names`` are all the actors that are ready now."""
+        before = (self.phase, self.waiting_for)
         self._ready = set(names) & self.expected
         for name in self.expected - self._ready:
             self._awaited_since.setdefault(name, now)
@@ -87,8 +87,7 @@ class RunStateMachine:
             self._awaited_since.pop(name, None)
         if self.phase == "starting" and self._ready == self.expected:
             self.phase = "running"
-            return self._changed()
-        return False
+        return (self.phase, self.waiting_for) != before and self._changed()
 
     def started(self, name: str) -> None:
         """A process of ``name`` has been heard of."""
@@ -98,15 +97,16 @@ class RunStateMachine:
         """The process of ``name`` has ended; ``fatal`` if it will not be started again."""
         if name not in self.expected:
             return False
+        before = self.waiting_for
         self._ready.discard(name)
         self._ended.add(name)
         self._awaited_since[name] = now
         if self.drain:
             return self.tick(now)
         if fatal:
-            code = exit_code if exit_code in (2, 78) else 1
+            code = exit_code if exit_code in UNHEALABLE_EXITS else 1
             return self.fail(name, reason or describe_exit(exit_code), log, code, now)
-        return False
+        return self.waiting_for != before and self._changed()
 
     def fail(self, actor: str, reason: str, log: str, exit_code: int, now: float) -> bool:
         """The run cannot go on because of ``actor``."""

@@ -1,7 +1,8 @@
 """Advantage estimators: pure functions from the rewards of one prompt group to one advantage a trajectory.
 
-Each takes float64 [n] with n >= 2 (masked trajectories included: they belong to the baseline) and returns float64
-[n]; every token of a trajectory has its trajectory's advantage. Rewards that are all equal give zeros.
+Each takes float64 [n] with n >= 2 (masked trajectories included: they belong to the baseline) and returns
+float64 [n]; every token of a trajectory has its trajectory's advantage. Rewards that are all equal give
+zeros.
 
 Fails with ValueError for fewer than two rewards or one that is not finite.
 """
@@ -22,11 +23,12 @@ STD_EPSILON = 1e-6
 def grpo(rewards: np.ndarray) -> np.ndarray:
     """A_i = (r_i - mean(r)) / (std(r) + 1e-6), std with n - 1.
 
-    DeepSeekMath (arXiv 2402.03300, section 4.1.2). The paper does not say which standard deviation; the sample's is
-    what verl and TRL take.
+    DeepSeekMath (arXiv 2402.03300, section 4.1.2). The paper does not say which standard deviation; the
+    sample's is what verl and TRL take.
     """
     centred = _centred(rewards)
-    return centred / (np.sqrt(np.sum(centred**2) / (len(centred) - 1)) + STD_EPSILON)
+    advantages: np.ndarray = centred / (np.sqrt(np.sum(centred**2) / (len(centred) - 1)) + STD_EPSILON)
+    return advantages
 
 
 def dr_grpo(rewards: np.ndarray) -> np.ndarray:
@@ -46,13 +48,19 @@ def rloo(rewards: np.ndarray) -> np.ndarray:
     return centred * (len(centred) / (len(centred) - 1))
 
 
-ESTIMATORS: dict[Estimator, Callable[[np.ndarray], np.ndarray]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
+ESTIMATORS: dict[Estimator, Callable[[np.ndarray], np.ndarray]] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+}
 
 
 def _centred(rewards: np.ndarray) -> np.ndarray:
     values = np.asarray(rewards, dtype=np.float64)
     if values.ndim != 1 or len(values) < 2:
-        raise ValueError(f"an advantage needs the rewards of at least 2 trajectories, got shape {values.shape}")
+        raise ValueError(
+            f"an advantage needs the rewards of at least 2 trajectories, got shape {values.shape}"
+        )
     if not np.isfinite(values).all():
         raise ValueError(f"rewards must be finite, got {values.tolist()}")
     if np.all(values == values[0]):

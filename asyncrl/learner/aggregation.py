@@ -1,10 +1,10 @@
 """How token losses become the loss of a step: a weight for each token and one denominator for the whole step.
 
-loss = (1 / denominator) * sum over all tokens of the step of weight * token loss. Both are known before anything is
-computed, so the gradient does not depend on how the step is cut into micro-batches and ranks.
+loss = (1 / denominator) * sum over all tokens of the step of weight * token loss. Both are known before
+anything is computed, so the gradient does not depend on how the step is cut into micro-batches and ranks.
 
-The rule for what is masked: tokens of an environment, and all tokens of a masked trajectory, have no weight and
-count in no denominator. A trajectory without a loss token is no sequence.
+The rule for what is masked: tokens of an environment, and all tokens of a masked trajectory, have no weight
+and count in no denominator. A trajectory without a loss token is no sequence.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ def token_weight(aggregation: Aggregation, loss_tokens: int) -> float:
 def step_denominator(aggregation: Aggregation, loss_tokens: Sequence[int], max_tokens: int) -> float:
     """What the step's weighted sum is divided by; ``loss_tokens`` holds one count (>= 1) for each sequence.
 
-    token: all loss tokens (DAPO, arXiv 2503.14476, eq. 12). sequence: sequences (GRPO, arXiv 2402.03300, eq. 3).
-    constant: sequences * max_tokens (Dr. GRPO, arXiv 2503.20783, section 3.2). 1 for a step without sequences.
+    token: all loss tokens (DAPO, arXiv 2503.14476, eq. 12). sequence: sequences (GRPO, arXiv 2402.03300, eq.
+    3). constant: sequences * max_tokens (Dr. GRPO, arXiv 2503.20783, section 3.2). 1 for a step without
+    sequences.
     """
     if not loss_tokens:
         return 1.0

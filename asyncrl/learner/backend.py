@@ -1,8 +1,8 @@
 """What the learner's shell needs of whatever trains: one interface, two backends.
 
-``fsdp2`` (trainer.py) trains a model on ``learner.ranks`` processes; ``sim`` (sim.py) only takes time. Both are
-blocking and not thread-safe: a rank calls every method but ``interrupt`` from **one** thread of its own, so that
-its collectives stay in order and its CUDA device stays current.
+``fsdp2`` (trainer.py) trains a model on ``learner.ranks`` processes; ``sim`` (sim.py) only takes time. Both
+are blocking and not thread-safe: a rank calls every method but ``interrupt`` from **one** thread of its own,
+so that its collectives stay in order and its CUDA device stays current.
 
 Order of calls, rank 0::
 
@@ -22,9 +22,9 @@ Order of calls, every other rank::
     backend.follow()                            # does what rank 0 does until its stop, or until interrupt()
     backend.stop()
 
-Fails: an exception from any method but ``publish`` and ``export`` leaves the ranks out of step; the only thing left
-to do is to end the process. ``publish`` and ``export`` raise on rank 0 after all ranks have finished their part, so
-training may go on after them.
+Fails: an exception from any method but ``publish`` and ``export`` leaves the ranks out of step; the only
+thing left to do is to end the process. ``publish`` and ``export`` raise on rank 0 after all ranks have
+finished their part, so training may go on after them.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class Backend(Protocol):
     def train(self, plan: StepPlan) -> dict[str, float]:
         """Rank 0: one optimizer step from ``plan``. Returns the trained metrics by name.
 
-        ``loss/policy``, ``policy/grad_norm`` (before the clip), ``policy/entropy`` (nats), ``policy/ess`` (0 to 1),
-        ``policy/behaviour_kl`` (nats), ``policy/tis_clipped_fraction``, ``policy/ratio_max``, ``learner/lr``;
-        ``policy/engine_kl`` (nats) and ``policy/engine_kl_tokens`` where tokens of the weights being trained are
-        among them.
-        Raises NonFiniteStep, on all ranks, when the loss or the gradient is not finite: nothing was changed then.
+        ``loss/policy``, ``policy/grad_norm`` (before the clip), ``policy/entropy`` (nats), ``policy/ess`` (0
+        to 1), ``policy/behaviour_kl`` (nats), ``policy/tis_clipped_fraction``, ``policy/ratio_max``,
+        ``learner/lr``; ``policy/engine_kl`` (nats) and ``policy/engine_kl_tokens`` where tokens of the
+        weights being trained are among them. Raises NonFiniteStep, on all ranks, when the loss or the
+        gradient is not finite: nothing was changed then.
         """
 
     def publish(self, version: int) -> Publication:
@@ -75,12 +75,13 @@ class Backend(Protocol):
     def follow(self) -> None:
         """The other ranks: take part in whatever rank 0 does until it stops or ``interrupt`` is called.
 
-        Waiting for the next command has no limit (rank 0 may wait for groups for as long as it takes) but ends at
-        once with an error when rank 0 is gone.
+        Waiting for the next command has no limit (rank 0 may wait for groups for as long as it takes) but
+        ends at once with an error when rank 0 is gone.
         """
 
     def interrupt(self) -> None:
-        """From any thread: let ``follow`` return the next time it waits for a command, within a few seconds."""
+        """From any thread: let ``follow`` return the next time it waits for a command, within a few seconds.
+        """
 
     def stop(self) -> None:
         """End. On rank 0 the followers are told."""

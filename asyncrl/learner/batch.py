@@ -1,14 +1,16 @@
-"""From the groups of a step to what each rank computes: advantages, packed micro-batches, and the denominator.
+"""From the groups of a step to what each rank computes: advantages, packed micro-batches, and the
+denominator.
 
-Everything here is a pure function of its arguments, in numpy; torch is not imported. Advantages are taken over
-whole groups before anything is split. The denominator is the step's, over all ranks and micro-batches, fixed here.
+Everything here is a pure function of its arguments, in numpy; torch is not imported. Advantages are taken
+over whole groups before anything is split. The denominator is the step's, over all ranks and micro-batches,
+fixed here.
 
-A sequence is prompt + response with its last token left out: position i of the row predicts token i + 1. The arrays
-that the loss needs (targets, behaviour log-probs, advantages ...) exist only at the positions that predict a loss
-token, and ``predict`` says where in the row these are.
+A sequence is prompt + response with its last token left out: position i of the row predicts token i + 1. The
+arrays that the loss needs (targets, behaviour log-probs, advantages ...) exist only at the positions that
+predict a loss token, and ``predict`` says where in the row these are.
 
-A masked trajectory (cut at max_tokens under ``reward.truncated = "mask"``) counts in its group's baseline and in no
-loss, no denominator and no statistic of the policy; it is not computed at all.
+A masked trajectory (cut at max_tokens under ``reward.truncated = "mask"``) counts in its group's baseline and
+in no loss, no denominator and no statistic of the policy; it is not computed at all.
 
 Fails with ValueError for a group that ``check_group`` would have refused.
 """
@@ -121,10 +123,16 @@ def _check_trajectory(trajectory: Trajectory) -> str | None:
     if not count:
         return "no tokens"
     if len(trajectory.logprobs) != count or len(trajectory.loss_mask) != count:
-        return f"{count} tokens, {len(trajectory.logprobs)} log-probs, {len(trajectory.loss_mask)} mask entries"
+        return (
+            f"{count} tokens, {len(trajectory.logprobs)} log-probs, {len(trajectory.loss_mask)} mask entries"
+        )
     ends = [0, *(span.end for span in trajectory.spans)]
-    if ends[-1] != count or any(s.start != end or s.end <= s.start for s, end in zip(trajectory.spans, ends, strict=False)):
-        return f"version spans do not cover its {count} tokens: {[(s.start, s.end) for s in trajectory.spans]}"
+    if ends[-1] != count or any(
+        s.start != end or s.end <= s.start for s, end in zip(trajectory.spans, ends, strict=False)
+    ):
+        return (
+            f"version spans do not cover its {count} tokens: {[(s.start, s.end) for s in trajectory.spans]}"
+        )
     logprobs = trajectory.logprobs[trajectory.loss_mask.astype(bool)]
     if not np.isfinite(logprobs).all() or (logprobs > 1e-3).any():
         return "a log-prob is not finite or above 0"
@@ -134,7 +142,9 @@ def _check_trajectory(trajectory: Trajectory) -> str | None:
 
 
 def has_signal(group: Group, tolerance: float) -> bool:
-    """Whether the rewards of the group differ by more than ``tolerance``; without it no estimator has a gradient."""
+    """Whether the rewards of the group differ by more than ``tolerance``; without it no estimator has a
+    gradient.
+    """
     rewards = rewards_of(group)
     return bool(rewards.max() - rewards.min() > tolerance)
 
@@ -151,10 +161,10 @@ def build_step(
 ) -> StepPlan:
     """The plan of one optimizer step.
 
-    ``groups`` are trained, in the order given (the caller orders them by (epoch, index)); ``filtered`` were scored
-    since the last step and are not trained: they appear in the metrics alone. ``version`` is the newest published
-    version and ``fresh`` whether no step was taken since it was. ``packed`` False puts each sequence in a row of its
-    own.
+    ``groups`` are trained, in the order given (the caller orders them by (epoch, index)); ``filtered`` were
+    scored since the last step and are not trained: they appear in the metrics alone. ``version`` is the
+    newest published version and ``fresh`` whether no step was taken since it was. ``packed`` False puts each
+    sequence in a row of its own.
     """
     learner = config.learner
     masking = config.reward.truncated == "mask"
@@ -217,7 +227,9 @@ def _micro_batch(sequences: list[_Sequence], weights: list[float], row: list[int
         input_ids=np.concatenate([s.input_ids for s in members]),
         lengths=lengths,
         sequences=np.array(row, dtype=np.int32),
-        predict=np.concatenate([s.predict + start for s, start in zip(members, starts, strict=True)]).astype(np.int32),
+        predict=np.concatenate([s.predict + start for s, start in zip(members, starts, strict=True)]).astype(
+            np.int32
+        ),
         targets=np.concatenate([s.targets for s in members]),
         behaviour=np.concatenate([s.behaviour for s in members]),
         advantages=np.repeat(np.array([s.advantage for s in members], dtype=np.float32), counts),

@@ -1,8 +1,8 @@
 """Metrics of a step that follow from its groups alone: rewards, staleness, lengths.
 
 Pure functions. ``reward/*`` and ``rollout/*`` speak of everything scored since the last step, filtered groups
-included, and ``reward/trained_mean`` and ``staleness/*`` of what is trained. A fraction or mean of nothing is left
-out rather than reported as 0.
+included, and ``reward/trained_mean`` and ``staleness/*`` of what is trained. A fraction or mean of nothing is
+left out rather than reported as 0.
 """
 
 from __future__ import annotations
@@ -34,16 +34,19 @@ def first_sampled_version(trajectory: Trajectory) -> int | None:
 
 
 def is_late(trajectory: Trajectory, *, version: int, limit: int) -> bool:
-    """Whether the staleness of its first sampled token exceeds ``limit`` (eta) when trained at ``version``."""
+    """Whether the staleness of its first sampled token exceeds ``limit`` (eta) when trained at ``version``.
+    """
     first = first_sampled_version(trajectory)
     return first is not None and version - first > limit
 
 
 def reward_metrics(trained: Sequence[Group], filtered: Sequence[Group], tolerance: float) -> dict[str, float]:
-    """``reward/mean``, ``reward/std``, ``reward/trained_mean``, the component means and the fractions without signal.
+    """``reward/mean``, ``reward/std``, ``reward/trained_mean``, the component means and the fractions without
+    signal.
 
-    ``reward/all_zero_fraction``: groups whose rewards all are 0 within ``tolerance``. ``reward/all_max_fraction``:
-    groups whose rewards all equal the best there is, 1 or, where rewards go beyond, the largest of this step.
+    ``reward/all_zero_fraction``: groups whose rewards all are 0 within ``tolerance``.
+    ``reward/all_max_fraction``: groups whose rewards all equal the best there is, 1 or, where rewards go
+    beyond, the largest of this step.
     """
     groups = [rewards_of(group) for group in (*trained, *filtered)]
     if not groups:
@@ -63,7 +66,9 @@ def reward_metrics(trained: Sequence[Group], filtered: Sequence[Group], toleranc
         for trajectory in group.trajectories:
             for name, value in trajectory.components.items():
                 components.setdefault(name, []).append(value)
-    return found | {f"reward/component/{name}": float(np.mean(values)) for name, values in sorted(components.items())}
+    return found | {
+        f"reward/component/{name}": float(np.mean(values)) for name, values in sorted(components.items())
+    }
 
 
 def rollout_metrics(trained: Sequence[Group], filtered: Sequence[Group]) -> dict[str, float]:
@@ -89,11 +94,15 @@ def staleness_metrics(trained: Sequence[Group], *, version: int, limit: int) -> 
     ``staleness/late_groups`` counts groups with at least one late trajectory (is_late).
     """
     stale = [
-        (version - token_versions(t))[t.loss_mask.astype(bool)] for group in trained for t in group.trajectories
+        (version - token_versions(t))[t.loss_mask.astype(bool)]
+        for group in trained
+        for t in group.trajectories
     ]
     found = {
         "staleness/late_groups": float(
-            sum(any(is_late(t, version=version, limit=limit) for t in group.trajectories) for group in trained)
+            sum(
+                any(is_late(t, version=version, limit=limit) for t in group.trajectories) for group in trained
+            )
         )
     }
     tokens = np.concatenate(stale) if stale else np.empty(0)

@@ -1,9 +1,9 @@
 """Packing: which sequences share a row, and which rank computes which rows.
 
-A pure function of the lengths. It keeps: every sequence is in exactly one row; a row holds at most ``budget`` tokens
-unless it is one longer sequence by itself; every rank has the same number of rows, empty ones filled up by the
-caller. Ranks meet in every layer of every micro-batch, so a micro-batch takes as long as its slowest rank: rows of
-like cost are put side by side.
+A pure function of the lengths. It keeps: every sequence is in exactly one row; a row holds at most ``budget``
+tokens unless it is one longer sequence by itself; every rank has the same number of rows, empty ones filled
+up by the caller. Ranks meet in every layer of every micro-batch, so a micro-batch takes as long as its
+slowest rank: rows of like cost are put side by side.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 
 LINEAR_TOKENS = 4096
-"""Length at which attention's quadratic part costs as much as everything linear (about 6 times the width of a layer
-in matrix products against 2 times the length: a model of width 1,300 or so)."""
+"""Length at which attention's quadratic part costs as much as everything linear (about 6 times the width of a
+layer in matrix products against 2 times the length: a model of width 1,300 or so).
+"""
 
 
 def cost(lengths: np.ndarray) -> np.ndarray:
@@ -24,11 +25,14 @@ def cost(lengths: np.ndarray) -> np.ndarray:
     return result
 
 
-def pack(lengths: Sequence[int], *, budget: int, world_size: int, packed: bool = True) -> list[list[list[int]]]:
+def pack(
+    lengths: Sequence[int], *, budget: int, world_size: int, packed: bool = True
+) -> list[list[list[int]]]:
     """Rows of sequences as [rank][micro-batch][sequence index], indices ascending in a row.
 
-    Takes the fewest rows that a balanced placement allows, a multiple of ``world_size`` and at least one for each
-    rank: the costliest sequence first, each to the cheapest row that has room. ``packed`` False: one sequence a row.
+    Takes the fewest rows that a balanced placement allows, a multiple of ``world_size`` and at least one for
+    each rank: the costliest sequence first, each to the cheapest row that has room. ``packed`` False: one
+    sequence a row.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     assert budget > 0
@@ -63,7 +67,8 @@ def _place(sizes: np.ndarray, costs: np.ndarray, budget: int, count: int) -> lis
 
 
 def _deal(rows: list[list[int]], costs: np.ndarray, world_size: int) -> list[list[list[int]]]:
-    """Rows in order of cost, ``world_size`` at a time; the costliest of each to the rank that has done least."""
+    """Rows in order of cost, ``world_size`` at a time; the costliest of each to the rank that has done least.
+    """
     load = [float(costs[row].sum()) for row in rows]
     order = sorted(range(len(rows)), key=lambda r: (-load[r], r))
     ranks: list[list[list[int]]] = [[] for _ in range(world_size)]

@@ -88,9 +88,13 @@ class ParameterServer(Actor):
         self._pause_freed.wake()
         self.progress()
         if request.committed:
-            self.log.info("committed", replica=caller.name, version=request.version, stall_s=request.times.stall_s)
+            self.log.info(
+                "committed", replica=caller.name, version=request.version, stall_s=request.times.stall_s
+            )
         else:
-            self.log.warning("update failed", replica=caller.name, version=request.version, error=request.error)
+            self.log.warning(
+                "update failed", replica=caller.name, version=request.version, error=request.error
+            )
         return Done()
 
     def _release_unneeded(self) -> None:

@@ -45,7 +45,9 @@ def hold(manifest: Manifest) -> Snapshot:
                 descriptor = os.open(bucket.path, os.O_RDONLY | os.O_CLOEXEC)
             except OSError as error:
                 raise WeightsCorrupt(
-                    f"{bucket.path} cannot be opened: {error.strerror}", version=manifest.version, bucket=index
+                    f"{bucket.path} cannot be opened: {error.strerror}",
+                    version=manifest.version,
+                    bucket=index,
                 ) from None
             descriptors.append(descriptor)
             if os.fstat(descriptor).st_size < bucket.size:

@@ -150,7 +150,11 @@ class Actor:
     def heartbeat(self, beat: int, loop_lag_s: float) -> Heartbeat:
         """What this actor says of itself now; called from any thread."""
         oldest = max(
-            ((call[1], f"{peer.name} {call[0]}") for peer in list(self._peers.values()) if (call := peer.oldest_call())),
+            (
+                (call[1], f"{peer.name} {call[0]}")
+                for peer in list(self._peers.values())
+                if (call := peer.oldest_call())
+            ),
             default=None,
         )
         return Heartbeat(
@@ -267,12 +271,14 @@ class Actor:
         reason = str(error) if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {error}"
         try:
             # The task group is over by now, but a connection to a fixed address needs no task.
-            await self.peer(CONTROLLER).call(ReportFailure(reason=reason, exit_code=exit_code), timeout=REPORT_S)
+            await self.peer(CONTROLLER).call(
+                ReportFailure(reason=reason, exit_code=exit_code), timeout=REPORT_S
+            )
         except WireError as lost:
             self.log.warning("failure not reported", error=str(lost))
 
 
-class _Ended(Exception):  # noqa: N818
+class _Ended(Exception):
     """Leaves the task group, which cancels what still runs in it."""
 
 

@@ -16,7 +16,13 @@ from asyncrl.wire.zeromq import ZmqTransport
 
 
 def run_actor(
-    actor_class: type[Actor], *, name: str, run_dir: Path, controller: str | None, incarnation: int, attempt: int
+    actor_class: type[Actor],
+    *,
+    name: str,
+    run_dir: Path,
+    controller: str | None,
+    incarnation: int,
+    attempt: int,
 ) -> int:
     """Live as this actor; returns the exit code of the process."""
     config = config_from_json((run_dir / "config.json").read_text())

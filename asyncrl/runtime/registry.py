@@ -66,22 +66,27 @@ class Registry:
         entry.heard = now
         return True
 
-    def ended(self, name: str, incarnation: int, now: float) -> None:
-        """Note the end of an incarnation, and with it of every older one."""
+    def ended(self, name: str, incarnation: int, now: float) -> bool:
+        """Note the end of an incarnation and of every older one; False if a larger one lives."""
         entry = self.entries.get(name)
         if entry is None or incarnation > entry.record.incarnation:
             # It ended before it was ever heard of; its late words are refused all the same.
             record = ActorRecord(name=name, incarnation=incarnation, address="")
             self.entries[name] = Entry(record, since=now, heard=now, ended=True)
-        elif incarnation == entry.record.incarnation:
+            return True
+        if incarnation == entry.record.incarnation:
             entry.ended = True
+        return entry.ended
 
-    def resolve(self, name: str, above: int = 0) -> ActorRecord | None:
-        """The record of the living incarnation, if it can be called and is larger than ``above``."""
+    def resolve(self, name: str, above: int = 0, *, unready: bool = False) -> ActorRecord | None:
+        """The record of the living incarnation, if it is larger than ``above`` and can be called.
+
+        With ``unready`` it is enough that it has facts.
+        """
         entry = self.entries.get(name)
-        if entry is None or not entry.ready or entry.record.incarnation <= above:
+        if entry is None or entry.ended or entry.record.incarnation <= above:
             return None
-        return entry.record
+        return entry.record if entry.ready or (unready and entry.record.facts) else None
 
     def ready(self) -> set[str]:
         """Names of the actors that live and have started up."""

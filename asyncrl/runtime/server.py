@@ -91,7 +91,9 @@ def handler(function: Callable[..., Any]) -> Callable[..., Any]:
 class CallServer:
     """Serves the handlers of one object."""
 
-    def __init__(self, endpoint: Endpoint, owner: object, on_error: Callable[[str, BaseException], None]) -> None:
+    def __init__(
+        self, endpoint: Endpoint, owner: object, on_error: Callable[[str, BaseException], None]
+    ) -> None:
         self._endpoint = endpoint
         self._loop = asyncio.get_running_loop()
         self._on_error = on_error
@@ -177,7 +179,9 @@ class CallServer:
         """Sessions of replaced incarnations, and the oldest of this one past what an actor needs."""
         own = [s for s in self._sessions.values() if s.name == name and s.routing_id != but]
         current = [s for s in own if s.incarnation == incarnation]
-        for session in [s for s in own if s.incarnation != incarnation] + current[: 1 - MAX_SESSIONS_PER_NAME]:
+        for session in [s for s in own if s.incarnation != incarnation] + current[
+            : 1 - MAX_SESSIONS_PER_NAME
+        ]:
             del self._sessions[session.routing_id]
             for id in list(session.running):
                 self._cancel(session, id)
@@ -199,12 +203,17 @@ class CallServer:
                 self._transmit(session.routing_id, session.stored[header.id])
                 return
         if len(session.running) >= CREDIT:
-            self._error(session.routing_id, header, "over_credit", "too many calls unanswered", retryable=True)
+            self._error(
+                session.routing_id, header, "over_credit", "too many calls unanswered", retryable=True
+            )
             return
         found = self._handlers.get(header.type)
         if found is None or not found.answered:
             self._error(
-                session.routing_id, header, "unknown_type", f"{self._endpoint.name} does not serve {header.type}"
+                session.routing_id,
+                header,
+                "unknown_type",
+                f"{self._endpoint.name} does not serve {header.type}",
             )
             return
         try:
@@ -242,7 +251,9 @@ class CallServer:
             if isinstance(error, AsyncRLError):
                 self._failed(session, header, error)
             else:
-                self._error(session.routing_id, header, "deadline", "the handler ran past the caller's deadline")
+                self._error(
+                    session.routing_id, header, "deadline", "the handler ran past the caller's deadline"
+                )
         except Exception as error:
             self._failed(session, header, error)
         else:
@@ -267,7 +278,10 @@ class CallServer:
         frames = self._endpoint.codec.encode(reply)
         if (size := size_of(frames)) > session.limit:
             self._error(
-                session.routing_id, header, "too_large", f"a reply of {size} bytes is over the caller's {session.limit}"
+                session.routing_id,
+                header,
+                "too_large",
+                f"a reply of {size} bytes is over the caller's {session.limit}",
             )
             return
         message = [self._endpoint.header(Kind.REPLY, type(reply).__name__, in_reply_to=header.id), *frames]
@@ -316,6 +330,10 @@ def _handlers_of(owner: object) -> dict[str, _Handler]:
         bound: Callable[[Any, Caller], Any | Awaitable[Any]] = getattr(owner, name)
         answered = issubclass(request, Request)
         found[request.__name__] = _Handler(
-            bound, request, inspect.iscoroutinefunction(function), not answered or request.idempotent, answered
+            bound,
+            request,
+            inspect.iscoroutinefunction(function),
+            not answered or request.idempotent,
+            answered,
         )
     return found

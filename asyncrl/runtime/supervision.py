@@ -12,6 +12,8 @@ import signal
 from collections import deque
 from dataclasses import dataclass, field
 
+STOPPED_EXIT_CODE = 130
+"""Exit code of a run that was ended before its last step, as by Ctrl-C."""
 LONGEST_BACKOFF_S = 60.0
 UNHEALABLE_EXITS = frozenset({2, 78})
 """Exit codes of wrong usage and wrong configuration or data: a restart meets the same."""
@@ -34,7 +36,6 @@ ROLES: dict[str, RolePolicy] = {
     "dataloader": RolePolicy(drain_rank=2, restart=False),
     "learner": RolePolicy(drain_rank=3, restart=False),
     "controller": RolePolicy(drain_rank=4, restart=False),
-    "agent": RolePolicy(drain_rank=5, restart=False),
 }
 
 
@@ -44,9 +45,8 @@ def role_of(name: str) -> str:
 
 
 def drain_rank(name: str) -> int:
-    """The rank of an actor; one of an unknown role ends with the first."""
-    policy = ROLES.get(role_of(name))
-    return policy.drain_rank if policy is not None else 1
+    """The drain rank of an actor."""
+    return ROLES[role_of(name)].drain_rank
 
 
 def describe_exit(exit_code: int) -> str:
@@ -87,8 +87,7 @@ class Supervisor:
     def ended(self, name: str, exit_code: int, now: float) -> Restart | GiveUp:
         """Decide over a process that ended at ``now`` (monotonic, s) though nobody asked it to."""
         what = describe_exit(exit_code)
-        policy = ROLES.get(role_of(name))
-        if policy is None or not policy.restart:
+        if not ROLES[role_of(name)].restart:
             return GiveUp(f"ended unasked ({what})")
         if exit_code in UNHEALABLE_EXITS:
             return GiveUp(f"ended with {what}, which a restart would not mend")

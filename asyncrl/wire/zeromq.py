@@ -198,7 +198,9 @@ class ZmqServer(_ZmqSocket):
 class ZmqClient(_ZmqSocket):
     """See Client."""
 
-    def __init__(self, socket: RawSocket, receive: ClientReceive, lost: Callable[[], None], endpoint: str) -> None:
+    def __init__(
+        self, socket: RawSocket, receive: ClientReceive, lost: Callable[[], None], endpoint: str
+    ) -> None:
         self._on_message = receive
         self._on_lost = lost
         self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)

@@ -4,8 +4,12 @@ An engine samples tokens and has its weights replaced while it lives. It knows n
 or other actors; the rollouter owns its pause and keeps the tokens it has handed over.
 
 Order of an update: ``stage`` (while it generates) → ``pause`` → ``load`` → ``resume``. Between the start and the
-end of a load the engine is never stepped. A method that talks to the engine raises EngineDied when the engine is
-gone or does not answer in time; after EngineDied only ``close`` may be called.
+end of a load the engine is never stepped; after a load that failed it stays paused until one succeeds. A method
+that talks to the engine raises EngineDied when the engine is gone or does not answer in time; after EngineDied
+only ``close`` may be called.
+
+Strings that end a response are the caller's business: it sees the whole joined text, an engine only the tokens of
+one submission. It calls ``abort`` when it has found one.
 """
 
 from __future__ import annotations
@@ -24,26 +28,31 @@ class GenerationRequest:
     """One submission of a sequence to an engine."""
 
     id: str
+    """Names this submission; unique among those in flight."""
     prompt_ids: Sequence[int]
     """Prompt and, for a resumed trajectory, the tokens held already."""
     max_tokens: int
     temperature: float
     """0 is greedy; only for evaluation."""
     seed: int | None
-    stop: Sequence[str] = ()
-    """Strings that end the response. The engine compares them with the text of this submission only."""
+    """Of this submission's noise; None leaves it to the engine."""
     cache_salt: str = ""
     """Prefix-cache blocks are shared only between requests of the same salt."""
     priority: int = 0
     """Lower runs first."""
+    key: str = ""
+    """Names the response over all its submissions; empty: it has only this one. For engines that simulate."""
+    held: int = 0
+    """How many of prompt_ids were sampled by earlier submissions of the same response."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
     """Tokens sampled since the last delta, each with the log-prob (nats, after temperature) that sampled it.
 
-    The last delta of a submission has a finish reason: ``stop`` (end-of-sequence or stop string, its token
-    included), ``length``, or ``abort``; and the version spans over this submission's tokens, from 0.
+    The last delta of a submission has a finish reason: ``stop`` (the end-of-sequence token is the last one),
+    ``length``, or ``abort``; and the version spans over this submission's tokens, from 0 and without gaps. It may
+    hold no tokens, and an abort before the first token leaves no spans.
     """
 
     tokens: list[int]
@@ -58,10 +67,16 @@ class Engine(Protocol):
     name: str
 
     async def start(self) -> None:
-        """Bring it up. It serves no version yet and generates nothing before its first load."""
+        """Bring it up. It serves no version yet and generates nothing before its first load.
+
+        Raises ConfigError when it cannot run what the configuration asks for.
+        """
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
-        """Stream the response. Ends after the delta with a finish reason."""
+        """Stream the response. Ends after the delta with a finish reason.
+
+        Raises ValueError for a request that the engine can never serve, as one longer than its context.
+        """
 
     async def abort(self, ids: Sequence[str]) -> None:
         """End these requests; each stream still gets its sampled tokens and a last delta with ``abort``."""
@@ -73,9 +88,11 @@ class Engine(Protocol):
         """Fetch and verify a version's weights while generation goes on. Raises WeightsCorrupt before any load."""
 
     async def load(self, manifest: Manifest, *, recompute_kv: bool) -> None:
-        """Replace the weights. Paused engines only; complete or failed, and after a failure repeated whole.
+        """Replace the weights by the version staged last. Paused engines only.
 
-        ``recompute_kv`` drops every cache block, so that kept requests recompute theirs under the new weights.
+        Complete or failed (WeightsCorrupt); after a failure it is repeated whole. ``recompute_kv`` drops every
+        cache block, so that kept requests recompute theirs under the new weights; without it the tokens that kept
+        requests sample from here on are marked ``mixed_kv`` in their spans.
         """
 
     async def resume(self) -> None:

@@ -1,0 +1,100 @@
+"""One actor's process: spawned with its own session, log and environment; ended with all that it started."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.launcher.processes import (
+    LOOK_AGAIN_S,
+    children_of,
+    group_members,
+    kill_child,
+    kill_group,
+    reap_child,
+)
+
+HINT_BYTES = 8192
+HINT_CHARACTERS = 300
+
+
+@dataclass(slots=True)
+class Child:
+    """A process that this process has spawned and not reaped yet: its pid is its own until ``wait``
+    returns.
+    """
+
+    name: str
+    incarnation: int
+    pid: int
+    log: Path
+    log_start: int
+    """Where in its log this process began to write."""
+    _pidfd: int
+    _reaped: bool = False
+
+    @classmethod
+    def spawn(cls, name: str, incarnation: int, argv: list[str], env: Mapping[str, str], log: Path) -> Child:
+        """Start ``argv`` in a session of its own; both of its outputs go to the end of ``log``. Raises
+        OSError.
+        """
+        log_start = log.stat().st_size if log.exists() else 0
+        pid = os.posix_spawn(
+            argv[0],
+            argv,
+            env,
+            setsid=True,
+            file_actions=[
+                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644),
+                (os.POSIX_SPAWN_DUP2, 1, 2),
+            ],
+        )
+        return cls(name, incarnation, pid, log, log_start, os.pidfd_open(pid))
+
+    async def wait(self, others: Collection[int]) -> int:
+        """Wait for its end, end what it leaves behind, reap it all; the exit code, negative for a signal.
+
+        What it leaves behind are the members of its process group and of its session, which have become our
+        children (this process is a subreaper). ``others`` are the pids of our other actors. The process must
+        not be waited for by anyone else.
+        """
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+        loop.add_reader(self._pidfd, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+        # Before it is reaped, its pid names its group for certain; afterwards as long as the group has
+        # members.
+        kill_group(self.pid)
+        exit_code = reap_child(self.pid)
+        self._reaped = True
+        while orphans := group_members([p for p in children_of(os.getpid()) if p not in others], self.pid):
+            for pid in orphans:
+                kill_child(pid)
+                reap_child(pid)
+            await asyncio.sleep(LOOK_AGAIN_S)
+        assert exit_code is not None
+        return exit_code
+
+    def kill(self) -> None:
+        """SIGKILL it and its group."""
+        if not self._reaped:
+            kill_group(self.pid)
+
+    def last_words(self) -> str:
+        """The last line of plain text that it wrote, such as the last of a traceback; structured lines
+        are skipped.
+        """
+        with self.log.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(self.log_start, end - HINT_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+        words = (line.strip() for line in reversed(lines))
+        return next((line for line in words if line and not line.startswith("{")), "")[:HINT_CHARACTERS]

@@ -1,0 +1,56 @@
+"""The guard: outlives the node agent and ends whatever that leaves behind.
+
+    python -m asyncrl.launcher.guard PRIVATE_FOLDER LOCK_FD
+
+It is the agent's parent and a subreaper, and that makes it airtight without any bookkeeping: when the agent
+dies, even by SIGKILL and even in the middle of starting an actor, every descendant it had becomes a
+descendant of this process, so there is no list that could miss one. It kills its children until the kernel
+says that there are none, removes the run's private folder, and exits with the agent's exit code, or 128 +
+the signal that killed the agent.
+
+Standard input and output are the agent's; as the guard holds them open, their end means that all is gone.
+The lock is held as long as this process lives: a private folder whose lock is free belongs to no living
+run. Signals meant for the run go to the agent; this process ignores them, for it ends when the agent does.
+Should it be killed itself, the agent is told by SIGTERM and ends the run in good order.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+
+from asyncrl.launcher.processes import become_subreaper, end_children
+
+END_S = 10.0
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE)
+
+
+def main() -> int:
+    """Spawn the agent, wait for its end, end what is left."""
+    private, lock = sys.argv[1], int(sys.argv[2])
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    os.set_inheritable(lock, False)
+    become_subreaper()
+    agent = os.posix_spawn(
+        sys.executable,
+        [sys.executable, "-m", "asyncrl.launcher.agent", str(os.getpid())],
+        os.environ,
+        setsid=True,
+        setsigdef=IGNORED,
+    )
+    try:
+        status = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
+    finally:
+        stuck = end_children(END_S)
+        shutil.rmtree(private, ignore_errors=True)
+    if stuck:
+        sys.stderr.write(f"guard: processes {stuck} were killed but do not end\n")
+        return 1
+    return status if status >= 0 else 128 - status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

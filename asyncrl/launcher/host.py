@@ -1,0 +1,227 @@
+"""What a node agent decides, without sockets, clocks or processes.
+
+Events go in, instructions come out. The controller is started first and the others once it can be reached;
+a death is followed by a restart or by the end of the run, as the policy has it. Invariants: nothing is
+started once the run is ending; from then on ``deadline`` says when everything that is left is killed, never
+later than ``drain_s`` after; the first failure that this host or the controller knows of is the one that is
+reported; the host is finished only when no process is left. The caller brings the time (monotonic, s).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from asyncrl.config import SupervisionConfig
+from asyncrl.errors import ActorFailed
+from asyncrl.messages import RunState
+from asyncrl.runtime.supervision import UNHEALABLE_EXITS, Restart, Supervisor, describe_exit
+
+NEVER_RAN_GRACE_S = 1.0
+"""A run that never got going has nothing worth waiting for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spawn:
+    """Start an actor now."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Tell the controller of an end."""
+
+    name: str
+    exit_code: int
+    fatal: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Tell whoever watches that an actor that died for this reason is started again."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskStop:
+    """Ask the controller to end the run in good order."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class KillAll:
+    """Kill every process that is left."""
+
+
+Instruction = Spawn | Report | Announce | AskStop | KillAll
+
+
+@dataclass(slots=True)
+class Host:
+    """One host's actors: name → path of its log, in the order in which they are started, the controller
+    first.
+    """
+
+    logs: Mapping[str, str]
+    policy: SupervisionConfig
+    failure: ActorFailed | None = None
+    stopped: str = ""
+    """Why the run was stopped, if it was."""
+    finished_run: bool = False
+    """Whether the last step was trained."""
+    ending: bool = False
+    deadline: float | None = None
+    """When everything that is left is killed."""
+    living: set[str] = field(default_factory=set)
+    _due: dict[str, tuple[float, str]] = field(default_factory=dict)
+    """When, and after which death, an actor is started again."""
+    _reachable: bool = False
+    """Whether the controller has been found."""
+    _has_run: bool = False
+    _heard: float = 0.0
+    _launcher_gone: bool = False
+    _stop_asked: bool = False
+    _supervisor: Supervisor = field(init=False)
+
+    def __post_init__(self) -> None:
+        policy = self.policy
+        self._supervisor = Supervisor(policy.max_restarts, policy.restart_window_s, policy.backoff_s)
+
+    @property
+    def controller(self) -> str:
+        """Its name."""
+        return next(iter(self.logs))
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has ended and nothing is left here."""
+        return self.ending and not self.living
+
+    def begin(self) -> list[Instruction]:
+        """Start."""
+        return self._spawn(self.controller)
+
+    def controller_found(self, now: float) -> list[Instruction]:
+        """The controller can be reached."""
+        if self.ending:
+            return []
+        self._reachable, self._heard = True, now
+        return [spawn for name in self.logs if name != self.controller for spawn in self._spawn(name)]
+
+    def controller_lost(self, reason: str, now: float) -> list[Instruction]:
+        """The controller could not be found, or does not want this agent."""
+        if not self.ending:
+            self._fail(self.controller, reason, 1)
+        return self._kill(now)
+
+    def exited(self, name: str, exit_code: int, hint: str, now: float) -> list[Instruction]:
+        """A process and all of its group are gone. ``hint`` is the last line of its log."""
+        self.living.discard(name)
+        if name == self.controller:
+            self._reachable = False
+            if not self.ending:
+                self._fail(name, _join(f"ended unasked ({describe_exit(exit_code)})", hint), exit_code)
+            # The others have nobody left who could tell them when to end.
+            return self._kill(now)
+        if self.ending:
+            return [Report(name, exit_code, False, "")]
+        decision = self._supervisor.ended(name, exit_code, now)
+        if isinstance(decision, Restart):
+            reason = _join(describe_exit(exit_code), hint)
+            self._due[name] = (now + decision.after_s, reason)
+            return [Report(name, exit_code, False, reason)]
+        reason = _join(decision.reason, hint)
+        self._fail(name, reason, exit_code)
+        self._end(now)
+        return [Report(name, exit_code, True, reason)]
+
+    def state(self, state: RunState, now: float) -> list[Instruction]:
+        """The controller has said something."""
+        self._heard = now
+        self._has_run |= state.phase == "running"
+        if state.phase in ("starting", "running"):
+            return []
+        if actor := state.failed_actor:
+            # What an actor said of itself is worth more than what its end looks like from here.
+            log = state.log or self.logs.get(actor)
+            self.failure = ActorFailed(actor, state.reason, log=log, exit_code=state.exit_code)
+        elif state.exit_code == 0:
+            self.finished_run = True
+        else:
+            self.stopped = self.stopped or state.reason
+        self._end(now)
+        return []
+
+    def stop(self, reason: str, now: float) -> list[Instruction]:
+        """Somebody wants the run to end in good order; the second time, at once."""
+        if self._stop_asked:
+            return self._kill(now)
+        self._stop_asked = True
+        if self.ending:
+            return []
+        self.stopped = reason
+        self._end(now)
+        return [AskStop(reason)] if self._reachable and self._has_run else self._kill(now)
+
+    def kill(self, reason: str, now: float) -> list[Instruction]:
+        """Somebody wants everything to end at once."""
+        if not self.ending:
+            self.stopped = reason
+        return self._kill(now)
+
+    def unreachable(self, now: float) -> list[Instruction]:
+        """The controller could not be told to stop."""
+        return self._kill(now)
+
+    def launcher_gone(self) -> None:
+        """Nobody watches this host any more; the run goes on as long as its controller does."""
+        self._launcher_gone = True
+
+    def tick(self, now: float) -> list[Instruction]:
+        """Let time pass."""
+        if self.ending:
+            return self._kill(now) if self.deadline is not None and now >= self.deadline else []
+        if self._launcher_gone and self._reachable and now - self._heard >= self.policy.host_grace_s:
+            return self.controller_lost(f"silent for {self.policy.host_grace_s:g} s, and no launcher", now)
+        instructions: list[Instruction] = []
+        for name in [name for name, (at, _) in self._due.items() if now >= at]:
+            instructions += [Announce(name, self._due.pop(name)[1]), *self._spawn(name)]
+        return instructions
+
+    def next_deadline(self) -> float | None:
+        """When ``tick`` is to be called if nothing happens before."""
+        if self.ending:
+            return self.deadline
+        times = [at for at, _ in self._due.values()]
+        if self._launcher_gone and self._reachable:
+            times.append(self._heard + self.policy.host_grace_s)
+        return min(times, default=None)
+
+    def _spawn(self, name: str) -> list[Instruction]:
+        self.living.add(name)
+        return [Spawn(name)]
+
+    def _fail(self, name: str, reason: str, exit_code: int) -> None:
+        code = exit_code if exit_code in UNHEALABLE_EXITS else 1
+        self.failure = ActorFailed(name, reason, log=self.logs[name], exit_code=code)
+
+    def _end(self, now: float) -> None:
+        if not self.ending:
+            self.ending = True
+            self._due.clear()
+            grace = self.policy.drain_s
+            self.deadline = now + (grace if self._has_run else min(grace, NEVER_RAN_GRACE_S))
+
+    def _kill(self, now: float) -> list[Instruction]:
+        self._end(now)
+        self.deadline = None
+        return [KillAll()]
+
+
+def _join(reason: str, hint: str) -> str:
+    return f"{reason}: {hint}" if hint else reason

@@ -1,0 +1,104 @@
+"""Owning processes on Linux, with the standard library alone.
+
+A *subreaper* becomes the parent of every descendant whose own parent dies, whatever session or process
+group that descendant has moved to and whatever it did to its environment. So the rule is simple: kill your
+children, reap them, and look again, until there are none. Only children of this very process are ever
+signalled, and a child that is not reaped keeps its pid: no signal can hit a process that is not ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+LOOK_AGAIN_S = 0.01
+
+
+def become_subreaper() -> None:
+    """From now on, orphaned descendants become children of this process. Raises OSError."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(number: signal.Signals) -> None:
+    """Get this signal when the thread that spawned this process ends. Raises OSError."""
+    _prctl(PR_SET_PDEATHSIG, int(number))
+
+
+def children_of(pid: int) -> list[int]:
+    """Pids of the children of a process, zombies included."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                # The second field is the name in parentheses, which may hold anything; the fourth is the
+                # parent.
+                after_name = Path("/proc", entry, "stat").read_bytes().rpartition(b")")[2]
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if int(after_name.split()[1]) == pid:
+                found.append(int(entry))
+    return found
+
+
+def end_children(deadline_s: float) -> list[int]:
+    """Kill and reap all children, with what they leave behind, of a process that is a subreaper.
+
+    Returns the pids that are still there after ``deadline_s`` (stuck in the kernel), normally none. Must
+    not run while anything else in this process waits for children.
+    """
+    until = time.monotonic() + deadline_s
+    while True:
+        for pid in children_of(os.getpid()):
+            kill_child(pid)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return []
+        if time.monotonic() >= until:
+            return children_of(os.getpid())
+        time.sleep(LOOK_AGAIN_S)
+
+
+def kill_child(pid: int) -> None:
+    """SIGKILL a child that has not been reaped."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def reap_child(pid: int) -> int | None:
+    """The exit code of a child that has ended, negative for a signal; None if it has not. Its pid is free
+    then.
+    """
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
+
+
+def kill_group(leader: int) -> None:
+    """SIGKILL the process group of a leader that has not been reaped."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        # PermissionError: every member left is a zombie or has changed its user.
+        os.killpg(leader, signal.SIGKILL)
+
+
+def group_members(children: list[int], leader: int) -> list[int]:
+    """Those of our own children that belong to a leader's group or session."""
+    found = []
+    for pid in children:
+        with contextlib.suppress(ProcessLookupError):
+            if leader in (os.getpgid(pid), os.getsid(pid)):
+                found.append(pid)
+    return found
+
+
+def _prctl(option: int, argument: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, argument, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}): {os.strerror(number)}")

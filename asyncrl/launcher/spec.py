@@ -1,0 +1,69 @@
+"""What the launcher tells a node agent, and what the agent tells it.
+
+The agent's first line of standard input is an AgentSpec; the lines ``stop`` and ``kill`` may follow. Its
+standard output is one Event a line. Both are JSON.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import Struct
+
+STOP = b"stop\n"
+"""End the run in good order; a second one ends it at once."""
+KILL = b"kill\n"
+"""End everything at once."""
+
+
+class ActorSpec(Struct, frozen=True, kw_only=True):
+    """One actor to be spawned."""
+
+    name: str
+    argv: list[str]
+    """Executable and first arguments; NAME and the options of asyncrl.cli.actor are appended."""
+    env: dict[str, str] = {}
+    """Laid over the agent's own environment."""
+
+
+class AgentSpec(Struct, frozen=True, kw_only=True):
+    """One host's part of a run. The controller is the first of its actors."""
+
+    run_dir: str
+    log_dir: str
+    attempts: int
+    """Key pairs made for each actor; later starts use the last."""
+    actors: list[ActorSpec]
+
+
+class StateEvent(Struct, frozen=True, kw_only=True, tag="state"):
+    """The controller's state of the run."""
+
+    phase: str
+    waiting_for: list[str] = []
+
+
+class MetricsEvent(Struct, frozen=True, kw_only=True, tag="metrics"):
+    """A line of metrics.jsonl."""
+
+    line: dict[str, Any]
+
+
+class RestartEvent(Struct, frozen=True, kw_only=True, tag="restart"):
+    """An actor that died for this reason is started again."""
+
+    name: str
+    reason: str
+
+
+class EndedEvent(Struct, frozen=True, kw_only=True, tag="ended"):
+    """The last event: how the run ended. ``actor`` is empty unless one failed."""
+
+    result: Literal["done", "stopped", "failed"]
+    actor: str = ""
+    reason: str = ""
+    log: str = ""
+    exit_code: int = 0
+
+
+Event = StateEvent | MetricsEvent | RestartEvent | EndedEvent

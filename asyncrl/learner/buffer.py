@@ -1,0 +1,43 @@
+"""Scored groups that wait to be trained, and the choice of those that make up a step. Pure.
+
+Groups of the oldest grants come first, so that none waits for ever; within a step the order is that of (epoch,
+index), never that of arrival, so that a step is a function of its groups alone. Bounded by the gate: no more groups
+are granted than it allows.
+"""
+
+from __future__ import annotations
+
+from asyncrl.messages import Group
+
+
+class GroupBuffer:
+    """Groups by uid."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, Group] = {}
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __contains__(self, uid: str) -> bool:
+        return uid in self._groups
+
+    def add(self, group: Group) -> None:
+        """Hold a group that is not held yet."""
+        assert group.ticket.uid not in self._groups
+        self._groups[group.ticket.uid] = group
+
+    def take(self, count: int) -> list[Group]:
+        """Remove and return the ``count`` oldest, in the order in which they are trained."""
+        oldest = sorted(self._groups.values(), key=_age)[:count]
+        for group in oldest:
+            del self._groups[group.ticket.uid]
+        return sorted(oldest, key=_position)
+
+
+def _age(group: Group) -> tuple[int, int, int]:
+    return (group.ticket.param_version, *_position(group))
+
+
+def _position(group: Group) -> tuple[int, int]:
+    return (group.ticket.epoch, group.ticket.index)

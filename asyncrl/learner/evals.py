@@ -1,0 +1,85 @@
+"""Evaluation rounds: their groups as they come in, and their figures when a round is complete. Pure.
+
+A round is labelled with the versions that really sampled it, taken from the spans. A group that failed has no
+rewards and is counted as failed; it is not a reward of 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from asyncrl.messages import Group
+
+
+class EvalCollector:
+    """Groups of eval rounds, by round (``NAME@ROUND``)."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[str, int] = {}
+        self._groups: dict[str, dict[str, Group]] = {}
+        self._closed: set[str] = set()
+
+    def opened(self, sizes: dict[str, int]) -> None:
+        """Rounds that are open, with the number of their prompts."""
+        self._sizes.update({round: size for round, size in sizes.items() if round not in self._closed})
+
+    def add(self, group: Group) -> bool:
+        """Take a group; False for one that is held or was counted before."""
+        round = round_of(group.ticket.uid)
+        groups = self._groups.setdefault(round, {})
+        if round in self._closed or group.ticket.uid in groups:
+            return False
+        groups[group.ticket.uid] = group
+        return True
+
+    def holds(self, uid: str) -> bool:
+        """Whether this group is held or was counted before."""
+        round = round_of(uid)
+        return round in self._closed or uid in self._groups.get(round, {})
+
+    def complete(self) -> list[tuple[str, list[Group]]]:
+        """Rounds whose last group has come, each returned once, as (NAME@ROUND, groups)."""
+        done = [round for round, size in self._sizes.items() if len(self._groups.get(round, {})) >= size]
+        found = []
+        for round in done:
+            del self._sizes[round]
+            self._closed.add(round)
+            found.append((round, list(self._groups.pop(round, {}).values())))
+        return found
+
+
+def round_of(uid: str) -> str:
+    """NAME@ROUND of NAME@ROUND-INDEX."""
+    return uid.rpartition("-")[0]
+
+
+def eval_metrics(name: str, groups: list[Group]) -> dict[str, Any]:
+    """Figures of one complete round.
+
+    ``mean`` is the mean reward over samples; ``pass_at_k`` the share of prompts with a sample of reward 1 or more,
+    k being the samples of a prompt.
+    """
+    scored = [group for group in groups if group.failure is None]
+    trajectories = [trajectory for group in scored for trajectory in group.trajectories]
+    found: dict[str, Any] = {
+        f"eval/{name}/prompts": len(groups),
+        f"eval/{name}/failed": len(groups) - len(scored),
+    }
+    if not trajectories:
+        return found
+    versions = [span.version for trajectory in trajectories for span in trajectory.spans]
+    return found | {
+        "weights/version": max(versions, default=-1),
+        f"eval/{name}/version_min": min(versions, default=-1),
+        f"eval/{name}/mean": float(np.mean([t.reward for t in trajectories])),
+        f"eval/{name}/pass_at_k": float(
+            np.mean([any((t.reward or 0) >= 1 for t in g.trajectories) for g in scored])
+        ),
+        f"eval/{name}/k": max(len(group.trajectories) for group in scored),
+        f"eval/{name}/truncated_fraction": float(
+            np.mean([t.finish_reason == "length" for t in trajectories])
+        ),
+        f"eval/{name}/length_mean": float(np.mean([len(t.tokens) for t in trajectories])),
+    }

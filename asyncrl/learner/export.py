@@ -1,0 +1,129 @@
+"""The weights as a folder that transformers and vLLM load: Hugging Face layout.
+
+``config.json`` and the tokenizer's files are those of model.path, with the dtype that the weights are written
+in; the weights lie in ``model.safetensors``, or, past SHARD_BYTES, in several files with an index. Written
+aside, synced, then renamed, so that the folder is either complete or not there.
+
+Fails with OSError on rank 0, after all ranks have finished the gather.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from asyncrl.learner.parallel import Ranks
+from asyncrl.learner.policy import Policy
+from asyncrl.learner.publish import gather_buckets
+
+SHARD_BYTES = 4 << 30
+"""Size of a file of weights, past which the next one begins."""
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
+
+
+def export(
+    policy: Policy, ranks: Ranks, source: Path, folder: Path, *, dtype: torch.dtype, bucket_bytes: int
+) -> None:
+    """All ranks together: rank 0 writes the weights to ``folder``, in place of what is there. Raises OSError.
+    """
+    aside = folder.with_name(f".{folder.name}.partial")
+    problem: OSError | None = None
+    writer = _Writer(aside)
+    for tensors in gather_buckets(policy, ranks, dtype=dtype, bucket_bytes=bucket_bytes):
+        if ranks.rank == 0 and problem is None:
+            try:
+                writer.add(tensors)
+            except OSError as error:
+                problem = error
+    if ranks.rank:
+        return
+    if problem is not None:
+        raise problem
+    writer.finish()
+    copy_settings(source, aside, dtype)
+    _sync_folder(aside)
+    old = folder.with_name(f".{folder.name}.old")
+    if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+    aside.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+    _sync(folder.parent)
+
+
+def copy_settings(source: Path, target: Path, dtype: torch.dtype) -> None:
+    """All files of a model's folder but its weights; config.json says ``dtype``."""
+    for file in sorted(source.iterdir()):
+        if file.is_file() and not file.name.startswith(".") and not file.name.endswith(_WEIGHTS):
+            shutil.copyfile(file, target / file.name)
+    settings = json.loads((source / "config.json").read_text())
+    settings.pop("torch_dtype", None)
+    settings["dtype"] = str(dtype).removeprefix("torch.")
+    (target / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+class _Writer:
+    """Files of weights, each as large as SHARD_BYTES allows."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._held: dict[str, Tensor] = {}
+        self._held_bytes = 0
+        self._files: list[list[str]] = []
+        self._bytes = 0
+
+    def add(self, tensors: dict[str, Tensor]) -> None:
+        """Take copies of a bucket's tensors."""
+        if not self._files and not self._held:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.mkdir(parents=True)
+        for name, tensor in tensors.items():
+            if self._held and self._held_bytes + tensor.nbytes > SHARD_BYTES:
+                self._write()
+            self._held[name] = tensor.to("cpu", copy=True).contiguous()
+            self._held_bytes += tensor.nbytes
+
+    def _write(self) -> None:
+        self._files.append(list(self._held))
+        save_file(self._held, self._folder / _part(len(self._files)), metadata={"format": "pt"})
+        self._bytes += self._held_bytes
+        self._held, self._held_bytes = {}, 0
+
+    def finish(self) -> None:
+        """Write what is left, give the files their names, and the index if there are several."""
+        self._write()
+        count = len(self._files)
+        if count == 1:
+            (self._folder / _part(1)).rename(self._folder / "model.safetensors")
+            return
+        places: dict[str, str] = {}
+        for i, names in enumerate(self._files, 1):
+            final = f"model-{i:05}-of-{count:05}.safetensors"
+            (self._folder / _part(i)).rename(self._folder / final)
+            places |= dict.fromkeys(names, final)
+        index = {"metadata": {"total_size": self._bytes}, "weight_map": places}
+        (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _part(number: int) -> str:
+    return f"part-{number}.safetensors"
+
+
+def _sync_folder(folder: Path) -> None:
+    for file in folder.iterdir():
+        _sync(file)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,64 @@
+"""What the rollouters say they did, so that a step can be held against it: tokens, stalls, overlap. Pure.
+
+Statistics arrive up to an interval late; ``covers`` tells whether everything up to a time has arrived.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from asyncrl.messages import RolloutStats, UpdateTimes
+
+
+@dataclass(slots=True)
+class _Source:
+    incarnation: int
+    tokens: int = 0
+    heard: float = 0.0
+
+
+@dataclass(slots=True)
+class GenerationLog:
+    """Statistics of all rollouters. Times are wall clock, in seconds."""
+
+    _sources: dict[str, _Source] = field(default_factory=dict)
+    _tokens: int = 0
+    _intervals: list[tuple[float, float]] = field(default_factory=list)
+    _updates: list[UpdateTimes] = field(default_factory=list)
+
+    def add(self, name: str, incarnation: int, stats: RolloutStats, now: float) -> None:
+        """Take a rollouter's statistics, which came at ``now``."""
+        source = self._sources.get(name)
+        if source is None or source.incarnation != incarnation:
+            source = self._sources[name] = _Source(incarnation)
+        self._tokens += stats.sampled_tokens - source.tokens
+        source.tokens, source.heard = stats.sampled_tokens, now
+        self._intervals += stats.sampling
+        self._updates += stats.updates
+
+    def covers(self, time: float) -> bool:
+        """Whether every rollouter has been heard of since ``time``."""
+        return all(source.heard >= time for source in self._sources.values())
+
+    def take(self) -> tuple[int, list[UpdateTimes]]:
+        """(tokens sampled, updates) since the last call."""
+        taken = (self._tokens, self._updates)
+        self._tokens, self._updates = 0, []
+        return taken
+
+    def overlap(self, start: float, end: float) -> float:
+        """Share of [start, end) in which tokens were being sampled anywhere; forgets what lies before ``start``."""
+        self._intervals = merge([(a, b) for a, b in self._intervals if b > start])
+        covered = sum(max(0.0, min(b, end) - max(a, start)) for a, b in self._intervals)
+        return covered / (end - start) if end > start else 0.0
+
+
+def merge(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The union of intervals, as sorted disjoint ones."""
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged

@@ -1,0 +1,281 @@
+"""How the learner's ranks meet, obey rank 0, and exchange bytes: torch.distributed without a pickle.
+
+Rank 0 opens a TCPStore on a port that it has bound itself; the others are told the port. The store is the
+rendezvous of the process group, and it carries commands: command n for rank r is the key ``command/r/n``. A
+rank above 0 waits for its next key for as long as it takes, in waits of IDLE_WAIT_S that are renewed. The
+collective timeout plays no part there, since no collective runs between commands: a collective is entered
+only by ranks that have all been told to. The wait ends at once when the key is set, when rank 0 is gone (the
+connection breaks), or when ``interrupt`` sets the key itself.
+
+What travels is MessagePack and raw arrays over gloo, which is there under both backends.
+
+Fails with DeadlineExceeded when ranks do not meet or do not take part in a collective in time, ActorFailed
+when rank 0 is gone while its next command is awaited, and otherwise with torch's RuntimeError, a note saying
+where.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
+
+from asyncrl.errors import ActorFailed, DeadlineExceeded
+from asyncrl.learner.segments import ALIGNMENT
+
+IDLE_WAIT_S = 300.0
+"""One wait of a rank for its next command."""
+LEAVE_WAIT_S = 10.0
+"""Time that rank 0 gives the others to leave."""
+_LOG = logging.getLogger(__name__)
+
+
+class ArraySpec(msgspec.Struct, frozen=True, array_like=True):
+    """An array in a parcel."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class ParcelHeader(msgspec.Struct, frozen=True, array_like=True):
+    """What a parcel holds: a body of MessagePack, then arrays."""
+
+    body: bytes
+    arrays: list[ArraySpec]
+
+
+def pack_parcel(body: bytes, arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """uint8 [size]: 8 bytes length of the header, the header, and each array's bytes from an aligned offset
+    on.
+    """
+    specs, offset = [], 0
+    for array in arrays:
+        specs.append(ArraySpec(array.dtype.str, array.shape, offset))
+        offset += _aligned(array.nbytes)
+    header = msgspec.msgpack.encode(ParcelHeader(body, specs))
+    start = _aligned(8 + len(header))
+    parcel = np.zeros(start + offset, dtype=np.uint8)
+    parcel[:8] = np.frombuffer(len(header).to_bytes(8, "little"), dtype=np.uint8)
+    parcel[8 : 8 + len(header)] = np.frombuffer(header, dtype=np.uint8)
+    for spec, array in zip(specs, arrays, strict=True):
+        raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        parcel[start + spec.offset : start + spec.offset + array.nbytes] = raw
+    return parcel
+
+
+def unpack_parcel(parcel: np.ndarray) -> tuple[bytes, list[np.ndarray]]:
+    """The body and the arrays (views) of pack_parcel's result."""
+    length = int.from_bytes(parcel[:8].tobytes(), "little")
+    header = msgspec.msgpack.decode(parcel[8 : 8 + length].tobytes(), type=ParcelHeader)
+    start = _aligned(8 + length)
+    arrays = []
+    for spec in header.arrays:
+        dtype = np.dtype(spec.dtype)
+        size = dtype.itemsize * int(np.prod(spec.shape, dtype=np.int64))
+        raw = parcel[start + spec.offset : start + spec.offset + size]
+        arrays.append(raw.view(dtype).reshape(spec.shape))
+    return header.body, arrays
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def open_store(host: str, timeout_s: float) -> TCPStore:
+    """Rank 0: a store on a free port of ``host``, bound to that address alone. Its ``port`` is the real one.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.bind((host, 0))
+        listener.listen(128)
+        port = listener.getsockname()[1]
+        # The store takes the descriptor over, so the port was never free for anybody else.
+        return TCPStore(
+            host,
+            port,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+
+class Ranks:
+    """One rank among the learner's. Made by all ranks together (it blocks until all are there)."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        host: str,
+        port: int,
+        *,
+        device: torch.device,
+        timeout_s: float,
+        store: TCPStore | None = None,
+    ) -> None:
+        """``store`` is rank 0's from open_store. Raises DeadlineExceeded when a rank does not come in time.
+        """
+        assert (store is not None) == (rank == 0)
+        self.rank, self.world_size, self.device = rank, world_size, device
+        self.timeout_s = timeout_s
+        self._count = 0
+        self._interrupted = threading.Event()
+        if host in ("127.0.0.1", "localhost", "::1"):
+            # gloo would otherwise look for the interface behind this host's name, which need not resolve.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        try:
+            self._store = store if store is not None else self._client(host, port)
+            # Clients of their own: one that waits keeps its connection to itself.
+            self._commands = self._client(host, port)
+            self._interrupter = self._client(host, port)
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                store=self._store,
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout_s),
+                device_id=device if device.type == "cuda" else None,
+            )
+        except (DistNetworkError, DistStoreError) as error:
+            raise DeadlineExceeded(
+                f"learner/{rank}",
+                f"the {world_size} ranks",
+                f"rendezvous at {host}:{port}",
+                timeout_s,
+                str(error),
+            ) from error
+
+    def _client(self, host: str, port: int) -> TCPStore:
+        return TCPStore(
+            host, port, is_master=False, timeout=timedelta(seconds=self.timeout_s), wait_for_workers=False
+        )
+
+    def command(self, body: bytes) -> None:
+        """Rank 0: tell every other rank what comes next."""
+        self._count += 1
+        for rank in range(1, self.world_size):
+            self._commands.set(f"command/{rank}/{self._count}", body)  # type: ignore[arg-type]
+            # Everyone has read the one before: it has taken part in what it asked for.
+            self._commands.delete_key(f"command/{rank}/{self._count - 1}")
+
+    def next_command(self) -> bytes | None:
+        """Ranks above 0: what rank 0 says next, or None once interrupted. Raises ActorFailed when rank 0 is
+        gone.
+        """
+        self._count += 1
+        key = f"command/{self.rank}/{self._count}"
+        while not self._interrupted.is_set():
+            try:
+                self._commands.wait([key], timedelta(seconds=IDLE_WAIT_S))
+                return bytes(self._commands.get(key)) or None
+            except DistStoreError:
+                # Nothing to do yet: the wait is renewed.
+                continue
+            except DistNetworkError as error:
+                raise ActorFailed(
+                    "learner/0", f"gone while learner/{self.rank} awaited its next command"
+                ) from error
+        return None
+
+    def interrupt(self) -> None:
+        """From any thread: end ``next_command``, at once if it waits."""
+        self._interrupted.set()
+        # Only if rank 0 has not set it: a command that was given is obeyed.
+        for count in (self._count, self._count + 1):
+            self._interrupter.compare_set(f"command/{self.rank}/{count}", "", "")
+
+    def scatter(self, parcels: Sequence[np.ndarray] | None, size: int, what: str) -> np.ndarray:
+        """Give each rank its own uint8 array. ``parcels`` is rank 0's; ``size`` is this rank's, known
+        beforehand.
+        """
+        with self.waiting(what):
+            if parcels is not None:
+                sent = [dist.isend(torch.from_numpy(parcels[r]), r) for r in range(1, self.world_size)]
+                for work in sent:
+                    assert work is not None
+                    work.wait()
+                return parcels[0]
+            parcel = torch.empty(size, dtype=torch.uint8)
+            dist.recv(parcel, 0)
+            return parcel.numpy()
+
+    def broadcast_bytes(self, data: bytes | None, what: str) -> bytes:
+        """Rank 0's ``data`` to all."""
+        with self.waiting(what):
+            size = torch.tensor([len(data or b"")])
+            dist.broadcast(size, 0)
+            buffer = torch.empty(int(size), dtype=torch.uint8)
+            if data:
+                buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            dist.broadcast(buffer, 0)
+            return bytes(buffer.numpy())
+
+    def all_gather(self, values: Sequence[float], what: str) -> np.ndarray:
+        """float64 [world size, len(values)]: the numbers of every rank, the same on all."""
+        with self.waiting(what):
+            ours = torch.tensor(values, dtype=torch.float64)
+            everyone = [torch.empty_like(ours) for _ in range(self.world_size)]
+            dist.all_gather(everyone, ours)
+            return torch.stack(everyone).numpy()
+
+    def agree(self, problem: str | None, what: str) -> list[str]:
+        """All ranks learn what is wrong at any of them. Returns the problems in order of rank, the same on
+        all.
+        """
+        if not self.all_gather([float(problem is not None)], what).any():
+            return []
+        found = []
+        with self.waiting(what):
+            for rank in range(self.world_size):
+                size = torch.tensor([len((problem or "").encode())])
+                dist.broadcast(size, rank)
+                buffer = torch.zeros(int(size), dtype=torch.uint8)
+                if rank == self.rank and problem:
+                    buffer.copy_(torch.frombuffer(bytearray(problem.encode()), dtype=torch.uint8))
+                dist.broadcast(buffer, rank)
+                if len(buffer):
+                    found.append(bytes(buffer.numpy()).decode())
+        return found
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Around anything with a collective in it: says who waited for whom when one fails."""
+        try:
+            yield
+        except RuntimeError as error:
+            if "timed out" in str(error).lower():
+                raise DeadlineExceeded(
+                    f"learner/{self.rank}",
+                    "the other ranks of the learner",
+                    what,
+                    self.timeout_s,
+                    "see their logs; the limit is learner.collective_timeout_s",
+                ) from error
+            error.add_note(f"learner/{self.rank} of {self.world_size} ranks, {what}")
+            raise
+
+    def close(self) -> None:
+        """Leave. Rank 0, which holds the store, lets the others go first but waits for none that is gone."""
+        if self.rank:
+            self._commands.set(f"left/{self.rank}", "")
+        else:
+            try:
+                self._commands.wait(
+                    [f"left/{rank}" for rank in range(1, self.world_size)], timedelta(seconds=LEAVE_WAIT_S)
+                )
+            except DistStoreError:
+                _LOG.warning("not all ranks of the learner left within %.0f s", LEAVE_WAIT_S)
+        dist.destroy_process_group()
+        del self._store, self._commands, self._interrupter

@@ -1,0 +1,198 @@
+"""The policy: a causal LM that scores packed rows, wrapped for FSDP2.
+
+``Policy.forward`` returns the log-prob of each target and the entropy there, and never holds the logits of a
+whole row: the head is applied to the positions that have a loss, in chunks, each computed again in the
+backward pass.
+
+A packed row is told to the model by ``position_ids`` that restart at 0, with ``use_cache=False`` and no
+attention mask: with the cache left on, or a mask of ones, transformers takes the row for one long sequence
+without a word.
+
+Fails with ConfigError naming model.path when the model cannot be loaded as it stands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from asyncrl.config import ModelConfig
+from asyncrl.errors import ConfigError
+from asyncrl.learner import attention
+
+CHUNK_BYTES = 256 << 20
+"""Size of the float32 logits of one chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A packed row on its device."""
+
+    input_ids: Tensor
+    """int64 [1, T]."""
+    position_ids: Tensor
+    """int64 [1, T], restarting at 0 in each sequence."""
+    lengths: tuple[int, ...]
+    """Of the sequences; sums to T."""
+    predict: Tensor
+    """int64 [N]: positions whose next token is scored."""
+    targets: Tensor
+    """int64 [N]."""
+
+
+class Policy(nn.Module):
+    """A causal LM of transformers and how it scores.
+
+    ``chunked`` False takes the logits of the whole row from the model itself: needed where a model does more
+    between its last layer and its logits than to apply the head.
+    """
+
+    def __init__(self, model: Any, *, chunked: bool = True) -> None:
+        super().__init__()
+        self.model = model
+        self.chunked = chunked
+        self._attention: str = model.config._attn_implementation
+
+    def use_attention(self, packed: bool) -> None:
+        """Attend with packed_attention, or with what transformers chose when it loaded the model."""
+        if packed:
+            attention.register()
+        self.model.set_attn_implementation(attention.NAME if packed else self._attention)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        lengths: tuple[int, ...],
+        predict: Tensor,
+        targets: Tensor,
+        temperature: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Log-prob of each target under the logits divided by ``temperature``, and the entropy there.
+
+        Arguments as in Row. Returns two float32 [N], nats; the entropy has no gradient.
+        """
+        arguments: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
+        if self.model.config._attn_implementation == attention.NAME:
+            arguments["sequence_lengths"] = lengths
+        if not self.chunked:
+            logits = self.model(**arguments).logits[0, predict]
+            return score_logits(logits, targets, temperature)
+        hidden = self.model.base_model(**arguments).last_hidden_state[0, predict]
+        head = self.model.get_output_embeddings()
+        size = max(1, CHUNK_BYTES // (4 * head.weight.shape[0]))
+        scores = []
+        for h, t in zip(torch.split(hidden, size), torch.split(targets, size), strict=True):
+            if torch.is_grad_enabled():
+                scores.append(checkpoint(_score_hidden, head, h, t, temperature, use_reentrant=False))
+            else:
+                scores.append(_score_hidden(head, h, t, temperature))
+        return torch.cat([s[0] for s in scores]), torch.cat([s[1] for s in scores])
+
+    def score(self, row: Row, temperature: float) -> tuple[Tensor, Tensor]:
+        """``forward`` of a row."""
+        scores: tuple[Tensor, Tensor] = self(
+            row.input_ids, row.position_ids, row.lengths, row.predict, row.targets, temperature
+        )
+        return scores
+
+    def decoder_layers(self) -> list[nn.Module]:
+        """The repeated blocks: what is sharded, compiled and checkpointed as a unit."""
+        names = set(self.model._no_split_modules or ())
+        layers = [m for m in self.model.modules() if type(m).__name__ in names]
+        if not layers:
+            lists = [m for m in self.model.modules() if isinstance(m, nn.ModuleList)]
+            layers = list(max(lists, key=lambda modules: len(modules), default=nn.ModuleList()))
+        return layers
+
+
+def _score_hidden(
+    head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    return score_logits(head(hidden), targets, temperature)
+
+
+def score_logits(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """log softmax(logits / temperature) at the targets, and -sum p log p. [N, V], [N] -> two float32 [N]."""
+    logits = logits.float() / temperature
+    normaliser = torch.logsumexp(logits, dim=-1)
+    logprobs = logits.gather(-1, targets[:, None])[:, 0] - normaliser
+    with torch.no_grad():
+        entropies = normaliser - ((logits - normaliser[:, None]).exp() * logits).sum(dim=-1)
+    return logprobs, entropies
+
+
+def make_row(input_ids: Any, lengths: Any, predict: Any, targets: Any, device: torch.device) -> Row:
+    """A Row from the integer arrays of a MicroBatch."""
+
+    def put(values: Any) -> Tensor:
+        return torch.as_tensor(values).to(device=device, dtype=torch.int64)
+
+    sizes = tuple(int(n) for n in lengths)
+    positions = torch.cat([torch.arange(n) for n in sizes])
+    return Row(put(input_ids)[None], put(positions)[None], sizes, put(predict), put(targets))
+
+
+def load_policy(config: ModelConfig) -> Policy:
+    """The whole model in float32 on the CPU, in evaluation mode: no dropout, so that ratios compare like with
+    like.
+
+    Raises ConfigError.
+    """
+    path = model_folder(config)
+    try:
+        model, info = _auto_model().from_pretrained(
+            path,
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError([f"model.path: {path} cannot be loaded as a causal LM: {error}"]) from error
+    # transformers would go on with random numbers in their place.
+    wrong = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    if wrong:
+        raise ConfigError(
+            [f"model.path: {path} lacks {len(wrong)} weights of the model, the first {wrong[0]}"]
+        )
+    return Policy(model.eval())
+
+
+def empty_policy(config: ModelConfig) -> Policy:
+    """The same model without memory behind its parameters (device meta). Raises ConfigError."""
+    import transformers
+
+    path = model_folder(config)
+    try:
+        settings = transformers.AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=config.trust_remote_code
+        )
+        with torch.device("meta"):
+            model = _auto_model().from_config(
+                settings, dtype=torch.float32, trust_remote_code=config.trust_remote_code
+            )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError([f"model.path: {path} cannot be loaded as a causal LM: {error}"]) from error
+    return Policy(model.eval())
+
+
+def _auto_model() -> Any:
+    import transformers
+
+    return transformers.AutoModelForCausalLM
+
+
+def model_folder(config: ModelConfig) -> Path:
+    """The folder of the model. Raises ConfigError naming model.path if it is not there."""
+    assert config.path is not None
+    path = Path(config.path)
+    if not (path / "config.json").is_file():
+        what = "holds no config.json" if path.is_dir() else "is no folder"
+        raise ConfigError([f"model.path: {config.path} {what}; it must hold a Hugging Face causal LM"])
+    return path

@@ -1,0 +1,129 @@
+"""Loading the policy and cutting it up over the ranks with FSDP2.
+
+Rank 0 alone reads the weights, checks how the model may be called (check.py), and hands each rank its shards;
+the others begin with a model without memory. Master weights stay float32; a layer is gathered in the compute
+type just before it is used, and gradients are reduced in float32. Each decoder layer is a unit, and the rest
+(embedding, last norm, head, tied or not) is one more.
+
+Fails with ConfigError, on all ranks alike, when the model cannot be loaded or fails the check.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+from asyncrl.config import Config, LearnerConfig
+from asyncrl.errors import ConfigError
+from asyncrl.learner.check import Scoring, choose_scoring
+from asyncrl.learner.parallel import Ranks
+from asyncrl.learner.policy import Policy, empty_policy, load_policy
+
+_LOG = logging.getLogger(__name__)
+
+
+def choose_device(config: LearnerConfig, rank: int) -> torch.device:
+    """The device of a rank. Raises ConfigError when CUDA is asked for and not there."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(['learner.device: is "cuda", but torch sees no CUDA device'])
+    if config.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", rank % torch.cuda.device_count())
+
+
+def compute_dtype(config: LearnerConfig, device: torch.device) -> torch.dtype:
+    """The type of forward and backward, and of what is published."""
+    if config.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+
+
+def prepare_device(device: torch.device, ranks_here: int) -> None:
+    """Settings of this process: its CUDA device, or its share of the cores unless OMP_NUM_THREADS says
+    otherwise.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
+
+
+def build_policy(config: Config, ranks: Ranks, dtype: torch.dtype) -> tuple[Policy, Scoring]:
+    """All ranks together: the sharded policy and how it scores. Raises ConfigError on all ranks."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    policy: Policy | None = None
+    scoring: Scoring | None = None
+    problem: str | None = None
+    try:
+        if ranks.rank == 0:
+            policy = load_policy(config.model)
+            scoring = choose_scoring(policy, config.learner, seed=config.run.seed)
+        else:
+            policy = empty_policy(config.model)
+    except ConfigError as error:
+        problem = "\n".join(error.problems)
+    problems = ranks.agree(problem, "loading the model")
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    assert policy is not None
+    data = msgspec.msgpack.encode(scoring) if scoring is not None else None
+    scoring = msgspec.msgpack.decode(ranks.broadcast_bytes(data, "the way of scoring"), type=Scoring)
+    scoring.apply(policy)
+    if ranks.rank == 0:
+        for warning in scoring.warnings:
+            _LOG.warning("start-up check: %s", warning)
+    shard(policy, ranks, config.learner, dtype)
+    return policy, scoring
+
+
+def shard(policy: Policy, ranks: Ranks, config: LearnerConfig, dtype: torch.dtype) -> None:
+    """All ranks together: cut ``policy`` up in place. Rank 0's holds the weights, the others' may be on meta.
+    """
+    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
+    whole: dict[str, Tensor] = (
+        {n: p.detach() for n, p in policy.named_parameters()} if ranks.rank == 0 else {}
+    )
+    precision = MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype,
+        reduce_dtype=None if dtype == torch.float32 else torch.float32,
+    )
+    for layer in policy.decoder_layers():
+        # In place of the method, so that parameters keep their names and FSDP's hooks stay outside.
+        if config.compile:
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+        if config.activation_checkpointing:
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(policy, mesh=mesh, mp_policy=precision)
+    if ranks.world_size > 1:
+        with ranks.waiting("handing out the weights"):
+            _hand_out(policy, whole, ranks, mesh)
+
+
+def _hand_out(policy: Policy, whole: dict[str, Tensor], ranks: Ranks, mesh: DeviceMesh) -> None:
+    if ranks.rank:
+        policy.to_empty(device=ranks.device)
+    for name, parameter in policy.named_parameters():
+        assert isinstance(parameter, DTensor)
+        # Only rank 0's values are read.
+        full = whole[name].to(ranks.device) if whole else torch.empty(parameter.shape, device=ranks.device)
+        shards = distribute_tensor(full, mesh, parameter.placements)
+        with torch.no_grad():
+            parameter.to_local().copy_(shards.to_local())
+    for buffer in policy.buffers():
+        # As bytes: not every backend broadcasts every type.
+        raw = buffer.detach().reshape(-1).view(torch.uint8).clone()
+        dist.broadcast(raw, 0)
+        buffer.copy_(raw.view(buffer.dtype).view(buffer.shape))

@@ -1,0 +1,291 @@
+"""One rank of the learner: FSDP2 on torch.distributed (the ``fsdp2`` backend; its interface is in
+backend.py).
+
+Rank 0 plans and gives commands (train, publish, export, stop); the other ranks follow. In a step every rank
+runs the same number of micro-batches over its share of the batch; one collective then gathers everyone's
+sums, from which each rank computes the same loss, gradient norm and metrics, and takes or refuses the same
+step.
+
+It keeps: the gradient does not depend on how the batch was cut. The denominator is the step's, and local
+losses are multiplied by the world size against FSDP's mean. A step with a non-finite loss or gradient norm
+changes nothing, on any rank. On CPU the same calls give the same bits.
+
+Fails as backend.py says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.tensor import DTensor
+
+from asyncrl.config import Config
+from asyncrl.errors import NonFiniteStep
+from asyncrl.learner.batch import MicroBatch, StepPlan
+from asyncrl.learner.export import export
+from asyncrl.learner.losses import TokenSums, decoupled_loss, token_sums
+from asyncrl.learner.parallel import Ranks, open_store, pack_parcel, unpack_parcel
+from asyncrl.learner.policy import Policy, make_row, model_folder
+from asyncrl.learner.publish import publish
+from asyncrl.learner.schedule import learning_rate
+from asyncrl.learner.segments import Publication
+from asyncrl.learner.sharding import build_policy, choose_device, compute_dtype, prepare_device
+
+
+class Train(msgspec.Struct, frozen=True, tag=True):
+    """Take part in a step; a parcel of micro-batches follows for each rank."""
+
+    parcel_bytes: list[int]
+    """For each rank."""
+    denominator: float
+    temperature: float
+    fresh: bool
+    sequences: int
+    """Of the whole step."""
+
+
+class PublishVersion(msgspec.Struct, frozen=True, tag=True):
+    """Take part in gathering the weights of a publication."""
+
+    version: int
+
+
+class ExportWeights(msgspec.Struct, frozen=True, tag=True):
+    """Take part in gathering the weights of an export."""
+
+    folder: str
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """Nothing more will come."""
+
+
+_COMMANDS = msgspec.msgpack.Decoder(Train | PublishVersion | ExportWeights | Stop)
+
+
+class Trainer:
+    """See Backend."""
+
+    def __init__(self, config: Config, rank: int) -> None:
+        self.packed = False
+        self.steps = 0
+        """Optimizer steps taken."""
+        self._config = config
+        self._learner = config.learner
+        self._rank = rank
+        self._store: TCPStore | None = None
+        self._ranks: Ranks | None = None
+
+    def open_store(self, host: str) -> tuple[str, int]:
+        self._store = open_store(host, self._learner.collective_timeout_s)
+        return host, self._store.port
+
+    def setup(self, host: str, port: int) -> None:
+        device = choose_device(self._learner, self._rank)
+        prepare_device(device, self._learner.ranks)
+        self._ranks = Ranks(
+            self._rank,
+            self._learner.ranks,
+            host,
+            port,
+            device=device,
+            timeout_s=self._learner.collective_timeout_s,
+            store=self._store,
+        )
+        self._dtype = compute_dtype(self._learner, device)
+        self._policy, scoring = build_policy(self._config, self._ranks, self._dtype)
+        self.packed = scoring.packed
+        self._parameters = list(self._policy.parameters())
+        self._optimizer = make_optimizer(self._policy, self._config)
+
+    def train(self, plan: StepPlan) -> dict[str, float]:
+        parcels = [pack_parcel(b"", _arrays(rank)) for rank in plan.ranks]
+        command = Train(
+            parcel_bytes=[len(parcel) for parcel in parcels],
+            denominator=plan.denominator,
+            temperature=plan.temperature,
+            fresh=plan.fresh,
+            sequences=len(plan.sequences),
+        )
+        ranks = self._tell(command)
+        ranks.scatter(parcels, 0, f"the batch of step {self.steps + 1}")
+        try:
+            return self._step(command, plan.ranks[0])
+        except _NotFinite as error:
+            uids = [plan.sequences[i].uid for i in error.sequences]
+            raise NonFiniteStep(
+                error.what, step=self.steps + 1, uids=list(dict.fromkeys(uids)) or plan.uids
+            ) from None
+
+    def publish(self, version: int) -> Publication:
+        publication = self._publish(self._tell(PublishVersion(version)), version)
+        assert publication is not None
+        return publication
+
+    def export(self, folder: Path) -> None:
+        self._export(self._tell(ExportWeights(str(folder))), folder)
+
+    def follow(self) -> None:
+        ranks = self._ranks
+        assert ranks is not None
+        while (body := ranks.next_command()) is not None:
+            command = _COMMANDS.decode(body)
+            if isinstance(command, Train):
+                parcel = ranks.scatter(
+                    None, command.parcel_bytes[self._rank], f"the batch of step {self.steps + 1}"
+                )
+                try:
+                    self._step(command, _micro_batches(parcel))
+                except _NotFinite as error:
+                    raise NonFiniteStep(error.what, step=self.steps + 1, uids=[]) from None
+            elif isinstance(command, PublishVersion):
+                self._publish(ranks, command.version)
+            elif isinstance(command, ExportWeights):
+                self._export(ranks, Path(command.folder))
+            else:
+                return
+
+    def interrupt(self) -> None:
+        if self._ranks is not None:
+            self._ranks.interrupt()
+
+    def stop(self) -> None:
+        if self._ranks is not None:
+            if self._rank == 0:
+                self._tell(Stop())
+            self._ranks.close()
+            self._ranks = None
+
+    def _tell(self, command: Train | PublishVersion | ExportWeights | Stop) -> Ranks:
+        assert self._ranks is not None
+        self._ranks.command(msgspec.msgpack.encode(command))
+        return self._ranks
+
+    def _publish(self, ranks: Ranks, version: int) -> Publication | None:
+        return publish(
+            self._policy, ranks, version, dtype=self._dtype, bucket_bytes=self._config.weights.bucket_bytes
+        )
+
+    def _export(self, ranks: Ranks, folder: Path) -> None:
+        export(
+            self._policy,
+            ranks,
+            model_folder(self._config.model),
+            folder,
+            dtype=self._dtype,
+            bucket_bytes=self._config.weights.bucket_bytes,
+        )
+
+    def _step(self, command: Train, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+        """This rank's part of an optimizer step. Raises _NotFinite, on all ranks alike."""
+        ranks = self._ranks
+        assert ranks is not None
+        with ranks.waiting(f"step {self.steps + 1}"):
+            done = [self._accumulate(command, micro_batch) for micro_batch in micro_batches]
+            loss = torch.stack([d[0] for d in done]).double().sum()
+            sums = torch.stack([d[1] for d in done])
+            local = [_local(p.grad) for p in self._parameters if p.grad is not None]
+            square = torch.nn.utils.get_total_norm(local).double().square()
+            totals = TokenSums()
+            for row in sums.tolist():
+                totals.add(TokenSums(*row))
+            ours = [float(loss), float(square), *(getattr(totals, item.name) for item in fields(totals))]
+            everyone = ranks.all_gather(ours, f"the sums of step {self.steps + 1}")
+        totals = TokenSums()
+        for row in everyone[:, 2:].tolist():
+            totals.add(TokenSums(*row))
+        total_loss, norm = math.fsum(everyone[:, 0]), math.sqrt(math.fsum(everyone[:, 1]))
+        try:
+            if not math.isfinite(total_loss):
+                bad = self._not_finite(command, micro_batches, [d[2] for d in done])
+                raise _NotFinite("loss", bad)
+            if not math.isfinite(norm):
+                raise _NotFinite("gradient norm", [])
+            if norm > self._learner.max_grad_norm:
+                for gradient in local:
+                    gradient.mul_(self._learner.max_grad_norm / norm)
+            rate = learning_rate(self.steps + 1, self._learner)
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate
+            self._optimizer.step()
+        finally:
+            self._optimizer.zero_grad()
+        self.steps += 1
+        return {"loss/policy": total_loss, "policy/grad_norm": norm, "learner/lr": rate} | totals.metrics()
+
+    def _accumulate(self, command: Train, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Forward and backward of a micro-batch: its share of the loss, the fields of TokenSums, and the
+        log-probs.
+        """
+        assert self._ranks is not None
+        device = self._ranks.device
+        row = make_row(batch.input_ids, batch.lengths, batch.predict, batch.targets, device)
+        behaviour, advantages, weights, staleness = (
+            torch.from_numpy(values).to(device)
+            for values in (batch.behaviour, batch.advantages, batch.weights, batch.staleness)
+        )
+        logprobs, entropies = self._policy.score(row, command.temperature)
+        cap = self._learner.tis_cap
+        loss = decoupled_loss(
+            logprobs, behaviour, advantages, weights, denominator=command.denominator, cap=cap
+        )
+        torch.autograd.backward(loss * self._learner.ranks)
+        fresh = (staleness == 0) & command.fresh
+        sums = token_sums(logprobs, behaviour, entropies, weights, fresh, cap=cap)
+        return loss.detach(), sums, logprobs.detach()
+
+    def _not_finite(
+        self, command: Train, micro_batches: Sequence[MicroBatch], logprobs: Sequence[Tensor]
+    ) -> list[int]:
+        """All ranks together: the sequences of the step with a token whose loss is not finite, ascending."""
+        assert self._ranks is not None
+        flags = np.zeros(command.sequences)
+        for batch, values in zip(micro_batches, logprobs, strict=True):
+            bad = ~np.isfinite(values.cpu().numpy() - batch.behaviour + batch.advantages)
+            member = np.searchsorted(np.cumsum(batch.lengths), batch.predict[bad], side="right")
+            indices = batch.sequences[member]
+            flags[indices[indices >= 0]] = 1.0
+        everyone = self._ranks.all_gather(flags.tolist(), "the search for what is not finite")
+        return [int(i) for i in np.flatnonzero(everyone.any(axis=0))]
+
+
+class _NotFinite(Exception):
+    def __init__(self, what: str, sequences: list[int]) -> None:
+        super().__init__(what)
+        self.what, self.sequences = what, sequences
+
+
+def make_optimizer(policy: Policy, config: Config) -> torch.optim.AdamW:
+    """AdamW over the float32 master shards; norms and biases (one dimension) do not decay."""
+    parameters = list(policy.parameters())
+    return torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.learner.weight_decay},
+            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+        ],
+        lr=config.learner.lr,
+        betas=config.learner.betas,
+        fused=True,
+    )
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _arrays(micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
+    return [getattr(batch, item.name) for batch in micro_batches for item in fields(MicroBatch)]
+
+
+def _micro_batches(parcel: np.ndarray) -> list[MicroBatch]:
+    _, arrays = unpack_parcel(parcel)
+    count = len(fields(MicroBatch))
+    return [MicroBatch(*arrays[i : i + count]) for i in range(0, len(arrays), count)]

@@ -1,0 +1,78 @@
+"""What the pool and its workers say to each other over a socket pair.
+
+A frame is a length (4 bytes, little-endian) and a MessagePack body. Order is the protocol: the pool sends
+Setup, the worker Ready; then each Task is answered by one Result, one at a time. Nothing is unpickled on
+either side. Fails with ValueError (msgspec's errors are such) for bytes that are none of this.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+MAX_RESULT_BYTES = 1 << 20
+MAX_TASK_BYTES = 1 << 30
+READ_BYTES = 1 << 18
+_LENGTH = struct.Struct("<I")
+
+
+class Setup(msgspec.Struct, frozen=True, array_like=True):
+    """Which function the worker runs, as in the configuration."""
+
+    function: str
+    per: str
+    options: dict[str, Any]
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True):
+    """The function can be called; or ``problems`` of the configuration, a line each, say why not."""
+
+    problems: list[str] = []
+
+
+class Task(msgspec.Struct, frozen=True, array_like=True):
+    """One call of the function, or one for each completion when it scores single trajectories."""
+
+    prompt: str
+    row: dict[str, Any]
+    completions: list[str]
+    finish_reasons: list[str]
+
+
+class Result(msgspec.Struct, frozen=True, array_like=True):
+    """Finite rewards in the order of the completions; or ``error``, and nothing else counts."""
+
+    rewards: list[float]
+    components: list[dict[str, float]]
+    run_s: float
+    error: str = ""
+
+
+class FrameReader:
+    """Cuts a byte stream into frames. Raises ValueError for one longer than ``limit`` bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._pending = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes | bytearray]:
+        """The bodies that ``data`` completes."""
+        self._pending += data
+        while len(self._pending) >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(self._pending)
+            if size > self._limit:
+                raise ValueError(f"a frame of {size} bytes, {self._limit} are allowed")
+            end = _LENGTH.size + size
+            if len(self._pending) < end:
+                return
+            body = self._pending[_LENGTH.size : end]
+            del self._pending[:end]
+            yield body
+
+
+def framed(body: bytes) -> bytes:
+    """``body`` as a frame."""
+    return _LENGTH.pack(len(body)) + body

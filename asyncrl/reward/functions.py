@@ -1,0 +1,203 @@
+"""The built-in reward functions.
+
+Each is a maker: called once in each worker with ``reward.options``, it checks them (ValueError) and returns
+the function that scores one trajectory. Invariant: a wrong answer is 0, but a row that cannot be judged
+raises, so that a fault of the data is never taken for a fault of the model.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from decimal import Context
+from functools import lru_cache
+from typing import Any
+
+Row = Mapping[str, Any]
+RewardFunction = Callable[..., float]
+
+
+def exact(*, answer_key: str = "answer", normalize: str = "strip") -> RewardFunction:
+    """1 if the completion is the row's answer, or one of them when that is a list.
+
+    ``normalize`` says what makes no difference: none; strip: white space at both ends; text: also case, and
+    how much white space is between words; number: how a number is written (1,234.50 is 1234.5), and text
+    for others.
+    """
+    key = _normalizer(normalize)
+
+    def reward(*, completion: str, row: Row) -> float:
+        return float(key(completion) in {key(answer) for answer in _answers(row, answer_key)})
+
+    return reward
+
+
+def regex(
+    *,
+    pattern: str,
+    answer_key: str = "answer",
+    answer_pattern: str | None = None,
+    match: str = "last",
+    normalize: str = "strip",
+) -> RewardFunction:
+    """1 if what ``pattern`` captures in the completion is the row's answer; 0 also where it matches nothing.
+
+    The answer is the group named ``answer``, else the first group, else the whole match, of the first or
+    the last match. ``answer_pattern`` captures the answer in the row's column in the same way.
+    ``normalize`` as in exact.
+    """
+    key = _normalizer(normalize)
+    if match not in ("first", "last"):
+        raise ValueError(f'match must be "first" or "last", got {match!r}')
+    find = _finder("pattern", pattern, match)
+    find_answer = _finder("answer_pattern", answer_pattern, match) if answer_pattern is not None else None
+
+    def reward(*, completion: str, row: Row) -> float:
+        answers = set()
+        for answer in _answers(row, answer_key):
+            wanted = answer if find_answer is None else find_answer(answer)
+            if wanted is None:
+                raise ValueError(f"answer_pattern {answer_pattern!r} matches nothing in row[{answer_key!r}]")
+            answers.add(key(wanted))
+        found = find(completion)
+        return float(found is not None and key(found) in answers)
+
+    return reward
+
+
+def math_verify(*, answer_key: str = "answer") -> RewardFunction:
+    """1 if the completion's final answer equals the row's as mathematics, by the math-verify library.
+
+    The library's own timeouts are off: they need SIGALRM, and the pool ends a worker that runs too long.
+    """
+    from math_verify import parse, verify
+
+    @lru_cache(maxsize=4096)
+    def gold(answer: str) -> list[Any]:
+        # Plain LaTeX, such as \frac12, is only found within an environment.
+        enclosed = any(mark in answer for mark in ("\\boxed", "$", "\\(", "\\["))
+        parsed: list[Any] = parse(answer if enclosed else f"\\boxed{{{answer}}}", parsing_timeout=None)
+        if not parsed:
+            raise ValueError(f"math-verify finds no answer in row[{answer_key!r}]: {answer[:200]!r}")
+        return parsed
+
+    def reward(*, completion: str, row: Row) -> float:
+        answers = [gold(answer) for answer in _answers(row, answer_key)]
+        found = parse(completion, parsing_timeout=None)
+        return float(any(verify(answer, found, timeout_seconds=None) for answer in answers))
+
+    # The first call builds the library's expressions, which takes longer than many calls afterwards.
+    reward(completion="\\boxed{1}", row={answer_key: "1"})
+    return reward
+
+
+def reasoning_gym(*, tag: str = "answer") -> RewardFunction:
+    """The score of the reasoning-gym task that made the row, as the library computes it.
+
+    The answer is the text in the last <tag> of the completion, else the whole completion. The row holds
+    ``task``, ``options`` (of the task) and ``item`` (the library's own entry).
+    """
+    from reasoning_gym import create_dataset
+    from reasoning_gym.utils import extract_answer
+
+    @lru_cache(maxsize=64)
+    def dataset(task: str, options: str) -> Any:
+        return create_dataset(task, **json.loads(options))
+
+    def reward(*, completion: str, row: Row) -> float:
+        missing = [key for key in ("task", "options", "item") if key not in row]
+        if missing:
+            raise ValueError(f"the row has no {', '.join(missing)}: it was not made by reasoning_gym")
+        answer = extract_answer(completion, tag_name=tag)
+        scorer = dataset(row["task"], json.dumps(row["options"], sort_keys=True))
+        score: float = scorer.score_answer(completion.strip() if answer is None else answer, row["item"])
+        return score
+
+    return reward
+
+
+def constant(*, value: float = 1.0, spread: float = 0.0, duration_s: float = 0.0) -> RewardFunction:
+    """``value`` after ``duration_s``, for simulations; ``spread`` around it by a hash of the texts."""
+    if duration_s < 0:
+        raise ValueError(f"duration_s must not be negative, got {duration_s}")
+
+    def reward(*, prompt: str, completion: str) -> float:
+        if duration_s:
+            time.sleep(duration_s)
+        if not spread:
+            return value
+        digest = zlib.crc32(completion.encode(errors="surrogatepass"), zlib.crc32(prompt.encode()))
+        return value + spread * (2 * digest / 0xFFFFFFFF - 1)
+
+    return reward
+
+
+BUILT_IN: dict[str, Callable[..., RewardFunction]] = {
+    "exact": exact,
+    "regex": regex,
+    "math_verify": math_verify,
+    "reasoning_gym": reasoning_gym,
+    "constant": constant,
+}
+
+
+def _answers(row: Row, answer_key: str) -> list[str]:
+    if answer_key not in row:
+        raise ValueError(
+            f"the row has no column {answer_key!r} (reward.options.answer_key); it has {sorted(row)}"
+        )
+    value = row[answer_key]
+    answers = [str(one) for one in (value if isinstance(value, list | tuple) else [value]) if one is not None]
+    if not answers:
+        raise ValueError(f"row[{answer_key!r}] holds no answer")
+    return answers
+
+
+def _finder(option: str, pattern: str, match: str) -> Callable[[str], str | None]:
+    try:
+        compiled = re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ValueError(f"{option} {pattern!r} is no regular expression: {error}") from None
+    group: int | str = "answer" if "answer" in compiled.groupindex else min(compiled.groups, 1)
+
+    def find(text: str) -> str | None:
+        found = compiled.search(text)
+        if match == "last":
+            for found in compiled.finditer(text):  # noqa: B007
+                pass
+        return None if found is None else found[group]
+
+    return find
+
+
+def _normalizer(kind: str) -> Callable[[str], str]:
+    if kind not in _NORMALIZERS:
+        raise ValueError(f"normalize must be one of {', '.join(_NORMALIZERS)}, got {kind!r}")
+    return _NORMALIZERS[kind]
+
+
+def _text(text: str) -> str:
+    return " ".join(text.casefold().split())
+
+
+def _number(text: str) -> str:
+    plain = _THOUSANDS.sub("", text.strip().rstrip(".").replace("$", ""))
+    if len(plain) <= _DECIMAL.prec:
+        number = _DECIMAL.create_decimal(plain)
+        if number.is_finite():
+            return "0" if number.is_zero() else str(number.normalize(_DECIMAL))
+    return _text(text)
+
+
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+# Without traps, what is no number or too large for one is not finite.
+_DECIMAL = Context(prec=1000, traps=[])
+_NORMALIZERS: dict[str, Callable[[str], str]] = {
+    "none": lambda text: text,
+    "strip": str.strip,
+    "text": _text,
+    "number": _number,
+}

@@ -1,0 +1,370 @@
+"""The pool of processes that run the reward function.
+
+Invariant: each call of ``score`` ends, in rewards that the function returned for it or in RewardFailed,
+within ``timeout_s`` of its start in a worker; what one task does to its worker (loop, exit, crash, eat
+memory, print) touches no other task. The timeout counts from the moment an idle worker is given the task:
+waiting for a worker counts as nothing. A worker that is killed or dies is replaced; only when no worker can
+be started any more does the pool fail as a whole (``watch``).
+
+Each worker has a socket of its own and one task at a time, so nothing is shared that a dying worker could
+leave locked or half written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import msgspec
+
+from asyncrl.config import RewardConfig
+from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, RewardFailed
+from asyncrl.messages import Score, Scores
+from asyncrl.monitor.states import StateLedger
+from asyncrl.reward.frames import MAX_TASK_BYTES, Ready, Result, Setup, Task
+from asyncrl.reward.process import WorkerProcess
+from asyncrl.reward.shaping import shaped
+
+PLACES_PER_WORKER = 256
+CANCEL_GRACE_S = 1.0
+"""How long the task of a caller who is gone may go on: about what the start of another worker would cost."""
+CLOSE_TIMEOUT_S = 5.0
+MAX_START_FAILURES = 5
+FIRST_BACKOFF_S = 0.2
+LONGEST_BACKOFF_S = 10.0
+
+
+@dataclass(eq=False, slots=True)
+class _Pending:
+    request: Score
+    answer: asyncio.Future[Result]
+    slot: _Slot | None = None
+
+    def fail(self, error: AsyncRLError) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+
+@dataclass(eq=False, slots=True)
+class _Slot:
+    """The place of one worker; its processes come and go."""
+
+    ledger: StateLedger
+    ready: asyncio.Future[None]
+    process: WorkerProcess | None = None
+    pending: _Pending | None = None
+    deadline: float = 0.0
+    timer: asyncio.TimerHandle | None = None
+    failed_starts: int = 0
+    restart: asyncio.TimerHandle | None = None
+
+
+@dataclass(slots=True)
+class PoolCounters:
+    """Since the start. A task is one call of ``score``."""
+
+    scored: int = 0
+    failed: int = 0
+    timed_out: int = 0
+    """Those of the failed that ran over their time."""
+    workers_killed: int = 0
+    """Worker processes ended by the pool, because of a timeout, a cancelled task or a broken answer."""
+    workers_died: int = 0
+    """Worker processes that ended by themselves."""
+
+
+class RewardPool:
+    """``config.workers`` processes that run ``config.function``.
+
+    ``max_tokens`` is what the overlong penalty counts from. ``start``, then ``score`` by any number of tasks,
+    then ``close``, all in one event loop, in the main thread.
+    """
+
+    def __init__(self, config: RewardConfig, *, max_tokens: int, start_timeout_s: float = 120.0) -> None:
+        self._config, self._max_tokens, self._start_timeout_s = config, max_tokens, start_timeout_s
+        self._loop = loop = asyncio.get_running_loop()
+        self._setup = Setup(config.function, config.per, config.options)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._places = asyncio.Semaphore(PLACES_PER_WORKER * config.workers)
+        self._queue: deque[_Pending] = deque()
+        self._idle: list[_Slot] = []
+        self._slots = [
+            _Slot(StateLedger(time.monotonic), loop.create_future()) for _ in range(config.workers)
+        ]
+        self._all_ended = asyncio.Event()
+        self._end: asyncio.Future[None] = loop.create_future()
+        self.counters = PoolCounters()
+
+    async def start(self) -> None:
+        """Start the workers and wait until each has imported the function.
+
+        Raises ConfigError for a function that cannot be called, RewardFailed when its import ends the process
+        or there is none to be had, DeadlineExceeded after ``start_timeout_s``.
+        """
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                for slot in self._slots:
+                    self._launch(slot)
+                await asyncio.gather(*(slot.ready for slot in self._slots))
+        except BaseException as error:
+            await self.close()
+            if isinstance(error, TimeoutError):
+                raise DeadlineExceeded(
+                    "the reward pool",
+                    "its workers",
+                    f"importing {self._config.function}",
+                    self._start_timeout_s,
+                ) from None
+            raise
+
+    async def score(self, request: Score) -> Scores:
+        """Run the function on a completion, or on a group.
+
+        Raises RewardFailed. Waits for one of ``PLACES_PER_WORKER`` places a worker, then for a worker. When
+        it is cancelled its task leaves the queue, or may run on for ``CANCEL_GRACE_S``.
+        """
+        async with self._places:
+            self._refuse_if_over()
+            pending = _Pending(request, self._loop.create_future())
+            self._queue.append(pending)
+            if self._idle:
+                self._feed(self._idle.pop())
+            try:
+                result = await pending.answer
+            except asyncio.CancelledError:
+                self._forsake(pending)
+                raise
+            except AsyncRLError:
+                self.counters.failed += 1
+                raise
+        self.counters.scored += 1
+        rewards, components = result.rewards, result.components
+        # An eval set has its own limit of length and is judged by the plain reward.
+        if self._config.truncated == "penalty" and "@" not in request.uid:
+            rewards, components = self._shape(request, result)
+        return Scores(rewards=rewards, components=components, run_s=result.run_s)
+
+    async def watch(self) -> None:
+        """Returns when the pool is closed. Raises RewardFailed when no worker can be started any more."""
+        await asyncio.shield(self._end)
+
+    def state_times(self) -> dict[str, float]:
+        """Seconds starting, idle and scoring, over all workers; their sum is the workers' age."""
+        totals: dict[str, float] = {}
+        for slot in self._slots:
+            for state, seconds in slot.ledger.totals().items():
+                totals[state] = totals.get(state, 0.0) + seconds
+        return totals
+
+    async def close(self) -> None:
+        """End every worker and what it has started. Open calls of ``score`` fail.
+
+        Raises DeadlineExceeded when a process outlives its SIGKILL by ``CLOSE_TIMEOUT_S``.
+        """
+        if not self._end.done():
+            self._end.set_result(None)
+        # Marks it as seen, for there need not be anyone who watches.
+        self._end.exception()
+        while self._queue:
+            self._queue.popleft().fail(self._failure("the pool was closed", retryable=True))
+        helpers = []
+        for slot in self._slots:
+            for timer in (slot.timer, slot.restart):
+                if timer is not None:
+                    timer.cancel()
+            slot.timer = slot.restart = None
+            if slot.process is None:
+                continue
+            helpers += slot.process.descendants()
+            if slot in self._idle:
+                slot.process.hang_up()
+            else:
+                slot.process.kill("was stopped: the pool was closed")
+        self._idle.clear()
+        self._note_ended()
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._all_ended.wait()
+        except TimeoutError:
+            left = ", ".join(str(slot.process.pid) for slot in self._slots if slot.process is not None)
+            raise DeadlineExceeded(
+                "the reward pool", f"worker process {left}", "its end", CLOSE_TIMEOUT_S
+            ) from None
+        finally:
+            for helper in helpers:
+                # Processes are told apart by their start time too, so a number used again is safe.
+                if helper.is_running():
+                    helper.kill()
+
+    def _launch(self, slot: _Slot) -> None:
+        slot.restart = None
+        try:
+            slot.process = WorkerProcess(
+                self._setup,
+                on_ready=lambda _, ready: self._ready(slot, ready),
+                on_result=lambda _, result: self._answered(slot, result),
+                on_end=lambda process, reason: self._ended(slot, process, reason),
+            )
+        except OSError as error:
+            self._start_failed(slot, f"cannot have a worker process: {error}")
+
+    def _ready(self, slot: _Slot, ready: Ready) -> None:
+        if ready.problems:
+            if not slot.ready.done():
+                slot.ready.set_exception(ConfigError(ready.problems))
+            assert slot.process is not None
+            slot.process.kill("; ".join(ready.problems))
+            return
+        slot.failed_starts = 0
+        if not slot.ready.done():
+            slot.ready.set_result(None)
+        self._feed(slot)
+
+    def _start_failed(self, slot: _Slot, reason: str) -> None:
+        if not slot.ready.done():
+            slot.ready.set_exception(self._failure(reason, retryable=False))
+            return
+        slot.failed_starts += 1
+        if all(slot.failed_starts >= MAX_START_FAILURES for slot in self._slots):
+            self._end.set_exception(self._failure(f"has no worker process left: {reason}", retryable=False))
+            while self._queue:
+                self._queue.popleft().fail(
+                    self._failure(f"has no worker process left: {reason}", retryable=False)
+                )
+            return
+        backoff = min(FIRST_BACKOFF_S * 2**slot.failed_starts, LONGEST_BACKOFF_S)
+        slot.restart = self._loop.call_later(backoff, self._launch, slot)
+
+    def _feed(self, slot: _Slot) -> None:
+        """Give an idle worker the oldest task that waits, or note it as idle."""
+        while self._queue:
+            pending = self._queue.popleft()
+            request = pending.request
+            completions = request.completions
+            task = Task(
+                request.prompt,
+                request.row,
+                [c.text for c in completions],
+                [c.finish_reason for c in completions],
+            )
+            try:
+                body = self._encoder.encode(task)
+            except (TypeError, ValueError, OverflowError) as error:
+                pending.fail(self._failure(f"cannot be given {request.uid}: {error}", retryable=False))
+                continue
+            if len(body) > MAX_TASK_BYTES:
+                pending.fail(
+                    self._failure(f"cannot be given {request.uid}: {len(body)} bytes", retryable=False)
+                )
+                continue
+            assert slot.process is not None
+            slot.process.send(body)
+            if slot.process.ended:
+                # It died idle: the task has met nobody.
+                self._queue.appendleft(pending)
+                return
+            pending.slot, slot.pending = slot, pending
+            slot.deadline = time.monotonic() + self._config.timeout_s
+            if slot.timer is None:
+                slot.timer = self._loop.call_later(self._config.timeout_s, self._check_time, slot)
+            if slot.ledger.state != "scoring":
+                slot.ledger.enter("scoring")
+            return
+        slot.ledger.enter("idle")
+        self._idle.append(slot)
+
+    def _answered(self, slot: _Slot, result: Result) -> None:
+        pending = slot.pending
+        if pending is None or (not result.error and len(result.rewards) != len(pending.request.completions)):
+            raise ValueError("an answer to nothing that was asked")
+        slot.pending = None
+        self._feed(slot)
+        if result.error:
+            pending.fail(self._failure(result.error, retryable=True))
+        elif not pending.answer.done():
+            pending.answer.set_result(result)
+
+    def _ended(self, slot: _Slot, process: WorkerProcess, reason: str) -> None:
+        slot.process = None
+        if slot in self._idle:
+            self._idle.remove(slot)
+        if slot.timer is not None:
+            slot.timer.cancel()
+            slot.timer = None
+        if slot.pending is not None:
+            slot.pending.fail(self._failure(reason, retryable=True))
+            slot.pending = None
+        if self._end.done():
+            slot.ready.cancel()
+            self._note_ended()
+            return
+        if process.killed:
+            self.counters.workers_killed += 1
+        else:
+            self.counters.workers_died += 1
+        if slot.ledger.state == "starting":
+            self._start_failed(slot, reason)
+        else:
+            slot.ledger.enter("starting")
+            self._launch(slot)
+
+    def _check_time(self, slot: _Slot) -> None:
+        """Runs at a deadline or before it, and once more than needed for each task that was quicker."""
+        slot.timer = None
+        if slot.pending is None or slot.process is None:
+            return
+        # An answer that lies in the socket was in time.
+        slot.process.read()
+        pending = slot.pending
+        if pending is None or slot.process.ended:
+            return
+        left = slot.deadline - time.monotonic()
+        if left > 0:
+            if slot.timer is None:
+                slot.timer = self._loop.call_later(left, self._check_time, slot)
+            return
+        if not pending.answer.done():
+            self.counters.timed_out += 1
+        slot.process.kill(
+            f"ran longer than {self._config.timeout_s:g} s (reward.timeout_s); its worker process was killed"
+        )
+
+    def _forsake(self, pending: _Pending) -> None:
+        slot = pending.slot
+        if slot is None:
+            with contextlib.suppress(ValueError):
+                self._queue.remove(pending)
+        elif slot.pending is pending:
+            slot.deadline = min(slot.deadline, time.monotonic() + CANCEL_GRACE_S)
+            if slot.timer is not None:
+                slot.timer.cancel()
+            slot.timer = self._loop.call_later(slot.deadline - time.monotonic(), self._check_time, slot)
+
+    def _shape(self, request: Score, result: Result) -> tuple[list[float], list[dict[str, float]]]:
+        pairs = [
+            shaped(
+                reward,
+                components,
+                completion.tokens,
+                max_tokens=self._max_tokens,
+                overlong=self._config.overlong,
+            )
+            for reward, components, completion in zip(
+                result.rewards, result.components, request.completions, strict=True
+            )
+        ]
+        return [reward for reward, _ in pairs], [components for _, components in pairs]
+
+    def _refuse_if_over(self) -> None:
+        if self._end.done():
+            raise self._end.exception() or self._failure("the pool is closed", retryable=True)
+
+    def _note_ended(self) -> None:
+        if all(slot.process is None for slot in self._slots):
+            self._all_ended.set()
+
+    def _failure(self, reason: str, *, retryable: bool) -> RewardFailed:
+        return RewardFailed(self._config.function, reason, retryable=retryable)

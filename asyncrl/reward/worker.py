@@ -1,0 +1,114 @@
+"""A worker process of the reward pool: ``python -m asyncrl.reward.worker FD``.
+
+Runs the reward function, one task at a time, in its main thread (some functions use signals). Invariant:
+what the function does stays here. Its exceptions become the error of a Result, what it prints goes nowhere,
+and when it ends, blocks or eats up the process, the pool takes another. The worker ends when the socket FD
+does, or its parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+
+import msgspec
+import setproctitle
+
+from asyncrl.reward.frames import (
+    MAX_RESULT_BYTES,
+    MAX_TASK_BYTES,
+    READ_BYTES,
+    FrameReader,
+    Ready,
+    Result,
+    Setup,
+    Task,
+    framed,
+)
+from asyncrl.reward.outcome import BadOutcome
+from asyncrl.reward.resolve import NotCallable, Scorer, describe, resolve
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Serve the pool at the other end of the socket whose file descriptor is the first argument."""
+    with socket.socket(fileno=int(sys.argv[1])) as connection, asyncio.Runner() as runner:
+        # Only the pool may see this end closed, and only because this process is gone.
+        connection.set_inheritable(False)
+        _stay_alone(connection)
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
+        frames = _frames(connection)
+        with contextlib.suppress(ConnectionError):
+            first = next(frames, None)
+            if first is None:
+                return
+            try:
+                scorer = resolve(msgspec.msgpack.decode(first, type=Setup), runner)
+            except NotCallable as error:
+                connection.sendall(framed(msgspec.msgpack.encode(Ready(error.problems))))
+                return
+            connection.sendall(framed(msgspec.msgpack.encode(Ready())))
+            _serve(connection, frames, scorer)
+
+
+def _serve(connection: socket.socket, frames: Iterator[bytes | bytearray], scorer: Scorer) -> None:
+    decoder, encoder = msgspec.msgpack.Decoder(Task), msgspec.msgpack.Encoder()
+    for frame in frames:
+        task = decoder.decode(frame)
+        started = time.perf_counter()
+        outcomes, error = _score(scorer, task)
+        rewards, components = [o[0] for o in outcomes], [o[1] for o in outcomes]
+        body = encoder.encode(Result(rewards, components, time.perf_counter() - started, error))
+        if len(body) > MAX_RESULT_BYTES:
+            body = encoder.encode(Result([], [], 0.0, f"returned components of {len(body)} bytes in all"))
+        connection.sendall(framed(body))
+
+
+def _score(scorer: Scorer, task: Task) -> tuple[list[tuple[float, dict[str, float]]], str]:
+    try:
+        return scorer(task), ""
+    except BadOutcome as error:
+        return [], str(error)
+    except BaseException as error:
+        # Nothing that the function raises, SystemExit included, may end the worker: only its task fails.
+        return [], f"raised {describe(error)}"
+
+
+def _frames(connection: socket.socket) -> Iterator[bytes | bytearray]:
+    reader = FrameReader(MAX_TASK_BYTES)
+    while data := connection.recv(READ_BYTES):
+        yield from reader.feed(data)
+
+
+def _stay_alone(connection: socket.socket) -> None:
+    """End with the parent, but not by its signals; be the first to go when memory runs out."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+    # Terminals and schedulers signal the whole job; the pool decides. A handler, unlike SIG_IGN, is not
+    # passed on to the programs that a function starts.
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    for number in signals:
+        signal.signal(number, lambda *_: None)
+
+    def forked() -> None:
+        connection.close()
+        for number in signals:
+            signal.signal(number, signal.SIG_DFL)
+
+    os.register_at_fork(after_in_child=forked)
+    setproctitle.setproctitle("asyncrl reward worker")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""Staging: open the sealed memory of a published version, verify it, and hold it until it is loaded.
+
+The bytes that a Staged version names cannot change any more: their memory is sealed, was verified against the
+manifest after the seals were seen, and stays open here, so that the publisher may die without harm. Whoever loads
+it, in whatever process of this user, maps the same pages and need not verify them again.
+
+Fails with WeightsCorrupt, before anything is handed to an engine.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import mmap
+import os
+import re
+import weakref
+from collections.abc import Mapping, Sequence
+
+import xxhash
+
+from asyncrl.errors import WeightsCorrupt
+from asyncrl.messages import Bucket, Manifest, TensorSpec
+
+Layout = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Parameter name to dtype and shape."""
+
+ITEM_SIZES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+"""Bytes of an element by dtype."""
+
+_ALIGNMENT = 64
+_CHUNK = 64 << 20
+_PATH = re.compile(r"/proc/\d+/fd/\d+")
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+
+
+def layout_of(manifest: Manifest) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """What the manifest holds. Raises WeightsCorrupt where it contradicts itself.
+
+    Each name occurs once, each tensor lies aligned within its bucket, and none overlaps another.
+    """
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for index, bucket in enumerate(manifest.buckets):
+        if not bucket.size:
+            raise WeightsCorrupt("it is empty", version=manifest.version, bucket=index)
+        end = 0
+        for spec in sorted(bucket.tensors, key=lambda spec: spec.offset):
+            problem = _spec_problem(spec, bucket, end)
+            if problem is None and spec.name in found:
+                problem = "occurs twice"
+            if problem is not None:
+                raise WeightsCorrupt(f"{spec.name} {problem}", version=manifest.version, bucket=index)
+            found[spec.name] = (spec.dtype, spec.shape)
+            end = spec.offset + size_of(spec)
+    return found
+
+
+def size_of(spec: TensorSpec) -> int:
+    """Bytes of a tensor."""
+    return ITEM_SIZES[spec.dtype] * math.prod(spec.shape)
+
+
+def _spec_problem(spec: TensorSpec, bucket: Bucket, end: int) -> str | None:
+    if spec.dtype not in ITEM_SIZES:
+        return f"has the unknown dtype {spec.dtype!r}"
+    if any(extent < 0 for extent in spec.shape):
+        return f"has the shape {spec.shape}"
+    if spec.offset % _ALIGNMENT:
+        return f"lies at {spec.offset}, which is not aligned to {_ALIGNMENT} bytes"
+    if spec.offset < end:
+        return f"overlaps the tensor before it (offset {spec.offset} < {end})"
+    if spec.offset + size_of(spec) > bucket.size:
+        return f"reaches past the bucket's {bucket.size} bytes"
+    return None
+
+
+def check_complete(
+    version: int,
+    found: Layout,
+    expected: Layout,
+    *,
+    optional: frozenset[str] = frozenset(),
+    dtypes: bool = True,
+) -> None:
+    """Compare a version's layout with the expected one; raises WeightsCorrupt naming the first few differences.
+
+    ``optional`` names may be absent on either side. ``dtypes`` False compares shapes only.
+    """
+    missing = expected.keys() - found.keys() - optional
+    unknown = found.keys() - expected.keys() - optional
+    changed = [
+        f"{name} is {_shown(found[name])} instead of {_shown(expected[name])}"
+        for name in found.keys() & expected.keys()
+        if found[name][1] != expected[name][1] or (dtypes and found[name][0] != expected[name][0])
+    ]
+    problems = []
+    if missing:
+        problems.append(f"{len(missing)} of {len(expected)} parameters are missing ({_few(missing)})")
+    if unknown:
+        problems.append(f"{len(unknown)} parameters are unknown to the model ({_few(unknown)})")
+    if changed:
+        problems.append(f"{len(changed)} parameters have changed ({_few(changed)})")
+    if problems:
+        raise WeightsCorrupt("; ".join(problems), version=version)
+
+
+def _shown(entry: tuple[str, tuple[int, ...]]) -> str:
+    return f"{entry[0]} {list(entry[1])}"
+
+
+def _few(names: Sequence[str] | set[str]) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:3]) + (", ..." if len(ordered) > 3 else "")
+
+
+class Staged:
+    """A verified version, held open. ``manifest`` names the descriptors of this process."""
+
+    def __init__(self, manifest: Manifest, layout: Layout, descriptors: list[int]) -> None:
+        here = os.getpid()
+        self.layout = layout
+        self.manifest = Manifest(
+            version=manifest.version,
+            buckets=[
+                Bucket(
+                    path=f"/proc/{here}/fd/{descriptor}",
+                    size=bucket.size,
+                    checksum=bucket.checksum,
+                    tensors=bucket.tensors,
+                )
+                for bucket, descriptor in zip(manifest.buckets, descriptors, strict=True)
+            ],
+        )
+        # A result that nobody came to fetch (the waiting task was cancelled) closes itself.
+        self._finalizer = weakref.finalize(self, _close_all, descriptors)
+
+    def close(self) -> None:
+        """Let the memory go. May be repeated."""
+        self._finalizer()
+
+
+def stage(manifest: Manifest) -> Staged:
+    """Open and verify every bucket. Blocks while it reads them; run it in a thread. Raises WeightsCorrupt."""
+    layout = layout_of(manifest)
+    descriptors: list[int] = []
+    try:
+        for index, bucket in enumerate(manifest.buckets):
+            descriptors.append(_open(manifest.version, index, bucket))
+            _verify(manifest.version, index, bucket, descriptors[-1])
+    except BaseException:
+        _close_all(descriptors)
+        raise
+    return Staged(manifest, layout, descriptors)
+
+
+def _open(version: int, index: int, bucket: Bucket) -> int:
+    if not _PATH.fullmatch(bucket.path):
+        raise WeightsCorrupt(f"{bucket.path!r} is no /proc/PID/fd/N", version=version, bucket=index)
+    try:
+        # O_NONBLOCK: whatever else may hide behind the path must not make the opening wait.
+        return os.open(bucket.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError as error:
+        raise WeightsCorrupt(
+            f"{bucket.path} cannot be opened: {error.strerror}; is its publisher gone, or of another user?",
+            version=version,
+            bucket=index,
+        ) from error
+
+
+def _verify(version: int, index: int, bucket: Bucket, descriptor: int) -> None:
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError:
+        seals = 0
+    if seals & _SEALS != _SEALS:
+        raise WeightsCorrupt("its memory is not sealed against change", version=version, bucket=index)
+    size = os.fstat(descriptor).st_size
+    if size < bucket.size:
+        raise WeightsCorrupt(f"holds {size} bytes instead of {bucket.size}", version=version, bucket=index)
+    found = _checksum(descriptor, bucket.size)
+    if found != bucket.checksum:
+        raise WeightsCorrupt(
+            f"its checksum is {found:#018x} instead of {bucket.checksum:#018x}", version=version, bucket=index
+        )
+
+
+def _checksum(descriptor: int, size: int) -> int:
+    digest = xxhash.xxh3_64()
+    if size:
+        with mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ) as mapping:
+            view = memoryview(mapping)
+            try:
+                # In chunks, so that no other thread waits long for the interpreter.
+                for start in range(0, size, _CHUNK):
+                    digest.update(view[start : min(start + _CHUNK, size)])
+            finally:
+                view.release()
+    return digest.intdigest()
+
+
+def _close_all(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())

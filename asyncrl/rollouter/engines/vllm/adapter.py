@@ -1,0 +1,100 @@
+"""Everything that needs vLLM's own classes: building the engine and the parameters of its requests.
+
+Importing this module imports vLLM, which takes seconds and reads the environment: set ``options.environment``
+first, and import it in a thread.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+from vllm.exceptions import VLLMClientError
+from vllm.inputs import tokens_input
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError, EngineDied
+from asyncrl.rollouter.engines.base import GenerationRequest
+from asyncrl.rollouter.engines.vllm import options
+from asyncrl.rollouter.engines.vllm.plugin import BACKEND
+
+__all__ = [
+    "AsyncLLM",
+    "EngineDeadError",
+    "EngineGenerateError",
+    "SamplingParams",
+    "VLLMClientError",
+    "WeightTransferUpdateRequest",
+    "launch",
+    "sampling",
+    "scoring",
+    "tokens_input",
+]
+
+
+def launch(config: Config, name: str, model: dict[str, Any], folder: str) -> AsyncLLM:
+    """Start an engine and wait until it is up; ``folder`` takes its sockets. Blocking.
+
+    Raises ConfigError for what cannot be run, EngineDied when its processes fail to start.
+    """
+    options.check_model(config, model, CPUAttentionBackend.get_supported_head_sizes())
+    if options.on_cpu(config) != current_platform.is_cpu():
+        raise ConfigError(
+            [
+                f"rollout.gpus_per_replica: is {config.rollout.gpus_per_replica}, but the vLLM installed here runs on "
+                f"{current_platform.device_type}"
+            ]
+        )
+    before = os.environ.get("VLLM_RPC_BASE_PATH")
+    os.environ["VLLM_RPC_BASE_PATH"] = folder
+    try:
+        arguments = AsyncEngineArgs(
+            **options.engine_arguments(config, name), weight_transfer_config=WeightTransferConfig(backend=BACKEND)
+        )
+        return AsyncLLM.from_engine_args(arguments)
+    except (ValueError, TypeError) as error:
+        raise ConfigError([f"rollout.vllm: vLLM refuses the configuration: {error}"]) from error
+    except RuntimeError as error:
+        raise EngineDied(name, f"did not start: {error} (its own words are above in this log)") from error
+    finally:
+        if before is None:
+            del os.environ["VLLM_RPC_BASE_PATH"]
+        else:
+            os.environ["VLLM_RPC_BASE_PATH"] = before
+
+
+def sampling(request: GenerationRequest, stop_token_ids: list[int], stream_interval: int) -> SamplingParams:
+    """Parameters of a request: nothing but temperature shapes the distribution, so that log-probs are the policy's."""
+    return SamplingParams(
+        temperature=request.temperature,
+        max_tokens=request.max_tokens,
+        seed=request.seed,
+        stop_token_ids=stop_token_ids,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        stream_interval=stream_interval,
+        skip_clone=True,
+    )
+
+
+def scoring() -> SamplingParams:
+    """Parameters of a request that only scores its prompt."""
+    return SamplingParams(
+        temperature=1.0,
+        max_tokens=1,
+        prompt_logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )

@@ -1,0 +1,325 @@
+"""The vLLM engine: an AsyncLLM whose core runs in child processes.
+
+Invariants: each token has the log-prob and the version of the weights that sampled it, both vLLM's own word; the
+model is never stepped during a load; no wait outlives the engine; after ``close`` none of its processes is left.
+
+Fails with EngineDied when the core has ended, does not answer a control call in time, or samples nothing although
+requests are in flight; with WeightsCorrupt when a version cannot be staged or loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from asyncrl.config import Config
+from asyncrl.errors import EngineDied, WeightsCorrupt
+from asyncrl.messages import Manifest, VersionSpan
+from asyncrl.rollouter.engines.base import Delta, GenerationRequest, PauseMode
+from asyncrl.rollouter.engines.staging import Layout, Staged, check_complete, stage
+from asyncrl.rollouter.engines.vllm import checkpoint
+from asyncrl.rollouter.engines.vllm.options import environment
+from asyncrl.rollouter.engines.vllm.processes import Processes
+from asyncrl.rollouter.engines.vllm.watch import Watch
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+CLOSE_GRACE_S = 3.0
+"""Time that a healthy engine core gets to end by itself before it is killed."""
+CORE_NAME = "EngineCore"
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A request in flight. ``stale``: versions under which it went on over an older KV cache."""
+
+    stale: set[int] = field(default_factory=set)
+
+
+class VllmEngine:
+    """See Engine."""
+
+    def __init__(self, config: Config, name: str) -> None:
+        assert config.model.path is not None
+        self.name = name
+        self._config = config
+        self._model_path = config.model.path
+        self._timeout_s = config.rollout.engine_timeout_s
+        self._stream_interval = config.rollout.stream_interval
+        self._watch = Watch(name, self._fail_streams)
+        self._processes = Processes()
+        self._flights: dict[str, _Flight] = {}
+        self._heard = 0.0
+        self._paused = False
+        self._version = -1
+        self._staged: Staged | None = None
+        self._layout: Layout | None = None
+        self._update_open = False
+        self._scores = 0
+        self._folder = ""
+        self._stop_token_ids: list[int] = []
+        self._launching: asyncio.Future[AsyncLLM] | None = None
+        self._others: list[BaseProcess] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tick: asyncio.TimerHandle | None = None
+        self._llm: AsyncLLM | None = None
+        self._vllm: Any = None
+
+    # --- life ---
+
+    async def start(self) -> None:
+        """See Engine."""
+        loop = self._loop = asyncio.get_running_loop()
+        for variable, value in environment(self._config).items():
+            os.environ.setdefault(variable, value)
+        self._folder = tempfile.mkdtemp(prefix="asyncrl-engine-")
+        self._others = multiprocessing.active_children()
+        self._launching = loop.run_in_executor(None, self._launch)
+        async with self._watch.guard("its start", self._config.supervision.start_timeout_s):
+            # The thread cannot be cancelled; ``close`` makes it end.
+            llm = self._llm = await asyncio.shield(self._launching)
+        manager = llm.engine_core.resources.engine_manager
+        self._processes.adopt(manager.processes)
+        for core in manager.processes:
+            loop.add_reader(core.sentinel, self._core_ended, core)
+        async with self._watch.guard("its first call", self._timeout_s):
+            # vLLM asks for it at the first request, and keeps it.
+            await llm.get_supported_tasks()
+        self._heard = loop.time()
+        self._look()
+
+    def _launch(self) -> AsyncLLM:
+        model = checkpoint.read_config(self._model_path)
+        self._stop_token_ids = checkpoint.stop_token_ids(self._model_path)
+        from asyncrl.rollouter.engines.vllm import adapter
+
+        self._vllm = adapter
+        return adapter.launch(self._config, self.name, model, self._folder)
+
+    async def check(self) -> None:
+        """See Engine."""
+        self._watch.require_alive()
+        if self._llm is not None and self._llm.errored:
+            self._watch.declare_dead("vLLM says that its engine core is dead")
+        self._watch.require_alive()
+
+    async def close(self) -> None:
+        """See Engine."""
+        grace_s = 0.0 if self._watch.dead else CLOSE_GRACE_S
+        self._watch.declare_dead("it was closed")
+        if self._tick is not None:
+            self._tick.cancel()
+        await asyncio.to_thread(self._end, grace_s)
+        if self._staged is not None:
+            self._staged.close()
+            self._staged = None
+
+    def _end(self, grace_s: float) -> None:
+        launching = self._launching
+        while launching is not None and not launching.done():
+            # It is still coming up: without its core the launch fails at once.
+            for child in multiprocessing.active_children():
+                if child.name.startswith(CORE_NAME) and child not in self._others:
+                    self._processes.adopt([child])
+            self._processes.end(0.0)
+            time.sleep(0.05)
+        if launching is not None and not launching.cancelled() and launching.exception() is None:
+            llm = launching.result()
+            self._processes.adopt(llm.engine_core.resources.engine_manager.processes)
+            if not grace_s:
+                self._processes.end(0.0)
+            llm.shutdown(timeout=grace_s)
+        left = self._processes.end(0.0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        assert not left, f"processes {left} survived being killed"
+
+    def _core_ended(self, core: BaseProcess) -> None:
+        assert self._loop is not None
+        self._loop.remove_reader(core.sentinel)
+        self._watch.declare_dead(f"its engine core ended with exit code {core.exitcode}")
+
+    def _look(self) -> None:
+        """Declare the engine dead when it is busy and has been silent too long."""
+        assert self._loop is not None
+        silent_s = self._loop.time() - self._heard
+        if self._flights and not self._paused and silent_s > self._timeout_s:
+            self._watch.declare_dead(f"has sampled nothing for {silent_s:.0f} s with {len(self._flights)} requests")
+        else:
+            self._tick = self._loop.call_later(self._timeout_s / 4, self._look)
+
+    def _fail_streams(self, _reason: str) -> None:
+        if self._llm is not None:
+            self._llm.output_processor.propagate_error(self._vllm.EngineDeadError())
+
+    # --- requests ---
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+        """See Engine."""
+        self._watch.require_alive()
+        llm, vllm, loop = self._llm, self._vllm, self._loop
+        assert llm is not None and loop is not None, "not started"
+        assert self._version >= 0, "nothing is generated before the first load"
+        assert request.id not in self._flights, f"request {request.id} is in flight already"
+        if not self._flights:
+            self._heard = loop.time()
+        flight = self._flights[request.id] = _Flight()
+        try:
+            outputs = llm.generate(
+                vllm.tokens_input(_plain(request.prompt_ids), cache_salt=request.cache_salt or None),
+                vllm.sampling(request, self._stop_token_ids, self._stream_interval),
+                request.id,
+                priority=request.priority,
+            )
+            async with aclosing(outputs):
+                async for output in outputs:
+                    self._heard = loop.time()
+                    done = output.outputs[0]
+                    reason = done.finish_reason
+                    if reason is None:
+                        yield Delta(tokens=done.token_ids, logprobs=done.logprobs.logprobs)
+                        continue
+                    if reason not in ("stop", "length", "abort"):
+                        raise EngineDied(self.name, f"ended request {request.id} with {reason!r}")
+                    yield Delta(
+                        tokens=done.token_ids,
+                        logprobs=done.logprobs.logprobs,
+                        finish_reason=reason,
+                        spans=_spans(done.weight_versions, flight),
+                    )
+        except vllm.VLLMClientError as error:
+            raise ValueError(f"request {request.id}: {error}") from error
+        except (vllm.EngineDeadError, vllm.EngineGenerateError) as error:
+            self._watch.declare_dead(f"request {request.id} failed: {error.__cause__ or error}")
+            raise self._watch.died() from error
+        finally:
+            del self._flights[request.id]
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        """See Engine."""
+        async with self._watch.guard("an abort", self._timeout_s):
+            await self._llm.abort([id for id in ids if id in self._flights])
+
+    async def score(self, ids: Sequence[int]) -> list[float]:
+        """See Engine."""
+        if len(ids) < 2:
+            return []
+        self._scores += 1
+        final = None
+        async with self._watch.guard("a score", self._timeout_s):
+            try:
+                prompt = self._vllm.tokens_input(_plain(ids))
+                params = self._vllm.scoring()
+                async for output in self._llm.generate(prompt, params, f"score/{self._scores}"):
+                    final = output
+            except self._vllm.VLLMClientError as error:
+                raise ValueError(f"cannot score {len(ids)} tokens: {error}") from error
+            except (self._vllm.EngineDeadError, self._vllm.EngineGenerateError) as error:
+                self._watch.declare_dead(f"a score failed: {error.__cause__ or error}")
+                raise self._watch.died() from error
+        logprobs = final.prompt_logprobs.logprobs
+        assert len(logprobs) == len(ids) - 1
+        return logprobs
+
+    # --- weights ---
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See Engine."""
+        # While requests finish by themselves only their silence counts; see _look.
+        deadline_s = None if mode == "wait" else self._timeout_s
+        async with self._watch.guard("a pause", deadline_s):
+            if mode == "abort":
+                await self._llm.abort(list(self._flights))
+            await self._llm.pause_generation(mode=mode, clear_cache=False)
+        self._paused = True
+
+    async def resume(self) -> None:
+        """See Engine."""
+        assert self._loop is not None
+        async with self._watch.guard("a resume", self._timeout_s):
+            await self._llm.resume_generation()
+        self._heard = self._loop.time()
+        self._paused = False
+
+    async def stage(self, manifest: Manifest) -> None:
+        """See Engine."""
+        self._watch.require_alive()
+        staged = await asyncio.to_thread(self._stage, manifest)
+        if self._staged is not None:
+            self._staged.close()
+        self._staged = staged
+
+    def _stage(self, manifest: Manifest) -> Staged:
+        staged = stage(manifest)
+        try:
+            if self._layout is not None:
+                check_complete(manifest.version, staged.layout, self._layout)
+            else:
+                shapes = checkpoint.weight_shapes(self._model_path)
+                if shapes is not None:
+                    optional = checkpoint.optional_names(
+                        checkpoint.read_config(self._model_path), shapes.keys() | staged.layout.keys()
+                    )
+                    check_complete(manifest.version, staged.layout, shapes, optional=optional, dtypes=False)
+        except BaseException:
+            staged.close()
+            raise
+        return staged
+
+    async def load(self, manifest: Manifest, *, recompute_kv: bool) -> None:
+        """See Engine."""
+        staged, version = self._staged, manifest.version
+        assert self._paused, "only a paused engine may load"
+        assert staged is not None and staged.manifest.version == version, f"version {version} is not staged"
+        info = {"manifest": msgspec.json.encode(staged.manifest).decode()}
+        async with self._watch.guard(f"the load of version {version}", self._timeout_s):
+            try:
+                if not self._update_open:
+                    self._update_open = True
+                    await self._llm.start_weight_update()
+                await self._llm.update_weights(self._vllm.WeightTransferUpdateRequest(update_info=info))
+                if recompute_kv and not await self._llm.reset_prefix_cache(reset_running_requests=True):
+                    raise WeightsCorrupt("vLLM did not drop its KV cache", version=version)
+                await self._llm.finish_weight_update(str(version))
+            except self._vllm.EngineDeadError as error:
+                self._watch.declare_dead(f"died in the load of version {version}")
+                raise self._watch.died() from error
+            except WeightsCorrupt:
+                raise
+            except Exception as error:
+                # vLLM has closed its update, and says what happened only in words.
+                self._update_open = False
+                raise WeightsCorrupt(f"engine {self.name} could not load them: {error}", version=version) from error
+        self._update_open = False
+        self._layout = staged.layout
+        if not recompute_kv:
+            for flight in self._flights.values():
+                flight.stale.add(version)
+        self._version = version
+        self._staged = None
+        staged.close()
+
+
+def _spans(versions: Any, flight: _Flight) -> list[VersionSpan]:
+    spans = []
+    for span in versions or ():
+        if span.end > span.start:
+            version = int(span.version)
+            spans.append(VersionSpan(version, span.start, span.end, version in flight.stale))
+    return spans
+
+
+def _plain(ids: Sequence[int]) -> list[int]:
+    # vLLM's serialiser does not know numpy's integers.
+    return ids.tolist() if hasattr(ids, "tolist") else list(ids)

@@ -1,0 +1,145 @@
+"""How vLLM is started: its environment and its arguments, from the configuration. Pure, apart from reading the model.
+
+Fails with ConfigError for what vLLM would only fail at later, in another process and with its reason in a log.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import xxhash
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError
+from asyncrl.rollouter.engines.vllm.checkpoint import text_config
+
+MAX_TEMPERATURE = 2.0
+"""vLLM refuses more."""
+
+
+def on_cpu(config: Config) -> bool:
+    """Whether engines run on CPU."""
+    return config.rollout.gpus_per_replica == 0
+
+
+def environment(config: Config) -> dict[str, str]:
+    """Environment that vLLM is to find when it is imported; what the user has set stays as it is."""
+    variables = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        # A forked child would inherit the threads' locks but not the threads.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
+    if on_cpu(config):
+        threads = config.rollout.vllm.threads
+        if not threads and config.rollout.replicas > 1:
+            threads = max(1, (os.cpu_count() or 1) // config.rollout.replicas)
+        variables |= {
+            # Without a C++ compiler the first compiled kernel would kill the engine, eager mode or not.
+            "TORCHDYNAMO_DISABLE": "1",
+            # The worker lives in the engine core's process: one process less, and half the start-up time.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            # Bound engines would all choose the same cores.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
+        if threads:
+            variables["OMP_NUM_THREADS"] = str(threads)
+    return variables
+
+
+def dtype(config: Config) -> str:
+    """What the engine computes in: as the learner, or float32 on CPU and bfloat16 on GPU."""
+    if config.learner.dtype != "auto":
+        return config.learner.dtype
+    return "float32" if on_cpu(config) else "bfloat16"
+
+
+def max_model_len(config: Config) -> int:
+    """Longest prompt plus response, over training and evaluation, in tokens."""
+    if config.rollout.vllm.max_model_len is not None:
+        return config.rollout.vllm.max_model_len
+    lengths = [config.data.max_prompt_tokens + config.rollout.max_tokens]
+    for evaluation in config.eval.values():
+        lengths.append(
+            evaluation.data.max_prompt_tokens + (evaluation.max_tokens or config.rollout.max_tokens)
+        )
+    return max(lengths)
+
+
+def engine_arguments(config: Config, name: str) -> dict[str, Any]:
+    """Arguments of AsyncEngineArgs; ``rollout.vllm.extra`` comes last.
+
+    No weights are read: the first update brings them, and nothing is generated before it.
+    """
+    vllm = config.rollout.vllm
+    arguments: dict[str, Any] = {
+        "model": config.model.path,
+        "trust_remote_code": config.model.trust_remote_code,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "dtype": dtype(config),
+        # Engines that share a seed would share the noise of requests that bring none.
+        "seed": xxhash.xxh3_64_intdigest(f"{config.run.seed}/{name}".encode()) % 2**31,
+        "max_model_len": max_model_len(config),
+        "max_num_seqs": vllm.max_num_seqs,
+        "block_size": vllm.block_size,
+        "enable_prefix_caching": True,
+        "scheduling_policy": "priority",
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "enforce_eager": vllm.enforce_eager or on_cpu(config),
+    }
+    if on_cpu(config):
+        arguments["kv_cache_memory_bytes"] = vllm.cpu_kv_cache_bytes
+    else:
+        arguments["tensor_parallel_size"] = config.rollout.gpus_per_replica
+        arguments["gpu_memory_utilization"] = vllm.gpu_memory_utilization
+    return arguments | vllm.extra
+
+
+def check_model(config: Config, model: dict[str, Any], cpu_head_sizes: Sequence[int]) -> None:
+    """Raise ConfigError when vLLM cannot run ``model`` (its config.json) as configured.
+
+    ``cpu_head_sizes`` are the head dimensions that vLLM's CPU attention knows.
+    """
+    problems = []
+    if config.rollout.temperature > MAX_TEMPERATURE:
+        problems.append(f"rollout.temperature: vLLM samples up to {MAX_TEMPERATURE}")
+    for name, evaluation in config.eval.items():
+        if evaluation.temperature > MAX_TEMPERATURE:
+            problems.append(f"eval.{name}.temperature: vLLM samples up to {MAX_TEMPERATURE}")
+    text = text_config(model)
+    if on_cpu(config):
+        problems += _cpu_problems(config, text, cpu_head_sizes)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _cpu_problems(config: Config, text: dict[str, Any], head_sizes: Sequence[int]) -> list[str]:
+    heads, width = text.get("num_attention_heads"), text.get("hidden_size")
+    if not heads or not width or text.get("kv_lora_rank"):
+        return []
+    head = text.get("head_dim") or width // heads
+    if head not in head_sizes:
+        return [
+            f"model.path: its attention heads have {head} dimensions; vLLM's CPU attention knows "
+            f"{', '.join(map(str, head_sizes))}"
+        ]
+    if text.get("sliding_window") or set(text.get("layer_types") or ()) - {"full_attention"}:
+        return []
+    # Keys and values of one request of full length, in whole blocks.
+    block = config.rollout.vllm.block_size
+    tokens = -(-max_model_len(config) // block) * block
+    item = 4 if dtype(config) == "float32" else 2
+    need = 2 * text["num_hidden_layers"] * (text.get("num_key_value_heads") or heads) * head * item * tokens
+    have = config.rollout.vllm.cpu_kv_cache_bytes
+    if have < need:
+        return [
+            f"rollout.vllm.cpu_kv_cache_bytes: is {have}, but one request of {max_model_len(config)} tokens needs "
+            f"{need}; raise it or lower rollout.max_tokens"
+        ]
+    return []

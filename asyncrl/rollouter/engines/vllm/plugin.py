@@ -1,0 +1,20 @@
+"""Entry point of group vllm.general_plugins: makes our weight transfer known in every process of vLLM.
+
+vLLM calls ``register`` in each of its processes, some of them more than once. It imports nothing heavy: the
+transfer itself is loaded by the worker that uses it.
+"""
+
+from __future__ import annotations
+
+BACKEND = "asyncrl_shm"
+"""Name of the weight transfer backend."""
+
+
+def register() -> None:
+    """Add the backend to vLLM's registry. May be repeated."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "asyncrl.rollouter.engines.vllm.weights", "SharedMemoryTransfer"
+        )

@@ -1,0 +1,109 @@
+"""From a ticket to a finished prompt group: episodes, scores, retries.
+
+Failure is per trajectory: only it is tried again, with backoff, up to ``rollout.max_attempts``. One that failed for
+good quarantines its group with the reason, or is left out where the configuration says so. An error is never a
+reward. Each trajectory is scored the moment it is finished; a group reward when the whole group is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from asyncrl.config import Config
+from asyncrl.errors import EngineDied, RemoteError, WireError
+from asyncrl.messages import Completion, Group, Score, Scores, Ticket, Trajectory
+from asyncrl.runtime.clock import Clock
+
+T = TypeVar("T")
+
+MIN_SURVIVORS = 2
+"""A baseline over the group needs two."""
+
+
+class TrajectoryFailed(Exception):
+    """A trajectory failed for good; the text is the reason."""
+
+
+class GroupRunner:
+    """Runs prompt groups."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        episode: Callable[[Ticket, int], Awaitable[Trajectory]],
+        score: Callable[[Score], Awaitable[Scores]],
+        generated: Callable[[], None],
+        clock: Clock,
+    ) -> None:
+        self._config = config
+        self._episode = episode
+        self._score = score
+        self._generated = generated
+        self._clock = clock
+
+    async def run(self, ticket: Ticket) -> Group:
+        """Generate and score; always returns, with the failure as the group's if there was one."""
+        outcomes: list[Trajectory | TrajectoryFailed] = []
+        async with asyncio.TaskGroup() as tasks:
+            running = [
+                tasks.create_task(self._trajectory(ticket, sample)) for sample in range(ticket.samples)
+            ]
+        outcomes = [task.result() for task in running]
+        finished = [outcome for outcome in outcomes if isinstance(outcome, Trajectory)]
+        failed = [outcome for outcome in outcomes if isinstance(outcome, TrajectoryFailed)]
+        needed = MIN_SURVIVORS if ticket.purpose == "train" else 1
+        if failed and (self._config.rollout.on_failed_trajectory != "drop" or len(finished) < needed):
+            return Group(ticket=ticket, trajectories=[], failure=str(failed[0]))
+        if self._config.reward.per == "group":
+            try:
+                await self._score_into(ticket, finished)
+            except TrajectoryFailed as error:
+                return Group(ticket=ticket, trajectories=[], failure=str(error))
+        return Group(ticket=ticket, trajectories=finished, dropped=len(failed))
+
+    async def _trajectory(self, ticket: Ticket, sample: int) -> Trajectory | TrajectoryFailed:
+        try:
+            began = self._clock.now()
+            try:
+                trajectory = await self._retry("generation", lambda: self._episode(ticket, sample))
+            finally:
+                self._generated()
+            trajectory.generate_s = self._clock.now() - began
+            if self._config.reward.per == "trajectory":
+                await self._score_into(ticket, [trajectory])
+        except TrajectoryFailed as error:
+            return error
+        return trajectory
+
+    async def _score_into(self, ticket: Ticket, trajectories: list[Trajectory]) -> None:
+        request = Score(
+            uid=ticket.uid,
+            prompt=ticket.prompt,
+            row=ticket.row,
+            completions=[
+                Completion(text=t.text, finish_reason=t.finish_reason, tokens=len(t.tokens))
+                for t in trajectories
+            ],
+        )
+        began = self._clock.now()
+        scores = await self._retry("scoring", lambda: self._score(request))
+        for trajectory, reward, components in zip(
+            trajectories, scores.rewards, scores.components, strict=True
+        ):
+            trajectory.reward, trajectory.components = reward, components
+            trajectory.score_s = self._clock.now() - began
+
+    async def _retry(self, what: str, attempt: Callable[[], Awaitable[T]]) -> T:
+        rollout = self._config.rollout
+        for number in range(1, rollout.max_attempts + 1):
+            try:
+                return await attempt()
+            except (EngineDied, WireError) as error:
+                final = isinstance(error, RemoteError) and not error.retryable
+                if final or number == rollout.max_attempts:
+                    raise TrajectoryFailed(f"{what} failed {number} times: {error}") from error
+            await asyncio.sleep(rollout.retry_backoff_s * 2 ** (number - 1))
+        raise AssertionError("unreachable")

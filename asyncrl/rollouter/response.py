@@ -1,0 +1,100 @@
+"""A response in the making, put together from one or more submissions to engines. Pure.
+
+Invariants: tokens, log-probs and version spans always cover the same positions; every token keeps the log-prob and
+the version that sampled it, also over aborts, resumes and the death of an engine; never more than ``max_tokens``.
+Stop strings are looked for in the text of the whole response, so that one that straddles a resume still stops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from asyncrl.messages import VersionSpan
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(slots=True, kw_only=True)
+class Response:
+    """Tokens held so far."""
+
+    max_tokens: int
+    stop: Sequence[str] = ()
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    finish_reason: Literal["stop", "length"] | None = None
+    submissions: int = 0
+    _submission_start: int = 0
+    _submission_version: int = -1
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be sampled."""
+        return self.max_tokens - len(self.tokens)
+
+    def submitted(self, version: int) -> None:
+        """What comes next is sampled by a new submission, begun under ``version``."""
+        assert self.finish_reason is None and self.remaining > 0
+        self.submissions += 1
+        self._submission_start = len(self.tokens)
+        self._submission_version = version
+
+    def extend(self, tokens: Sequence[int], logprobs: Sequence[float], decode: Decode) -> bool:
+        """Take a delta; True when a stop string ends the response within it."""
+        assert len(tokens) == len(logprobs)
+        before = len(self.tokens)
+        room = self.remaining
+        self.tokens.extend(tokens[:room])
+        self.logprobs.extend(logprobs[:room])
+        if not self.stop or not _contains(decode(self.tokens), self.stop):
+            return False
+        # The shortest prefix that holds a stop string; the text grows with the tokens, so it can be bisected.
+        low, high = before + 1, len(self.tokens)
+        while low < high:
+            middle = (low + high) // 2
+            if _contains(decode(self.tokens[:middle]), self.stop):
+                high = middle
+            else:
+                low = middle + 1
+        del self.tokens[low:]
+        del self.logprobs[low:]
+        self.finish_reason = "stop"
+        return True
+
+    def end_submission(
+        self, reason: Literal["stop", "length", "abort"] | None, spans: Sequence[VersionSpan] = ()
+    ) -> None:
+        """The submission is over: ``spans`` count from its first token.
+
+        Without spans the submission was all under the version it began with.
+        """
+        start, end = self._submission_start, len(self.tokens)
+        if not spans:
+            spans = [VersionSpan(self._submission_version, 0, end - start)]
+        for span in spans:
+            first, last = start + span.start, min(start + span.end, end)
+            if first >= last:
+                continue
+            previous = self.spans[-1] if self.spans else None
+            if previous and previous.version == span.version and previous.mixed_kv == span.mixed_kv:
+                self.spans[-1] = VersionSpan(span.version, previous.start, last, span.mixed_kv)
+            else:
+                self.spans.append(VersionSpan(span.version, first, last, span.mixed_kv))
+        assert (self.spans[-1].end if self.spans else 0) == end, "spans must cover the response"
+        if self.finish_reason is None:
+            if reason == "stop":
+                self.finish_reason = "stop"
+            elif reason == "length" or self.remaining <= 0:
+                self.finish_reason = "length"
+
+    def lose_submission(self) -> None:
+        """Forget what the present submission has sampled, because nobody can say under which version."""
+        del self.tokens[self._submission_start :]
+        del self.logprobs[self._submission_start :]
+
+
+def _contains(text: str, stops: Sequence[str]) -> bool:
+    return any(stop in text for stop in stops)

@@ -1,0 +1,103 @@
+"""Actors of a test, on real sockets or in memory, with a registry in place of the controller."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from asyncrl.messages import ActorRecord
+from asyncrl.runtime.endpoint import Endpoint
+from asyncrl.runtime.peer import Peer
+from asyncrl.runtime.server import CallServer
+from asyncrl.wire.keys import Credentials
+from asyncrl.wire.memory import MemoryNetwork
+from asyncrl.wire.zeromq import ZmqTransport
+
+RUN_ID, SECRET = "run-1", "s3cret"
+
+
+class Net:
+    """A few endpoints that find one another. Use as an async context manager."""
+
+    def __init__(self, *, memory: bool = False, credentials: Callable[[str], Credentials] | None = None) -> None:
+        self.records: dict[str, ActorRecord] = {}
+        self.endpoints: list[Endpoint] = []
+        self.servers: list[CallServer] = []
+        self.peers: list[Peer] = []
+        self.errors: list[tuple[str, BaseException]] = []
+        self._network = MemoryNetwork() if memory else None
+        self._credentials = credentials or (lambda _name: Credentials(RUN_ID, SECRET))
+        self._registered = asyncio.Event()
+
+    async def __aenter__(self) -> Net:
+        self.tasks = asyncio.TaskGroup()
+        await self.tasks.__aenter__()
+        return self
+
+    async def __aexit__(self, *_exc: Any) -> None:
+        for peer in self.peers:
+            peer.close()
+        for server in self.servers:
+            server.close()
+        for endpoint in self.endpoints:
+            endpoint.transport.close()
+        for task in list(self.tasks._tasks):
+            task.cancel()
+        await self.tasks.__aexit__(None, None, None)
+
+    def endpoint(self, name: str, incarnation: int = 1, **changes: Any) -> Endpoint:
+        credentials = self._credentials(name)
+        transport = (
+            self._network.transport() if self._network else ZmqTransport(credentials, max_message_bytes=1 << 30)
+        )
+        endpoint = Endpoint(
+            name=name,
+            incarnation=incarnation,
+            credentials=changes.pop("credentials", credentials),
+            transport=transport,
+            call_timeout_s=changes.pop("call_timeout_s", 10.0),
+            max_message_bytes=changes.pop("max_message_bytes", 1 << 30),
+            resolve=self._resolve,
+            spawn=self.tasks.create_task,
+            **changes,
+        )
+        self.endpoints.append(endpoint)
+        return endpoint
+
+    def serve(self, owner: object, name: str, incarnation: int = 1, *, register: bool = True, **changes: Any) -> CallServer:
+        server = CallServer(
+            self.endpoint(name, incarnation, **changes), owner, lambda kind, error: self.errors.append((kind, error))
+        )
+        address = server.bind("memory://0" if self._network else "tcp://127.0.0.1:0")
+        self.servers.append(server)
+        if register:
+            self.register(ActorRecord(name=name, incarnation=incarnation, address=address))
+        server.address = address  # type: ignore[attr-defined]
+        return server
+
+    def register(self, record: ActorRecord) -> None:
+        self.records[record.name] = record
+        self._registered.set()
+        self._registered = asyncio.Event()
+
+    def peer(self, endpoint: Endpoint, name: str) -> Peer:
+        peer = Peer(endpoint, name)
+        self.peers.append(peer)
+        return peer
+
+    def client(self, server: str, name: str = "client/0", incarnation: int = 1, **changes: Any) -> Peer:
+        return self.peer(self.endpoint(name, incarnation, **changes), server)
+
+    async def _resolve(self, name: str, above: int) -> ActorRecord | None:
+        while True:
+            record = self.records.get(name)
+            if record is not None and record.incarnation > above:
+                return record
+            await self._registered.wait()
+
+
+def replace(struct: Any, **changes: Any) -> Any:
+    return msgspec.structs.replace(struct, **changes)

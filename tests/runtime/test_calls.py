@@ -1,0 +1,370 @@
+"""Calls between two endpoints over real sockets and in memory: repeats, restarts, cancels, refusals, limits."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from harness import Net
+
+from asyncrl.errors import DeadlineExceeded, PeerRestarted, ProtocolError, Refused, RemoteError, RewardFailed
+from asyncrl.messages import Done, Message, Request
+from asyncrl.runtime import peer as peer_module
+from asyncrl.runtime.server import Caller, handler
+from asyncrl.wire.keys import Credentials, create_credentials, load_credentials
+
+
+class Echo(Request, frozen=True, kw_only=True):
+    reply = Done
+    n: int = 0
+
+
+class Sum(Message, frozen=True, kw_only=True):
+    total: float
+    data: np.ndarray
+
+
+class Add(Request, frozen=True, kw_only=True):
+    reply = Sum
+    data: np.ndarray
+
+
+class Count(Request, frozen=True, kw_only=True):
+    """Not to be repeated."""
+
+    reply = Done
+    idempotent = False
+
+
+class Park(Request, frozen=True, kw_only=True):
+    reply = Done
+
+
+class Fail(Request, frozen=True, kw_only=True):
+    reply = Done
+    known: bool = True
+
+
+class Note(Message, frozen=True, kw_only=True):
+    text: str
+
+
+@dataclass
+class Server:
+    counted: int = 0
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    parked: asyncio.Event = field(default_factory=asyncio.Event)
+    noted: asyncio.Queue = field(default_factory=asyncio.Queue)
+    callers: list = field(default_factory=list)
+
+    @handler
+    def echo(self, request: Echo, caller: Caller) -> Done:
+        self.callers.append(caller)
+        return Done()
+
+    @handler
+    def add(self, request: Add, caller: Caller) -> Sum:
+        return Sum(total=float(request.data.sum()), data=np.tile(request.data, 2))
+
+    @handler
+    def count(self, request: Count, caller: Caller) -> Done:
+        self.counted += 1
+        return Done()
+
+    @handler
+    async def park(self, request: Park, caller: Caller) -> Done:
+        self.parked.set()
+        try:
+            await asyncio.sleep(caller.remaining_s + 1)
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        return Done()
+
+    @handler
+    async def fail(self, request: Fail, caller: Caller) -> Done:
+        if request.known:
+            raise RewardFailed("f", "no", retryable=True)
+        raise ZeroDivisionError("bug")
+
+    @handler
+    def note(self, request: Note, caller: Caller) -> None:
+        self.noted.put_nowait(request.text)
+
+
+@pytest.fixture(params=["memory", "zeromq"])
+def memory(request):
+    return request.param == "memory"
+
+
+def run(main):
+    asyncio.run(asyncio.wait_for(main, 60))
+
+
+def test_calls_casts_buffers_and_errors(memory):
+    async def main():
+        async with Net(memory=memory) as net:
+            server = Server()
+            net.serve(server, "server/0")
+            peer = net.client("server/0", incarnation=5)
+            peer._endpoint.param_version = 17
+            assert await peer.call(Echo(n=1)) == Done()
+            assert (server.callers[0].name, server.callers[0].incarnation) == ("client/0", 5)
+            assert server.callers[0].param_version == 17
+            data = np.arange(100_000, dtype=np.float32)
+            reply = await peer.call(Add(data=data))
+            assert reply.total == data.sum()
+            assert np.array_equal(reply.data, np.tile(data, 2))
+            assert peer.cast(Note(text="hello"))
+            assert await server.noted.get() == "hello"
+            with pytest.raises(RemoteError) as caught:
+                await peer.call(Fail())
+            assert caught.value.code == "RewardFailed"
+            assert caught.value.retryable
+            assert caught.value.actor == "server/0"
+            with pytest.raises(RemoteError, match="ZeroDivisionError"):
+                await peer.call(Fail(known=False))
+            assert [kind for kind, _ in net.errors] == ["Fail"]
+
+    run(main())
+
+
+def test_a_call_that_nobody_serves_or_that_does_not_decode_is_an_error(memory):
+    async def main():
+        async with Net(memory=memory) as net:
+            net.serve(Server(), "server/0")
+            peer = net.client("server/0")
+
+            class Unknown(Request, frozen=True, kw_only=True):
+                reply = Done
+
+            class Echo(Request, frozen=True, kw_only=True):
+                """Same name, another type of field."""
+
+                reply = Done
+                n: str = "x"
+
+            with pytest.raises(RemoteError, match="unknown_type"):
+                await peer.call(Unknown())
+            with pytest.raises(RemoteError, match="invalid"):
+                await peer.call(Echo())
+
+    run(main())
+
+
+def test_cancelling_a_call_cancels_its_handler(memory):
+    async def main():
+        async with Net(memory=memory) as net:
+            server = Server()
+            net.serve(server, "server/0")
+            peer = net.client("server/0")
+            task = asyncio.create_task(asyncio.wait_for(peer.call(Park()), 30))
+            await server.parked.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await server.cancelled.wait()
+            assert peer.oldest_call() is None
+
+    run(main())
+
+
+def test_the_handler_ends_with_its_callers_deadline_and_the_error_names_everybody(memory):
+    async def main():
+        async with Net(memory=memory) as net:
+            server = Server()
+            net.serve(server, "server/0")
+            peer = net.client("server/0")
+            await peer.call(Echo())
+            with pytest.raises((DeadlineExceeded, RemoteError)) as caught:
+                await peer.call(Park(), timeout=0.3)
+            assert "server/0" in str(caught.value)
+            await server.cancelled.wait()
+            lost = net.client("nobody/0")
+            with pytest.raises(DeadlineExceeded, match=r"client/0 waited 0\.2 s on nobody/0 for Echo: the registry"):
+                await lost.call(Echo(), timeout=0.2)
+
+    run(main())
+
+
+class LossyServer(Server):
+    """Loses the first replies."""
+
+
+def lose_replies(server, count):
+    transmit, left = server._transmit, [count]
+
+    def lossy(routing_id, message):
+        if left[0] and b"Done" in bytes(message[0]):
+            left[0] -= 1
+            return
+        transmit(routing_id, message)
+
+    server._transmit = lossy
+
+
+def test_a_lost_reply_is_asked_for_again_and_nothing_is_done_twice(memory, monkeypatch):
+    monkeypatch.setattr(peer_module, "REPEAT_S", 0.1)
+
+    async def main():
+        async with Net(memory=memory) as net:
+            server = Server()
+            bound = net.serve(server, "server/0")
+            peer = net.client("server/0")
+            await peer.call(Echo())
+            lose_replies(bound, 3)
+            await peer.call(Count())
+            assert server.counted == 1
+            await asyncio.gather(*[peer.call(Count()) for _ in range(50)])
+            assert server.counted == 51
+            await peer.call(Count())
+            (session,) = bound._sessions.values()
+            assert len(session.stored) <= 2, "stored replies are pruned"
+
+    run(main())
+
+
+def test_a_restarted_peer_gets_idempotent_calls_again_and_the_others_fail(memory, monkeypatch):
+    monkeypatch.setattr(peer_module, "REPEAT_S", 0.1)
+
+    async def main():
+        async with Net(memory=memory) as net:
+            old = Server()
+            bound = net.serve(old, "server/0", 1)
+            peer = net.client("server/0")
+            await peer.call(Echo())
+            lose_replies(bound, 1000)
+            echo, count = peer.call(Echo()), peer.call(Count())
+            while not old.counted:
+                await asyncio.sleep(0.01)
+            bound.close()
+            new = Server()
+            net.serve(new, "server/0", 2)
+            await echo
+            with pytest.raises(PeerRestarted, match="server/0 restarted while Count"):
+                await count
+            assert new.counted == 0
+            await peer.call(Count())
+            assert new.counted == 1
+
+    run(main())
+
+
+def test_a_server_that_forgot_its_peers_is_said_hello_again(memory, monkeypatch):
+    monkeypatch.setattr(peer_module, "REPEAT_S", 0.1)
+
+    async def main():
+        async with Net(memory=memory) as net:
+            server = Server()
+            bound = net.serve(server, "server/0")
+            peer = net.client("server/0")
+            await peer.call(Echo())
+            bound._sessions.clear()
+            await peer.call(Count())
+            assert server.counted == 1
+
+    run(main())
+
+
+def test_strangers_and_the_replaced_are_refused(memory):
+    async def main():
+        async with Net(memory=memory) as net:
+            server = Server()
+            bound = net.serve(server, "server/0")
+            await net.client("server/0", incarnation=9).call(Echo())
+            cases = {
+                "run_id": {"credentials": Credentials("run-2", "s3cret")},
+                "secret": {"credentials": Credentials("run-1", "guess")},
+                "incarnation": {"incarnation": 8},
+            }
+            for code, changes in cases.items():
+                with pytest.raises(Refused) as caught:
+                    await net.client("server/0", **changes).call(Echo())
+                assert caught.value.code == code
+                assert caught.value.ours != caught.value.theirs
+            assert len(server.callers) == 1
+            assert bound._endpoint.counters["wire/refused"] == 3
+
+    run(main())
+
+
+def test_a_newer_incarnation_shuts_out_the_older_one(memory):
+    async def main():
+        async with Net(memory=memory) as net:
+            server = Server()
+            net.serve(server, "server/0")
+            old = net.client("server/0", incarnation=1)
+            parked = old.call(Park())
+            await server.parked.wait()
+            await net.client("server/0", incarnation=2).call(Echo())
+            await server.cancelled.wait()
+            with pytest.raises((Refused, RemoteError)):
+                await parked
+            with pytest.raises(Refused, match="incarnation"):
+                await old.call(Echo())
+
+    run(main())
+
+
+def test_messages_over_the_limit_are_refused_by_their_sender(memory):
+    async def main():
+        async with Net(memory=memory) as net:
+            net.serve(Server(), "server/0", max_message_bytes=100_000)
+            peer = net.client("server/0")
+            await peer.call(Echo())
+            with pytest.raises(ProtocolError, match=r"over the 100000 that server/0 accepts"):
+                await peer.call(Add(data=np.zeros(200_000, np.uint8)))
+            small = net.client("server/0", name="small/0", max_message_bytes=1000)
+            with pytest.raises(RemoteError, match="too_large"):
+                await small.call(Add(data=np.zeros(800, np.uint8)), timeout=5)
+            await peer.call(Echo())
+
+    run(main())
+
+
+def test_more_calls_than_credit_are_all_answered(memory, monkeypatch):
+    monkeypatch.setattr("asyncrl.runtime.server.CREDIT", 16)
+
+    async def main():
+        async with Net(memory=memory) as net:
+            server = Server()
+            net.serve(server, "server/0")
+            peer = net.client("server/0")
+            await asyncio.gather(*[peer.call(Echo(n=n)) for n in range(500)])
+            assert len(server.callers) == 500
+
+    run(main())
+
+
+def test_curve_admits_listed_keys_only_and_binds_them_to_names(tmp_path):
+    create_credentials(tmp_path / "private", "run-1", ["server/0", "client/0", "other/0"], attempts=2, curve=True)
+    assert (tmp_path / "private").stat().st_mode & 0o777 == 0o700
+    assert all(f.stat().st_mode & 0o777 == 0o600 for f in (tmp_path / "private").iterdir())
+
+    async def main():
+        async with Net(credentials=lambda name: load_credentials(tmp_path / "private", name, 0)) as net:
+            server = Server()
+            net.serve(server, "server/0")
+            assert await net.client("server/0").call(Echo()) == Done()
+            with pytest.raises(Refused) as caught:
+                # A known key, but of another actor.
+                await net.peer(_renamed(net.endpoint("other/0"), "client/0", 2), "server/0").call(Echo())
+            assert caught.value.code == "key"
+            stranger = tmp_path / "stranger"
+            create_credentials(stranger, "run-1", ["client/0"], attempts=1, curve=True)
+            known, fresh = load_credentials(tmp_path / "private", "client/0", 0), load_credentials(stranger, "client/0", 0)
+            fresh.peers.clear()
+            fresh.peers.update(known.peers)
+            transport_owner = Net(credentials=lambda _name: fresh)
+            async with transport_owner as outside:
+                outside.records = net.records
+                with pytest.raises(DeadlineExceeded, match="HELLO to .* is not answered"):
+                    await outside.client("server/0").call(Echo(), timeout=1.0)
+            assert len(server.callers) == 1
+
+    run(main())
+
+
+def _renamed(endpoint, name, incarnation):
+    endpoint.name, endpoint.incarnation = name, incarnation
+    return endpoint
