@@ -50,9 +50,7 @@ class Net:
 
     def endpoint(self, name: str, incarnation: int = 1, **changes: Any) -> Endpoint:
         credentials = self._credentials(name)
-        transport = (
-            self._network.transport() if self._network else ZmqTransport(credentials, max_message_bytes=1 << 30)
-        )
+        transport = self._network.transport() if self._network else ZmqTransport(credentials, max_message_bytes=1 << 30)
         endpoint = Endpoint(
             name=name,
             incarnation=incarnation,
@@ -67,7 +65,9 @@ class Net:
         self.endpoints.append(endpoint)
         return endpoint
 
-    def serve(self, owner: object, name: str, incarnation: int = 1, *, register: bool = True, **changes: Any) -> CallServer:
+    def serve(
+        self, owner: object, name: str, incarnation: int = 1, *, register: bool = True, **changes: Any
+    ) -> CallServer:
         server = CallServer(
             self.endpoint(name, incarnation, **changes), owner, lambda kind, error: self.errors.append((kind, error))
         )

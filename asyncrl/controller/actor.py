@@ -156,8 +156,9 @@ class Controller(Actor):
     @handler
     def report_failure(self, request: ReportFailure, caller: Caller) -> Done:
         """An actor says that the run cannot go on."""
-        self.log.error("run has failed", actor=caller.name, reason=request.reason)
-        if self._run.fail(caller.name, request.reason, "", request.exit_code, self.clock.now()):
+        reason = request.reason.removeprefix(f"{caller.name}: ")
+        self.log.error("run has failed", actor=caller.name, reason=reason)
+        if self._run.fail(caller.name, reason, "", request.exit_code, self.clock.now()):
             self._tell()
         return Done()
 

@@ -62,9 +62,11 @@ def private_folder(folder: RunFolder, config: Config) -> Iterator[int]:
         create_credentials(
             folder.private, folder.run_id, [*config.actors, AGENT], attempts=attempts, curve=config.curve
         )
-        lock = os.open(folder.private / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        lock = os.open(folder.private / "lock.new", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # It gets its name once it is held, so that nobody finds it free.
+            os.rename(folder.private / "lock.new", folder.private / LOCK)
             yield lock
         finally:
             os.close(lock)

@@ -110,3 +110,27 @@ def _torch_environment(config: Config, rank: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": ranks,
         "MASTER_ADDR": config.network.host,
     }
+
+
+def describe(config: Config, placed: Sequence[Placed]) -> list[str]:
+    """Placement and derived numbers, a line each, for people."""
+    width = max(len(actor.name) for actor in placed)
+    rows = ["", "placement:"]
+    for actor in placed:
+        where = f"GPU {','.join(actor.gpus)}" if actor.gpus else "CPU"
+        rows.append(f"  {actor.name:<{width}}  {actor.host}  {where}  threads {actor.env[THREAD_VARIABLES[0]]}")
+    learner, rollout = config.learner, config.rollout
+    in_flight = rollout.concurrency * rollout.replicas
+    return [
+        *rows,
+        "",
+        "derived:",
+        f"  G, groups per version        {config.groups_per_version} = learner.groups_per_step "
+        f"{learner.groups_per_step} x learner.steps_per_version {learner.steps_per_version}",
+        f"  gate capacity, groups        {config.gate_capacity} = (staleness.max {config.staleness.max} + 1) x G",
+        f"  trajectories per step        {learner.groups_per_step * rollout.samples_per_prompt}",
+        f"  trajectories in flight       {in_flight} = rollout.concurrency {rollout.concurrency} x "
+        f"rollout.replicas {rollout.replicas}; the gate admits "
+        f"{config.gate_capacity * rollout.samples_per_prompt}",
+        f"  versions of the run          {learner.steps // learner.steps_per_version}",
+    ]

@@ -55,7 +55,7 @@ def packed_attention(
     if not (getattr(module, "is_causal", True) and kwargs.get("is_causal") in (None, True)):
         raise NotImplementedError(f"{type(module).__name__} is not causal")
     outputs = []
-    for q, k, v in zip(*(torch.split(x, sequence_lengths, dim=2) for x in (query, key, value)), strict=True):
+    for q, k, v in zip(*(torch.split(x, list(sequence_lengths), dim=2) for x in (query, key, value)), strict=True):
         length = q.shape[2]
         mask = None
         if sliding_window is not None and length > sliding_window:

@@ -106,8 +106,8 @@ class Policy(nn.Module):
         names = set(self.model._no_split_modules or ())
         layers = [m for m in self.model.modules() if type(m).__name__ in names]
         if not layers:
-            lists = [m for m in self.model.modules() if isinstance(m, nn.ModuleList)]
-            layers = list(max(lists, key=lambda modules: len(modules), default=nn.ModuleList()))
+            lists = [list(m) for m in self.model.modules() if isinstance(m, nn.ModuleList)]
+            layers = max(lists, key=len, default=[])
         return layers
 
 
@@ -123,7 +123,8 @@ def score_logits(logits: Tensor, targets: Tensor, temperature: float) -> tuple[T
     normaliser = torch.logsumexp(logits, dim=-1)
     logprobs = logits.gather(-1, targets[:, None])[:, 0] - normaliser
     with torch.no_grad():
-        entropies = normaliser - ((logits - normaliser[:, None]).exp() * logits).sum(dim=-1)
+        everything = logits - normaliser[:, None]
+        entropies = -(everything.exp() * everything).sum(dim=-1)
     return logprobs, entropies
 
 

@@ -36,9 +36,7 @@ class RewardActor(Actor):
             start_timeout_s=START_SHARE * self.config.supervision.start_timeout_s,
         )
         await self._pool.start()
-        self.log.info(
-            "workers ready", function=self.config.reward.function, workers=self.config.reward.workers
-        )
+        self.log.info("workers ready", function=self.config.reward.function, workers=self.config.reward.workers)
         self.tasks.create_task(self._pool.watch(), name="watch_pool")
 
     async def close(self) -> None:

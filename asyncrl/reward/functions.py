@@ -146,9 +146,7 @@ BUILT_IN: dict[str, Callable[..., RewardFunction]] = {
 
 def _answers(row: Row, answer_key: str) -> list[str]:
     if answer_key not in row:
-        raise ValueError(
-            f"the row has no column {answer_key!r} (reward.options.answer_key); it has {sorted(row)}"
-        )
+        raise ValueError(f"the row has no column {answer_key!r} (reward.options.answer_key); it has {sorted(row)}")
     value = row[answer_key]
     answers = [str(one) for one in (value if isinstance(value, list | tuple) else [value]) if one is not None]
     if not answers:

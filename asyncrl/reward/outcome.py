@@ -32,9 +32,7 @@ def read_outcome(value: Any) -> Outcome:
     components: dict[str, float] = {}
     for name, component in value.items():
         if not isinstance(name, str):
-            raise BadOutcome(
-                f"returned a mapping with the key {reprlib.repr(name)}; names of components are text"
-            )
+            raise BadOutcome(f"returned a mapping with the key {reprlib.repr(name)}; names of components are text")
         components[name] = _read_number(component, f"returned for the component {name!r}", value)
     reward = components.pop("reward", None)
     if reward is None:

@@ -91,9 +91,7 @@ class RewardPool:
         self._places = asyncio.Semaphore(PLACES_PER_WORKER * config.workers)
         self._queue: deque[_Pending] = deque()
         self._idle: list[_Slot] = []
-        self._slots = [
-            _Slot(StateLedger(time.monotonic), loop.create_future()) for _ in range(config.workers)
-        ]
+        self._slots = [_Slot(StateLedger(time.monotonic), loop.create_future()) for _ in range(config.workers)]
         self._all_ended = asyncio.Event()
         self._end: asyncio.Future[None] = loop.create_future()
         self.counters = PoolCounters()
@@ -190,9 +188,7 @@ class RewardPool:
                 await self._all_ended.wait()
         except TimeoutError:
             left = ", ".join(str(slot.process.pid) for slot in self._slots if slot.process is not None)
-            raise DeadlineExceeded(
-                "the reward pool", f"worker process {left}", "its end", CLOSE_TIMEOUT_S
-            ) from None
+            raise DeadlineExceeded("the reward pool", f"worker process {left}", "its end", CLOSE_TIMEOUT_S) from None
         finally:
             for helper in helpers:
                 # Processes are told apart by their start time too, so a number used again is safe.
@@ -201,6 +197,8 @@ class RewardPool:
 
     def _launch(self, slot: _Slot) -> None:
         slot.restart = None
+        if self._end.done():
+            return
         try:
             slot.process = WorkerProcess(
                 self._setup,
@@ -229,11 +227,10 @@ class RewardPool:
             return
         slot.failed_starts += 1
         if all(slot.failed_starts >= MAX_START_FAILURES for slot in self._slots):
-            self._end.set_exception(self._failure(f"has no worker process left: {reason}", retryable=False))
+            failure = self._failure(f"has no worker process left: {reason}", retryable=False)
+            self._end.set_exception(failure)
             while self._queue:
-                self._queue.popleft().fail(
-                    self._failure(f"has no worker process left: {reason}", retryable=False)
-                )
+                self._queue.popleft().fail(failure)
             return
         backoff = min(FIRST_BACKOFF_S * 2**slot.failed_starts, LONGEST_BACKOFF_S)
         slot.restart = self._loop.call_later(backoff, self._launch, slot)
@@ -256,15 +253,15 @@ class RewardPool:
                 pending.fail(self._failure(f"cannot be given {request.uid}: {error}", retryable=False))
                 continue
             if len(body) > MAX_TASK_BYTES:
-                pending.fail(
-                    self._failure(f"cannot be given {request.uid}: {len(body)} bytes", retryable=False)
-                )
+                pending.fail(self._failure(f"cannot be given {request.uid}: {len(body)} bytes", retryable=False))
                 continue
             assert slot.process is not None
             slot.process.send(body)
             if slot.process.ended:
-                # It died idle: the task has met nobody.
+                # It died idle, so the task has met nobody: another may have it.
                 self._queue.appendleft(pending)
+                if self._idle:
+                    self._feed(self._idle.pop())
                 return
             pending.slot, slot.pending = slot, pending
             slot.deadline = time.monotonic() + self._config.timeout_s

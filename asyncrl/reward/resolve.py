@@ -77,9 +77,7 @@ def resolve(setup: Setup, runner: asyncio.Runner) -> Scorer:
         ]
 
     def score_group(task: Task) -> list[Outcome]:
-        value = call(
-            prompt=task.prompt, completions=task.completions, row=task.row, finish_reasons=task.finish_reasons
-        )
+        value = call(prompt=task.prompt, completions=task.completions, row=task.row, finish_reasons=task.finish_reasons)
         return read_outcomes(value, len(task.completions))
 
     return score_group if setup.per == "group" else score_each
@@ -125,21 +123,15 @@ def _load(spec: str) -> Callable[..., Any]:
     if callable(function):
         return function  # type: ignore[no-any-return]
     if hasattr(module, name):
-        raise NotCallable(
-            [f"reward.function: {name} of {module_name} is {type(function).__name__}, not a function"]
-        )
+        raise NotCallable([f"reward.function: {name} of {module_name} is {type(function).__name__}, not a function"])
     near = _did_you_mean(name, [key for key, value in vars(module).items() if callable(value)])
     raise NotCallable([f"reward.function: module {module_name} ({module.__file__}) has no {name!r}{near}"])
 
 
-def _accepted(
-    name: str, function: Callable[..., Any], given: Iterable[str], options: dict[str, Any]
-) -> list[str]:
+def _accepted(name: str, function: Callable[..., Any], given: Iterable[str], options: dict[str, Any]) -> list[str]:
     """The keywords to call ``function`` with. Raises NotCallable for what it needs or refuses."""
     given = list(given)
-    problems = [
-        f"reward.options.{key}: {name} is given this with each call" for key in options if key in given
-    ]
+    problems = [f"reward.options.{key}: {name} is given this with each call" for key in options if key in given]
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -154,9 +146,7 @@ def _accepted(
         ):
             continue
         if parameter.kind == parameter.POSITIONAL_ONLY:
-            problems.append(
-                f"reward.function: {name} takes {parameter.name!r} by position only; give it a keyword"
-            )
+            problems.append(f"reward.function: {name} takes {parameter.name!r} by position only; give it a keyword")
         elif parameter.name not in (*given, *options):
             offered = f"; with each call it is given {', '.join(given)}" if given else ""
             problems.append(f"reward.options.{parameter.name}: is required by {name}{offered}")

@@ -101,12 +101,18 @@ def _stay_alone(connection: socket.socket) -> None:
     for number in signals:
         signal.signal(number, lambda *_: None)
 
-    def forked() -> None:
+    def in_child() -> None:
         connection.close()
         for number in signals:
             signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 
-    os.register_at_fork(after_in_child=forked)
+    # Held back meanwhile: a signal for the child must not meet the handler that ignores it.
+    os.register_at_fork(
+        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, signals),
+        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, signals),
+        after_in_child=in_child,
+    )
     setproctitle.setproctitle("asyncrl reward worker")
 
 

@@ -64,7 +64,7 @@ class _Session:
     name: str
     incarnation: int
     limit: int
-    running: dict[int, asyncio.Task[None] | None] = field(default_factory=dict)
+    running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     stored: dict[int, list[Any]] = field(default_factory=dict)
     """Replies to calls that may not be repeated, until the caller has them."""
 
@@ -189,8 +189,6 @@ class CallServer:
     def _cancel(self, session: _Session, id: int) -> None:
         task = session.running.get(id)
         if task is not None:
-            # None tells the task that its caller, not this actor's end, cancels it.
-            session.running[id] = None
             task.cancel()
 
     def _on_call(self, session: _Session, header: Header, frames: Frames) -> None:
@@ -225,10 +223,10 @@ class CallServer:
         deadline = self._loop.time() + header.deadline_ms / 1000
         caller = Caller(session.name, session.incarnation, header.param_version, deadline)
         if found.is_async:
-            session.running[header.id] = None
-            session.running[header.id] = self._endpoint.spawn(
-                self._run_call(session, header, found, request, caller)
-            )
+            task = self._endpoint.spawn(self._run_call(session, header, found, request, caller))
+            session.running[header.id] = task
+            # Also for a task that is cancelled before it has begun.
+            task.add_done_callback(lambda task: self._call_over(session, header, task))
             return
         try:
             reply = found.function(request, caller)
@@ -243,10 +241,6 @@ class CallServer:
         try:
             async with asyncio.timeout_at(caller.deadline):
                 reply = await found.function(request, caller)
-        except asyncio.CancelledError:
-            self._error(session.routing_id, header, "cancelled", "cancelled by the caller")
-            if session.running.get(header.id) is not None:
-                raise
         except TimeoutError as error:
             if isinstance(error, AsyncRLError):
                 self._failed(session, header, error)
@@ -258,8 +252,11 @@ class CallServer:
             self._failed(session, header, error)
         else:
             self._reply(session, header, found, reply)
-        finally:
-            session.running.pop(header.id, None)
+
+    def _call_over(self, session: _Session, header: Header, task: asyncio.Task[None]) -> None:
+        del session.running[header.id]
+        if task.cancelled():
+            self._error(session.routing_id, header, "cancelled", "the call was cancelled")
 
     def _on_cast(self, session: _Session, header: Header, frames: Frames) -> None:
         found = self._handlers.get(header.type)

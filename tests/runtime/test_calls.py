@@ -352,7 +352,10 @@ def test_curve_admits_listed_keys_only_and_binds_them_to_names(tmp_path):
             assert caught.value.code == "key"
             stranger = tmp_path / "stranger"
             create_credentials(stranger, "run-1", ["client/0"], attempts=1, curve=True)
-            known, fresh = load_credentials(tmp_path / "private", "client/0", 0), load_credentials(stranger, "client/0", 0)
+            known, fresh = (
+                load_credentials(tmp_path / "private", "client/0", 0),
+                load_credentials(stranger, "client/0", 0),
+            )
             fresh.peers.clear()
             fresh.peers.update(known.peers)
             transport_owner = Net(credentials=lambda _name: fresh)

@@ -7,6 +7,8 @@ first, and import it in a thread.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from vllm import AsyncEngineArgs, SamplingParams
@@ -30,6 +32,7 @@ __all__ = [
     "AsyncLLM",
     "EngineDeadError",
     "EngineGenerateError",
+    "RequestOutputKind",
     "SamplingParams",
     "VLLMClientError",
     "WeightTransferUpdateRequest",
@@ -41,7 +44,7 @@ __all__ = [
 
 
 def launch(config: Config, name: str, model: dict[str, Any], folder: str) -> AsyncLLM:
-    """Start an engine and wait until it is up; ``folder`` takes its sockets. Blocking.
+    """Start an engine and wait until it is up; ``folder`` takes its files. Blocking.
 
     Raises ConfigError for what cannot be run, EngineDied when its processes fail to start.
     """
@@ -53,22 +56,30 @@ def launch(config: Config, name: str, model: dict[str, Any], folder: str) -> Asy
                 f"{current_platform.device_type}"
             ]
         )
-    before = os.environ.get("VLLM_RPC_BASE_PATH")
-    os.environ["VLLM_RPC_BASE_PATH"] = folder
     try:
         arguments = AsyncEngineArgs(
             **options.engine_arguments(config, name), weight_transfer_config=WeightTransferConfig(backend=BACKEND)
         )
-        return AsyncLLM.from_engine_args(arguments)
+        with _environment(options.scratch_environment(folder)):
+            return AsyncLLM.from_engine_args(arguments)
     except (ValueError, TypeError) as error:
         raise ConfigError([f"rollout.vllm: vLLM refuses the configuration: {error}"]) from error
     except RuntimeError as error:
         raise EngineDied(name, f"did not start: {error} (its own words are above in this log)") from error
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {variable: os.environ.get(variable) for variable in variables}
+    os.environ.update(variables)
+    try:
+        yield
     finally:
-        if before is None:
-            del os.environ["VLLM_RPC_BASE_PATH"]
-        else:
-            os.environ["VLLM_RPC_BASE_PATH"] = before
+        for variable, value in before.items():
+            if value is None:
+                del os.environ[variable]
+            else:
+                os.environ[variable] = value
 
 
 def sampling(request: GenerationRequest, stop_token_ids: list[int], stream_interval: int) -> SamplingParams:

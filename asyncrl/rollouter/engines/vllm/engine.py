@@ -36,8 +36,8 @@ from asyncrl.rollouter.engines.vllm.watch import Watch
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-CLOSE_GRACE_S = 3.0
-"""Time that a healthy engine core gets to end by itself before it is killed."""
+CLOSE_GRACE_S = 5.0
+"""Time that a healthy engine with several workers gets to end by itself before it is killed."""
 CORE_NAME = "EngineCore"
 
 
@@ -72,6 +72,7 @@ class VllmEngine:
         self._stop_token_ids: list[int] = []
         self._launching: asyncio.Future[AsyncLLM] | None = None
         self._others: list[BaseProcess] = []
+        self._cores: list[BaseProcess] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tick: asyncio.TimerHandle | None = None
         self._llm: AsyncLLM | None = None
@@ -84,15 +85,15 @@ class VllmEngine:
         loop = self._loop = asyncio.get_running_loop()
         for variable, value in environment(self._config).items():
             os.environ.setdefault(variable, value)
-        self._folder = tempfile.mkdtemp(prefix="asyncrl-engine-")
+        self._folder = tempfile.mkdtemp(prefix=f"asyncrl-engine-{os.getpid()}-")
         self._others = multiprocessing.active_children()
         self._launching = loop.run_in_executor(None, self._launch)
         async with self._watch.guard("its start", self._config.supervision.start_timeout_s):
             # The thread cannot be cancelled; ``close`` makes it end.
             llm = self._llm = await asyncio.shield(self._launching)
-        manager = llm.engine_core.resources.engine_manager
-        self._processes.adopt(manager.processes)
-        for core in manager.processes:
+        self._cores = list(llm.engine_core.resources.engine_manager.processes)
+        self._processes.adopt(self._cores)
+        for core in self._cores:
             loop.add_reader(core.sentinel, self._core_ended, core)
         async with self._watch.guard("its first call", self._timeout_s):
             # vLLM asks for it at the first request, and keeps it.
@@ -117,10 +118,12 @@ class VllmEngine:
 
     async def close(self) -> None:
         """See Engine."""
-        grace_s = 0.0 if self._watch.dead else CLOSE_GRACE_S
+        self._processes.look()
+        grace_s = CLOSE_GRACE_S if self._processes.workers and not self._watch.dead else 0.0
         self._watch.declare_dead("it was closed")
         if self._tick is not None:
             self._tick.cancel()
+        self._forget_cores()
         await asyncio.to_thread(self._end, grace_s)
         if self._staged is not None:
             self._staged.close()
@@ -145,9 +148,14 @@ class VllmEngine:
         shutil.rmtree(self._folder, ignore_errors=True)
         assert not left, f"processes {left} survived being killed"
 
+    def _forget_cores(self) -> None:
+        for core in self._cores:
+            assert self._loop is not None
+            self._loop.remove_reader(core.sentinel)
+        self._cores = []
+
     def _core_ended(self, core: BaseProcess) -> None:
-        assert self._loop is not None
-        self._loop.remove_reader(core.sentinel)
+        self._forget_cores()
         self._watch.declare_dead(f"its engine core ended with exit code {core.exitcode}")
 
     def _look(self) -> None:

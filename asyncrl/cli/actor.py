@@ -1,0 +1,60 @@
+"""The entry of every actor's process.
+
+    python -m asyncrl.cli.actor ROLE/INDEX --run FOLDER --incarnation NS --attempt K [--controller ADDRESS]
+
+Signals that end a run are handled before anything heavy is imported: only the launcher and the agent act on them,
+an actor ends when the controller drains its role. They get a handler that does nothing, and are not ignored: that
+would be inherited by the processes an actor starts and would make them deaf to being terminated. SIGUSR1 writes the
+stack of every thread to the log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import importlib
+import signal
+import sys
+from pathlib import Path
+
+LEFT_TO_OTHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
+
+
+def main() -> int:
+    """Live as the actor named on the command line; the exit code of the process."""
+    for number in LEFT_TO_OTHERS:
+        signal.signal(number, lambda *_: None)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    parser = argparse.ArgumentParser(prog="asyncrl.cli.actor", description="Run one actor; started by a node agent.")
+    parser.add_argument("name", metavar="ROLE/INDEX")
+    parser.add_argument("--run", required=True, type=Path, metavar="FOLDER")
+    parser.add_argument("--incarnation", required=True, type=int, metavar="NS")
+    parser.add_argument("--attempt", required=True, type=int, metavar="K")
+    parser.add_argument("--controller", metavar="ADDRESS")
+    given = parser.parse_args()
+
+    from asyncrl.runtime.supervision import ROLES, role_of
+
+    role = role_of(given.name)
+    if role not in ROLES:
+        parser.error(f"unknown role {role!r}; known are {', '.join(ROLES)}")
+
+    import setproctitle
+
+    from asyncrl.runtime.process import run_actor
+
+    setproctitle.setproctitle(f"asyncrl {given.name} {given.run.name}")
+    actor = importlib.import_module(f"asyncrl.{role}.actor").ACTOR
+    return run_actor(
+        actor,
+        name=given.name,
+        run_dir=given.run,
+        controller=given.controller,
+        incarnation=given.incarnation,
+        attempt=given.attempt,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

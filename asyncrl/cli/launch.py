@@ -1,0 +1,189 @@
+"""asyncrl-launch: start a run and follow it to its end.
+
+Importing this module, ``--help`` and wrong usage load nothing beyond the standard library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asyncrl.config import Config
+    from asyncrl.launcher.placement import Placed
+
+PROGRAM = "asyncrl-launch"
+DESCRIPTION = "Post-train a language model with asynchronous reinforcement learning."
+EPILOG = """\
+Configuration: the CONFIG files (TOML) are merged left to right, then flags with dotted keys are laid on top:
+
+  asyncrl-launch configs/small.toml --learner.lr 1e-6 --run.name=trial --rollout.stop '["\\n"]'
+
+A value is read as TOML, and as plain text where it is none. --help-config lists every key.
+
+Ctrl-C ends the run in good order, a second one at once.
+Exit codes: 0 done, 1 failed, 2 wrong usage, 75 preempted with a checkpoint, 78 wrong configuration, 130 Ctrl-C.
+"""
+
+
+class _Interrupted(BaseException):
+    """A signal asked for the end before anything was started."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    for stopping in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(stopping, _raise_interrupted)
+    try:
+        return _main(list(sys.argv[1:] if argv is None else argv))
+    except (_Interrupted, KeyboardInterrupt) as interrupt:
+        number = interrupt.number if isinstance(interrupt, _Interrupted) else int(signal.SIGINT)
+        return _complain(f"ended by {signal.Signals(number).name}", 128 + number)
+    except BrokenPipeError:
+        # Whoever read has read enough, as head does.
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _raise_interrupted(number: int, _frame: FrameType | None) -> None:
+    raise _Interrupted(number)
+
+
+def _main(argv: list[str]) -> int:
+    parser = _parser()
+    overrides, rest = _split(parser, argv)
+    given = parser.parse_args(rest)
+    if given.help_config:
+        return _print_keys()
+    if given.hosts is not None:
+        parser.error("--hosts: several hosts are not there yet; without it everything runs on this host")
+    if not given.configs:
+        parser.error(f"no CONFIG file is given; for example: {PROGRAM} configs/NAME.toml")
+
+    from asyncrl.errors import AsyncRLError, ConfigError
+
+    try:
+        config, placed = _prepare(given.configs, overrides)
+        if given.dry_run:
+            return _print_plan(config, placed)
+        from asyncrl.launcher.local import run_local
+
+        return run_local(config, placed)
+    except ConfigError as error:
+        for problem in error.problems:
+            print(f"  {problem}", file=sys.stderr)
+        count = len(error.problems)
+        what = "1 problem" if count == 1 else f"{count} problems"
+        where = f"{what} in the configuration ({', '.join(given.configs)}, flags)"
+        return _complain(f"{where}: correct what is listed above; --help-config explains every key", 78)
+    except AsyncRLError as error:
+        return _complain(str(error), error.exit_code)
+    except OSError as error:
+        return _complain(f"{error.filename or 'the operating system'}: {error.strerror or error}", 1)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        usage=f"{PROGRAM} CONFIG... [--dry-run] [--KEY VALUE ...]",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("configs", nargs="*", metavar="CONFIG", help="TOML files, merged left to right")
+    parser.add_argument("--dry-run", action="store_true", help="show configuration and placement, start nothing")
+    parser.add_argument("--hosts", metavar="FILE", help="hostfile (not there yet: everything runs on this host)")
+    parser.add_argument("--help-config", action="store_true", help="list every key of the configuration")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version")
+    return parser
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import version
+
+        print(f"asyncrl {version('asyncrl')}")
+        parser.exit()
+
+
+def _split(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Dotted flags, ``--a.b VALUE`` or ``--a.b=VALUE``, and the other arguments.
+
+    Of a repeated key the last counts. Ends the program on wrong usage.
+    """
+    overrides: dict[str, str] = {}
+    rest: list[str] = []
+    queue = list(argv)
+    while queue:
+        argument = queue.pop(0)
+        flag, is_joined, value = argument.partition("=")
+        if not flag.startswith("--") or "." not in flag:
+            rest.append(argument)
+            continue
+        if not all(flag.removeprefix("--").split(".")):
+            parser.error(f"{flag}: not a key of the configuration")
+        if not is_joined:
+            if not queue or queue[0].startswith("--"):
+                parser.error(f"{flag}: a value is missing")
+            value = queue.pop(0)
+        overrides[flag.removeprefix("--")] = value
+    return overrides, rest
+
+
+def _prepare(configs: Sequence[str], overrides: dict[str, str]) -> tuple[Config, list[Placed]]:
+    """Configuration and placement, with every problem reported at once. Raises ConfigError."""
+    from asyncrl.config import load_config
+    from asyncrl.errors import ConfigError
+    from asyncrl.launcher.checks import find_problems
+    from asyncrl.launcher.hosts import local_host
+    from asyncrl.launcher.placement import place
+
+    config = load_config(configs, overrides)
+    problems = find_problems(config)
+    placed: list[Placed] = []
+    try:
+        placed = place(config, [local_host()])
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return config, placed
+
+
+def _print_plan(config: Config, placed: list[Placed]) -> int:
+    from asyncrl.config import config_to_json
+    from asyncrl.launcher.placement import describe
+
+    print(config_to_json(config), end="")
+    for row in describe(config, placed):
+        print(row)
+    return 0
+
+
+def _print_keys() -> int:
+    from asyncrl.config import known_keys
+
+    for key, kind, default, description in known_keys():
+        print(f"{key}  ({kind}, default {default})" if default != "required" else f"{key}  ({kind}, required)")
+        if description:
+            print(f"    {description}")
+    return 0
+
+
+def _complain(text: str, exit_code: int) -> int:
+    print(f"{PROGRAM}: {text}", file=sys.stderr)
+    return exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

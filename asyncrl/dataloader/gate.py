@@ -1,0 +1,104 @@
+"""The gate of admission: the only place where staleness is bounded.
+
+Let u be the oldest version that the asking rollouter's engines serve and T(u) the groups trained when u was
+published. A group is granted while
+
+    trained + outstanding < T(u) + (eta_t + 1) * G
+
+where a group is outstanding from its grant until the learner has reported its outcome or it is returned. Its
+delivery changes nothing. Then the number of groups that can be trained before it is below T(u) + (eta + 1) * G, so
+that in the order of grants it is trained under version u + eta at the latest. Freeing the place at delivery,
+counting with the newest published version, or taking trained = v * G would each break that.
+
+Further: never more than the run still needs, nothing before the engines serve a version of the present learner, and
+no rollouter takes more than its share of the places while it still generates them, so that the one whose weights
+arrive first does not leave the others idle.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from asyncrl.dataloader.limit import WorkingLimit
+
+
+class Gate:
+    """Counts trained groups and versions; the caller counts what is outstanding.
+
+    ``first_version`` is the first publication of the present learner, made when ``trained`` groups were trained.
+    """
+
+    def __init__(
+        self,
+        limit: WorkingLimit,
+        *,
+        groups_per_version: int,
+        groups_of_run: int,
+        replicas: int,
+        first_version: int = 0,
+        trained: int = 0,
+    ) -> None:
+        self.limit = limit
+        self.trained = trained
+        self._groups_per_version = groups_per_version
+        self._groups_of_run = groups_of_run
+        self._replicas = replicas
+        self._versions = [first_version]
+        self._trained_at = [trained]
+        self._first_version = first_version
+        self._finished = False
+
+    @property
+    def newest_version(self) -> int:
+        """The newest published version that was reported."""
+        return self._versions[-1]
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last step is trained."""
+        return self._finished
+
+    @property
+    def share(self) -> int:
+        """The most groups that one rollouter may have in generation."""
+        return -(-(self.limit.groups + self._groups_per_version) // self._replicas)
+
+    def needed(self, outstanding: int) -> int:
+        """Groups that are still to be granted until the end of the run, if all that are outstanding are trained."""
+        return 0 if self._finished else max(0, self._groups_of_run - self.trained - outstanding)
+
+    def room(self, served_version: int, outstanding: int) -> int:
+        """Groups that staleness admits for a rollouter whose engines serve this version or newer ones.
+
+        A version whose publication was not reported yet counts as the newest one before it that was.
+        """
+        at = bisect_right(self._versions, served_version) - 1
+        if at < 0 or served_version < self._first_version:
+            return 0
+        admitted = self._trained_at[at] + self.limit.groups + self._groups_per_version
+        return max(0, admitted - self.trained - outstanding)
+
+    def admits(self, served_version: int, *, outstanding: int, generating: int) -> bool:
+        """Whether a rollouter that has ``generating`` groups in generation may be granted another one."""
+        if served_version < self._first_version or not self.needed(outstanding):
+            return False
+        if generating < self.share and self.room(served_version, outstanding):
+            return True
+        self.limit.refused()
+        return False
+
+    def published(self, version: int, trained: int) -> None:
+        """``trained`` groups were trained when ``version`` was published. Known and older versions are ignored."""
+        if version > self.newest_version:
+            self._versions.append(version)
+            self._trained_at.append(trained)
+
+    def forget_below(self, version: int) -> None:
+        """Nobody serves anything older than ``version`` any more."""
+        at = bisect_right(self._versions, version) - 1
+        if at > 0:
+            del self._versions[:at], self._trained_at[:at]
+
+    def finish(self) -> None:
+        """Nothing more is to be granted for training."""
+        self._finished = True

@@ -1,0 +1,148 @@
+"""What the launcher shows of a run: one live line on a terminal, plain lines elsewhere, and a summary at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from asyncrl.launcher.spec import Event, MetricsEvent, RestartEvent, StateEvent
+
+Line = Mapping[str, Any]
+NAMES_SHOWN = 4
+CLEAR_LINE = "\r\x1b[2K"
+
+
+class Progress:
+    """Shows events on ``out``; ``steps`` is the run's last step."""
+
+    def __init__(self, out: TextIO, steps: int) -> None:
+        self._out = out
+        self._steps = steps
+        self._live = out.isatty()
+        self._shown = ""
+
+    def show(self, event: Event) -> None:
+        """Show an event, if it says something new."""
+        match event:
+            case StateEvent(phase="starting", waiting_for=names):
+                self._now(f"starting: waiting for {_some(names)}" if names else "starting")
+            case StateEvent(phase="running"):
+                # Metrics say more; between them this line stays.
+                if not self._shown.startswith("step"):
+                    self._now("running")
+            case StateEvent(phase=phase):
+                self._now(f"{phase}: ending the actors in order" if phase == "draining" else phase)
+            case RestartEvent(name=name, reason=reason):
+                self.say(f"{name} died ({reason}) and is started again")
+            case MetricsEvent(line=line) if line.get("kind") == "eval":
+                self.say(describe_eval(line))
+            case MetricsEvent(line=line):
+                self._now(describe_step(line, self._steps))
+            case _:
+                pass
+
+    def say(self, text: str) -> None:
+        """Show a line that stays."""
+        self._write(f"{text}\n{self._fitted(self._shown)}" if self._live else f"{text}\n")
+
+    def end(self) -> None:
+        """Leave the terminal as it was found."""
+        self._shown = ""
+        self._write("")
+
+    def _now(self, text: str) -> None:
+        if text != self._shown:
+            self._shown = text
+            self._write(self._fitted(text) if self._live else f"{text}\n")
+
+    def _fitted(self, text: str) -> str:
+        return text[: shutil.get_terminal_size().columns - 1]
+
+    def _write(self, text: str) -> None:
+        try:
+            self._out.write(CLEAR_LINE + text if self._live else text)
+            self._out.flush()
+        except OSError:
+            # Whoever was watching is gone, which is no reason to end a run.
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), self._out.fileno())
+
+
+def describe_step(line: Line, steps: int) -> str:
+    """A line of metrics in a few words; what is absent is left out."""
+    parts = [f"step {line.get('step', '?')}/{steps}"]
+    for key, text in (
+        ("weights/version", "version {:d}"),
+        ("reward/mean", "reward {:.3f}"),
+        ("staleness/token_mean", "staleness {:.2f}"),
+        ("rollout/tokens_per_s", "{:.0f} tokens/s"),
+        ("time/step_s", "{:.1f} s"),
+    ):
+        value = line.get(key)
+        if isinstance(value, int | float):
+            parts.append(text.format(value))
+    return "  ".join(parts)
+
+
+def describe_eval(line: Line) -> str:
+    """An evaluation's line in a few words."""
+    means = [f"{key.removesuffix('/mean')} {_number(line[key])}" for key in sorted(line) if _is_eval_mean(key)]
+    return f"step {line.get('step', '?')}  " + ("  ".join(means) or "evaluation without results")
+
+
+def read_metrics(path: Path) -> list[Line]:
+    """All lines of a metrics file; none if there is no such file. A torn last line is left out."""
+    if not path.exists():
+        return []
+    found: list[Line] = []
+    for text in path.read_text().splitlines():
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(line, dict):
+            found.append(line)
+    return found
+
+
+def summarise(lines: Iterable[Line], run_dir: Path, log_dir: Path, steps: int) -> list[str]:
+    """What came of a run: steps, reward and evaluations first → last, and where everything lies."""
+    train = [line for line in lines if line.get("kind") != "eval"]
+    rewards = [line["reward/mean"] for line in train if isinstance(line.get("reward/mean"), int | float)]
+    rows = [("steps", f"{max((line.get('step', 0) for line in train), default=0)} of {steps}")]
+    if rewards:
+        rows.append(("reward", f"{rewards[0]:.3f} → {rewards[-1]:.3f}"))
+    evals: dict[str, list[Any]] = {}
+    for line in lines:
+        for key in filter(_is_eval_mean, line):
+            evals.setdefault(key.removesuffix("/mean"), []).append(line[key])
+    for name, values in sorted(evals.items()):
+        rows.append((name, " → ".join(_number(value) for value in dict.fromkeys((values[0], values[-1])))))
+    rows.append(("run folder", str(run_dir)))
+    for label, place in (
+        ("metrics", run_dir / "metrics.jsonl"),
+        ("samples", run_dir / "samples"),
+        ("model", run_dir / "export"),
+        ("logs", log_dir),
+    ):
+        if place.exists():
+            rows.append((label, str(place)))
+    width = max(len(label) for label, _ in rows)
+    return [f"{label:<{width}}  {text}" for label, text in rows]
+
+
+def _is_eval_mean(key: str) -> bool:
+    return key.startswith("eval/") and key.endswith("/mean")
+
+
+def _number(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, int | float) else "n/a"
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - NAMES_SHOWN
+    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

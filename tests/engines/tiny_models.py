@@ -1,0 +1,111 @@
+"""Tiny models, and their weights published as sealed memory, for the tests of the engines."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import xxhash
+
+from asyncrl.messages import Bucket, Manifest, TensorSpec
+
+VOCAB = 96
+EOS = 95
+
+
+def make_model(seed: int, *, tied: bool = False):
+    """A Qwen2 with two layers and weights large enough that its distributions are far from uniform."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=EOS,
+    )
+    model = Qwen2ForCausalLM(config).to(torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.15)
+            else:
+                parameter.normal_(0.5, 0.2)
+    return model
+
+
+def save_model(folder: Path, model) -> str:
+    """Write it as transformers does; returns the folder."""
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def logprobs_of(model, ids: Sequence[int]) -> list[float]:
+    """Log-prob of each token given those before it, from the second on."""
+    with torch.no_grad():
+        logits = model(torch.tensor([list(ids)])).logits[0].double()
+    scores = torch.log_softmax(logits[:-1], dim=-1)
+    return scores[torch.arange(len(ids) - 1), torch.tensor(list(ids[1:]))].tolist()
+
+
+class Publisher:
+    """Sealed memory of what it has published, until ``close``."""
+
+    def __init__(self) -> None:
+        self._descriptors: list[int] = []
+
+    def publish(self, version: int, tensors: Mapping[str, torch.Tensor], *, buckets: int = 2) -> Manifest:
+        """A version in ``buckets`` segments."""
+        names = list(tensors)
+        size = -(-len(names) // buckets)
+        parts = [names[start : start + size] for start in range(0, len(names), size)]
+        return Manifest(version=version, buckets=[self._bucket({n: tensors[n] for n in part}) for part in parts])
+
+    def publish_model(self, version: int, model) -> Manifest:
+        """All parameters of a model, tied ones once."""
+        return self.publish(version, parameters_of(model))
+
+    def close(self) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def segment(self, content: bytes, *, seal: bool = True) -> str:
+        """The path of a memory segment with this content."""
+        descriptor = os.memfd_create("test-weights", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+        self._descriptors.append(descriptor)
+        os.write(descriptor, content)
+        if seal:
+            seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+        return f"/proc/{os.getpid()}/fd/{descriptor}"
+
+    def _bucket(self, tensors: Mapping[str, torch.Tensor]) -> Bucket:
+        specs, content = [], bytearray()
+        for name, tensor in tensors.items():
+            content += bytes(-len(content) % 64)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            specs.append(TensorSpec(name=name, dtype=dtype, shape=tuple(tensor.shape), offset=len(content)))
+            content += np.ascontiguousarray(tensor.detach().view(torch.uint8).numpy()).tobytes()
+        return Bucket(
+            path=self.segment(bytes(content)),
+            size=len(content),
+            checksum=xxhash.xxh3_64_intdigest(bytes(content)),
+            tensors=specs,
+        )
+
+
+def parameters_of(model) -> dict[str, torch.Tensor]:
+    """Checkpoint names to tensors, tied ones once."""
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}

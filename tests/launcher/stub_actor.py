@@ -1,0 +1,97 @@
+"""A process that stands for an actor in tests of the launcher: python stub_actor.py BEHAVIOUR_JSON NAME ...
+
+BEHAVIOUR_JSON maps an actor's name to what it does beside living on the real runtime until it is drained:
+
+    {"die": [SECONDS, EXIT_CODE, TIMES]}   ends unasked; a negative code is a signal
+    {"raise": "text"}                      fails in setup with a DataError
+    {"finish": STEPS}                      writes STEPS lines of metrics, then says that the run is finished
+    {"deaf": true}                         does not end when drained
+    {"children": true}                     leaves processes behind: in its group, in another, and daemonised
+    {"slow": SECONDS}                      takes as long to start
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from asyncrl.cli.actor import LEFT_TO_OTHERS
+from asyncrl.errors import DataError
+from asyncrl.messages import MetricsLine, RunFinished
+from asyncrl.runtime.actor import CONTROLLER, Actor
+
+DAEMON = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(600)\n"
+
+
+class Stub(Actor):
+    role = "stub"
+    does: dict[str, Any]
+
+    async def setup(self) -> None:
+        if "slow" in self.does:
+            await asyncio.sleep(self.does["slow"])
+        if "raise" in self.does:
+            raise DataError(self.does["raise"], path="prompts.jsonl", line=3)
+        if self.does.get("children"):
+            sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+            subprocess.Popen(sleep)
+            subprocess.Popen(sleep, start_new_session=True)
+            subprocess.run([sys.executable, "-c", DAEMON], check=True)
+
+    async def run(self) -> None:
+        if "die" in self.does:
+            await self._die(*self.does["die"])
+        if "finish" in self.does:
+            for step in range(1, self.does["finish"] + 1):
+                line = {"kind": "train", "step": step, "reward/mean": step / 10}
+                with (self.context.run_dir / "metrics.jsonl").open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+                assert self.peer(CONTROLLER).cast(MetricsLine(line=line))
+                await asyncio.sleep(0.01)
+            await self.peer(CONTROLLER).call(RunFinished())
+        await self.drained()
+        if self.does.get("deaf"):
+            await asyncio.sleep(600)
+
+    async def _die(self, after: float, exit_code: int, times: int) -> None:
+        tally = self.context.run_dir / f"deaths-{self.role}"
+        deaths = len(tally.read_text()) if tally.exists() else 0
+        if deaths < times:
+            await asyncio.sleep(after)
+            tally.write_text("x" * (deaths + 1))
+            if exit_code < 0:
+                os.kill(os.getpid(), -exit_code)
+            sys.stderr.write("these are my last words\n")
+            sys.stderr.flush()
+            os._exit(exit_code)
+
+
+def main() -> int:
+    for number in LEFT_TO_OTHERS:
+        signal.signal(number, lambda *_: None)
+    behaviour, name, *rest = sys.argv[1:]
+    options = dict(zip(rest[::2], rest[1::2], strict=True))
+    from asyncrl.runtime.process import run_actor
+
+    if name == CONTROLLER:
+        from asyncrl.controller.actor import ACTOR as actor
+    else:
+        actor = type("Stub", (Stub,), {"role": name.partition("/")[0], "does": json.loads(behaviour).get(name, {})})
+    return run_actor(
+        actor,
+        name=name,
+        run_dir=Path(options["--run"]),
+        controller=options.get("--controller"),
+        incarnation=int(options["--incarnation"]),
+        attempt=int(options["--attempt"]),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""What the learner keeps account of: ledger, buffer, reports, evaluations, overlap."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_messages import make_group
+
+from asyncrl.learner.buffer import GroupBuffer
+from asyncrl.learner.evals import EvalCollector, eval_metrics
+from asyncrl.learner.generation_log import GenerationLog, merge
+from asyncrl.learner.ledger import IntervalSet, Ledger
+from asyncrl.learner.outcomes import OutcomeQueue
+from asyncrl.messages import Group, Outcome, RolloutStats, UpdateTimes
+
+
+@given(st.lists(st.integers(0, 60), unique=True))
+def test_an_interval_set_is_a_set(values):
+    intervals, plain = IntervalSet(), set()
+    for value in values:
+        intervals.add(value)
+        plain.add(value)
+        assert len(intervals) == len(plain)
+        assert all((v in intervals) == (v in plain) for v in range(-1, 62))
+        pairs = list(zip(intervals.starts, intervals.ends, strict=True))
+        assert all(a < b for a, b in pairs)
+        assert all(first[1] < second[0] for first, second in zip(pairs, pairs[1:], strict=False))
+
+
+def test_the_ledger_gives_each_prompt_of_an_epoch_one_outcome():
+    """I1: exactly once."""
+    ledger = Ledger()
+    ledger.record("trained", 0, 5)
+    ledger.record("filtered", 1, 5)
+    assert (ledger.outcome(0, 5), ledger.outcome(1, 5), ledger.outcome(0, 6)) == ("trained", "filtered", None)
+    for kind in ("trained", "quarantined"):
+        with pytest.raises(AssertionError, match="0-5 has an outcome"):
+            ledger.record(kind, 0, 5)
+    assert ledger.count("trained") == ledger.count("filtered") == 1
+
+
+def group_at(version, epoch, index):
+    group = make_group(f"{epoch}-{index}")
+    ticket = group.ticket
+    fields = {name: getattr(ticket, name) for name in ticket.__struct_fields__}
+    ticket = type(ticket)(**fields | {"param_version": version, "epoch": epoch, "index": index})
+    return Group(ticket=ticket, trajectories=group.trajectories)
+
+
+@given(st.permutations(range(8)))
+def test_a_step_takes_the_oldest_grants_in_the_order_of_the_data_not_of_arrival(arrival):
+    groups = [group_at(version, 0, 10 - i) for i, version in enumerate([0, 0, 0, 1, 1, 1, 2, 2])]
+    buffer = GroupBuffer()
+    for i in arrival:
+        buffer.add(groups[i])
+    assert [g.ticket.index for g in buffer.take(4)] == [5, 8, 9, 10]
+    assert [g.ticket.index for g in buffer.take(4)] == [3, 4, 6, 7]
+    assert len(buffer) == 0
+
+
+def test_reports_are_numbered_and_carry_each_outcome_once():
+    queue = OutcomeQueue()
+    assert queue.next_report() is None
+    queue.published(0, 0)
+    first = queue.next_report()
+    assert (first.number, first.version, first.step_began) == (1, 0, False)
+    queue.outcome(Outcome("0-1", "trained"))
+    queue.step_began(7, waited=True)
+    second = queue.next_report()
+    assert (second.number, second.outcomes, second.buffered_groups, second.waited, second.step_began) == (
+        2,
+        [Outcome("0-1", "trained")],
+        7,
+        True,
+        True,
+    )
+    queue.published(1, 8)
+    queue.finished()
+    third = queue.next_report()
+    assert (third.outcomes, third.trained_at_version, third.finished, third.step_began) == ([], 8, True, False)
+    assert queue.next_report() is None
+
+
+def test_an_eval_round_is_complete_once_with_each_group_counted_once():
+    collector = EvalCollector()
+    groups = [make_group(f"eval/held@0-{i}") for i in range(3)]
+    assert collector.add(groups[0])
+    assert not collector.add(groups[0])
+    collector.opened({"eval/held@0": 3})
+    assert collector.complete() == []
+    assert all(collector.add(group) for group in groups[1:])
+    ((round, members),) = collector.complete()
+    assert (round, len(members)) == ("eval/held@0", 3)
+    collector.opened({"eval/held@0": 3})
+    assert collector.complete() == []
+    assert not collector.add(groups[1])
+
+
+def test_eval_figures_label_the_versions_served_and_count_failures_apart():
+    good, bad = make_group("eval/held@0-0"), make_group("eval/held@0-1")
+    good.trajectories[0].reward = 0.0
+    failed = Group(ticket=bad.ticket, trajectories=[], failure="crashed")
+    figures = eval_metrics("held", [good, failed])
+    assert figures["eval/held/mean"] == 0.5
+    assert figures["eval/held/pass_at_k"] == 1.0
+    assert figures["eval/held/failed"] == 1
+    assert (figures["weights/version"], figures["eval/held/version_min"]) == (5, 4)
+    assert "eval/held/mean" not in eval_metrics("held", [failed])
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20)), max_size=15), st.integers(0, 40), st.integers(1, 30))
+def test_overlap_is_the_covered_share_of_the_training_time(intervals, start, length):
+    log = GenerationLog()
+    pairs = [(float(a), float(a + size)) for a, size in intervals]
+    log.add("rollouter/0", 1, RolloutStats(sampled_tokens=5, sampling=pairs), 1.0)
+    covered = {t for a, b in pairs for t in range(int(a), int(b))}
+    expected = len(covered & set(range(start, start + length))) / length
+    assert log.overlap(float(start), float(start + length)) == pytest.approx(expected)
+    merged = merge(pairs)
+    assert all(first[1] < second[0] for first, second in zip(merged, merged[1:], strict=False))
+
+
+def test_tokens_are_counted_over_restarts_of_a_rollouter():
+    log = GenerationLog()
+    update = UpdateTimes(version=1, stall_s=0.5)
+    log.add("rollouter/0", 1, RolloutStats(sampled_tokens=100, sampling=[], updates=[update]), 1.0)
+    log.add("rollouter/0", 1, RolloutStats(sampled_tokens=150, sampling=[]), 2.0)
+    log.add("rollouter/0", 2, RolloutStats(sampled_tokens=30, sampling=[]), 3.0)
+    assert log.covers(3.0)
+    assert not log.covers(3.1)
+    assert log.take() == (180, [update])
+    assert log.take() == (0, [])

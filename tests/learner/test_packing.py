@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.learner.packing import cost, pack
+
+CASES = {
+    "lengths": st.lists(st.integers(1, 300), max_size=60),
+    "budget": st.integers(1, 400),
+    "world_size": st.integers(1, 5),
+}
+
+
+@given(**CASES)
+def test_every_sequence_is_in_one_row_within_the_budget(lengths, budget, world_size) -> None:
+    ranks = pack(lengths, budget=budget, world_size=world_size)
+    rows = [row for rank in ranks for row in rank]
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    for row in rows:
+        assert sum(lengths[i] for i in row) <= budget or len(row) == 1
+        assert row == sorted(row)
+
+
+@given(**CASES)
+def test_every_rank_has_the_same_number_of_rows(lengths, budget, world_size) -> None:
+    ranks = pack(lengths, budget=budget, world_size=world_size)
+    assert len(ranks) == world_size
+    assert len({len(rank) for rank in ranks}) == 1
+    assert ranks[0]
+
+
+@given(**CASES)
+def test_packing_is_a_function_of_the_batch(lengths, budget, world_size) -> None:
+    first = pack(lengths, budget=budget, world_size=world_size)
+    assert pack(list(lengths), budget=budget, world_size=world_size) == first
+
+
+@given(**CASES)
+def test_without_packing_a_row_holds_one_sequence(lengths, budget, world_size) -> None:
+    ranks = pack(lengths, budget=budget, world_size=world_size, packed=False)
+    rows = [row for rank in ranks for row in rank]
+    assert all(len(row) <= 1 for row in rows)
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    assert len({len(rank) for rank in ranks}) == 1
+
+
+@given(**CASES)
+def test_a_micro_batch_has_rows_of_like_cost(lengths, budget, world_size) -> None:
+    """Ranks wait for one another in each micro-batch: none is cheaper than any of the following micro-batch."""
+    ranks = pack(lengths, budget=budget, world_size=world_size)
+    costs = cost(np.array(lengths))
+    steps = [[costs[row].sum() if row else 0.0 for row in column] for column in zip(*ranks, strict=True)]
+    assert all(min(a) >= max(b) - 1e-9 for a, b in zip(steps, steps[1:], strict=False))
+
+
+def test_lognormal_lengths_are_packed_tightly_and_evenly() -> None:
+    random = np.random.default_rng(0)
+    lengths = np.clip(random.lognormal(5, 1, 512), 1, 4000).astype(int).tolist()
+    ranks = pack(lengths, budget=8192, world_size=4)
+    rows = [row for rank in ranks for row in rank]
+    used = sum(lengths) / (8192 * len(rows))
+    assert used > 0.8
+    work = [sum(cost(np.array(lengths))[row].sum() for row in rank) for rank in ranks]
+    assert max(work) < 1.05 * min(work)

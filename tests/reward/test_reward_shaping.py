@@ -1,0 +1,48 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.config import OverlongPenalty
+from asyncrl.reward.shaping import overlong_penalty, shaped
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        (0, 0.0),
+        (1, 0.0),
+        (79, 0.0),
+        (80, 0.0),
+        (81, -0.05),
+        (90, -0.5),
+        (95, -0.75),
+        (99, -0.95),
+        (100, -1.0),
+        (101, -1.0),
+        (10_000, -1.0),
+    ],
+)
+def test_penalty_is_dapo_equation_13(tokens: int, expected: float) -> None:
+    assert overlong_penalty(tokens, max_tokens=100, margin_tokens=20, scale=1.0) == pytest.approx(expected)
+
+
+@given(
+    tokens=st.integers(0, 300),
+    margin=st.integers(1, 99),
+    scale=st.floats(0, 10),
+)
+def test_penalty_never_rewards_and_never_exceeds_its_scale(tokens: int, margin: int, scale: float) -> None:
+    penalty = overlong_penalty(tokens, max_tokens=100, margin_tokens=margin, scale=scale)
+    longer = overlong_penalty(tokens + 1, max_tokens=100, margin_tokens=margin, scale=scale)
+    assert -scale <= longer <= penalty <= 0
+
+
+def test_shaped_reward_shows_its_penalty_and_keeps_its_components() -> None:
+    overlong = OverlongPenalty(margin_tokens=20, scale=0.5)
+    components = {"format": 1.0}
+    assert shaped(1.0, components, 90, max_tokens=100, overlong=overlong) == (
+        0.75,
+        {"format": 1.0, "overlong_penalty": -0.25},
+    )
+    assert shaped(1.0, {}, 10, max_tokens=100, overlong=overlong) == (1.0, {"overlong_penalty": 0.0})
+    assert components == {"format": 1.0}

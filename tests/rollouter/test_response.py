@@ -1,0 +1,89 @@
+"""Responses put together from many submissions: I3, limits, and stop strings over the cut."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.messages import VersionSpan
+from asyncrl.rollouter.response import Response
+
+ALPHABET = "abcdefgh"
+
+
+def decode(tokens):
+    return "".join(ALPHABET[token] for token in tokens)
+
+
+def versions_of(response):
+    return [span.version for span in response.spans for _ in range(span.start, span.end)]
+
+
+@given(
+    st.integers(1, 60),
+    st.lists(st.tuples(st.integers(0, 9), st.lists(st.integers(1, 10), max_size=4), st.booleans()), max_size=12),
+)
+def test_every_token_keeps_its_logprob_and_version_over_any_number_of_resumes(max_tokens, submissions):
+    response = Response(max_tokens=max_tokens)
+    expected = []
+    for version, deltas, died in submissions:
+        if response.finish_reason is not None:
+            break
+        response.submitted(version)
+        sampled = 0
+        for size in deltas:
+            size = min(size, response.remaining)
+            logprobs = [-float(version) - 0.01 * i for i in range(size)]
+            response.extend([1] * size, logprobs, decode)
+            expected += [(version, logprob) for logprob in logprobs]
+            sampled += size
+        length = response.remaining == 0
+        spans = [] if died else [VersionSpan(version, 0, sampled)]
+        response.end_submission("length" if length else "abort", spans)
+    assert len(response.tokens) <= max_tokens
+    assert list(zip(versions_of(response), response.logprobs, strict=True)) == expected
+    ends = [0, *(span.end for span in response.spans)]
+    assert all(span.start == end for span, end in zip(response.spans, ends, strict=False))
+
+
+def test_a_switch_within_one_submission_is_kept_where_it_happened():
+    response = Response(max_tokens=10)
+    response.submitted(1)
+    response.extend([0, 1, 2, 3], [0.0] * 4, decode)
+    response.end_submission("abort", [VersionSpan(1, 0, 3), VersionSpan(2, 3, 4, True)])
+    response.submitted(2)
+    response.extend([4, 5], [0.0] * 2, decode)
+    response.end_submission("stop", [VersionSpan(2, 0, 2)])
+    assert response.spans == [VersionSpan(1, 0, 3), VersionSpan(2, 3, 4, True), VersionSpan(2, 4, 6)]
+    assert response.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("cut", range(1, 6))
+def test_a_stop_string_that_straddles_the_cut_still_stops(cut):
+    """I3 and the stop: tokens after it are dropped with their log-probs, whatever the submissions were."""
+    tokens = [0, 1, 2, 3, 4, 5]  # abcdef, stop at "cd"
+    response = Response(max_tokens=10, stop=["cd"])
+    stopped, sent = False, 0
+    for version, part in ((1, tokens[:cut]), (2, tokens[cut:])):
+        if response.finish_reason or stopped:
+            break
+        response.submitted(version)
+        stopped = response.extend(part, [float(-t) for t in part], decode)
+        sent += len(part)
+        response.end_submission("abort")
+    assert stopped
+    assert decode(response.tokens) == "abcd"
+    assert response.logprobs == [0.0, -1.0, -2.0, -3.0]
+    assert response.finish_reason == "stop"
+    assert response.spans[-1].end == 4
+
+
+def test_what_nobody_can_date_is_forgotten():
+    response = Response(max_tokens=10)
+    response.submitted(1)
+    response.extend([1, 2], [0.0, 0.0], decode)
+    response.end_submission("abort")
+    response.submitted(1)
+    response.extend([3], [0.0], decode)
+    response.lose_submission()
+    assert response.tokens == [1, 2]
+    assert response.spans == [VersionSpan(1, 0, 2)]

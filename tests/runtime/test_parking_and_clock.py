@@ -1,0 +1,62 @@
+"""Parked calls are answered by events; virtual time jumps, and shows a deadlock as one."""
+
+import asyncio
+
+import pytest
+
+from asyncrl.runtime.clock import LoopClock, run_virtual
+from asyncrl.runtime.parking import ParkingLot
+
+
+def test_a_parked_call_asks_again_at_each_event_and_at_its_end():
+    async def main():
+        lot, asked, answer = ParkingLot(), [], [None]
+
+        def ask():
+            asked.append(asyncio.get_running_loop().time())
+            return answer[0]
+
+        task = asyncio.create_task(lot.until(ask, 10.0))
+        await asyncio.sleep(1)
+        lot.wake()
+        await asyncio.sleep(1)
+        answer[0] = "yes"
+        lot.wake()
+        assert await task == "yes"
+        answer[0] = None
+        assert await lot.until(ask, 10.0) is None
+        assert asked == [0.0, 1.0, 2.0, 2.0, 12.0]
+
+    run_virtual(main())
+
+
+def test_many_are_woken_at_once_and_a_cancelled_one_leaves():
+    async def main():
+        lot, open_ = ParkingLot(), []
+        tasks = [asyncio.create_task(lot.until(lambda: open_ or None, 100.0)) for _ in range(5)]
+        await asyncio.sleep(0)
+        tasks[0].cancel()
+        await asyncio.sleep(0)
+        open_.append(1)
+        lot.wake()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(results[0], asyncio.CancelledError)
+        assert results[1:] == [[1]] * 4
+        assert lot._waiting == {}
+
+    run_virtual(main())
+
+
+def test_virtual_time_jumps_and_a_deadlock_is_an_error():
+    async def main():
+        clock = LoopClock()
+        await asyncio.gather(asyncio.sleep(3600), asyncio.sleep(7200))
+        return clock.now()
+
+    assert run_virtual(main()) == 7200
+
+    async def stuck():
+        await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(RuntimeError, match="deadlock"):
+        run_virtual(stuck())

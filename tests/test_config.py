@@ -1,0 +1,96 @@
+"""The configuration: merging, flags, and every problem reported at once with its path."""
+
+import pytest
+
+from asyncrl.config import config_from_json, config_to_json, known_keys, load_config, validate_config
+from asyncrl.errors import ConfigError
+
+SIMULATED = {"rollout": {"engine": "sim"}, "learner": {"backend": "sim"}, "data": {"source": "synthetic"}}
+
+
+def problems(tree):
+    with pytest.raises(ConfigError) as caught:
+        validate_config(tree)
+    return caught.value.problems
+
+
+def test_files_merge_left_to_right_and_flags_come_last(tmp_path):
+    first, second = tmp_path / "a.toml", tmp_path / "b.toml"
+    first.write_text('[model]\npath = "m"\n[data]\npath = "d"\n[rollout]\nstop = ["a", "b"]\nmax_tokens = 5\n')
+    second.write_text('[rollout]\nstop = ["c"]\n[eval.held.data]\npath = "e"\n')
+    config = load_config([first, second], {"learner.lr": "3e-6", "run.name": "trial", "rollout.max_tokens": "7"})
+    assert config.rollout.stop == ["c"]
+    assert (config.rollout.max_tokens, config.learner.lr, config.run.name) == (7, 3e-6, "trial")
+    assert config.eval["held"].data.path == "e"
+
+
+def test_the_json_of_a_config_is_the_config():
+    config = validate_config(SIMULATED)
+    assert config_from_json(config_to_json(config)) == config
+
+
+def test_every_problem_is_reported_at_once():
+    found = problems(
+        {
+            "learner": {"lrr": 1, "ranks": "x", "backend": "fsdp2"},
+            "evl": {},
+            "rollout": {"engine": "sim", "on_update": "restart"},
+            "eval": {"held": {"at_stat": True, "data": {"source": "jsonl"}}},
+        }
+    )
+    text = "\n".join(found)
+    for expected in (
+        "learner.ranks: input should be a valid integer",
+        "learner.lrr: unknown key; did you mean lr?",
+        "evl: unknown key; did you mean eval?",
+        "rollout.on_update: input should be 'abort_resume', 'keep' or 'drain' (got 'restart')",
+        "eval.held.at_stat: unknown key; did you mean at_start?",
+        "model.path: is required",
+        "learner.backend: what the sim engine makes up must not train a model",
+        "data.path: is required",
+        "eval.held.data.path: is required",
+    ):
+        assert expected in text
+    assert len(found) == 9
+
+
+@pytest.mark.parametrize(
+    ("tree", "problem"),
+    [
+        ({"rollout": {"engine": "sim", "concurrency": 4}}, "rollout.concurrency: is 4, less than one prompt group"),
+        ({"learner": {"backend": "sim", "steps": 5, "steps_per_version": 2}}, "learner.steps: must be a multiple"),
+        ({"learner": {"backend": "sim", "steps": 5, "warmup_steps": 6}}, "learner.warmup_steps: is more"),
+        ({"network": {"ports": "9-2"}}, "network.ports: '9-2' is not a range"),
+        ({"network": {"host": "10.0.0.1"}, "security": {"curve": "off"}}, "security.curve: may be off on loopback"),
+        ({"reward": {"truncated": "penalty", "overlong": {"margin_tokens": 9999}}}, "overlong.margin_tokens"),
+        ({"data": {"source": "reasoning_gym"}}, "data.task: is required"),
+        ({"staleness": {"max": -1}}, "staleness.max: input should be greater than or equal to 0"),
+        ({"learner": {"lr": float("nan")}}, "learner.lr: input should be"),
+    ],
+)
+def test_what_does_not_fit_together_is_named(tree, problem):
+    merged = {key: SIMULATED.get(key, {}) | tree.get(key, {}) for key in SIMULATED | tree}
+    assert any(problem in line for line in problems(merged)), problems(merged)
+
+
+def test_an_unreadable_file_is_named(tmp_path):
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[learner\n")
+    with pytest.raises(ConfigError, match="broken.toml: not valid TOML"):
+        load_config([broken])
+    with pytest.raises(ConfigError, match="missing.toml: cannot be read: No such file"):
+        load_config([tmp_path / "missing.toml"])
+
+
+def test_every_key_is_documented():
+    keys = known_keys()
+    assert len(keys) > 100
+    assert [key for key, _, _, description in keys if not description.endswith((".", ")", "?"))] == []
+
+
+def test_derived_numbers():
+    config = validate_config(
+        SIMULATED
+        | {"staleness": {"max": 3}, "learner": {"backend": "sim", "groups_per_step": 4, "steps_per_version": 2}}
+    )
+    assert (config.groups_per_version, config.gate_capacity) == (8, 32)

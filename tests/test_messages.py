@@ -1,0 +1,72 @@
+"""The messages: every one survives the wire, and each request says what answers it."""
+
+import numpy as np
+import pytest
+
+from asyncrl.messages import (
+    Deliver,
+    Delivered,
+    Group,
+    Message,
+    Request,
+    Ticket,
+    Trajectory,
+    VersionSpan,
+    message_types,
+)
+from asyncrl.wire.codec import Codec
+
+
+def make_group(uid="0-1", samples=2, tokens=3):
+    ticket = Ticket(
+        uid=uid,
+        grant=1,
+        purpose="train",
+        epoch=0,
+        index=1,
+        param_version=4,
+        prompt_ids=np.arange(5, dtype=np.int32),
+        prompt="1+1=",
+        row={"answer": "2", "nested": {"a": [1, None]}},
+        samples=samples,
+        temperature=1.0,
+        max_tokens=8,
+    )
+    trajectories = [
+        Trajectory(
+            sample=sample,
+            tokens=np.arange(tokens, dtype=np.int32),
+            logprobs=np.full(tokens, -0.5, np.float32),
+            loss_mask=np.ones(tokens, np.uint8),
+            spans=[VersionSpan(4, 0, 1), VersionSpan(5, 1, tokens, True)],
+            finish_reason="stop",
+            text="2",
+            reward=1.0,
+        )
+        for sample in range(samples)
+    ]
+    return Group(ticket=ticket, trajectories=trajectories)
+
+
+def test_a_group_survives_the_wire():
+    codec, group = Codec(), make_group()
+    body, *buffers = codec.encode(Deliver(group=group))
+    assert len(buffers) == 1 + 3 * 2
+    again = codec.decode(Deliver, body, buffers).group
+    assert again.ticket.row == group.ticket.row
+    assert again.trajectories[1].spans == group.trajectories[1].spans
+    assert np.array_equal(again.trajectories[0].logprobs, group.trajectories[0].logprobs)
+
+
+@pytest.mark.parametrize(
+    "kind", [k for k in message_types().values() if issubclass(k, Request)], ids=lambda k: k.__name__
+)
+def test_each_request_names_its_reply(kind):
+    assert issubclass(kind.reply, Message)
+    assert kind.__doc__
+
+
+def test_names_on_the_wire_are_unique_and_found():
+    types = message_types()
+    assert types["Deliver"] is Deliver
+    assert Deliver.reply is Delivered

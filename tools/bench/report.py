@@ -1,0 +1,109 @@
+"""What a benchmark prints: a table for people on stderr, and one JSON object as the last line of stdout."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from tools.bench.statistics import Comparison
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a ratio is to be."""
+
+    relation: Literal["<=", ">="]
+    value: float
+
+    def met(self, ratio: float) -> bool:
+        """Whether the ratio is so."""
+        return ratio <= self.value if self.relation == "<=" else ratio >= self.value
+
+    def __str__(self) -> str:
+        return f"{self.relation} {self.value:.4g}"
+
+
+@dataclass(slots=True)
+class Report:
+    """The figures of one benchmark. ``ratios`` are what the targets speak of."""
+
+    name: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict)
+    targets: dict[str, Target] = field(default_factory=dict)
+    ratios: dict[str, float] = field(default_factory=dict)
+
+    def comparison(
+        self, name: str, found: Comparison, *, unit: str, sides: tuple[str, str], target: Target | None = None
+    ) -> None:
+        """Add a measured pair of sides; the ratio is the first side over the second."""
+        self.figures[name] = {
+            "unit": unit,
+            "first": sides[0],
+            "second": sides[1],
+            **asdict(found),
+        }
+        if target is not None:
+            self.ratio(name, found.ratio.median, target)
+        self._say(name, found, unit, sides, target)
+
+    def same(self, name: str, found: Comparison) -> None:
+        """Add the A/A run that belongs to a comparison: the interval of its ratio must hold 1."""
+        self.figures[f"{name}_aa"] = {"ratio": asdict(found.ratio), "holds_1": found.ratio.holds(1.0)}
+        interval = found.ratio
+        verdict = "holds 1" if interval.holds(1.0) else "DOES NOT HOLD 1"
+        self.say(f"{name:24} A/A {interval.median:.3f} [{interval.low:.3f}, {interval.high:.3f}]  {verdict}")
+
+    def ratio(self, name: str, value: float, target: Target) -> None:
+        """Add a ratio with its target."""
+        self.ratios[name] = value
+        self.targets[name] = target
+
+    @property
+    def met(self) -> dict[str, bool]:
+        """Which targets are met, by the medians."""
+        return {name: target.met(self.ratios[name]) for name, target in self.targets.items()}
+
+    def to_json(self) -> str:
+        """One line, ``ratios`` last."""
+        return json.dumps(
+            {
+                "bench": self.name,
+                "machine": machine(),
+                "settings": self.settings,
+                "figures": self.figures,
+                "targets": {name: str(target) for name, target in self.targets.items()},
+                "met": self.met,
+                "ratios": self.ratios,
+            }
+        )
+
+    def say(self, line: str) -> None:
+        """A line for people."""
+        print(line, file=sys.stderr, flush=True)
+
+    def _say(
+        self, name: str, found: Comparison, unit: str, sides: tuple[str, str], target: Target | None
+    ) -> None:
+        first, second, ratio = found.first, found.second, found.ratio
+        line = (
+            f"{name:24} {sides[0]} {first.median:.4g} {unit}, {sides[1]} {second.median:.4g} {unit}, "
+            f"ratio {ratio.median:.4g} [{ratio.low:.4g}, {ratio.high:.4g}]"
+        )
+        if target is not None:
+            line += f"  target {target}  {'met' if target.met(ratio.median) else 'NOT MET'}"
+        self.say(line)
+
+
+def machine() -> dict[str, Any]:
+    """Where it was measured."""
+    return {
+        "cpus": os.cpu_count(),
+        "load_1min": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+    }

@@ -1,0 +1,144 @@
+"""The process on the other side of the benchmark of calls: ``python -m tools.bench.served``.
+
+It runs one real actor without a controller, on an event loop as every actor has it, and beside it on the same loop
+what raw pyzmq needs to do the same work. Its first line of stdin says which actor and with which secret; its first
+line of stdout says where everything is bound; it ends in good order when stdin does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvloop
+import zmq
+import zmq.asyncio
+
+from asyncrl.config import config_from_json
+from asyncrl.messages import Done, Message, Request
+from asyncrl.monitor.logging import configure_logging
+from asyncrl.reward.actor import RewardActor
+from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
+from asyncrl.wire.keys import Credentials
+from asyncrl.wire.zeromq import ZmqTransport
+
+RUN_ID = "bench"
+
+
+class Echoed(Message, frozen=True, kw_only=True):
+    """The number of an Echo."""
+
+    n: int
+
+
+class Echo(Request, frozen=True, kw_only=True):
+    """A small call, answered from the receive callback."""
+
+    reply = Echoed
+    n: int
+
+
+class EchoTask(Request, frozen=True, kw_only=True):
+    """A small call, answered by a task."""
+
+    reply = Echoed
+    n: int
+
+
+class Blob(Request, frozen=True, kw_only=True):
+    """A large call."""
+
+    reply = Done
+    data: np.ndarray
+
+
+class EchoActor(Actor):
+    """Answers small calls with their number and large ones with no more than that they came."""
+
+    role = "echo"
+
+    @handler
+    def echo(self, request: Echo, caller: Caller) -> Echoed:
+        """As most calls between actors are served."""
+        return Echoed(n=request.n)
+
+    @handler
+    async def echo_task(self, request: EchoTask, caller: Caller) -> Echoed:
+        """As calls are served that may have to wait."""
+        return Echoed(n=request.n)
+
+    @handler
+    def blob(self, request: Blob, caller: Caller) -> Done:
+        """The array is a view of what was received."""
+        assert request.data.dtype == np.uint8
+        return Done()
+
+
+ACTORS: dict[str, type[Actor]] = {"echo": EchoActor, "reward": RewardActor}
+
+
+async def raw_echo(router: Any, *, copy: bool) -> None:
+    """Answer each message with its first two frames."""
+    while True:
+        identity, header, body, *_ = await router.recv_multipart(copy=copy)
+        await router.send_multipart([identity, header, body], copy=copy)
+
+
+async def serve(role: str, secret: str, config: str) -> None:
+    """Live as this actor until stdin ends."""
+    loop = asyncio.get_running_loop()
+    settings = config_from_json(config)
+    credentials = Credentials(RUN_ID, secret)
+    with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:
+        actor = ACTORS[role](
+            ActorContext(
+                config=settings,
+                name=f"{role}/0",
+                incarnation=1,
+                run_dir=Path(folder),
+                transport=ZmqTransport(credentials, max_message_bytes=settings.network.max_message_bytes),
+                credentials=credentials,
+                controller=None,
+            )
+        )
+        loop.add_reader(sys.stdin.fileno(), lambda: os.read(0, 4096) or actor.begin_drain())
+        async with asyncio.TaskGroup() as tasks:
+            life = tasks.create_task(actor.main())
+            context = zmq.asyncio.Context()
+            addresses: dict[str, str] = {}
+            echoes = []
+            for name, copy in (("raw", True), ("raw_views", False)):
+                router = context.socket(zmq.ROUTER)
+                router.linger = 0
+                router.bind("tcp://127.0.0.1:*")
+                addresses[name] = router.last_endpoint.decode()
+                echoes.append(tasks.create_task(raw_echo(router, copy=copy)))
+            while not actor.ready and not life.done():
+                await asyncio.sleep(0.01)
+            sys.stdout.write(json.dumps({"actor": actor.address, **addresses}) + "\n")
+            sys.stdout.flush()
+            await life
+            for echo in echoes:
+                echo.cancel()
+        context.destroy(linger=0)
+
+
+def main() -> None:
+    """See the module."""
+    first = json.loads(sys.stdin.buffer.raw.readline())  # type: ignore[attr-defined]
+    configure_logging("warning")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(first["role"], first["secret"], first["config"]))
+
+
+if __name__ == "__main__":
+    # Under its importable name, so that both sides have the same message classes.
+    from tools.bench import served
+
+    served.main()

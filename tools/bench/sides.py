@@ -1,0 +1,166 @@
+"""The sides of the benchmark of calls that live in this process: asyncrl's runtime and raw pyzmq asyncio.
+
+Both talk to the same server process (served.py) from the same event loop. A side's methods measure once: they
+return a median round trip in s, a rate in calls/s or bytes/s, or the seconds of a job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import zmq
+import zmq.asyncio
+
+from asyncrl.config import Config, config_to_json
+from asyncrl.errors import ActorFailed
+from asyncrl.messages import ActorRecord, Completion, Score
+from asyncrl.runtime.endpoint import Endpoint
+from asyncrl.runtime.peer import Peer
+from asyncrl.wire.keys import Credentials
+from asyncrl.wire.zeromq import ZmqTransport
+from tools.bench.served import RUN_ID, Blob, Echo, EchoTask
+
+CLOSE_S = 10.0
+
+
+@contextmanager
+def server(role: str, config: Config) -> Iterator[tuple[dict[str, str], str]]:
+    """A server process; gives its addresses and its secret. Raises ActorFailed if it does not come up."""
+    secret = secrets.token_hex(16)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tools.bench.served"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        first = {"role": role, "secret": secret, "config": config_to_json(config)}
+        process.stdin.write(json.dumps(first).encode() + b"\n")
+        process.stdin.flush()
+        line = process.stdout.readline()
+        if not line:
+            raise ActorFailed(f"{role}/0", f"ended with exit code {process.wait(CLOSE_S)}")
+        yield json.loads(line), secret
+        process.stdin.close()
+        process.wait(CLOSE_S)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+class Ours:
+    """asyncrl's runtime."""
+
+    def __init__(self, address: str, secret: str, peer: str, config: Config) -> None:
+        credentials = Credentials(RUN_ID, secret)
+        self._transport = ZmqTransport(
+            credentials, max_message_bytes=config.network.max_message_bytes
+        )
+        endpoint = Endpoint(
+            name="client/0",
+            incarnation=1,
+            credentials=credentials,
+            transport=self._transport,
+            call_timeout_s=config.network.call_timeout_s,
+            max_message_bytes=config.network.max_message_bytes,
+            resolve=_nowhere,
+            spawn=asyncio.get_running_loop().create_task,
+        )
+        self._peer = Peer(endpoint, peer, ActorRecord(name=peer, incarnation=1, address=address))
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._peer.close()
+        self._transport.close()
+
+    async def round_trip(self, calls: int, kind: type[Echo | EchoTask] = Echo) -> float:
+        """Median of ``calls`` round trips, one after the other (s)."""
+        call, clock, times = self._peer.call, time.perf_counter, []
+        for n in range(calls):
+            began = clock()
+            await call(kind(n=n))
+            times.append(clock() - began)
+        return statistics.median(times)
+
+    async def pipelined(self, calls: int, kind: type[Echo | EchoTask] = Echo) -> float:
+        """Calls a second with ``calls`` in flight at once."""
+        began = time.perf_counter()
+        flying = [self._peer.call(kind(n=n)) for n in range(calls)]
+        answers = [await call for call in flying]
+        seconds = time.perf_counter() - began
+        assert [answer.n for answer in answers] == list(range(calls))
+        return calls / seconds
+
+    async def tasks(self, texts: Sequence[str]) -> float:
+        """Seconds until every text is scored; each is a task of its own."""
+        began = time.perf_counter()
+        flying = [
+            self._peer.call(
+                Score(
+                    uid=f"0-{index}",
+                    prompt="",
+                    row={"answer": "x"},
+                    completions=[Completion(text=text, finish_reason="stop", tokens=len(text))],
+                )
+            )
+            for index, text in enumerate(texts)
+        ]
+        rewards = [(await call).rewards[0] for call in flying]
+        seconds = time.perf_counter() - began
+        assert rewards == [0.0] * len(texts)
+        return seconds
+
+    async def large(self, data: np.ndarray) -> float:
+        """Bytes a second of a call with ``data``."""
+        began = time.perf_counter()
+        await self._peer.call(Blob(data=data))
+        return data.nbytes / (time.perf_counter() - began)
+
+
+class Raw:
+    """pyzmq's asyncio sockets, with as many frames of the same sizes."""
+
+    HEADER, BODY = bytes(36), bytes(4)
+
+    def __init__(self, addresses: dict[str, str]) -> None:
+        self._context = zmq.asyncio.Context()
+        self._sockets = {name: self._context.socket(zmq.DEALER) for name in ("raw", "raw_views")}
+        for name, socket in self._sockets.items():
+            socket.linger = 0
+            socket.connect(addresses[name])
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._context.destroy(linger=0)
+
+    async def round_trip(self, calls: int) -> float:
+        """See Ours."""
+        socket, clock, times = self._sockets["raw"], time.perf_counter, []
+        frames = [self.HEADER, self.BODY]
+        for _ in range(calls):
+            began = clock()
+            await socket.send_multipart(frames)
+            await socket.recv_multipart()
+            times.append(clock() - began)
+        return statistics.median(times)
+
+    async def large(self, data: np.ndarray) -> float:
+        """See Ours."""
+        socket = self._sockets["raw_views"]
+        began = time.perf_counter()
+        await socket.send_multipart([self.HEADER, self.BODY, data], copy=False)
+        await socket.recv_multipart(copy=False)
+        return data.nbytes / (time.perf_counter() - began)
+
+
+async def _nowhere(_name: str, _above: int) -> Any:
+    raise AssertionError("the server's address is known")

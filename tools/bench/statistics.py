@@ -1,0 +1,80 @@
+"""Paired measurements on a noisy machine: order, medians and their intervals. Pure, but for the clock of the sides.
+
+The two sides of a comparison are measured in pairs, one right after the other, in alternating order, so that what
+disturbs the machine disturbs both, and neither gains from coming second. The figure is the median of the pairs'
+ratios, with a percentile bootstrap interval. Comparing a side with itself in the same way (A/A) shows whether the
+procedure is fair: the interval must hold 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+RESAMPLES = 10_000
+LEVEL = 0.95
+
+Side = Callable[[], Awaitable[float]]
+"""Measures once and returns the figure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A median and its bootstrap interval."""
+
+    median: float
+    low: float
+    high: float
+
+    def holds(self, value: float) -> bool:
+        """Whether the value lies in the interval."""
+        return self.low <= value <= self.high
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two sides measured in pairs; ``ratio`` is first over second."""
+
+    first: Interval
+    second: Interval
+    ratio: Interval
+    pairs: int
+
+
+def median_interval(values: Sequence[float], *, seed: int = 0) -> Interval:
+    """The median with its percentile bootstrap interval at LEVEL. The same values give the same interval."""
+    data = np.asarray(values, np.float64)
+    if not len(data) or not np.all(np.isfinite(data)):
+        raise ValueError(f"no median of {len(data)} values that are not all finite numbers")
+    drawn = np.random.default_rng(seed).integers(0, len(data), (RESAMPLES, len(data)))
+    medians = np.median(data[drawn], axis=1)
+    tail = (1 - LEVEL) / 2
+    low, high = np.quantile(medians, [tail, 1 - tail])
+    return Interval(float(np.median(data)), float(low), float(high))
+
+
+def compare(pairs: Sequence[tuple[float, float]]) -> Comparison:
+    """Medians of both sides, and of the pairs' ratios."""
+    return Comparison(
+        first=median_interval([first for first, _ in pairs]),
+        second=median_interval([second for _, second in pairs]),
+        ratio=median_interval([first / second for first, second in pairs]),
+        pairs=len(pairs),
+    )
+
+
+async def measure_pairs(first: Side, second: Side, pairs: int) -> list[tuple[float, float]]:
+    """Measure both sides ``pairs`` times, after one warm-up each: first-second, second-first, first-second ..."""
+    await first()
+    await second()
+    found = []
+    for number in range(pairs):
+        if number % 2:
+            after = await second()
+            found.append((await first(), after))
+        else:
+            before = await first()
+            found.append((before, await second()))
+    return found
