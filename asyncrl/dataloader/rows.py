@@ -1,0 +1,163 @@
+"""Rows of a dataset: checked, made fit for the wire, and fingerprinted.
+
+Invariant: a Row's content survives MessagePack and JSON, and the fingerprint depends on prompts, rows and their order
+alone, not on where they were read from. A row that cannot be used ends the reading with DataError (file and line of
+the first, how many more there are), or is left out and counted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from asyncrl.errors import DataError
+
+Prompt = str | list[dict[str, str]]
+"""Text, or chat messages with role and content."""
+LISTED_PROBLEMS = 5
+KEPT_PROBLEMS = 1000
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(dict[str, Any])
+
+
+class BadRow(ValueError):
+    """What is wrong with one row."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawRow:
+    """What a source found at ``path``:``line`` (1-based): a row, or why there is none."""
+
+    path: str
+    line: int
+    value: Any = None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One usable row."""
+
+    prompt: Prompt
+    packed: bytes
+    """All its columns as MessagePack: a fraction of the memory, and nobody can change it."""
+    path: str
+    line: int
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """The row as the reward function sees it."""
+        return _DECODER.decode(self.packed)
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """Rows in the order of their source."""
+
+    rows: list[Row]
+    fingerprint: str
+    """Hex digest of the content."""
+    skipped: int
+    """Rows left out under on_bad_row = "skip"."""
+
+
+def collect(
+    source: str, raw_rows: Iterable[RawRow], *, prompt_key: str, on_bad_row: Literal["error", "skip"]
+) -> Dataset:
+    """Check all rows of ``source`` (its name in errors). Raises DataError."""
+    rows: list[Row] = []
+    bad: list[tuple[RawRow, str]] = []
+    skipped = 0
+    digest = hashlib.blake2b(digest_size=16)
+    for raw in raw_rows:
+        try:
+            prompt, packed = check_row(raw, prompt_key)
+        except BadRow as error:
+            skipped += 1
+            if len(bad) < KEPT_PROBLEMS:
+                bad.append((raw, str(error)))
+            continue
+        rows.append(Row(prompt, packed, raw.path, raw.line))
+        digest.update(_ENCODER.encode((prompt, len(packed))))
+        digest.update(packed)
+    if bad and on_bad_row == "error":
+        first, problem = bad[0]
+        others = ", ".join(f"{raw.path}:{raw.line}" for raw, _ in bad[1 : 1 + LISTED_PROBLEMS])
+        more = f"; {skipped - 1} more bad rows ({others}{', …' if skipped > LISTED_PROBLEMS + 1 else ''})"
+        raise DataError(
+            f"{problem}{more if others else ''}. Mend it, or leave such rows out with on_bad_row = \"skip\"",
+            path=first.path,
+            line=first.line,
+        )
+    if not rows:
+        raise DataError(
+            f"holds no usable row ({bad[0][1]})" if bad else "holds no row",
+            path=source,
+        )
+    return Dataset(rows, digest.hexdigest(), skipped)
+
+
+def check_row(raw: RawRow, prompt_key: str) -> tuple[Prompt, bytes]:
+    """The prompt of a row, and the row as MessagePack. Raises BadRow."""
+    if raw.problem:
+        raise BadRow(raw.problem)
+    if not isinstance(raw.value, dict):
+        raise BadRow(f"a row must be an object, not {_kind(raw.value)}")
+    if prompt_key not in raw.value:
+        raise BadRow(missing_column(prompt_key, raw.value))
+    try:
+        columns = msgspec.to_builtins(raw.value, enc_hook=_simplify)
+        packed = _ENCODER.encode(columns)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise BadRow(f"cannot be sent as JSON or MessagePack: {error}") from None
+    return _check_prompt(columns[prompt_key], prompt_key), packed
+
+
+def missing_column(prompt_key: str, columns: Iterable[str]) -> str:
+    """What to say when there is no prompt column."""
+    return f"has no column {prompt_key!r}; it has {', '.join(map(repr, columns)) or 'none'} (set prompt_key)"
+
+
+def _check_prompt(prompt: Any, key: str) -> Prompt:
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise BadRow(f"{key} is empty")
+        return prompt
+    if not isinstance(prompt, list):
+        raise BadRow(f"{key} must be text or a list of chat messages, not {_kind(prompt)}")
+    if not prompt:
+        raise BadRow(f"{key} holds no message")
+    messages = []
+    for number, message in enumerate(prompt, 1):
+        if not isinstance(message, dict):
+            raise BadRow(f"{key}: message {number} must be an object, not {_kind(message)}")
+        for field in ("role", "content"):
+            if not isinstance(message.get(field), str):
+                raise BadRow(
+                    f"{key}: message {number} needs a {field} that is text, not {_kind(message.get(field))}"
+                )
+        messages.append({"role": message["role"], "content": message["content"]})
+    return messages
+
+
+def _simplify(value: Any) -> Any:
+    """Types that msgspec does not know."""
+    if isinstance(value, str):
+        # numpy.str_, which msgspec refuses although it is text.
+        return str(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    raise TypeError(f"a value of type {type(value).__name__}")
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "text", bool: "a boolean", int: "a number", float: "a number"}
+    return "null" if value is None else names.get(type(value), type(value).__name__)

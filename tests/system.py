@@ -1,0 +1,109 @@
+"""A whole run in one process: every real actor, on the in-memory transport, one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import Config, validate_config
+from asyncrl.messages import RunState, StopRun
+from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext
+from asyncrl.runtime.clock import Clock
+from asyncrl.runtime.endpoint import new_incarnation
+from asyncrl.wire.keys import Credentials
+from asyncrl.wire.memory import MemoryNetwork
+
+CREDENTIALS = Credentials("run-1", "s3cret")
+
+
+def sim_config(**tables: dict[str, Any]) -> Config:
+    """A small simulated run; ``tables`` are merged over it."""
+    tree: dict[str, Any] = {
+        "data": {"source": "synthetic", "size": 64},
+        "rollout": {
+            "engine": "sim",
+            "replicas": 2,
+            "samples_per_prompt": 2,
+            "concurrency": 8,
+            "max_tokens": 64,
+            "sim": {"length_median": 16.0, "decode_step_s": 0.001, "decode_step_per_request_s": 0.0, "load_s": 0.002},
+        },
+        "reward": {"function": "constant", "workers": 1},
+        "learner": {
+            "backend": "sim",
+            "steps": 6,
+            "groups_per_step": 4,
+            "dynamic_sampling": False,
+            "sim": {"step_s": 0.01, "publish_bytes": 4096},
+        },
+        "staleness": {"max": 2},
+    }
+    for name, table in tables.items():
+        merged = dict(tree.get(name, {}))
+        for key, value in table.items():
+            merged[key] = merged[key] | value if isinstance(value, dict) and isinstance(merged.get(key), dict) else value
+        tree[name] = merged
+    return validate_config(tree)
+
+
+class System:
+    """The actors of a run. ``await run()`` lives it to its end."""
+
+    def __init__(self, config: Config, run_dir: Path, clock: Clock | None = None) -> None:
+        self.config = config
+        self.run_dir = run_dir
+        self.network = MemoryNetwork()
+        self.actors: dict[str, Actor] = {}
+        self._clock = clock
+        (run_dir / "private").mkdir(parents=True)
+
+    def make(self, name: str) -> Actor:
+        role = name.partition("/")[0]
+        actor_class = importlib.import_module(f"asyncrl.{role}.actor").ACTOR
+        controller = self.actors.get(CONTROLLER)
+        context = ActorContext(
+            config=self.config,
+            name=name,
+            incarnation=new_incarnation(),
+            run_dir=self.run_dir,
+            transport=self.network.transport(),
+            credentials=CREDENTIALS,
+            controller=controller.address if controller is not None else None,
+            **({"clock": self._clock} if self._clock else {}),
+        )
+        actor = self.actors[name] = actor_class(context)
+        return actor
+
+    async def run(self, timeout: float = 60.0) -> RunState:
+        """Returns the state in which the run ended."""
+        controller = self.make(CONTROLLER)
+        mains = [asyncio.create_task(controller.main())]
+        while not controller.ready:
+            await asyncio.sleep(0.001)
+        mains += [asyncio.create_task(self.make(name).main()) for name in self.config.actors if name != CONTROLLER]
+        try:
+            async with asyncio.timeout(timeout):
+                results = await asyncio.gather(*mains[1:], return_exceptions=True)
+                await mains[0]
+        finally:
+            for main in mains:
+                main.cancel()
+            await asyncio.gather(*mains, return_exceptions=True)
+        failures = [result for result in results if isinstance(result, BaseException)]
+        if failures:
+            raise failures[0]
+        state: RunState = controller._state(0)
+        return state
+
+    async def stop(self) -> None:
+        """As the launcher would."""
+        actor = next(actor for name, actor in self.actors.items() if name != CONTROLLER)
+        await actor.peer(CONTROLLER).call(StopRun(reason="test"))
+
+    def lines(self, kind: str) -> list[dict[str, Any]]:
+        """Lines of metrics.jsonl."""
+        path = self.run_dir / "metrics.jsonl"
+        return [line for line in map(json.loads, path.read_text().splitlines()) if line["kind"] == kind]
