@@ -49,7 +49,9 @@ def read_parquet(pattern: str, prompt_key: str) -> Iterator[RawRow]:
             with parquet.ParquetFile(path) as file:
                 _check_columns(path, file.schema_arrow.names, prompt_key)
                 yield from _rows_of(path, file.iter_batches(batch_size=BATCH_ROWS))
-        except (OSError, pyarrow.ArrowException) as error:
+        except DataError:
+            raise
+        except (OSError, ValueError, pyarrow.ArrowException) as error:
             raise DataError(f"is not a readable Parquet file: {_first_line(error)}", path=path) from None
 
 
@@ -74,7 +76,9 @@ def read_hf(folder: str, split: str, prompt_key: str) -> Iterator[RawRow]:
             with pyarrow.memory_map(path) as file, pyarrow.ipc.open_stream(file) as stream:
                 _check_columns(path, stream.schema.names, prompt_key)
                 yield from _rows_of(path, stream)
-        except (OSError, pyarrow.ArrowException) as error:
+        except DataError:
+            raise
+        except (OSError, ValueError, pyarrow.ArrowException) as error:
             raise DataError(f"is not a readable Arrow file: {_first_line(error)}", path=path) from None
 
 
@@ -99,7 +103,7 @@ def _split_folder(folder: Path, split: str) -> Path:
     splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
     if not splits:
         raise DataError(
-            "was not written by save_to_disk; for a folder of Parquet files set source = \"parquet\" and a glob",
+            'was not written by save_to_disk; for a folder of Parquet files set source = "parquet" and a glob',
             path=str(folder),
         )
     if split not in splits:

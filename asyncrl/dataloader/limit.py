@@ -27,9 +27,7 @@ SHRINK_STEPS = 1 / 16
 class WorkingLimit:
     """Adapts within [0, ``staleness_max``] versions; stays at ``staleness_max`` without ``adapt``."""
 
-    def __init__(
-        self, *, groups_per_step: int, groups_per_version: int, staleness_max: int, adapt: bool
-    ) -> None:
+    def __init__(self, *, groups_per_step: int, groups_per_version: int, staleness_max: int, adapt: bool) -> None:
         self._step = groups_per_step
         self._version = groups_per_version
         self._max = staleness_max * groups_per_version

@@ -50,11 +50,6 @@ class Row:
     path: str
     line: int
 
-    @property
-    def columns(self) -> dict[str, Any]:
-        """The row as the reward function sees it."""
-        return _DECODER.decode(self.packed)
-
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
@@ -65,6 +60,11 @@ class Dataset:
     """Hex digest of the content."""
     skipped: int
     """Rows left out under on_bad_row = "skip"."""
+
+
+def unpack(packed: bytes) -> dict[str, Any]:
+    """The row as the reward function sees it."""
+    return _DECODER.decode(packed)
 
 
 def collect(
@@ -91,7 +91,7 @@ def collect(
         others = ", ".join(f"{raw.path}:{raw.line}" for raw, _ in bad[1 : 1 + LISTED_PROBLEMS])
         more = f"; {skipped - 1} more bad rows ({others}{', …' if skipped > LISTED_PROBLEMS + 1 else ''})"
         raise DataError(
-            f"{problem}{more if others else ''}. Mend it, or leave such rows out with on_bad_row = \"skip\"",
+            f'{problem}{more if others else ""}. Mend it, or leave such rows out with on_bad_row = "skip"',
             path=first.path,
             line=first.line,
         )
@@ -114,6 +114,8 @@ def check_row(raw: RawRow, prompt_key: str) -> tuple[Prompt, bytes]:
     try:
         columns = msgspec.to_builtins(raw.value, enc_hook=_simplify)
         packed = _ENCODER.encode(columns)
+        # Keys of odd types are written without complaint and found out by the reader.
+        unpack(packed)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise BadRow(f"cannot be sent as JSON or MessagePack: {error}") from None
     return _check_prompt(columns[prompt_key], prompt_key), packed
@@ -139,9 +141,7 @@ def _check_prompt(prompt: Any, key: str) -> Prompt:
             raise BadRow(f"{key}: message {number} must be an object, not {_kind(message)}")
         for field in ("role", "content"):
             if not isinstance(message.get(field), str):
-                raise BadRow(
-                    f"{key}: message {number} needs a {field} that is text, not {_kind(message.get(field))}"
-                )
+                raise BadRow(f"{key}: message {number} needs a {field} that is text, not {_kind(message.get(field))}")
         messages.append({"role": message["role"], "content": message["content"]})
     return messages
 

@@ -82,7 +82,8 @@ class Tickets:
         self._eval_turn = False
         self._number = 0
         """The last report of the learner without a gap before it."""
-        self._supply_number = 0
+        self.supply_number = 0
+        """Number of the present ``supply``."""
         self._supply_key: tuple[object, ...] = ()
         self.counts: Counter[str] = Counter()
         self._note_supply()
@@ -118,7 +119,7 @@ class Tickets:
     def supply(self) -> Supply:
         """What there is still to come. ``outstanding`` moves its number only when nothing is left to grant."""
         return Supply(
-            number=self._supply_number,
+            number=self.supply_number,
             exhausted=not self._gate.needed(self._outstanding),
             outstanding=self._outstanding,
             too_long=list(self._queue.too_long),
@@ -292,4 +293,4 @@ class Tickets:
         )
         if key != self._supply_key:
             self._supply_key = key
-            self._supply_number += 1
+            self.supply_number += 1

@@ -86,7 +86,8 @@ class Agent:
                 self._do(self._host.begin())
                 while not self._host.finished:
                     await self._wait_for_news()
-                    self._do(self._host.tick(time.monotonic()))
+                    self._news.clear()
+                    self._carry_out(self._host.tick(time.monotonic()))
                 raise _Finished
         except* _Finished:
             pass
@@ -99,10 +100,13 @@ class Agent:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.monotonic())):
                 await self._news.wait()
-        self._news.clear()
 
     def _do(self, instructions: list[Instruction]) -> None:
+        """Carry out the answer to an event; what is next to wait for may have changed."""
+        self._carry_out(instructions)
         self._news.set()
+
+    def _carry_out(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
             match instruction:
                 case Spawn(name):
@@ -246,11 +250,12 @@ async def _live() -> int:
         configure_logging(config.log.level)
         return await Agent(spec, config, output).main(commands)
     finally:
+        # With a limit of 0, drain returns when everything has left.
+        transport.set_write_buffer_limits(0)
         with contextlib.suppress(TimeoutError, OSError):
             async with asyncio.timeout(FAREWELL_S):
                 await output.drain()
-                output.close()
-                await output.wait_closed()
+        output.close()
 
 
 def main() -> int:

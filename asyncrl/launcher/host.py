@@ -151,7 +151,7 @@ class Host:
             log = state.log or self.logs.get(actor)
             self.failure = ActorFailed(actor, state.reason, log=log, exit_code=state.exit_code)
         elif state.exit_code == 0:
-            self.finished_run = True
+            self.finished_run = self._has_run = True
         else:
             self.stopped = self.stopped or state.reason
         self._end(now)

@@ -24,12 +24,16 @@ class Progress:
         self._steps = steps
         self._live = out.isatty()
         self._shown = ""
+        self._awaited: int | None = None
 
     def show(self, event: Event) -> None:
         """Show an event, if it says something new."""
         match event:
             case StateEvent(phase="starting", waiting_for=names):
-                self._now(f"starting: waiting for {_some(names)}" if names else "starting")
+                # As plain lines, each half as many as before: a large run does not fill the screen.
+                if self._live or self._awaited is None or len(names) <= self._awaited // 2:
+                    self._awaited = len(names)
+                    self._now(f"starting: waiting for {_some(names)}" if names else "starting")
             case StateEvent(phase="running"):
                 # Metrics say more; between them this line stays.
                 if not self._shown.startswith("step"):

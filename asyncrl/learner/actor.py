@@ -81,6 +81,7 @@ class Learner(Actor):
         self._outcomes = OutcomeQueue()
         self._outcomes_changed = asyncio.Event()
         self._outcomes_acknowledged = asyncio.Event()
+        self._rounds_changed = asyncio.Event()
         self._delivered = asyncio.Event()
         self._stats_came = asyncio.Event()
         self._supply = Supply(number=-1, exhausted=False, outstanding=0)
@@ -128,7 +129,7 @@ class Learner(Actor):
             self._backend.interrupt()
             await following
             return
-        for work in (self._report_outcomes(), self._watch_supply(), self._write_lines()):
+        for work in (self._report_outcomes(), self._watch_supply(), self._conclude_rounds(), self._write_lines()):
             self.tasks.create_task(work)
         training = self.tasks.create_task(self._train())
         draining = self.tasks.create_task(self.drained())
@@ -155,7 +156,7 @@ class Learner(Actor):
         self.progress()
         if group.ticket.purpose != "train":
             duplicate = not self._evals.add(group)
-            self._delivered.set()
+            self._rounds_changed.set()
             return Delivered(duplicate=duplicate)
         if self._has(group.ticket.uid):
             return Delivered(duplicate=True)
@@ -349,18 +350,21 @@ class Learner(Actor):
                     self._ledger.record("quarantined", int(epoch), int(index))
                     self._outcomes.outcome(Outcome(uid, "quarantined"))
                     self._outcomes_changed.set()
-            await self._conclude_rounds()
+            self._rounds_changed.set()
             self._delivered.set()
             self._supply_changed.set()
 
     async def _conclude_rounds(self) -> None:
-        for round, groups in self._evals.complete():
-            name = round.removeprefix("eval/").rpartition("@")[0]
-            line = {"kind": "eval", "step": self._step, "weights/version": self.param_version}
-            await self._emit(line | eval_metrics(name, groups))
-            for group in groups:
-                self._outcomes.outcome(Outcome(group.ticket.uid, "evaluated"))
-            self._outcomes_changed.set()
+        while True:
+            await self._rounds_changed.wait()
+            self._rounds_changed.clear()
+            for round, groups in self._evals.complete():
+                name = round.rpartition("@")[0]
+                line = {"kind": "eval", "step": self._step, "weights/version": self.param_version}
+                await self._emit(line | eval_metrics(name, groups))
+                for group in groups:
+                    self._outcomes.outcome(Outcome(group.ticket.uid, "evaluated"))
+                self._outcomes_changed.set()
 
     # --- records ---
 

@@ -58,9 +58,7 @@ ESTIMATORS: dict[Estimator, Callable[[np.ndarray], np.ndarray]] = {
 def _centred(rewards: np.ndarray) -> np.ndarray:
     values = np.asarray(rewards, dtype=np.float64)
     if values.ndim != 1 or len(values) < 2:
-        raise ValueError(
-            f"an advantage needs the rewards of at least 2 trajectories, got shape {values.shape}"
-        )
+        raise ValueError(f"an advantage needs the rewards of at least 2 trajectories, got shape {values.shape}")
     if not np.isfinite(values).all():
         raise ValueError(f"rewards must be finite, got {values.tolist()}")
     if np.all(values == values[0]):

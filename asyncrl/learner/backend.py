@@ -80,8 +80,7 @@ class Backend(Protocol):
         """
 
     def interrupt(self) -> None:
-        """From any thread: let ``follow`` return the next time it waits for a command, within a few seconds.
-        """
+        """From any thread: let ``follow`` return the next time it waits for a command, within a few seconds."""
 
     def stop(self) -> None:
         """End. On rank 0 the followers are told."""

@@ -123,16 +123,12 @@ def _check_trajectory(trajectory: Trajectory) -> str | None:
     if not count:
         return "no tokens"
     if len(trajectory.logprobs) != count or len(trajectory.loss_mask) != count:
-        return (
-            f"{count} tokens, {len(trajectory.logprobs)} log-probs, {len(trajectory.loss_mask)} mask entries"
-        )
+        return f"{count} tokens, {len(trajectory.logprobs)} log-probs, {len(trajectory.loss_mask)} mask entries"
     ends = [0, *(span.end for span in trajectory.spans)]
     if ends[-1] != count or any(
         s.start != end or s.end <= s.start for s, end in zip(trajectory.spans, ends, strict=False)
     ):
-        return (
-            f"version spans do not cover its {count} tokens: {[(s.start, s.end) for s in trajectory.spans]}"
-        )
+        return f"version spans do not cover its {count} tokens: {[(s.start, s.end) for s in trajectory.spans]}"
     logprobs = trajectory.logprobs[trajectory.loss_mask.astype(bool)]
     if not np.isfinite(logprobs).all() or (logprobs > 1e-3).any():
         return "a log-prob is not finite or above 0"
@@ -227,9 +223,7 @@ def _micro_batch(sequences: list[_Sequence], weights: list[float], row: list[int
         input_ids=np.concatenate([s.input_ids for s in members]),
         lengths=lengths,
         sequences=np.array(row, dtype=np.int32),
-        predict=np.concatenate([s.predict + start for s, start in zip(members, starts, strict=True)]).astype(
-            np.int32
-        ),
+        predict=np.concatenate([s.predict + start for s, start in zip(members, starts, strict=True)]).astype(np.int32),
         targets=np.concatenate([s.targets for s in members]),
         behaviour=np.concatenate([s.behaviour for s in members]),
         advantages=np.repeat(np.array([s.advantage for s in members], dtype=np.float32), counts),

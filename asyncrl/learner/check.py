@@ -66,9 +66,7 @@ def choose_scoring(policy: Policy, config: LearnerConfig, *, seed: int) -> Scori
     worst = _difference(policy, batch.single, truth)
     policy.chunked = chunked = isinstance(worst, float) and worst <= TOLERANCE
     if not chunked:
-        warnings.append(
-            f"log-probs in chunks differ from the model's own logits ({worst}); whole logits are held"
-        )
+        warnings.append(f"log-probs in chunks differ from the model's own logits ({worst}); whole logits are held")
 
     scoring = Scoring(packed=False, packed_attention=False, chunked=chunked)
     if config.packing != "off":
@@ -85,9 +83,7 @@ def choose_scoring(policy: Policy, config: LearnerConfig, *, seed: int) -> Scori
                 raise ConfigError([f'learner.packing: is "required", but with this model {what}'])
             warnings.append(f"{what}; each row holds one sequence")
         if not scoring.packed_attention and scoring.packed:
-            warnings.append(
-                f"own attention over packed rows cannot be used ({found[True]}); transformers' is slower"
-            )
+            warnings.append(f"own attention over packed rows cannot be used ({found[True]}); transformers' is slower")
     scoring.apply(policy)
     return msgspec.structs.replace(scoring, warnings=warnings)
 
@@ -105,9 +101,7 @@ def _random_batch(policy: Policy, seed: int) -> _Batch:
             np.concatenate([t[1:] for t in tokens]),
             cpu,
         ),
-        single=[
-            make_row(t[:-1], [n], np.arange(n), t[1:], cpu) for t, n in zip(tokens, LENGTHS, strict=True)
-        ],
+        single=[make_row(t[:-1], [n], np.arange(n), t[1:], cpu) for t, n in zip(tokens, LENGTHS, strict=True)],
     )
 
 

@@ -22,8 +22,11 @@ class EvalCollector:
         self._closed: set[str] = set()
 
     def opened(self, sizes: dict[str, int]) -> None:
-        """Rounds that are open, with the number of their prompts."""
-        self._sizes.update({round: size for round, size in sizes.items() if round not in self._closed})
+        """Rounds that are open, as ``Supply.evals`` names them, with the number of their prompts."""
+        for purpose, size in sizes.items():
+            round = purpose.removeprefix("eval/")
+            if round not in self._closed:
+                self._sizes[round] = size
 
     def add(self, group: Group) -> bool:
         """Take a group; False for one that is held or was counted before."""

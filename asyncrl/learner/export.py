@@ -27,11 +27,8 @@ SHARD_BYTES = 4 << 30
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
 
 
-def export(
-    policy: Policy, ranks: Ranks, source: Path, folder: Path, *, dtype: torch.dtype, bucket_bytes: int
-) -> None:
-    """All ranks together: rank 0 writes the weights to ``folder``, in place of what is there. Raises OSError.
-    """
+def export(policy: Policy, ranks: Ranks, source: Path, folder: Path, *, dtype: torch.dtype, bucket_bytes: int) -> None:
+    """All ranks together: rank 0 writes the weights to ``folder``, in place of what is there. Raises OSError."""
     aside = folder.with_name(f".{folder.name}.partial")
     problem: OSError | None = None
     writer = _Writer(aside)

@@ -34,8 +34,7 @@ def first_sampled_version(trajectory: Trajectory) -> int | None:
 
 
 def is_late(trajectory: Trajectory, *, version: int, limit: int) -> bool:
-    """Whether the staleness of its first sampled token exceeds ``limit`` (eta) when trained at ``version``.
-    """
+    """Whether the staleness of its first sampled token exceeds ``limit`` (eta) when trained at ``version``."""
     first = first_sampled_version(trajectory)
     return first is not None and version - first > limit
 
@@ -66,9 +65,7 @@ def reward_metrics(trained: Sequence[Group], filtered: Sequence[Group], toleranc
         for trajectory in group.trajectories:
             for name, value in trajectory.components.items():
                 components.setdefault(name, []).append(value)
-    return found | {
-        f"reward/component/{name}": float(np.mean(values)) for name, values in sorted(components.items())
-    }
+    return found | {f"reward/component/{name}": float(np.mean(values)) for name, values in sorted(components.items())}
 
 
 def rollout_metrics(trained: Sequence[Group], filtered: Sequence[Group]) -> dict[str, float]:
@@ -93,16 +90,10 @@ def staleness_metrics(trained: Sequence[Group], *, version: int, limit: int) -> 
 
     ``staleness/late_groups`` counts groups with at least one late trajectory (is_late).
     """
-    stale = [
-        (version - token_versions(t))[t.loss_mask.astype(bool)]
-        for group in trained
-        for t in group.trajectories
-    ]
+    stale = [(version - token_versions(t))[t.loss_mask.astype(bool)] for group in trained for t in group.trajectories]
     found = {
         "staleness/late_groups": float(
-            sum(
-                any(is_late(t, version=version, limit=limit) for t in group.trajectories) for group in trained
-            )
+            sum(any(is_late(t, version=version, limit=limit) for t in group.trajectories) for group in trained)
         )
     }
     tokens = np.concatenate(stale) if stale else np.empty(0)

@@ -25,9 +25,7 @@ def cost(lengths: np.ndarray) -> np.ndarray:
     return result
 
 
-def pack(
-    lengths: Sequence[int], *, budget: int, world_size: int, packed: bool = True
-) -> list[list[list[int]]]:
+def pack(lengths: Sequence[int], *, budget: int, world_size: int, packed: bool = True) -> list[list[list[int]]]:
     """Rows of sequences as [rank][micro-batch][sequence index], indices ascending in a row.
 
     Takes the fewest rows that a balanced placement allows, a multiple of ``world_size`` and at least one for
@@ -67,8 +65,7 @@ def _place(sizes: np.ndarray, costs: np.ndarray, budget: int, count: int) -> lis
 
 
 def _deal(rows: list[list[int]], costs: np.ndarray, world_size: int) -> list[list[list[int]]]:
-    """Rows in order of cost, ``world_size`` at a time; the costliest of each to the rank that has done least.
-    """
+    """Rows in order of cost, ``world_size`` at a time; the costliest of each to the rank that has done least."""
     load = [float(costs[row].sum()) for row in rows]
     order = sorted(range(len(rows)), key=lambda r: (-load[r], r))
     ranks: list[list[list[int]]] = [[] for _ in range(world_size)]

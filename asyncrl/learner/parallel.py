@@ -93,8 +93,7 @@ def _aligned(size: int) -> int:
 
 
 def open_store(host: str, timeout_s: float) -> TCPStore:
-    """Rank 0: a store on a free port of ``host``, bound to that address alone. Its ``port`` is the real one.
-    """
+    """Rank 0: a store on a free port of ``host``, bound to that address alone. Its ``port`` is the real one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.bind((host, 0))
@@ -125,8 +124,7 @@ class Ranks:
         timeout_s: float,
         store: TCPStore | None = None,
     ) -> None:
-        """``store`` is rank 0's from open_store. Raises DeadlineExceeded when a rank does not come in time.
-        """
+        """``store`` is rank 0's from open_store. Raises DeadlineExceeded when a rank does not come in time."""
         assert (store is not None) == (rank == 0)
         self.rank, self.world_size, self.device = rank, world_size, device
         self.timeout_s = timeout_s
@@ -158,9 +156,7 @@ class Ranks:
             ) from error
 
     def _client(self, host: str, port: int) -> TCPStore:
-        return TCPStore(
-            host, port, is_master=False, timeout=timedelta(seconds=self.timeout_s), wait_for_workers=False
-        )
+        return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=self.timeout_s), wait_for_workers=False)
 
     def command(self, body: bytes) -> None:
         """Rank 0: tell every other rank what comes next."""
@@ -184,9 +180,7 @@ class Ranks:
                 # Nothing to do yet: the wait is renewed.
                 continue
             except DistNetworkError as error:
-                raise ActorFailed(
-                    "learner/0", f"gone while learner/{self.rank} awaited its next command"
-                ) from error
+                raise ActorFailed("learner/0", f"gone while learner/{self.rank} awaited its next command") from error
         return None
 
     def interrupt(self) -> None:

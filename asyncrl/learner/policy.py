@@ -111,9 +111,7 @@ class Policy(nn.Module):
         return layers
 
 
-def _score_hidden(
-    head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
+def _score_hidden(head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     return score_logits(head(hidden), targets, temperature)
 
 
@@ -123,8 +121,7 @@ def score_logits(logits: Tensor, targets: Tensor, temperature: float) -> tuple[T
     normaliser = torch.logsumexp(logits, dim=-1)
     logprobs = logits.gather(-1, targets[:, None])[:, 0] - normaliser
     with torch.no_grad():
-        everything = logits - normaliser[:, None]
-        entropies = -(everything.exp() * everything).sum(dim=-1)
+        entropies = torch.special.entr((logits - normaliser[:, None]).exp()).sum(dim=-1)
     return logprobs, entropies
 
 
@@ -159,9 +156,7 @@ def load_policy(config: ModelConfig) -> Policy:
     # transformers would go on with random numbers in their place.
     wrong = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if wrong:
-        raise ConfigError(
-            [f"model.path: {path} lacks {len(wrong)} weights of the model, the first {wrong[0]}"]
-        )
+        raise ConfigError([f"model.path: {path} lacks {len(wrong)} weights of the model, the first {wrong[0]}"])
     return Policy(model.eval())
 
 
@@ -175,9 +170,7 @@ def empty_policy(config: ModelConfig) -> Policy:
             path, local_files_only=True, trust_remote_code=config.trust_remote_code
         )
         with torch.device("meta"):
-            model = _auto_model().from_config(
-                settings, dtype=torch.float32, trust_remote_code=config.trust_remote_code
-            )
+            model = _auto_model().from_config(settings, dtype=torch.float32, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError([f"model.path: {path} cannot be loaded as a causal LM: {error}"]) from error
     return Policy(model.eval())

@@ -29,9 +29,7 @@ from asyncrl.messages import Bucket, Manifest
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 
-def publish(
-    policy: Policy, ranks: Ranks, version: int, *, dtype: torch.dtype, bucket_bytes: int
-) -> Publication | None:
+def publish(policy: Policy, ranks: Ranks, version: int, *, dtype: torch.dtype, bucket_bytes: int) -> Publication | None:
     """All ranks together: the weights in ``dtype`` as sealed segments; None on ranks above 0.
 
     Raises OSError on rank 0 when a segment cannot be written; the others do not notice.
@@ -61,16 +59,12 @@ def publish(
 
 
 def _write_bucket(name: str, tensors: dict[str, Tensor]) -> tuple[Bucket, int]:
-    specs, size = layout(
-        [(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()]
-    )
+    specs, size = layout([(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()])
     segment = Segment(name, size)
     try:
         for spec, tensor in zip(specs, tensors.values(), strict=True):
             if tensor.numel():
-                place = torch.frombuffer(
-                    segment.memory, dtype=tensor.dtype, count=tensor.numel(), offset=spec.offset
-                )
+                place = torch.frombuffer(segment.memory, dtype=tensor.dtype, count=tensor.numel(), offset=spec.offset)
                 place.view(tensor.shape).copy_(tensor)
                 # The segment cannot be sealed while a tensor still points into it.
                 del place
@@ -173,8 +167,7 @@ class _Gather:
         """On rank 0 the full weights in order; otherwise nothing."""
         if self._work is None:
             return [
-                (w.to_local() if isinstance(w, DTensor) else w).to(_published(w, self._dtype))
-                for w in self._weights
+                (w.to_local() if isinstance(w, DTensor) else w).to(_published(w, self._dtype)) for w in self._weights
             ]
         self._work.wait()
         if self._ranks.rank:

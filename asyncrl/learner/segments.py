@@ -103,8 +103,7 @@ class Publication:
 
 
 def layout(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[list[TensorSpec], int]:
-    """Place (name, dtype, shape) one after the other, aligned. Returns the specs and the size of the bucket.
-    """
+    """Place (name, dtype, shape) one after the other, aligned. Returns the specs and the size of the bucket."""
     specs, offset = [], 0
     for name, dtype, shape in tensors:
         specs.append(TensorSpec(name=name, dtype=dtype, shape=shape, offset=offset))

@@ -89,12 +89,9 @@ def build_policy(config: Config, ranks: Ranks, dtype: torch.dtype) -> tuple[Poli
 
 
 def shard(policy: Policy, ranks: Ranks, config: LearnerConfig, dtype: torch.dtype) -> None:
-    """All ranks together: cut ``policy`` up in place. Rank 0's holds the weights, the others' may be on meta.
-    """
+    """All ranks together: cut ``policy`` up in place. Rank 0's holds the weights, the others' may be on meta."""
     mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
-    whole: dict[str, Tensor] = (
-        {n: p.detach() for n, p in policy.named_parameters()} if ranks.rank == 0 else {}
-    )
+    whole: dict[str, Tensor] = {n: p.detach() for n, p in policy.named_parameters()} if ranks.rank == 0 else {}
     precision = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype,
         reduce_dtype=None if dtype == torch.float32 else torch.float32,

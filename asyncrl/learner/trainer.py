@@ -121,9 +121,7 @@ class Trainer:
             return self._step(command, plan.ranks[0])
         except _NotFinite as error:
             uids = [plan.sequences[i].uid for i in error.sequences]
-            raise NonFiniteStep(
-                error.what, step=self.steps + 1, uids=list(dict.fromkeys(uids)) or plan.uids
-            ) from None
+            raise NonFiniteStep(error.what, step=self.steps + 1, uids=list(dict.fromkeys(uids)) or plan.uids) from None
 
     def publish(self, version: int) -> Publication:
         publication = self._publish(self._tell(PublishVersion(version)), version)
@@ -139,9 +137,7 @@ class Trainer:
         while (body := ranks.next_command()) is not None:
             command = _COMMANDS.decode(body)
             if isinstance(command, Train):
-                parcel = ranks.scatter(
-                    None, command.parcel_bytes[self._rank], f"the batch of step {self.steps + 1}"
-                )
+                parcel = ranks.scatter(None, command.parcel_bytes[self._rank], f"the batch of step {self.steps + 1}")
                 try:
                     self._step(command, _micro_batches(parcel))
                 except _NotFinite as error:
@@ -163,6 +159,7 @@ class Trainer:
                 self._tell(Stop())
             self._ranks.close()
             self._ranks = None
+        self._store = None
 
     def _tell(self, command: Train | PublishVersion | ExportWeights | Stop) -> Ranks:
         assert self._ranks is not None
@@ -170,9 +167,7 @@ class Trainer:
         return self._ranks
 
     def _publish(self, ranks: Ranks, version: int) -> Publication | None:
-        return publish(
-            self._policy, ranks, version, dtype=self._dtype, bucket_bytes=self._config.weights.bucket_bytes
-        )
+        return publish(self._policy, ranks, version, dtype=self._dtype, bucket_bytes=self._config.weights.bucket_bytes)
 
     def _export(self, ranks: Ranks, folder: Path) -> None:
         export(
@@ -234,17 +229,13 @@ class Trainer:
         )
         logprobs, entropies = self._policy.score(row, command.temperature)
         cap = self._learner.tis_cap
-        loss = decoupled_loss(
-            logprobs, behaviour, advantages, weights, denominator=command.denominator, cap=cap
-        )
+        loss = decoupled_loss(logprobs, behaviour, advantages, weights, denominator=command.denominator, cap=cap)
         torch.autograd.backward(loss * self._learner.ranks)
         fresh = (staleness == 0) & command.fresh
         sums = token_sums(logprobs, behaviour, entropies, weights, fresh, cap=cap)
         return loss.detach(), sums, logprobs.detach()
 
-    def _not_finite(
-        self, command: Train, micro_batches: Sequence[MicroBatch], logprobs: Sequence[Tensor]
-    ) -> list[int]:
+    def _not_finite(self, command: Train, micro_batches: Sequence[MicroBatch], logprobs: Sequence[Tensor]) -> list[int]:
         """All ranks together: the sequences of the step with a token whose loss is not finite, ascending."""
         assert self._ranks is not None
         flags = np.zeros(command.sequences)

@@ -16,6 +16,8 @@ from decimal import Context
 from functools import lru_cache
 from typing import Any
 
+import msgspec
+
 Row = Mapping[str, Any]
 RewardFunction = Callable[..., float]
 
@@ -97,8 +99,9 @@ def math_verify(*, answer_key: str = "answer") -> RewardFunction:
 def reasoning_gym(*, tag: str = "answer") -> RewardFunction:
     """The score of the reasoning-gym task that made the row, as the library computes it.
 
-    The answer is the text in the last <tag> of the completion, else the whole completion. The row holds
-    ``task``, ``options`` (of the task) and ``item`` (the library's own entry).
+    The answer is the text in the last <tag> of the completion, else the whole completion. The row holds ``task``,
+    ``options`` (of the task) and ``item`` (the library's own entry); with ``index``, ``size`` and ``seed`` the item is
+    made again, because some tasks compare tuples, which messages turn into lists.
     """
     from reasoning_gym import create_dataset
     from reasoning_gym.utils import extract_answer
@@ -107,13 +110,29 @@ def reasoning_gym(*, tag: str = "answer") -> RewardFunction:
     def dataset(task: str, options: str) -> Any:
         return create_dataset(task, **json.loads(options))
 
+    @lru_cache(maxsize=1024)
+    def original(task: str, options: str, index: int) -> tuple[Any, Any]:
+        item = dataset(task, options)[index]
+        try:
+            return item, msgspec.msgpack.decode(msgspec.msgpack.encode(item))
+        except TypeError:
+            return item, None
+
     def reward(*, completion: str, row: Row) -> float:
         missing = [key for key in ("task", "options", "item") if key not in row]
         if missing:
             raise ValueError(f"the row has no {', '.join(missing)}: it was not made by reasoning_gym")
+        options = dict(row["options"])
+        item = row["item"]
+        if "index" in row:
+            options |= {key: row[key] for key in ("size", "seed") if key in row}
+        packed_options = json.dumps(options, sort_keys=True)
+        if "index" in row:
+            made, received = original(row["task"], packed_options, row["index"])
+            item = made if received == item else item
         answer = extract_answer(completion, tag_name=tag)
-        scorer = dataset(row["task"], json.dumps(row["options"], sort_keys=True))
-        score: float = scorer.score_answer(completion.strip() if answer is None else answer, row["item"])
+        scorer = dataset(row["task"], packed_options)
+        score: float = scorer.score_answer(completion.strip() if answer is None else answer, item)
         return score
 
     return reward

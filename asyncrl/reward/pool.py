@@ -25,7 +25,7 @@ from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, RewardFa
 from asyncrl.messages import Score, Scores
 from asyncrl.monitor.states import StateLedger
 from asyncrl.reward.frames import MAX_TASK_BYTES, Ready, Result, Setup, Task
-from asyncrl.reward.process import WorkerProcess
+from asyncrl.reward.process import REAP_INTERVAL_S, WorkerProcess, kill_living
 from asyncrl.reward.shaping import shaped
 
 PLACES_PER_WORKER = 256
@@ -186,14 +186,15 @@ class RewardPool:
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._all_ended.wait()
+                # They are no children of this process, so their end can only be seen.
+                while helpers := kill_living(helpers):  # noqa: ASYNC110
+                    await asyncio.sleep(REAP_INTERVAL_S)
         except TimeoutError:
-            left = ", ".join(str(slot.process.pid) for slot in self._slots if slot.process is not None)
-            raise DeadlineExceeded("the reward pool", f"worker process {left}", "its end", CLOSE_TIMEOUT_S) from None
-        finally:
-            for helper in helpers:
-                # Processes are told apart by their start time too, so a number used again is safe.
-                if helper.is_running():
-                    helper.kill()
+            left = [str(slot.process.pid) for slot in self._slots if slot.process is not None]
+            left += [str(helper.pid) for helper in kill_living(helpers)]
+            raise DeadlineExceeded(
+                "the reward pool", f"process {', '.join(left)}", "its end", CLOSE_TIMEOUT_S
+            ) from None
 
     def _launch(self, slot: _Slot) -> None:
         slot.restart = None
@@ -311,17 +312,12 @@ class RewardPool:
     def _check_time(self, slot: _Slot) -> None:
         """Runs at a deadline or before it, and once more than needed for each task that was quicker."""
         slot.timer = None
-        if slot.pending is None or slot.process is None:
-            return
-        # An answer that lies in the socket was in time.
-        slot.process.read()
         pending = slot.pending
-        if pending is None or slot.process.ended:
+        if pending is None or slot.process is None or slot.process.ended:
             return
         left = slot.deadline - time.monotonic()
         if left > 0:
-            if slot.timer is None:
-                slot.timer = self._loop.call_later(left, self._check_time, slot)
+            slot.timer = self._loop.call_later(left, self._check_time, slot)
             return
         if not pending.answer.done():
             self.counters.timed_out += 1

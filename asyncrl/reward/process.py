@@ -67,7 +67,7 @@ class WorkerProcess:
                 self._socket.close()
                 raise
         self._socket.setblocking(False)
-        self._loop.add_reader(self._socket, self.read)
+        self._loop.add_reader(self._socket, self._read)
         self.send(_setup_encoder.encode(setup))
 
     @property
@@ -91,8 +91,7 @@ class WorkerProcess:
             self._outgoing = memoryview(frame)[sent:]
             self._loop.add_writer(self._socket, self._write_on)
 
-    def read(self) -> None:
-        """Take in what has arrived, without waiting."""
+    def _read(self) -> None:
         while not self.ended:
             try:
                 data = self._socket.recv(READ_BYTES)
@@ -121,9 +120,7 @@ class WorkerProcess:
         """End the process and all that it has started, now. ``reason`` is what ``on_end`` will say."""
         self._fault = self._fault or reason
         self.killed = True
-        for process in self.descendants():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        kill_living(self.descendants())
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGKILL)
         if not self.ended:
@@ -176,6 +173,17 @@ class WorkerProcess:
             # It has closed its socket but lives on; from here on, it is only a matter of time.
             self._process.send_signal(signal.SIGKILL)
         self._loop.call_later(REAP_INTERVAL_S, self._reap, kill_at)
+
+
+def kill_living(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Send SIGKILL to those that still live, and return them. One that has taken over a number is not meant."""
+    living = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                process.kill()
+                living.append(process)
+    return living
 
 
 def _describe_exit(code: int) -> str:

@@ -174,18 +174,12 @@ class Actor:
         server: CallServer | None = None
         try:
             async with asyncio.TaskGroup() as self.tasks:
-                server = CallServer(self._endpoint, self, self._handler_failed)
-                self.address = server.bind(self._bind_address())
-                if self.context.controller is not None:
-                    await self._register(address="")
-                    self.tasks.create_task(self._watch_run(), name="watch_run")
-                await self._until_drained(self.setup())
-                if not self.draining:
-                    self.ready = True
-                    self.states.enter("ready")
-                    if self.context.controller is not None:
-                        await self._register(address=self.address)
-                    await self.run()
+                try:
+                    server = CallServer(self._endpoint, self, self._handler_failed)
+                    self.address = server.bind(self._bind_address())
+                    await self._live()
+                finally:
+                    self._endpoint.ending = True
                 raise _Ended
         except* _Ended:
             pass
@@ -195,15 +189,31 @@ class Actor:
             await self._report(error)
             raise error from None
         finally:
+            for peer in self._peers.values():
+                if peer.name != CONTROLLER:
+                    peer.close()
             try:
                 async with asyncio.timeout(self.config.supervision.drain_s):
                     await self.close()
             finally:
-                for peer in self._peers.values():
-                    peer.close()
+                self.peer(CONTROLLER).close()
                 if server is not None:
                     server.close()
                 self.context.transport.close()
+
+    async def _live(self) -> None:
+        supervised = self.context.controller is not None
+        if supervised:
+            await self._register(address="")
+            self.tasks.create_task(self._watch_run(), name="watch_run")
+        await self._until_drained(self.setup())
+        if self.draining:
+            return
+        self.ready = True
+        self.states.enter("ready")
+        if supervised:
+            await self._register(address=self.address)
+        await self.run()
 
     async def _until_drained(self, work: Coroutine[Any, Any, None]) -> None:
         """Await ``work``, but give it up when this actor is drained meanwhile."""

@@ -35,6 +35,8 @@ class Endpoint:
     codec: Codec = field(default_factory=Codec)
     types: dict[str, type[Message]] = field(default_factory=message_types)
     param_version: int = -1
+    ending: bool = False
+    """The actor's tasks are over or being cancelled: nothing is served and nobody is looked for any more."""
     counters: dict[str, float] = field(default_factory=dict)
 
     def count(self, name: str) -> None:

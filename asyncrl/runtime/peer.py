@@ -179,7 +179,7 @@ class Peer:
             self._find()
 
     def _find(self) -> None:
-        if self._resolving is None and not self._closed:
+        if self._resolving is None and not self._closed and not self._endpoint.ending:
             self._resolving = self._endpoint.spawn(self._resolve())
 
     async def _resolve(self) -> None:

@@ -115,6 +115,8 @@ class CallServer:
     # --- receiving ---
 
     def _receive(self, routing_id: bytes, frames: Frames, owner: str | None) -> None:
+        if self._endpoint.ending:
+            return
         try:
             try:
                 header = decode_header(frames[0])

@@ -39,10 +39,7 @@ class Stub(Actor):
         if "raise" in self.does:
             raise DataError(self.does["raise"], path="prompts.jsonl", line=3)
         if self.does.get("children"):
-            sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
-            subprocess.Popen(sleep)
-            subprocess.Popen(sleep, start_new_session=True)
-            subprocess.run([sys.executable, "-c", DAEMON], check=True)
+            await asyncio.to_thread(leave_children, str(self.context.run_dir))
 
     async def run(self) -> None:
         if "die" in self.does:
@@ -70,6 +67,13 @@ class Stub(Actor):
             sys.stderr.write("these are my last words\n")
             sys.stderr.flush()
             os._exit(exit_code)
+
+
+def leave_children(mark: str) -> None:
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)", mark]
+    subprocess.Popen(sleep)
+    subprocess.Popen(sleep, start_new_session=True)
+    subprocess.run([sys.executable, "-c", DAEMON, mark], check=True)
 
 
 def main() -> int:

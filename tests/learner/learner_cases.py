@@ -5,8 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import queue
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +72,7 @@ def make_trajectory(
     fields.setdefault("logprobs", np.full(count, -1.0, dtype=np.float32))
     fields.setdefault("loss_mask", np.ones(count, dtype=np.uint8))
     fields.setdefault("finish_reason", "stop")
-    return Trajectory(
-        sample=sample, tokens=np.array(tokens, dtype=np.int32), reward=reward, text="", **fields
-    )
+    return Trajectory(sample=sample, tokens=np.array(tokens, dtype=np.int32), reward=reward, text="", **fields)
 
 
 def make_group(index: int, prompt: list[int], trajectories: list[Trajectory]) -> Group:
@@ -121,54 +118,74 @@ def random_groups(seed: int, count: int, *, samples: int = 3, longest: int = 24)
 
 
 RankZero = Callable[..., Any]
-"""Run on rank 0 with its backend, after setup; returns what the test asks for."""
+"""Run on rank 0 with its backend and the config, after setup; returns what the test asks for."""
 
 
-def run_ranks(config: Config, main: RankZero, *arguments: Any) -> tuple[Any, list[Any]]:
-    """Run ``main(backend, config, *arguments)`` on rank 0 of real processes, the others following.
+class RankPool:
+    """Real processes, one a rank, that play one case after another: importing torch once is enough."""
 
-    Returns what ``main`` returned and, for each other rank, what ``follow`` raised as text, or None.
-    """
-    with _processes(config, main, arguments) as (results, world):
+    def __init__(self, world_size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._tasks = [context.Queue() for _ in range(world_size)]
+        self._addresses, self._results = context.Queue(), context.Queue()
+        self._processes = [
+            context.Process(target=_rank_process, args=(rank, tasks, self._addresses, self._results))
+            for rank, tasks in enumerate(self._tasks)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def run(self, config: Config, main: RankZero, *arguments: Any) -> tuple[Any, list[Any]]:
+        """Run ``main(backend, config, *arguments)`` on rank 0, the others following.
+
+        Returns what ``main`` returned and, for each other rank, what ``follow`` raised as text, or None.
+        """
+        assert config.learner.ranks == len(self._tasks)
+        for tasks in self._tasks:
+            tasks.put((config, main, arguments))
         found: dict[int, Any] = {}
         until = time.monotonic() + RANK_WAIT_S
-        while len(found) < world:
-            rank, value = results.get(timeout=max(0.0, until - time.monotonic()))
+        while len(found) < len(self._tasks):
+            rank, value = self._results.get(timeout=max(0.0, until - time.monotonic()))
             found[rank] = value
+        return _unpack(found)
+
+    def close(self) -> None:
+        try:
+            for tasks, process in zip(self._tasks, self._processes, strict=True):
+                tasks.put(None)
+                process.join(RANK_WAIT_S)
+                assert process.exitcode == 0
+        finally:
+            for process in self._processes:
+                process.kill()
+                process.join()
+            for one in (*self._tasks, self._addresses, self._results):
+                one.close()
+                one.join_thread()
+
+
+def run_alone(config: Config, main: RankZero, *arguments: Any) -> Any:
+    """Run ``main(backend, config, *arguments)`` on a single rank in this process."""
+    results: queue.Queue = queue.Queue()
+    _play(config, 0, queue.Queue(), results, main, arguments)
+    return _unpack(dict([results.get_nowait()]))[0]
+
+
+def _unpack(found: dict[int, Any]) -> tuple[Any, list[Any]]:
     ok, value = found.pop(0)
     if not ok:
         raise AssertionError(f"rank 0: {value}")
     return value, [found[rank] for rank in sorted(found)]
 
 
-@contextmanager
-def _processes(config: Config, main: RankZero, arguments: tuple[Any, ...]) -> Iterator[tuple[queue.Queue, int]]:
-    context = multiprocessing.get_context("spawn")
-    world = config.learner.ranks
-    addresses, results = context.Queue(), context.Queue()
-    processes = [
-        context.Process(target=_rank_main, args=(config, rank, addresses, results, main, arguments))
-        for rank in range(world)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        yield results, world
-        for process in processes:
-            process.join(RANK_WAIT_S)
-            assert process.exitcode == 0
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-        for one in (addresses, results):
-            one.close()
-            one.join_thread()
+def _rank_process(rank: int, tasks: Any, addresses: Any, results: Any) -> None:
+    while (task := tasks.get(timeout=300.0)) is not None:
+        config, main, arguments = task
+        _play(config, rank, addresses, results, main, arguments)
 
 
-def _rank_main(
-    config: Config, rank: int, addresses: Any, results: Any, main: RankZero, arguments: tuple[Any, ...]
-) -> None:
+def _play(config: Config, rank: int, addresses: Any, results: Any, main: RankZero, arguments: tuple[Any, ...]) -> None:
     import torch
 
     from asyncrl.learner.backend import create
@@ -183,13 +200,14 @@ def _rank_main(
         address = addresses.get(timeout=RANK_WAIT_S)
     try:
         backend.setup(*address)
+        result: Any = None
         if rank == 0:
-            results.put((0, (True, main(backend, config, *arguments))))
+            result = True, main(backend, config, *arguments)
         else:
             backend.follow()
-            results.put((rank, None))
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
-        results.put((rank, (False, text) if rank == 0 else text))
+        result = (False, text) if rank == 0 else text
     finally:
         backend.stop()
+    results.put((rank, result))

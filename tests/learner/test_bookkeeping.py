@@ -82,21 +82,21 @@ def test_reports_are_numbered_and_carry_each_outcome_once():
 
 def test_an_eval_round_is_complete_once_with_each_group_counted_once():
     collector = EvalCollector()
-    groups = [make_group(f"eval/held@0-{i}") for i in range(3)]
+    groups = [make_group(f"held@0-{i}") for i in range(3)]
     assert collector.add(groups[0])
     assert not collector.add(groups[0])
     collector.opened({"eval/held@0": 3})
     assert collector.complete() == []
     assert all(collector.add(group) for group in groups[1:])
     ((round, members),) = collector.complete()
-    assert (round, len(members)) == ("eval/held@0", 3)
+    assert (round, len(members)) == ("held@0", 3)
     collector.opened({"eval/held@0": 3})
     assert collector.complete() == []
     assert not collector.add(groups[1])
 
 
 def test_eval_figures_label_the_versions_served_and_count_failures_apart():
-    good, bad = make_group("eval/held@0-0"), make_group("eval/held@0-1")
+    good, bad = make_group("held@0-0"), make_group("held@0-1")
     good.trajectories[0].reward = 0.0
     failed = Group(ticket=bad.ticket, trajectories=[], failure="crashed")
     figures = eval_metrics("held", [good, failed])

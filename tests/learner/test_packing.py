@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,7 +54,7 @@ def test_a_micro_batch_has_rows_of_like_cost(lengths, budget, world_size) -> Non
     ranks = pack(lengths, budget=budget, world_size=world_size)
     costs = cost(np.array(lengths))
     steps = [[costs[row].sum() if row else 0.0 for row in column] for column in zip(*ranks, strict=True)]
-    assert all(min(a) >= max(b) - 1e-9 for a, b in zip(steps, steps[1:], strict=False))
+    assert all(min(a) >= max(b) - 1e-9 for a, b in pairwise(steps))
 
 
 def test_lognormal_lengths_are_packed_tightly_and_evenly() -> None:

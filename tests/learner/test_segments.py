@@ -3,6 +3,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -110,7 +111,7 @@ def test_buckets_hold_consecutive_units_within_the_limit(sizes: list[int], limit
     # Never more than needed: two neighbours would not have fitted into one.
     assert all(
         sum(sizes[i] for i in first) + sizes[second[0]] > limit
-        for first, second in zip(buckets, buckets[1:], strict=False)
+        for first, second in pairwise(buckets)
     )
 
 

@@ -1,5 +1,6 @@
 from typing import Any
 
+import msgspec
 import pytest
 
 from asyncrl.reward.functions import constant, exact, math_verify, reasoning_gym, regex
@@ -88,18 +89,29 @@ def test_a_gold_answer_that_the_pattern_misses_is_an_error() -> None:
         regex(pattern=GSM8K, answer_pattern=GSM8K)(completion="#### 5", row={"answer": "5"})
 
 
-def test_reasoning_gym_scores_as_the_library_does() -> None:
+@pytest.mark.parametrize(("task", "options"), [("chain_sum", {"min_terms": 2}), ("rearc", {})])
+def test_reasoning_gym_scores_as_the_library_does(task: str, options: dict[str, Any]) -> None:
     from reasoning_gym import create_dataset
 
-    options = {"seed": 3, "size": 4, "min_terms": 2}
-    dataset = create_dataset("chain_sum", **options)
+    dataset = create_dataset(task, size=3, seed=3, **options)
     reward = reasoning_gym()
-    for item in dataset:
-        row = {"task": "chain_sum", "options": options, "item": item}
-        assert reward(completion=f"<answer>0</answer> no <answer>{item['answer']}</answer>", row=row) == 1
-        assert reward(completion=f" {item['answer']}\n", row=row) == 1
-        wrong = f"{item['answer']}1"
+    for index, item in enumerate(dataset):
+        row = {"task": task, "options": options, "item": item, "index": index, "size": 3, "seed": 3}
+        # As the row arrives: without its tuples.
+        row = msgspec.msgpack.decode(msgspec.msgpack.encode(row))
+        answer = item["answer"]
+        assert reward(completion=f"<answer>0</answer> no <answer>{answer}</answer>", row=row) == 1
+        assert reward(completion=f" {answer}\n", row=row) == 1
+        wrong = f"{answer}1"
         assert reward(completion=wrong, row=row) == dataset.score_answer(wrong, item) < 1
+
+
+def test_reasoning_gym_scores_the_item_that_the_row_holds() -> None:
+    item = {"question": "2 + 2 =", "answer": "4", "metadata": {}}
+    row = {"task": "chain_sum", "options": {}, "item": item}
+    assert reasoning_gym()(completion="4", row=row) == 1
+    # What is made again is another item here, and not the one that was asked.
+    assert reasoning_gym()(completion="4", row={**row, "index": 0, "size": 2, "seed": 1}) == 1
 
 
 def test_reasoning_gym_refuses_a_row_of_another_source() -> None:

@@ -5,13 +5,14 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import uvloop
 
 from asyncrl.config import RewardConfig
 from asyncrl.errors import ConfigError, DeadlineExceeded, RewardFailed
@@ -125,6 +126,12 @@ def _nothing_left() -> Iterator[None]:
     assert not [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
 
 
+def run(body: Coroutine[Any, Any, None], loop_factory: Callable[[], Any] = uvloop.new_event_loop) -> None:
+    """Under uvloop, as actors run."""
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(body)
+
+
 @asynccontextmanager
 async def started(function: str = "act_rewards:act", **fields: Any) -> AsyncIterator[RewardPool]:
     config = RewardConfig(**{"workers": 1, "timeout_s": 20.0, "function": function, **fields})
@@ -165,7 +172,7 @@ def test_rewards_come_back_in_order_with_their_components_and_time() -> None:
             assert await reward(pool, "abcd") == 4.5
             assert (pool.counters.scored, pool.counters.failed) == (2, 0)
 
-    asyncio.run(body())
+    run(body())
 
 
 def test_a_group_is_scored_as_a_whole() -> None:
@@ -175,7 +182,7 @@ def test_a_group_is_scored_as_a_whole() -> None:
             with pytest.raises(RewardFailed, match="2 rewards for a group of 3"):
                 await pool.score(request("a", "abc", "", count=2))
 
-    asyncio.run(body())
+    run(body())
 
 
 @pytest.mark.parametrize("function", ["exact", "math_verify", "reasoning_gym", "constant"])
@@ -187,7 +194,7 @@ def test_built_in_functions_run_in_workers(function: str) -> None:
         async with started(function) as pool:
             assert await reward(pool, "7", **row) == 1.0
 
-    asyncio.run(body())
+    run(body())
 
 
 @pytest.mark.parametrize(
@@ -214,7 +221,7 @@ def test_an_error_of_the_function_fails_its_task_and_keeps_the_worker(completion
             assert await reward(pool, "pid") == worker
             assert pool.counters.failed == 1
 
-    asyncio.run(body())
+    run(body())
 
 
 @pytest.mark.parametrize(
@@ -243,7 +250,7 @@ def test_a_task_that_takes_its_worker_with_it_fails_alone(completion: str, named
             assert pool.counters.workers_died == 1 - killed
             assert pool.counters.timed_out == (named.startswith("ran longer"))
 
-    asyncio.run(body())
+    run(body())
 
 
 def test_a_worker_that_is_stopped_does_not_hold_up_the_others() -> None:
@@ -261,7 +268,7 @@ def test_a_worker_that_is_stopped_does_not_hold_up_the_others() -> None:
             assert longest < 0.4
             assert count > 20
 
-    asyncio.run(body())
+    run(body())
 
 
 def test_the_timeout_counts_from_the_start_in_the_worker() -> None:
@@ -274,7 +281,7 @@ def test_the_timeout_counts_from_the_start_in_the_worker() -> None:
             assert time.monotonic() - since > 5 * 0.4
             assert pool.counters.timed_out == 0
 
-    asyncio.run(body())
+    run(body())
 
 
 def test_an_answer_that_was_in_time_counts_although_the_event_loop_was_late() -> None:
@@ -286,7 +293,7 @@ def test_an_answer_that_was_in_time_counts_although_the_event_loop_was_late() ->
             assert (await scoring).rewards == [9.0]
             assert pool.counters.workers_killed == 0
 
-    asyncio.run(body())
+    run(body())
 
 
 def test_an_async_function_that_hangs_is_ended() -> None:
@@ -296,7 +303,7 @@ def test_an_async_function_that_hangs_is_ended() -> None:
                 await reward(pool, "hang")
             assert await reward(pool, "ab") == 2.5
 
-    asyncio.run(body())
+    run(body())
 
 
 def test_an_idle_worker_that_dies_is_replaced_and_nobody_notices() -> None:
@@ -306,12 +313,12 @@ def test_an_idle_worker_that_dies_is_replaced_and_nobody_notices() -> None:
                 for pid in {int(await reward(pool, "pid")) for _ in range(4)}:
                     os.kill(pid, signal.SIGKILL)
                     # Dead for certain, but nobody has told the pool.
-                    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+                    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222
                 assert await asyncio.gather(*(reward(pool, "abc") for _ in range(10))) == [3.0] * 10
             assert pool.counters.failed == 0
             assert pool.counters.workers_died >= 3
 
-    asyncio.run(body())
+    run(body())
 
 
 def test_workers_killed_at_any_moment_cost_no_more_than_their_task() -> None:
@@ -327,7 +334,7 @@ def test_workers_killed_at_any_moment_cost_no_more_than_their_task() -> None:
                 assert len(failed) <= 1
                 assert all(isinstance(error, RewardFailed) for error in failed)
 
-    asyncio.run(body())
+    run(body())
 
 
 def test_what_a_function_prints_goes_nowhere(capfd: pytest.CaptureFixture[str]) -> None:
@@ -336,7 +343,7 @@ def test_what_a_function_prints_goes_nowhere(capfd: pytest.CaptureFixture[str]) 
             assert await reward(pool, "print") == 1.0
             assert await reward(pool, "stdin") == 0.0
 
-    asyncio.run(body())
+    run(body())
     assert capfd.readouterr() == ("", "")
 
 
@@ -353,7 +360,7 @@ def test_the_world_of_a_worker() -> None:
             # A process that the function forks is ended by signals like any other.
             assert await reward(pool, "fork") == signal.SIGTERM
 
-    asyncio.run(body())
+    run(body())
 
 
 def test_a_cancelled_task_leaves_the_queue() -> None:
@@ -370,7 +377,7 @@ def test_a_cancelled_task_leaves_the_queue() -> None:
             # This call, the first and the one that was not cancelled.
             assert await reward(pool, "calls") == 3.0
 
-    asyncio.run(body())
+    run(body())
 
 
 def test_a_cancelled_task_that_runs_loses_its_worker_after_a_grace(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,7 +397,7 @@ def test_a_cancelled_task_that_runs_loses_its_worker_after_a_grace(monkeypatch: 
                 assert await reward(pool, "pid") != pid
             assert (pool.counters.workers_killed, pool.counters.timed_out) == (1, 0)
 
-    asyncio.run(body())
+    run(body())
 
 
 def test_no_more_tasks_than_places_are_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,7 +413,7 @@ def test_no_more_tasks_than_places_are_taken_in(monkeypatch: pytest.MonkeyPatch)
             assert 0 < deepest <= 4
             assert [(await task).rewards for task in scoring] == [[10.0]] * 20
 
-    asyncio.run(body())
+    run(body())
 
 
 def test_a_request_that_cannot_be_sent_fails_and_the_next_is_served() -> None:
@@ -419,7 +426,7 @@ def test_a_request_that_cannot_be_sent_fails_and_the_next_is_served() -> None:
                 await reward(pool, "\ud800")
             assert await reward(pool, "abc") == 3.0
 
-    asyncio.run(body())
+    run(body())
 
 
 def test_large_tasks_pass() -> None:
@@ -428,7 +435,7 @@ def test_large_tasks_pass() -> None:
             size = 3_000_001
             assert await asyncio.gather(*(reward(pool, "x" * size) for _ in range(6))) == [size] * 6
 
-    asyncio.run(body())
+    run(body())
 
 
 @pytest.mark.parametrize(
@@ -449,7 +456,7 @@ def test_only_the_penalty_changes_a_reward_and_only_in_training(
             assert scores.rewards == [expected]
             assert scores.components == [components]
 
-    asyncio.run(body())
+    run(body())
 
 
 @pytest.mark.parametrize(
@@ -470,7 +477,7 @@ def test_a_function_that_cannot_be_called_fails_the_start(fields: dict[str, Any]
                 pass
         assert caught.value.exit_code == 78
 
-    asyncio.run(body())
+    run(body())
 
 
 def test_an_import_that_ends_its_process_or_never_returns_fails_the_start(tmp_path: Path) -> None:
@@ -485,7 +492,7 @@ def test_an_import_that_ends_its_process_or_never_returns_fails_the_start(tmp_pa
         with pytest.raises(DeadlineExceeded, match="importing sleeps:f"):
             await pool.start()
 
-    asyncio.run(body())
+    run(body())
 
 
 def test_the_pool_fails_as_a_whole_when_no_worker_can_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -509,7 +516,7 @@ def test_the_pool_fails_as_a_whole_when_no_worker_can_be_had(tmp_path: Path, mon
                 await reward(pool, "abc")
             assert not caught.value.retryable
 
-    asyncio.run(body())
+    run(body())
 
 
 def test_one_failed_restart_does_not_end_the_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -524,7 +531,7 @@ def test_one_failed_restart_does_not_end_the_pool(tmp_path: Path, monkeypatch: p
             (tmp_path / "act_rewards.py").write_text(MODULE)
             assert await reward(pool, "abc") == 3.0
 
-    asyncio.run(body())
+    run(body())
 
 
 def test_close_ends_hanging_tasks_their_helpers_and_what_waits(tmp_path: Path) -> None:
@@ -547,7 +554,17 @@ def test_close_ends_hanging_tasks_their_helpers_and_what_waits(tmp_path: Path) -
                 await reward(pool, "abc")
             assert [pid for pid in helpers if _lives(pid)] == []
 
-    asyncio.run(body())
+    run(body())
+
+
+def test_close_ends_the_helpers_of_an_idle_worker() -> None:
+    async def body() -> None:
+        async with started() as pool:
+            helper = int(await reward(pool, "helper"))
+            assert _lives(helper)
+        assert not _lives(helper)
+
+    run(body())
 
 
 def test_a_timeout_takes_what_the_function_has_started(tmp_path: Path) -> None:
@@ -556,9 +573,9 @@ def test_a_timeout_takes_what_the_function_has_started(tmp_path: Path) -> None:
             path = tmp_path / "helper.pid"
             with pytest.raises(RewardFailed, match="ran longer"):
                 await reward(pool, "helper_loop", path=str(path))
-            assert not _lives(int(path.read_text()))
+            await until(lambda: not _lives(int(path.read_text())))
 
-    asyncio.run(body())
+    run(body())
 
 
 def test_workers_do_not_outlive_a_pool_that_is_killed(tmp_path: Path) -> None:
@@ -611,18 +628,21 @@ def test_state_times_add_up_to_the_life_of_the_workers() -> None:
             assert 2 * before - 0.5 <= sum(times.values()) <= 2 * after
             assert set(times) == {"starting", "idle", "scoring"}
 
-    asyncio.run(body())
+    run(body())
 
 
-def test_a_thousand_small_tasks_are_done() -> None:
+@pytest.mark.parametrize("loop_factory", [uvloop.new_event_loop, asyncio.SelectorEventLoop])
+def test_a_thousand_small_tasks_are_done_beside_one_that_hangs(loop_factory: Callable[[], Any]) -> None:
     async def body() -> None:
-        async with started("exact", workers=2) as pool:
-            text = "x" * 8192
-            scores = await asyncio.gather(*(pool.score(request(text, answer=text)) for _ in range(1024)))
-            assert all(one.rewards == [1.0] for one in scores)
-            assert pool.counters.scored == 1024
+        async with started(workers=3, timeout_s=1.0) as pool:
+            hanging = asyncio.create_task(pool.score(request("loop")))
+            scores = await asyncio.gather(*(pool.score(request("x" * 8192)) for _ in range(1024)))
+            assert all(one.rewards == [8192.0] for one in scores)
+            with pytest.raises(RewardFailed, match="ran longer"):
+                await hanging
+            assert (pool.counters.scored, pool.counters.failed) == (1024, 1)
 
-    asyncio.run(body())
+    run(body(), loop_factory)
 
 
 def _lives(pid: int) -> bool:

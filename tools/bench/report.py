@@ -9,7 +9,7 @@ import sys
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from tools.bench.statistics import Comparison
+from tools.bench.paired import Comparison
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ async def serve(role: str, secret: str, config: str) -> None:
                 controller=None,
             )
         )
-        loop.add_reader(sys.stdin.fileno(), lambda: os.read(0, 4096) or actor.begin_drain())
+        loop.add_reader(0, _at_end_of_stdin, actor.begin_drain)
         async with asyncio.TaskGroup() as tasks:
             life = tasks.create_task(actor.main())
             context = zmq.asyncio.Context()
@@ -127,6 +128,12 @@ async def serve(role: str, secret: str, config: str) -> None:
             for echo in echoes:
                 echo.cancel()
         context.destroy(linger=0)
+
+
+def _at_end_of_stdin(end: Callable[[], None]) -> None:
+    if not os.read(0, 4096):
+        asyncio.get_running_loop().remove_reader(0)
+        end()
 
 
 def main() -> None:

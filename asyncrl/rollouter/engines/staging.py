@@ -15,7 +15,7 @@ import mmap
 import os
 import re
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 
 import xxhash
 
@@ -42,7 +42,7 @@ ITEM_SIZES = {
 """Bytes of an element by dtype."""
 
 _ALIGNMENT = 64
-_CHUNK = 64 << 20
+_CHUNK = 8 << 20
 _PATH = re.compile(r"/proc/\d+/fd/\d+")
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
@@ -154,12 +154,23 @@ class Staged:
 
 def stage(manifest: Manifest) -> Staged:
     """Open and verify every bucket. Blocks while it reads them; run it in a thread. Raises WeightsCorrupt."""
+    steps = staging(manifest)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            staged: Staged = done.value
+            return staged
+
+
+def staging(manifest: Manifest) -> Generator[None, None, Staged]:
+    """``stage`` in steps of at most a few milliseconds, for those who have no thread to spare."""
     layout = layout_of(manifest)
     descriptors: list[int] = []
     try:
         for index, bucket in enumerate(manifest.buckets):
             descriptors.append(_open(manifest.version, index, bucket))
-            _verify(manifest.version, index, bucket, descriptors[-1])
+            yield from _verify(manifest.version, index, bucket, descriptors[-1])
     except BaseException:
         _close_all(descriptors)
         raise
@@ -180,7 +191,7 @@ def _open(version: int, index: int, bucket: Bucket) -> int:
         ) from error
 
 
-def _verify(version: int, index: int, bucket: Bucket, descriptor: int) -> None:
+def _verify(version: int, index: int, bucket: Bucket, descriptor: int) -> Generator[None, None, None]:
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
     except OSError:
@@ -190,25 +201,17 @@ def _verify(version: int, index: int, bucket: Bucket, descriptor: int) -> None:
     size = os.fstat(descriptor).st_size
     if size < bucket.size:
         raise WeightsCorrupt(f"holds {size} bytes instead of {bucket.size}", version=version, bucket=index)
-    found = _checksum(descriptor, bucket.size)
+    digest = xxhash.xxh3_64()
+    with mmap.mmap(descriptor, bucket.size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ) as mapping:
+        for start in range(0, bucket.size, _CHUNK):
+            with memoryview(mapping) as view, view[start : start + _CHUNK] as chunk:
+                digest.update(chunk)
+            yield
+    found = digest.intdigest()
     if found != bucket.checksum:
         raise WeightsCorrupt(
             f"its checksum is {found:#018x} instead of {bucket.checksum:#018x}", version=version, bucket=index
         )
-
-
-def _checksum(descriptor: int, size: int) -> int:
-    digest = xxhash.xxh3_64()
-    if size:
-        with mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ) as mapping:
-            view = memoryview(mapping)
-            try:
-                # In chunks, so that no other thread waits long for the interpreter.
-                for start in range(0, size, _CHUNK):
-                    digest.update(view[start : min(start + _CHUNK, size)])
-            finally:
-                view.release()
-    return digest.intdigest()
 
 
 def _close_all(descriptors: list[int]) -> None:

@@ -13,7 +13,6 @@ import asyncio
 import multiprocessing
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
@@ -29,7 +28,7 @@ from asyncrl.messages import Manifest, VersionSpan
 from asyncrl.rollouter.engines.base import Delta, GenerationRequest, PauseMode
 from asyncrl.rollouter.engines.staging import Layout, Staged, check_complete, stage
 from asyncrl.rollouter.engines.vllm import checkpoint
-from asyncrl.rollouter.engines.vllm.options import environment
+from asyncrl.rollouter.engines.vllm.options import environment, make_scratch_folder
 from asyncrl.rollouter.engines.vllm.processes import Processes
 from asyncrl.rollouter.engines.vllm.watch import Watch
 
@@ -85,7 +84,7 @@ class VllmEngine:
         loop = self._loop = asyncio.get_running_loop()
         for variable, value in environment(self._config).items():
             os.environ.setdefault(variable, value)
-        self._folder = tempfile.mkdtemp(prefix=f"asyncrl-engine-{os.getpid()}-")
+        self._folder = make_scratch_folder()
         self._others = multiprocessing.active_children()
         self._launching = loop.run_in_executor(None, self._launch)
         async with self._watch.guard("its start", self._config.supervision.start_timeout_s):
@@ -124,7 +123,11 @@ class VllmEngine:
         if self._tick is not None:
             self._tick.cancel()
         self._forget_cores()
+        if self._llm is not None and self._llm.output_handler is not None:
+            # It would log the end of its engine core as an error.
+            self._llm.output_handler.cancel()
         await asyncio.to_thread(self._end, grace_s)
+        self._llm = self._launching = None
         if self._staged is not None:
             self._staged.close()
             self._staged = None
@@ -156,7 +159,9 @@ class VllmEngine:
 
     def _core_ended(self, core: BaseProcess) -> None:
         self._forget_cores()
-        self._watch.declare_dead(f"its engine core ended with exit code {core.exitcode}")
+        # vLLM watches it too, and the code goes to whoever asks first.
+        code = core.exitcode
+        self._watch.declare_dead("its engine core ended" + ("" if code is None else f" with exit code {code}"))
 
     def _look(self) -> None:
         """Declare the engine dead when it is busy and has been silent too long."""

@@ -5,6 +5,7 @@ Fails with ConfigError for what vLLM would only fail at later, in another proces
 
 from __future__ import annotations
 
+import getpass
 import os
 import tempfile
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from asyncrl.rollouter.engines.vllm.checkpoint import text_config
 
 MAX_TEMPERATURE = 2.0
 """vLLM refuses more."""
+SOCKET_PATH_LIMIT = 107
+"""Longest path of a Unix socket (unix(7)), without the final zero."""
 CPU_BATCHED_TOKENS = 4096
 """Tokens that a CPU engine processes in one step, unless one prompt is longer."""
 
@@ -53,12 +56,22 @@ def environment(config: Config) -> dict[str, str]:
     return variables
 
 
+def make_scratch_folder() -> str:
+    """A new folder for an engine's sockets and temporary files; its name says whose: asyncrl-engine-PID-..."""
+    prefix = f"asyncrl-engine-{os.getpid()}-"
+    parent = tempfile.gettempdir()
+    # 8 random characters, and 36 for a socket's name.
+    if len(parent) + len(prefix) + 8 + 36 + 2 > SOCKET_PATH_LIMIT:
+        parent = "/tmp"
+    return tempfile.mkdtemp(prefix=prefix, dir=parent)
+
+
 def scratch_environment(folder: str) -> dict[str, str]:
     """Environment that makes an engine leave its sockets and temporary files in ``folder``.
 
     An engine core that is killed cannot remove them itself. Compiled kernels stay where others find them again.
     """
-    kept = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
+    kept = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
     return {
         "VLLM_RPC_BASE_PATH": folder,
         "TMPDIR": folder,

@@ -1,0 +1,247 @@
+"""The simulated engine: takes as long as an engine would, and makes its tokens up.
+
+The thin shell around the timing model (sim_model.py): one timer, and for each request a stream that merges what
+its reader has not fetched yet. It waits only on its event loop's clock, so that it also runs on a virtual one.
+Weights are staged and verified as every engine does it, and thrown away.
+
+Fails with EngineDied when it crashes, which happens by chance and is not reproducible; with WeightsCorrupt as the
+staging does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import AsyncIterator, Sequence
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError, EngineDied
+from asyncrl.messages import Manifest
+from asyncrl.rollouter.engines.base import Delta, GenerationRequest, PauseMode
+from asyncrl.rollouter.engines.sim_model import Batch, content
+from asyncrl.rollouter.engines.staging import Layout, Staged, check_complete, staging
+
+
+class _Stream:
+    """Hands deltas to one reader."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._pending: Delta | None = None
+        self._error: EngineDied | None = None
+        self._reader: asyncio.Future[None] | None = None
+
+    def put(self, delta: Delta) -> None:
+        held = self._pending
+        if held is not None:
+            delta = Delta(
+                tokens=held.tokens + delta.tokens,
+                logprobs=held.logprobs + delta.logprobs,
+                finish_reason=delta.finish_reason,
+                spans=delta.spans,
+            )
+        self._pending = delta
+        self._wake()
+
+    def fail(self, error: EngineDied) -> None:
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def get(self) -> Delta:
+        while self._pending is None:
+            if self._error is not None:
+                raise self._error
+            self._reader = self._loop.create_future()
+            await self._reader
+        delta, self._pending = self._pending, None
+        return delta
+
+
+class SimEngine:
+    """See Engine."""
+
+    def __init__(self, config: Config, name: str) -> None:
+        self.name = name
+        self._sim = config.rollout.sim
+        self._seed = config.run.seed
+        self._batch = Batch(self._sim, self._seed, config.rollout.stream_interval, _lifetime(self._sim.crash_probability))
+        self._streams: dict[str, _Stream] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._drained: asyncio.Future[None] | None = None
+        self._paused = False
+        self._dead: EngineDied | None = None
+        self._staged: Staged | None = None
+        self._layout: Layout | None = None
+
+    # --- life ---
+
+    async def start(self) -> None:
+        """See Engine."""
+        if self._sim.decode_step_s == 0 and self._sim.decode_step_per_request_s == 0:
+            raise ConfigError(["rollout.sim.decode_step_s: a decoding step must take some time"])
+        self._loop = asyncio.get_running_loop()
+
+    async def check(self) -> None:
+        """See Engine."""
+        self._require_alive()
+
+    async def close(self) -> None:
+        """See Engine."""
+        self._die("it was closed")
+        if self._staged is not None:
+            self._staged.close()
+            self._staged = None
+
+    def _require_alive(self) -> None:
+        if self._dead is not None:
+            raise self._dead
+
+    def _die(self, reason: str) -> None:
+        if self._dead is not None:
+            return
+        self._dead = EngineDied(self.name, reason)
+        if self._timer is not None:
+            self._timer.cancel()
+        for stream in self._streams.values():
+            stream.fail(self._dead)
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
+
+    # --- requests ---
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+        """See Engine."""
+        self._require_alive()
+        loop = self._loop
+        assert loop is not None, "not started"
+        assert self._batch.version >= 0, "nothing is generated before the first load"
+        assert request.id not in self._streams, f"request {request.id} is in flight already"
+        self._batch.submit(loop.time(), request)
+        stream = self._streams[request.id] = _Stream(loop)
+        over = False
+        try:
+            self._step()
+            while not over:
+                delta = await stream.get()
+                over = delta.finish_reason is not None
+                yield delta
+        finally:
+            del self._streams[request.id]
+            if not over and self._dead is None:
+                self._batch.abort(loop.time(), [request.id])
+                self._step()
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        """See Engine."""
+        self._require_alive()
+        self._batch.abort(self._now(), list(ids))
+        self._step()
+
+    async def score(self, ids: Sequence[int]) -> list[float]:
+        """See Engine."""
+        self._require_alive()
+        await asyncio.sleep(len(ids) / self._sim.prefill_tokens_per_s)
+        self._require_alive()
+        return content(self._seed, "score", 0, max(0, len(ids) - 1))[1]
+
+    # --- weights ---
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See Engine."""
+        self._require_alive()
+        if mode == "wait":
+            self._batch.stop_admitting(self._now())
+            self._step()
+            if self._batch.running:
+                # Ends because every request does, or with the engine.
+                self._drained = self._loop.create_future()  # type: ignore[union-attr]
+                await self._drained
+                self._require_alive()
+        elif mode == "abort":
+            self._batch.abort(self._now(), self._batch.ids())
+        self._batch.freeze(self._now())
+        self._step()
+        self._require_alive()
+        self._paused = True
+
+    async def resume(self) -> None:
+        """See Engine."""
+        self._require_alive()
+        self._batch.thaw(self._now())
+        self._paused = False
+        self._step()
+
+    async def stage(self, manifest: Manifest) -> None:
+        """See Engine."""
+        self._require_alive()
+        steps = staging(manifest)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as done:
+                staged: Staged = done.value
+                break
+            await asyncio.sleep(0)
+        if self._layout is not None:
+            check_complete(manifest.version, staged.layout, self._layout)
+        if self._staged is not None:
+            self._staged.close()
+        self._staged = staged
+
+    async def load(self, manifest: Manifest, *, recompute_kv: bool) -> None:
+        """See Engine."""
+        self._require_alive()
+        staged = self._staged
+        assert self._paused, "only a paused engine may load"
+        assert staged is not None and staged.manifest.version == manifest.version, "this version is not staged"
+        await asyncio.sleep(self._sim.load_s)
+        self._require_alive()
+        self._batch.load(manifest.version, recompute_kv=recompute_kv)
+        self._layout = staged.layout
+        self._staged = None
+        staged.close()
+
+    # --- time ---
+
+    def _now(self) -> float:
+        assert self._loop is not None, "not started"
+        return self._loop.time()
+
+    def _step(self) -> None:
+        """Hand over what is due, and set the timer for the next event."""
+        assert self._loop is not None
+        batch, now = self._batch, self._loop.time()
+        batch.advance(now)
+        for id, delta in batch.take():
+            # A reader that has gone away no longer has a stream.
+            if id in self._streams:
+                self._streams[id].put(delta)
+        if batch.crashed:
+            self._die("crashed, as rollout.sim.crash_probability has it")
+            return
+        if self._drained is not None and not batch.running and not self._drained.done():
+            self._drained.set_result(None)
+        due = batch.next_event()
+        if self._timer is not None and not self._timer.cancelled():
+            if due is not None and now < self._timer.when() <= due:
+                # It comes too early at worst, and is then set again.
+                return
+            self._timer.cancel()
+            self._timer = None
+        if due is not None:
+            self._timer = self._loop.call_at(due, self._step)
+
+
+def _lifetime(crash_probability: float) -> int | None:
+    """Decoding steps until a crash that each of them may bring; None for never."""
+    if crash_probability <= 0.0:
+        return None
+    if crash_probability >= 1.0:
+        return 1
+    return max(1, math.ceil(math.log(1.0 - random.random()) / math.log(1.0 - crash_probability)))

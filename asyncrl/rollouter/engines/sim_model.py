@@ -1,0 +1,284 @@
+"""Timing model of continuous batching. Pure: time is an argument, nothing waits.
+
+All running requests advance together, one token a decode step; a step takes longer the more of them there are, and
+admitting a request first costs the time to process its prompt. A request reserves the KV cache of its whole final
+context, so none is ever preempted; those that do not fit wait, lower priority numbers first, then in order.
+
+Between two events (a request ends, tokens are due to be handed over, the engine crashes) nothing is computed:
+``next_event`` says when to come back, and any earlier time is as good. What a response is, its length included,
+depends on the seed and its key alone, never on when it was interrupted.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from dataclasses import dataclass, field
+from statistics import NormalDist
+
+import xxhash
+
+from asyncrl.config import SimEngineConfig
+from asyncrl.messages import VersionSpan
+from asyncrl.rollouter.engines.base import Delta, GenerationRequest
+
+_TABLE = 8192
+_random = random.Random(0)
+# Printable ASCII: ordinary tokens to every byte-level vocabulary.
+_TOKENS = [_random.randrange(33, 127) for _ in range(_TABLE)]
+_LOGPROBS = [-_random.expovariate(1.6) for _ in range(_TABLE)]
+_NORMAL = NormalDist()
+
+
+@dataclass(slots=True)
+class _Run:
+    id: str
+    context: int
+    """Tokens whose keys and values it starts with."""
+    new: int
+    """Tokens that it samples unless it is aborted."""
+    reserve: int
+    reason: str
+    offset: int
+    """Where its first token stands in the tables."""
+    began: int = 0
+    """Decode steps done before its first token."""
+    sent: int = 0
+    """Tokens handed over."""
+    over: bool = False
+    spans: list[tuple[int, int, bool]] = field(default_factory=list)
+    """Version, first token, whether over an older KV cache."""
+
+
+def response_length(config: SimEngineConfig, seed: int, key: str) -> int:
+    """Tokens of the response ``key`` in a run with ``seed``; at least 1."""
+    if config.length == "constant":
+        return max(1, round(config.length_median))
+    # 53 bits, as many as a float holds, and never 0 or 1.
+    uniform = ((_hash(seed, key) >> 11) + 0.5) / 2**53
+    return max(1, round(config.length_median * math.exp(config.length_sigma * _NORMAL.inv_cdf(uniform))))
+
+
+def content(seed: int, key: str, start: int, count: int) -> tuple[list[int], list[float]]:
+    """Tokens and log-probs (nats) at positions [start, start + count) of a response."""
+    return _content(_hash(seed, key) + start, count)
+
+
+def _content(offset: int, count: int) -> tuple[list[int], list[float]]:
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    while len(tokens) < count:
+        first = (offset + len(tokens)) % _TABLE
+        last = min(_TABLE, first + count - len(tokens))
+        tokens += _TOKENS[first:last]
+        logprobs += _LOGPROBS[first:last]
+    return tokens, logprobs
+
+
+def _hash(seed: int, key: str) -> int:
+    return xxhash.xxh3_64_intdigest(f"{seed}/{key}".encode())
+
+
+class Batch:
+    """One engine's requests. All times are seconds on one clock, and never go back."""
+
+    def __init__(self, config: SimEngineConfig, seed: int, stream_interval: int, crash_after: int | None) -> None:
+        """``crash_after``: decode steps that it lives, None for ever."""
+        self._config = config
+        self._seed = seed
+        self._interval = stream_interval
+        self._crash_after = crash_after
+        self._running: dict[str, _Run] = {}
+        self._waiting: list[tuple[int, int, _Run]] = []
+        self._ends: list[tuple[int, int, _Run]] = []
+        self._arrivals = 0
+        self._reserved = 0
+        self._steps = 0
+        # When the last decode step ended; in the future while prompts are being processed.
+        self._at = 0.0
+        # Seconds of work to be done first once it goes on.
+        self._debt = 0.0
+        self._out: list[tuple[str, Delta]] = []
+        self._frozen = False
+        self._admitting = True
+        self.version = -1
+
+    @property
+    def crashed(self) -> bool:
+        """Whether it has lived its steps."""
+        return self._crash_after is not None and self._steps >= self._crash_after
+
+    @property
+    def running(self) -> int:
+        """Requests being decoded."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that are not admitted yet."""
+        return len(self._waiting)
+
+    def ids(self) -> list[str]:
+        """All requests."""
+        return [*self._running, *(run.id for _, _, run in self._waiting)]
+
+    # --- requests ---
+
+    def submit(self, now: float, request: GenerationRequest) -> None:
+        """Queue a request. Raises ValueError for one that asks for nothing."""
+        if request.max_tokens < 1 or not len(request.prompt_ids):
+            raise ValueError(f"request {request.id}: has an empty prompt or asks for no token")
+        self.advance(now)
+        key = request.key or request.id
+        left = max(1, response_length(self._config, self._seed, key) - request.held)
+        new = min(left, request.max_tokens)
+        context = len(request.prompt_ids)
+        run = _Run(
+            id=request.id,
+            context=context,
+            new=new,
+            # One that is larger than the whole cache runs alone.
+            reserve=min(context + new, self._config.kv_tokens),
+            reason="stop" if left <= request.max_tokens else "length",
+            offset=_hash(self._seed, key) + request.held,
+        )
+        self._arrivals += 1
+        heapq.heappush(self._waiting, (request.priority, self._arrivals, run))
+        self._admit(now)
+
+    def abort(self, now: float, ids: list[str]) -> None:
+        """End requests with what they have sampled."""
+        self.advance(now)
+        for run in [self._running.pop(id) for id in ids if id in self._running]:
+            self._reserved -= run.reserve
+            self._end(run, self._steps - run.began, "abort")
+        gone = set(ids)
+        for _, _, run in self._waiting:
+            if run.id in gone:
+                self._end(run, 0, "abort")
+        self._waiting = [entry for entry in self._waiting if not entry[2].over]
+        heapq.heapify(self._waiting)
+        self._admit(now)
+
+    def take(self) -> list[tuple[str, Delta]]:
+        """What is to be handed over, by request."""
+        out, self._out = self._out, []
+        return out
+
+    # --- pauses and weights ---
+
+    def stop_admitting(self, now: float) -> None:
+        """Let what runs come to its end, and nothing new begin."""
+        self.advance(now)
+        self._admitting = False
+
+    def freeze(self, now: float) -> None:
+        """Stop stepping."""
+        self.advance(now)
+        self._flush()
+        self._frozen, self._admitting = True, False
+        # Prompts that are not processed to the end yet.
+        self._debt = max(0.0, self._at - now) if self._running else 0.0
+
+    def load(self, version: int, *, recompute_kv: bool) -> None:
+        """New weights for a frozen batch."""
+        assert self._frozen
+        self.version = version
+        for run in self._running.values():
+            run.spans.append((version, self._steps - run.began, not recompute_kv))
+        if recompute_kv:
+            contexts = sum(run.context + self._steps - run.began for run in self._running.values())
+            self._debt = contexts / self._config.prefill_tokens_per_s
+
+    def thaw(self, now: float) -> None:
+        """Go on stepping. What keys and values must be computed again comes first."""
+        self._frozen, self._admitting = False, True
+        self._at = now + self._debt
+        self._debt = 0.0
+        self._admit(now)
+
+    # --- time ---
+
+    def next_event(self) -> float | None:
+        """When ``advance`` is due at the latest; None while nothing runs."""
+        if self._frozen or not self._running or self.crashed:
+            return None
+        target = min(self._next_end(), self._steps + self._interval - self._steps % self._interval)
+        if self._crash_after is not None:
+            target = min(target, self._crash_after)
+        return self._at + (target - self._steps) * self._step_s()
+
+    def advance(self, now: float) -> None:
+        """Bring everything up to ``now``."""
+        while self._running and not self._frozen and not self.crashed:
+            step = self._step_s()
+            # A timer may come an instant early.
+            done = math.floor((now - self._at) / step + 1e-6) if step > 0 else self._next_end() - self._steps
+            due = self._steps + max(0, done)
+            boundary = self._steps + self._interval - self._steps % self._interval
+            target = min(due, boundary, self._next_end())
+            if self._crash_after is not None:
+                target = min(target, self._crash_after)
+            if target == self._steps:
+                return
+            self._at += (target - self._steps) * step
+            self._steps = target
+            if self.crashed:
+                return
+            while self._ends and self._ends[0][0] <= self._steps:
+                run = heapq.heappop(self._ends)[2]
+                if not run.over:
+                    del self._running[run.id]
+                    self._reserved -= run.reserve
+                    self._end(run, run.new, run.reason)
+            if self._steps % self._interval == 0:
+                self._flush()
+            self._admit(self._at)
+
+    def _step_s(self) -> float:
+        return self._config.decode_step_s + (len(self._running) - 1) * self._config.decode_step_per_request_s
+
+    def _next_end(self) -> int:
+        while self._ends[0][2].over:
+            heapq.heappop(self._ends)
+        return self._ends[0][0]
+
+    def _admit(self, now: float) -> None:
+        if not self._admitting:
+            return
+        while self._waiting:
+            run = self._waiting[0][2]
+            if self._reserved + run.reserve > self._config.kv_tokens:
+                return
+            heapq.heappop(self._waiting)
+            if not self._running:
+                self._at = max(self._at, now)
+            self._at += run.context / self._config.prefill_tokens_per_s
+            run.began = self._steps
+            run.spans.append((self.version, 0, False))
+            self._reserved += run.reserve
+            self._running[run.id] = run
+            heapq.heappush(self._ends, (run.began + run.new, self._arrivals, run))
+            self._arrivals += 1
+
+    def _flush(self) -> None:
+        for run in self._running.values():
+            sampled = self._steps - run.began
+            if sampled > run.sent:
+                tokens, logprobs = _content(run.offset + run.sent, sampled - run.sent)
+                run.sent = sampled
+                self._out.append((run.id, Delta(tokens=tokens, logprobs=logprobs)))
+
+    def _end(self, run: _Run, sampled: int, reason: str) -> None:
+        run.over = True
+        tokens, logprobs = _content(run.offset + run.sent, sampled - run.sent)
+        starts = [start for _, start, _ in run.spans] + [sampled]
+        spans = [
+            VersionSpan(version, start, end, mixed)
+            for (version, start, mixed), end in zip(run.spans, starts[1:], strict=True)
+            if end > start
+        ]
+        self._out.append(
+            (run.id, Delta(tokens=tokens, logprobs=logprobs, finish_reason=reason, spans=spans))  # type: ignore[arg-type]
+        )

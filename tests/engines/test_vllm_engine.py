@@ -1,0 +1,398 @@
+"""The vLLM engine on CPU: log-probs, interruption, versions and weight updates against Hugging Face models."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import EOS, Publisher, logprobs_of, make_model, parameters_of, save_model
+
+from asyncrl.config import Config, validate_config
+from asyncrl.errors import WeightsCorrupt
+from asyncrl.messages import Bucket, Manifest, VersionSpan
+from asyncrl.rollouter.engines.base import GenerationRequest
+from asyncrl.rollouter.engines.vllm.engine import VllmEngine
+
+pytestmark = [
+    # vLLM leaves its ZeroMQ contexts to the garbage collector.
+    pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning"),
+]
+
+TOLERANCE = 1e-4
+PROMPT = [(7 * i + 3) % 90 for i in range(40)]
+
+
+def config_for(folder: str, **rollout: Any) -> Config:
+    vllm = {"cpu_kv_cache_bytes": 64 << 20, "threads": 1, "max_num_seqs": 32} | rollout.pop("vllm", {})
+    return validate_config(
+        {
+            "model": {"path": folder},
+            "data": {"source": "synthetic", "max_prompt_tokens": 256},
+            "rollout": {
+                "gpus_per_replica": 0,
+                "max_tokens": 512,
+                "engine_timeout_s": 60.0,
+                "stream_interval": 8,
+                "vllm": vllm,
+                **rollout,
+            },
+        }
+    )
+
+
+@dataclass
+class Served:
+    """An engine, the loop it lives on, and what it was given."""
+
+    engine: VllmEngine
+    run: Callable[[Coroutine[Any, Any, Any]], Any]
+    publisher: Publisher
+    versions: Iterator[int]
+    models: dict[int, Any] = field(default_factory=dict)
+
+    async def load(self, model, *, mode: str = "abort", recompute_kv: bool = True) -> int:
+        version = next(self.versions)
+        manifest = self.publisher.publish_model(version, model)
+        await self.engine.stage(manifest)
+        await self.engine.pause(mode)
+        await self.engine.load(manifest, recompute_kv=recompute_kv)
+        await self.engine.resume()
+        return version
+
+
+@dataclass
+class Answer:
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    reason: str | None = None
+
+
+_ids = iter(range(10**9))
+
+
+def ask(prompt: list[int] = PROMPT, **fields: Any) -> GenerationRequest:
+    defaults: dict[str, Any] = {"max_tokens": 64, "temperature": 1.0, "seed": None}
+    return GenerationRequest(id=f"t{next(_ids)}", prompt_ids=prompt, **(defaults | fields))
+
+
+async def collect(engine: VllmEngine, request: GenerationRequest, answer: Answer | None = None) -> Answer:
+    answer = answer or Answer()
+    async for delta in engine.generate(request):
+        assert answer.reason is None
+        assert len(delta.tokens) == len(delta.logprobs)
+        answer.tokens += delta.tokens
+        answer.logprobs += delta.logprobs
+        answer.reason = delta.finish_reason
+        answer.spans = delta.spans
+    assert answer.reason is not None
+    return answer
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def worst(found: list[float], expected: list[float]) -> float:
+    assert len(found) == len(expected)
+    return max(abs(a - b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def served(loop: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = save_model(tmp_path_factory.mktemp("model"), make_model(0))
+    engine, publisher = VllmEngine(config_for(folder), "rollouter/0"), Publisher()
+    try:
+        loop.run(engine.start())
+        yield Served(engine, loop.run, publisher, iter(range(10**6)))
+    finally:
+        loop.run(engine.close())
+        publisher.close()
+        gc.collect()
+
+
+@pytest.fixture(scope="module")
+def models() -> list[Any]:
+    return [make_model(seed) for seed in (1, 2)]
+
+
+def test_logprobs_are_the_models(served: Served, models: list[Any]) -> None:
+    version = served.run(served.load(models[0]))
+
+    async def go() -> list[Answer]:
+        requests = [ask(PROMPT[: 8 + i], seed=i, temperature=t) for i in range(6) for t in (0.7, 1.0)]
+        return await asyncio.gather(*(collect(served.engine, request) for request in requests))
+
+    answers = served.run(go())
+    for index, answer in enumerate(answers):
+        prompt = PROMPT[: 8 + index // 2]
+        if index % 2:
+            expected = logprobs_of(models[0], prompt + answer.tokens)[len(prompt) - 1 :]
+            assert worst(answer.logprobs, expected) < TOLERANCE
+        assert answer.spans == [VersionSpan(version, 0, len(answer.tokens))]
+        if answer.reason == "stop":
+            assert answer.tokens.index(EOS) == len(answer.tokens) - 1
+        else:
+            assert len(answer.tokens) == 64 and EOS not in answer.tokens
+    assert {answer.reason for answer in answers} == {"stop", "length"}
+
+
+def test_temperature_scales_the_logprobs(served: Served, models: list[Any]) -> None:
+    served.run(served.load(models[0]))
+    answer = served.run(collect(served.engine, ask(seed=3, temperature=0.5)))
+    with torch.no_grad():
+        logits = models[0](torch.tensor([PROMPT + answer.tokens])).logits[0].double() / 0.5
+    scores = torch.log_softmax(logits[len(PROMPT) - 1 : -1], -1)
+    expected = scores[torch.arange(len(answer.tokens)), torch.tensor(answer.tokens)].tolist()
+    assert worst(answer.logprobs, expected) < TOLERANCE
+
+
+def test_seeds_repeat_and_differ(served: Served, models: list[Any]) -> None:
+    served.run(served.load(models[0]))
+
+    async def go() -> list[Answer]:
+        # Enough prompt tokens at once that a prefill cut in chunks would show.
+        prompt = (PROMPT * 7)[:250]
+        requests = [ask(prompt, seed=seed, cache_salt=f"{copy}") for copy in (0, 1) for seed in range(20)]
+        return await asyncio.gather(*(collect(served.engine, request) for request in requests))
+
+    answers = served.run(go())
+    assert [a.tokens for a in answers[:20]] == [a.tokens for a in answers[20:]]
+    assert len({tuple(a.tokens) for a in answers[:20]}) > 10
+
+
+def test_score_follows_the_weights(served: Served, models: list[Any]) -> None:
+    for model, other in (models, models[::-1]):
+        served.run(served.load(model))
+        scores = served.run(served.engine.score(PROMPT))
+        assert worst(scores, logprobs_of(model, PROMPT)) < TOLERANCE
+        assert worst(scores, logprobs_of(other, PROMPT)) > 0.1
+    assert served.run(served.engine.score(PROMPT[:1])) == []
+
+
+def test_abort_keeps_what_was_sampled(served: Served, models: list[Any]) -> None:
+    version = served.run(served.load(models[0]))
+
+    async def go() -> tuple[list[Answer], Answer]:
+        answers = [Answer() for _ in range(4)]
+        requests = [ask(PROMPT + [i], max_tokens=512, temperature=0.0) for i in range(4)]
+        async with asyncio.TaskGroup() as tasks:
+            streams = [
+                tasks.create_task(collect(served.engine, *pair)) for pair in zip(requests, answers, strict=True)
+            ]
+            await until(lambda: all(len(answer.tokens) > 12 for answer in answers))
+            # Aborted before it was ever scheduled.
+            late = ask()
+            unscheduled = tasks.create_task(collect(served.engine, late))
+            await asyncio.sleep(0)
+            await served.engine.abort([*(request.id for request in requests), late.id, "unknown"])
+            return [await stream for stream in streams], await unscheduled
+
+    answers, unscheduled = served.run(go())
+    for index, answer in enumerate(answers):
+        assert answer.reason == "abort"
+        assert 12 < len(answer.tokens) < 512
+        assert answer.spans == [VersionSpan(version, 0, len(answer.tokens))]
+        prompt = [*PROMPT, index]
+        expected = logprobs_of(models[0], prompt + answer.tokens)[len(prompt) - 1 :]
+        # Greedy sampling reports the log-prob at temperature 1.
+        assert worst(answer.logprobs, expected) < TOLERANCE
+    assert unscheduled.reason == "abort" and (unscheduled.tokens or unscheduled.spans == [])
+
+
+def test_abort_and_resume_changes_nothing(served: Served, models: list[Any]) -> None:
+    served.run(served.load(models[0]))
+    whole = served.run(collect(served.engine, ask(max_tokens=200, temperature=0.0)))
+
+    async def go() -> tuple[list[int], int]:
+        tokens: list[int] = []
+        submissions = 0
+        while True:
+            submissions += 1
+            request = ask(PROMPT + tokens, max_tokens=200 - len(tokens), temperature=0.0)
+            answer = Answer()
+            async with asyncio.TaskGroup() as tasks:
+                stream = tasks.create_task(collect(served.engine, request, answer))
+                await until(lambda: stream.done() or len(answer.tokens) > 30)  # noqa: B023
+                await served.engine.abort([request.id])
+            tokens += answer.tokens
+            if answer.reason != "abort":
+                return tokens, submissions
+
+    tokens, submissions = served.run(go())
+    assert tokens == whole.tokens
+    assert submissions > 2
+
+
+@pytest.mark.parametrize("recompute_kv", [True, False])
+def test_kept_requests_go_on_under_the_new_weights(
+    served: Served, models: list[Any], recompute_kv: bool
+) -> None:
+    old = served.run(served.load(models[0]))
+
+    async def go() -> tuple[Answer, int]:
+        answer = Answer()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(collect(served.engine, ask(max_tokens=300, temperature=0.0), answer))
+            await until(lambda: len(answer.tokens) > 50)
+            version = await served.load(models[1], mode="keep", recompute_kv=recompute_kv)
+        return answer, version
+
+    answer, new = served.run(go())
+    assert answer.reason == "length"
+    split = answer.spans[0].end
+    assert 50 < split < 300
+    assert answer.spans == [VersionSpan(old, 0, split), VersionSpan(new, split, 300, not recompute_kv)]
+    before, after = (logprobs_of(model, PROMPT + answer.tokens)[len(PROMPT) - 1 :] for model in models)
+    assert worst(answer.logprobs[:split], before[:split]) < TOLERANCE
+    if recompute_kv:
+        assert worst(answer.logprobs[split:], after[split:]) < TOLERANCE
+    else:
+        assert worst(answer.logprobs[split:], after[split:]) > 0.1
+
+
+def test_waiting_pause_lets_requests_finish(served: Served, models: list[Any]) -> None:
+    old = served.run(served.load(models[0]))
+
+    async def go() -> Answer:
+        async with asyncio.TaskGroup() as tasks:
+            answer = Answer()
+            tasks.create_task(collect(served.engine, ask(max_tokens=200, temperature=0.0), answer))
+            await until(lambda: len(answer.tokens) > 10)
+            await served.load(models[1], mode="wait")
+        return answer
+
+    answer = served.run(go())
+    assert answer.reason == "length"
+    assert answer.spans == [VersionSpan(old, 0, 200)]
+
+
+def test_prefix_cache_does_not_outlive_the_weights(served: Served, models: list[Any]) -> None:
+    for model in models:
+        served.run(served.load(model))
+        # The same salt on purpose: the load has dropped the blocks.
+        answer = served.run(collect(served.engine, ask(temperature=0.0, cache_salt="same")))
+        expected = logprobs_of(model, PROMPT + answer.tokens)[len(PROMPT) - 1 :]
+        assert worst(answer.logprobs, expected) < TOLERANCE
+
+
+def test_corrupt_bucket_is_found_while_staging(served: Served, models: list[Any]) -> None:
+    served.run(served.load(models[0]))
+    manifest = served.publisher.publish_model(next(served.versions), models[1])
+    bucket = manifest.buckets[1]
+    with open(bucket.path, "rb") as file:
+        content = bytearray(file.read())
+    content[len(content) // 2] ^= 1
+    flipped = Bucket(
+        path=served.publisher.segment(bytes(content)),
+        size=bucket.size,
+        checksum=bucket.checksum,
+        tensors=bucket.tensors,
+    )
+    with pytest.raises(WeightsCorrupt, match=r"bucket 1: its checksum") as caught:
+        served.run(served.engine.stage(Manifest(version=manifest.version, buckets=[manifest.buckets[0], flipped])))
+    assert caught.value.bucket == 1
+    assert worst(served.run(served.engine.score(PROMPT)), logprobs_of(models[0], PROMPT)) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.weight"), "are missing"),
+        (lambda tensors: tensors.update({"model.extra": torch.zeros(3)}), "are unknown"),
+        (lambda tensors: tensors.update({"model.norm.weight": torch.zeros(63)}), "have changed"),
+    ],
+)
+def test_wrong_sets_are_refused_before_the_load(
+    served: Served, models: list[Any], change: Callable[[dict[str, torch.Tensor]], Any], words: str
+) -> None:
+    served.run(served.load(models[0]))
+    tensors = parameters_of(models[1])
+    change(tensors)
+    with pytest.raises(WeightsCorrupt, match=words):
+        served.run(served.engine.stage(served.publisher.publish(next(served.versions), tensors)))
+    assert worst(served.run(served.engine.score(PROMPT)), logprobs_of(models[0], PROMPT)) < TOLERANCE
+
+
+@pytest.mark.parametrize("missing", ["model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.down_proj.weight"])
+def test_failed_load_is_repeated_whole(served: Served, models: list[Any], missing: str) -> None:
+    served.run(served.load(models[0]))
+    engine = served.engine
+    complete = served.publisher.publish_model(next(served.versions), models[1])
+    tensors = parameters_of(models[1])
+    del tensors[missing]
+    partial = served.publisher.publish(complete.version, tensors)
+
+    async def go() -> list[float]:
+        # Past the check that stands before every load, to the one in the worker.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine, "_layout", None)
+            patch.setattr("asyncrl.rollouter.engines.vllm.checkpoint.weight_shapes", lambda _: None)
+            await engine.stage(partial)
+        await engine.pause("abort")
+        for _ in range(2):
+            with pytest.raises(WeightsCorrupt, match="incomplete weights"):
+                await engine.load(partial, recompute_kv=True)
+        await engine.stage(complete)
+        await engine.load(complete, recompute_kv=True)
+        await engine.resume()
+        return await engine.score(PROMPT)
+
+    assert worst(served.run(go()), logprobs_of(models[1], PROMPT)) < TOLERANCE
+
+
+def test_publisher_may_die_once_staged(served: Served, models: list[Any]) -> None:
+    served.run(served.load(models[0]))
+    publisher = Publisher()
+    manifest = publisher.publish_model(next(served.versions), models[1])
+
+    async def go() -> list[float]:
+        await served.engine.stage(manifest)
+        publisher.close()
+        await served.engine.pause("abort")
+        await served.engine.load(manifest, recompute_kv=True)
+        await served.engine.resume()
+        return await served.engine.score(PROMPT)
+
+    assert worst(served.run(go()), logprobs_of(models[1], PROMPT)) < TOLERANCE
+    with pytest.raises(WeightsCorrupt, match="cannot be opened"):
+        served.run(served.engine.stage(manifest))
+
+
+def test_impossible_requests_are_value_errors(served: Served, models: list[Any]) -> None:
+    served.run(served.load(models[0]))
+    with pytest.raises(ValueError, match="request t"):
+        served.run(collect(served.engine, ask([1] * 5000)))
+    assert served.run(collect(served.engine, ask(max_tokens=3))).reason in ("stop", "length")
+
+
+def test_cancelled_stream_leaves_nothing_behind(served: Served, models: list[Any]) -> None:
+    served.run(served.load(models[0]))
+
+    async def go() -> None:
+        answer = Answer()
+        stream = asyncio.create_task(collect(served.engine, ask(max_tokens=512, temperature=0.0), answer))
+        await until(lambda: len(answer.tokens) > 10)
+        stream.cancel()
+        await asyncio.gather(stream, return_exceptions=True)
+        assert stream.cancelled()
+        # A pause that waits for requests to finish would find it.
+        await served.engine.pause("wait")
+        await served.engine.resume()
+        assert not served.engine._flights
+
+    served.run(go())

@@ -1,0 +1,200 @@
+"""The vLLM engine's start, death and end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tiny_models import Publisher, logprobs_of, make_model, save_model
+
+from asyncrl.config import Config, validate_config
+from asyncrl.errors import ConfigError, EngineDied
+from asyncrl.rollouter.engines import make_engine
+from asyncrl.rollouter.engines.base import GenerationRequest
+from asyncrl.rollouter.engines.vllm.engine import VllmEngine
+
+pytestmark = [
+    # vLLM leaves its ZeroMQ contexts to the garbage collector.
+    pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning"),
+]
+
+PROMPT = [(5 * i + 2) % 90 for i in range(40)]
+
+
+def config_for(folder: Path, **rollout: Any) -> Config:
+    return validate_config(
+        {
+            "model": {"path": str(folder)},
+            "data": {"source": "synthetic", "max_prompt_tokens": 256},
+            "rollout": {
+                "gpus_per_replica": 0,
+                "max_tokens": 512,
+                "stream_interval": 4,
+                "vllm": {"cpu_kv_cache_bytes": 64 << 20, "threads": 1},
+                **rollout,
+            },
+        }
+    )
+
+
+def children() -> list[int]:
+    """Living processes below this one, but for Python's own resource tracker."""
+    return [
+        process.pid
+        for process in psutil.Process().children(recursive=True)
+        if process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(process.cmdline())
+    ]
+
+
+@pytest.fixture(autouse=True)
+def scratch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """The folder of all temporary files, empty again when the test is over."""
+    # Not below tmp_path: the path of a socket must be short.
+    with tempfile.TemporaryDirectory(prefix="ae-") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+        gc.collect()
+        # torch keeps what it has compiled.
+        assert [each.name for each in Path(folder).iterdir() if "torchinductor" not in each.name] == []
+
+
+async def with_engine(config: Config, model, body: Callable[[VllmEngine, Publisher], Awaitable[None]]) -> None:
+    """Start, load, run ``body``, close; then nothing may be left."""
+    before = set(children())
+    publisher, engine = Publisher(), VllmEngine(config, "rollouter/7")
+    try:
+        await engine.start()
+        manifest = publisher.publish_model(0, model)
+        await engine.stage(manifest)
+        await engine.pause("abort")
+        await engine.load(manifest, recompute_kv=False)
+        await engine.resume()
+        await body(engine, publisher)
+    finally:
+        await engine.close()
+        await engine.close()
+        publisher.close()
+    assert set(children()) == before
+    with pytest.raises(EngineDied):
+        await engine.check()
+
+
+async def consume(engine: VllmEngine, name: str, tokens: list[int]) -> None:
+    request = GenerationRequest(id=name, prompt_ids=PROMPT, max_tokens=512, temperature=0.0, seed=None)
+    async for delta in engine.generate(request):
+        tokens += delta.tokens
+
+
+def test_tied_embeddings_follow_the_weights(tmp_path: Path) -> None:
+    models = [make_model(seed, tied=True) for seed in (1, 2)]
+    save_model(tmp_path, models[0])
+
+    async def body(engine: VllmEngine, publisher: Publisher) -> None:
+        for version, model in enumerate(models, start=1):
+            manifest = publisher.publish_model(version, model)
+            await engine.stage(manifest)
+            await engine.pause("abort")
+            await engine.load(manifest, recompute_kv=True)
+            await engine.resume()
+            pairs = zip(await engine.score(PROMPT), logprobs_of(model, PROMPT), strict=True)
+            assert max(abs(found - expected) for found, expected in pairs) < 1e-4
+
+    asyncio.run(with_engine(config_for(tmp_path), models[0], body))
+
+
+def test_killed_core_is_noticed_everywhere(tmp_path: Path) -> None:
+    model = make_model(1)
+    save_model(tmp_path, model)
+
+    async def body(engine: VllmEngine, publisher: Publisher) -> None:
+        tokens: list[list[int]] = [[], [], []]
+        streams = [asyncio.ensure_future(consume(engine, f"s{i}", held)) for i, held in enumerate(tokens)]
+        while not all(tokens):
+            await asyncio.sleep(0.005)
+        [core] = engine._processes.pids
+        # A call that is under way when the core dies: it cannot answer any more.
+        os.kill(core, signal.SIGSTOP)
+        call = asyncio.ensure_future(engine.pause("wait"))
+        await asyncio.sleep(0.05)
+        os.kill(core, signal.SIGKILL)
+        async with asyncio.timeout(30):
+            for outcome in await asyncio.gather(*streams, call, return_exceptions=True):
+                assert isinstance(outcome, EngineDied)
+                assert outcome.engine == "rollouter/7"
+            for action in (engine.check(), engine.resume(), engine.abort(["s0"]), engine.score(PROMPT)):
+                with pytest.raises(EngineDied, match="engine core ended"):
+                    await action
+            with pytest.raises(EngineDied):
+                await consume(engine, "late", [])
+
+    asyncio.run(with_engine(config_for(tmp_path), model, body))
+
+
+def test_hanging_core_counts_as_dead(tmp_path: Path) -> None:
+    model = make_model(1)
+    save_model(tmp_path, model)
+
+    async def body(engine: VllmEngine, publisher: Publisher) -> None:
+        tokens: list[int] = []
+        stream = asyncio.ensure_future(consume(engine, "s", tokens))
+        while not tokens:
+            await asyncio.sleep(0.005)
+        os.kill(engine._processes.pids[0], signal.SIGSTOP)
+        async with asyncio.timeout(60):
+            with pytest.raises(EngineDied, match="sampled nothing"):
+                await stream
+            with pytest.raises(EngineDied):
+                await engine.pause("keep")
+
+    asyncio.run(with_engine(config_for(tmp_path, engine_timeout_s=3.0), model, body))
+
+
+def test_close_during_the_start_leaves_nothing(tmp_path: Path) -> None:
+    save_model(tmp_path, make_model(1))
+
+    async def go() -> None:
+        before = set(children())
+        engine = VllmEngine(config_for(tmp_path), "rollouter/7")
+        start = asyncio.ensure_future(engine.start())
+        while not set(children()) - before:
+            await asyncio.sleep(0.01)
+        start.cancel()
+        await asyncio.gather(start, return_exceptions=True)
+        assert start.cancelled()
+        async with asyncio.timeout(30):
+            await engine.close()
+        assert set(children()) == before
+    
+    asyncio.run(go())
+
+
+def test_start_says_what_is_wrong(tmp_path: Path) -> None:
+    save_model(tmp_path, make_model(1))
+
+    async def start(config: Config) -> None:
+        engine = make_engine(config, "rollouter/7")
+        try:
+            await engine.start()
+        finally:
+            await engine.close()
+
+    def check(config: Config, words: str) -> None:
+        with pytest.raises(ConfigError, match=words):
+            asyncio.run(start(config))
+        assert not children()
+
+    check(config_for(tmp_path / "absent"), "model.path: .* is no folder")
+    check(config_for(tmp_path, vllm={"cpu_kv_cache_bytes": 1000}), "cpu_kv_cache_bytes: is 1000")
+    check(config_for(tmp_path, temperature=2.5), "rollout.temperature")
+    check(config_for(tmp_path, gpus_per_replica=1), "rollout.gpus_per_replica")
+    check(config_for(tmp_path, max_tokens=4096, vllm={"max_model_len": 8192}), "vLLM refuses")
+    check(config_for(tmp_path, vllm={"extra": {"no_such_argument": 1}}), "no_such_argument")

@@ -1,0 +1,125 @@
+"""A launched run with stub actors, as a process of its own: python launched.py BEHAVIOUR_JSON CONFIG_JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+STUB = Path(__file__).parent / "stub_actor.py"
+WAIT_S = 60.0
+
+
+def config_tree(run_dir: Path, **supervision: Any) -> dict[str, Any]:
+    """A simulated run in ``run_dir``/runs/trial."""
+    return {
+        "run": {"name": "trial", "dir": str(run_dir / "runs")},
+        "data": {"source": "synthetic"},
+        "rollout": {"engine": "sim"},
+        "learner": {"backend": "sim", "steps": 3},
+        "supervision": {"backoff_s": 0.05, "drain_s": 4.0} | supervision,
+    }
+
+
+def marked(mark: object) -> dict[int, str]:
+    """Command lines of the living processes that name ``mark``, this one excluded."""
+    found = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and int(entry) != os.getpid():
+            with contextlib.suppress(OSError):
+                words = Path("/proc", entry, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                if str(mark) in words:
+                    found[int(entry)] = words
+    return found
+
+
+def wait_until(condition: Any, what: str) -> Any:
+    until = time.monotonic() + WAIT_S
+    while not (found := condition()):
+        assert time.monotonic() < until, f"waited {WAIT_S:g} s for {what}"
+        time.sleep(0.01)
+    return found
+
+
+class Launched:
+    """Use as a context manager; nothing of it is left behind, whatever the test does."""
+
+    def __init__(self, folder: Path, behaviour: dict[str, Any], **supervision: Any) -> None:
+        self.folder = folder
+        self.run_dir = folder / "runs" / "trial"
+        self.out = folder / "out.txt"
+        argv = [sys.executable, __file__, json.dumps(behaviour), json.dumps(config_tree(folder, **supervision))]
+        with self.out.open("w") as out:
+            self.process = subprocess.Popen(argv, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+
+    def __enter__(self) -> Launched:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        for pid in marked(self.folder):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    @property
+    def shown(self) -> str:
+        return self.out.read_text()
+
+    def wait_to_show(self, text: str) -> None:
+        wait_until(lambda: text in self.shown or self.process.poll() is not None, f"{text!r} in {self.shown}")
+        assert text in self.shown
+
+    def end(self) -> tuple[int, list[str]]:
+        """(exit code, lines shown), once all is over."""
+        code = self.process.wait(WAIT_S)
+        return code, self.shown.splitlines()
+
+    def pid(self, module: str) -> int:
+        """Of the guard or the agent."""
+
+        def find() -> int | None:
+            below = [self.process.pid]
+            for pid in below:
+                for child in children(pid):
+                    if f"asyncrl.launcher.{module}" in marked_words(child):
+                        return child
+                    below.append(child)
+            return None
+
+        found: int = wait_until(find, module)
+        return found
+
+
+def children(pid: int) -> list[int]:
+    from asyncrl.launcher.processes import children_of
+
+    return children_of(pid)
+
+
+def marked_words(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path("/proc", str(pid), "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return ""
+
+
+def main() -> int:
+    from asyncrl.config import validate_config
+    from asyncrl.launcher.local import run_local
+    from asyncrl.launcher.placement import Host, place
+
+    behaviour, tree = sys.argv[1:]
+    config = validate_config(json.loads(tree))
+    placed = place(config, [Host(name="box", cpus=2)])
+    return run_local(config, placed, (sys.executable, str(STUB), behaviour))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""What a node agent decides."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.config import SupervisionConfig
+from asyncrl.launcher.host import NEVER_RAN_GRACE_S, Announce, AskStop, Host, KillAll, Report, Spawn
+from asyncrl.messages import RunState
+
+NAMES = ("controller/0", "dataloader/0", "learner/0", "rollouter/0", "rollouter/1")
+POLICY = SupervisionConfig(max_restarts=2, backoff_s=1.0, restart_window_s=1000.0, drain_s=10.0, host_grace_s=60.0)
+
+
+def state(phase, **changes):
+    return RunState(number=1, phase=phase, **changes)
+
+
+def host(*, running=True):
+    found = Host({name: f"/logs/{name.replace('/', '-')}.log" for name in NAMES}, POLICY)
+    assert found.begin() == [Spawn("controller/0")]
+    if running:
+        assert found.controller_found(0.0) == [Spawn(name) for name in NAMES[1:]]
+        found.state(state("running"), 0.0)
+    return found
+
+
+def test_the_others_are_started_once_the_controller_is_found():
+    found = host()
+    assert found.living == set(NAMES)
+    assert found.next_deadline() is None
+    assert found.tick(1e6) == []
+
+
+def test_a_death_is_followed_by_a_restart_after_a_pause():
+    found = host()
+    assert found.exited("rollouter/0", -9, "", 5.0) == [Report("rollouter/0", -9, False, "killed by SIGKILL")]
+    assert found.next_deadline() == 6.0
+    assert found.tick(5.9) == []
+    assert found.tick(6.0) == [Announce("rollouter/0", "killed by SIGKILL"), Spawn("rollouter/0")]
+    assert not found.ending
+    found.exited("rollouter/0", 3, "out of memory", 7.0)
+    assert found.next_deadline() == 9.0
+    assert found.tick(9.0)[0] == Announce("rollouter/0", "exit code 3: out of memory")
+
+
+def test_giving_up_ends_the_run_with_its_reason():
+    found = host()
+    for now in (1.0, 10.0):
+        found.exited("rollouter/0", -9, "", now)
+        found.tick(now + 5)
+    (report,) = found.exited("rollouter/0", 3, "out of memory", 20.0)
+    assert (report.fatal, report.reason) == (True, "exit code 3, after 2 restarts within 1000 s: out of memory")
+    assert found.ending
+    assert found.next_deadline() == 30.0
+    assert str(found.failure) == f"rollouter/0: {report.reason} (log: /logs/rollouter-0.log)"
+    # What the controller makes of it counts; it knew of no other failure before.
+    found.state(state("draining", failed_actor="rollouter/0", reason=report.reason, exit_code=1), 20.1)
+    assert found.failure.actor == "rollouter/0"
+    assert found.next_deadline() == 30.0
+
+
+def test_a_role_that_is_not_restarted_ends_the_run():
+    found = host()
+    assert found.exited("learner/0", 78, "", 5.0) == [Report("learner/0", 78, True, "ended unasked (exit code 78)")]
+    assert found.failure.exit_code == 78
+
+
+def test_the_reason_that_an_actor_gave_itself_wins():
+    found = host()
+    found.exited("learner/0", 1, "", 5.0)
+    found.state(state("draining", failed_actor="learner/0", reason="no signal", exit_code=1), 5.1)
+    assert str(found.failure) == "learner/0: no signal (log: /logs/learner-0.log)"
+
+
+def test_nothing_is_started_while_the_run_ends():
+    found = host()
+    found.exited("rollouter/0", -9, "", 5.0)
+    found.state(state("draining"), 5.5)
+    assert found.next_deadline() == 15.5
+    assert found.tick(7.0) == []
+    assert found.exited("rollouter/1", -9, "", 7.0) == [Report("rollouter/1", -9, False, "")]
+    assert found.next_deadline() == 15.5
+    assert found.tick(15.5) == [KillAll()]
+    assert found.next_deadline() is None
+    assert not found.finished
+    for name in ("dataloader/0", "learner/0", "controller/0"):
+        found.exited(name, -9, "", 16.0)
+    assert found.finished
+    assert found.finished_run
+    assert found.failure is None
+
+
+def test_without_its_controller_nobody_could_end_in_order():
+    found = host()
+    assert found.exited("controller/0", 1, "boom", 5.0) == [KillAll()]
+    assert str(found.failure) == "controller/0: ended unasked (exit code 1): boom (log: /logs/controller-0.log)"
+    found = host()
+    found.state(state("done", draining=["controller"]), 5.0)
+    assert found.exited("controller/0", 0, "", 5.1) == [KillAll()]
+    assert found.failure is None
+
+
+def test_stop_asks_the_controller_and_the_second_kills():
+    found = host()
+    assert found.stop("SIGTERM", 5.0) == [AskStop("SIGTERM")]
+    assert found.next_deadline() == 15.0
+    found.state(state("draining", reason="SIGTERM", exit_code=130), 5.1)
+    assert found.stop("SIGTERM", 6.0) == [KillAll()]
+    assert (found.stopped, found.failure, found.finished_run) == ("SIGTERM", None, False)
+
+
+def test_the_first_stop_does_not_hurry_a_run_that_is_ending():
+    found = host()
+    found.state(state("draining"), 5.0)
+    assert found.stop("SIGINT", 5.1) == []
+    assert found.stopped == ""
+    assert found.stop("SIGINT", 5.2) == [KillAll()]
+    assert found.finished_run
+
+
+def test_a_run_that_never_ran_is_not_waited_for():
+    found = host(running=False)
+    assert found.stop("SIGINT", 5.0) == [KillAll()]
+    found = host(running=False)
+    found.controller_found(1.0)
+    found.state(state("starting", waiting_for=["learner/0"]), 1.0)
+    assert found.stop("SIGINT", 5.0) == [KillAll()]
+    found = host(running=False)
+    found.controller_found(1.0)
+    found.state(state("draining", failed_actor="learner/0", reason="no model", exit_code=78), 5.0)
+    assert found.next_deadline() == 5.0 + NEVER_RAN_GRACE_S
+    assert found.failure.exit_code == 78
+
+
+def test_a_controller_that_is_never_found():
+    found = host(running=False)
+    assert found.controller_lost("no address after 300 s", 300.0) == [KillAll()]
+    assert found.failure.actor == "controller/0"
+    found.exited("controller/0", -9, "", 300.0)
+    assert found.finished
+    assert found.controller_found(301.0) == []
+
+
+@pytest.mark.parametrize(("heard", "ends"), [(60.0, False), (10.0, True)])
+def test_a_host_ends_when_launcher_and_controller_are_silent(heard, ends):
+    found = host()
+    found.state(state("running"), heard)
+    assert found.tick(75.0) == []
+    found.launcher_gone()
+    assert found.next_deadline() == heard + 60.0
+    assert found.tick(75.0) == ([KillAll()] if ends else [])
+    assert (found.failure is not None) == ends
+
+
+events = st.one_of(
+    st.just(("found",)),
+    st.tuples(st.just("exited"), st.sampled_from(NAMES), st.sampled_from([0, 1, 78, -9])),
+    st.tuples(st.just("state"), st.sampled_from(["starting", "running", "draining", "done", "failed"])),
+    st.sampled_from([("stop",), ("kill",), ("unreachable",), ("launcher_gone",), ("tick",)]),
+)
+
+
+@given(st.lists(st.tuples(st.floats(0, 15), events), max_size=80))
+def test_invariants(history):
+    found = host(running=False)
+    now, processes, ending_since, was_found = 0.0, {"controller/0"}, None, False
+    for gap, (kind, *arguments) in history:
+        now += gap
+        instructions = []
+        if kind == "found" and not was_found and "controller/0" in processes:
+            was_found = True
+            instructions = found.controller_found(now)
+        elif kind == "exited" and arguments[0] in processes:
+            processes.discard(arguments[0])
+            instructions = found.exited(*arguments, "", now)
+        elif kind == "state" and was_found:
+            failed = {"failed_actor": "learner/0", "exit_code": 1} if arguments[0] == "failed" else {}
+            instructions = found.state(state(arguments[0], **failed), now)
+        elif kind == "launcher_gone":
+            found.launcher_gone()
+        elif kind in ("stop", "kill"):
+            instructions = getattr(found, kind)("why", now)
+        elif kind in ("unreachable", "tick") and (kind == "tick" or found.ending):
+            instructions = getattr(found, kind)(now)
+        for instruction in instructions:
+            if isinstance(instruction, Spawn):
+                assert instruction.name not in processes
+                assert not found.ending
+                processes.add(instruction.name)
+        assert found.living == processes
+        if found.ending and ending_since is None:
+            ending_since = now
+        if found.ending and found.deadline is not None:
+            assert found.deadline <= ending_since + POLICY.drain_s
+        assert found.finished == (found.ending and not processes)
+        if found.ending:
+            assert found.failure or found.stopped or found.finished_run

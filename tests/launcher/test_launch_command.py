@@ -1,0 +1,123 @@
+"""asyncrl-launch as a command: help, wrong usage, wrong configuration, dry run."""
+
+import subprocess
+import sys
+
+import pytest
+
+from asyncrl.cli import doctor, export, launch, top
+from asyncrl.config import known_keys
+
+SIM = """
+[data]
+source = "synthetic"
+[rollout]
+engine = "sim"
+replicas = 2
+concurrency = 8
+[learner]
+backend = "sim"
+groups_per_step = 4
+steps_per_version = 2
+"""
+
+
+@pytest.fixture(autouse=True)
+def keep_signal_handlers(monkeypatch):
+    monkeypatch.setattr(launch.signal, "signal", lambda *_: None)
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "sim.toml"
+    path.write_text(SIM + f'[run]\ndir = "{tmp_path / "runs"}"\n')
+    return str(path)
+
+
+@pytest.mark.parametrize("flag", ["--help", "--version", "--help-config"])
+def test_what_only_tells_loads_nothing_heavy(flag):
+    code = (
+        "import sys\nfrom asyncrl.cli.launch import main\n"
+        f"try: main(['{flag}'])\nexcept SystemExit as end: assert not end.code\n"
+        "heavy = {'torch', 'vllm', 'transformers', 'numpy', 'zmq'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+        "assert 'pydantic' not in sys.modules or sys.argv[1] == '--help-config'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, flag], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def test_the_actor_command_handles_signals_before_it_imports():
+    code = "import asyncrl.cli.actor, sys; assert not {'zmq', 'pydantic', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_help_explains_dotted_flags(capsys):
+    with pytest.raises(SystemExit):
+        launch.main(["--help"])
+    shown = capsys.readouterr().out
+    assert "--learner.lr 1e-6" in shown
+    assert "--help-config" in shown
+
+
+def test_every_key_is_listed(capsys):
+    assert launch.main(["--help-config"]) == 0
+    shown = capsys.readouterr().out
+    for key, _, _, description in known_keys():
+        assert f"{key}  (" in shown
+        assert description in shown
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "no CONFIG file"),
+        (["c.toml", "--nonsense"], "--nonsense"),
+        (["c.toml", "--hosts", "hosts.txt"], "--hosts: several hosts are not there yet"),
+        (["c.toml", "--learner.lr"], "--learner.lr: a value is missing"),
+        (["c.toml", "--learner.lr", "--dry-run"], "--learner.lr: a value is missing"),
+        (["c.toml", "--learner.=3"], "not a key"),
+    ],
+)
+def test_wrong_usage(argv, said, capsys):
+    with pytest.raises(SystemExit) as end:
+        launch.main(argv)
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_every_problem_is_listed_and_the_last_line_says_what_to_do(config, capsys):
+    argv = [config, "--learner.lrr", "1", "--rollout.replicas=-1", "--model.path", "/nowhere"]
+    assert launch.main(argv) == 78
+    *problems, last = capsys.readouterr().err.splitlines()
+    assert any("learner.lrr: unknown key; did you mean lr?" in line for line in problems)
+    assert any("rollout.replicas" in line for line in problems)
+    assert last.startswith("asyncrl-launch: 2 problems in the configuration")
+    assert "--help-config" in last
+
+
+def test_what_is_cheap_and_certain_is_checked_first(config, tmp_path, capsys):
+    argv = [config, "--model.path", "/nowhere", "--learner.backend", "fsdp2", "--rollout.engine", "vllm"]
+    assert launch.main([*argv, "--rollout.gpus_per_replica", "1000"]) == 78
+    shown = capsys.readouterr().err
+    assert "model.path: /nowhere is not a folder" in shown
+    assert "GPUs: " in shown
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_shows_everything_and_starts_nothing(config, tmp_path, capsys):
+    assert launch.main([config, "--dry-run", "--learner.lr", "0.5", "--learner.lr=1e-3"]) == 0
+    shown = capsys.readouterr().out
+    assert '"lr": 0.001' in shown
+    assert "rollouter/1" in shown
+    assert "8 = learner.groups_per_step 4 x learner.steps_per_version 2" in shown
+    assert "16 = (staleness.max 1 + 1) x G" in shown
+    assert "16 = rollout.concurrency 8 x rollout.replicas 2" in shown
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("command", [top, doctor, export])
+def test_commands_that_are_not_there_say_so(command, capsys):
+    assert command.main() == 2
+    assert "not there yet" in capsys.readouterr().err

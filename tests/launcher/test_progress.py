@@ -1,0 +1,120 @@
+"""What the launcher shows."""
+
+import io
+import json
+
+import pytest
+
+from asyncrl.launcher.progress import CLEAR_LINE, Progress, describe_step, read_metrics, summarise
+from asyncrl.launcher.spec import MetricsEvent, RestartEvent, StateEvent
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+LINE = {
+    "kind": "train",
+    "step": 3,
+    "weights/version": 2,
+    "reward/mean": 0.5,
+    "staleness/token_mean": 0.75,
+    "rollout/tokens_per_s": 1234.5,
+    "time/step_s": 1.0,
+}
+
+
+def test_a_step_in_a_few_words():
+    assert describe_step(LINE, 10) == "step 3/10  version 2  reward 0.500  staleness 0.75  1234 tokens/s  1.0 s"
+    assert describe_step({"step": 3, "reward/mean": None}, 10) == "step 3/10"
+
+
+def test_plain_lines():
+    out = io.StringIO()
+    progress = Progress(out, steps=10)
+    names = [f"rollouter/{i}" for i in range(8)]
+    for left in range(8, -1, -1):
+        progress.show(StateEvent(phase="starting", waiting_for=names[:left]))
+    progress.show(StateEvent(phase="running"))
+    progress.show(StateEvent(phase="running"))
+    progress.show(MetricsEvent(line=LINE))
+    progress.show(StateEvent(phase="running"))
+    progress.show(RestartEvent(name="rollouter/1", reason="killed by SIGKILL"))
+    progress.show(MetricsEvent(line={"kind": "eval", "step": 3, "eval/math/mean": 0.25}))
+    progress.show(StateEvent(phase="draining"))
+    progress.end()
+    assert out.getvalue().splitlines() == [
+        "starting: waiting for rollouter/0, rollouter/1, rollouter/2, rollouter/3 and 4 more",
+        "starting: waiting for rollouter/0, rollouter/1, rollouter/2, rollouter/3",
+        "starting: waiting for rollouter/0, rollouter/1",
+        "starting: waiting for rollouter/0",
+        "starting",
+        "running",
+        describe_step(LINE, 10),
+        "rollouter/1 died (killed by SIGKILL) and is started again",
+        "step 3  eval/math 0.250",
+        "draining: ending the actors in order",
+    ]
+
+
+def test_a_terminal_has_one_live_line():
+    out = Terminal()
+    progress = Progress(out, steps=10)
+    progress.show(StateEvent(phase="running"))
+    progress.show(MetricsEvent(line=LINE))
+    progress.say("something that stays")
+    progress.end()
+    shown = out.getvalue().split(CLEAR_LINE)
+    live = shown[2]
+    assert describe_step(LINE, 10).startswith(live)
+    assert shown == ["", "running", live, f"something that stays\n{live}", ""]
+
+
+def test_a_reader_that_is_gone_ends_nothing(tmp_path):
+    class Gone(io.FileIO):
+        def write(self, _text):
+            raise BrokenPipeError
+
+        def isatty(self):
+            return False
+
+    path = tmp_path / "out"
+    path.touch()
+    with Gone(path, "w") as out:
+        Progress(out, steps=1).say("hello")
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "export").mkdir()
+    return tmp_path
+
+
+def test_the_summary(run_dir):
+    lines = [
+        {"kind": "eval", "step": 0, "eval/math/mean": 0.25, "eval/math/length_mean": 9},
+        {"kind": "train", "step": 1, "reward/mean": 0.1},
+        {"kind": "train", "step": 2, "reward/mean": 0.4},
+        {"kind": "eval", "step": 2, "eval/math/mean": 0.75},
+    ]
+    assert summarise(lines, run_dir, run_dir / "logs", steps=4) == [
+        "steps       2 of 4",
+        "reward      0.100 → 0.400",
+        "eval/math   0.250 → 0.750",
+        f"run folder  {run_dir}",
+        f"model       {run_dir / 'export'}",
+        f"logs        {run_dir / 'logs'}",
+    ]
+
+
+def test_the_summary_of_a_run_that_never_ran(run_dir):
+    assert summarise([], run_dir, run_dir / "logs", steps=4)[0] == "steps       0 of 4"
+
+
+def test_a_torn_line_is_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert read_metrics(path) == []
+    path.write_text(json.dumps({"step": 1}) + "\n" + '{"step": 2, "rew')
+    assert read_metrics(path) == [{"step": 1}]

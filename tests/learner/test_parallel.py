@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from asyncrl.errors import ActorFailed, DeadlineExceeded
+from asyncrl.learner import parallel
+from asyncrl.learner.parallel import pack_parcel, unpack_parcel
+
+WAIT_S = 60.0
+TIMEOUT_S = 1.0
+ARRAYS = st.lists(
+    arrays.arrays(st.sampled_from(["i4", "f4", "u1", "f8"]), arrays.array_shapes(min_dims=1, max_dims=2, min_side=0)),
+    max_size=4,
+)
+
+
+@given(st.binary(max_size=40), ARRAYS)
+def test_a_parcel_holds_what_was_put_in(body: bytes, values: list[np.ndarray]) -> None:
+    found, copies = unpack_parcel(pack_parcel(body, values))
+    assert found == body
+    assert [c.dtype for c in copies] == [v.dtype for v in values]
+    assert all(np.array_equal(c, v, equal_nan=True) for c, v in zip(copies, values, strict=True))
+
+
+def test_the_store_is_bound_to_one_address_and_a_port_of_its_own() -> None:
+    first, second = (parallel.open_store("127.0.0.1", 5.0) for _ in range(2))
+    assert first.port != second.port
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", first.port))
+    # Bound to loopback alone: another local address refuses.
+    with socket.socket() as other, pytest.raises(ConnectionRefusedError):
+        other.connect(("127.0.0.2", first.port))
+
+
+def _meet(rank: int, addresses: Any) -> parallel.Ranks:
+    import torch
+
+    torch.set_num_threads(1)
+    parallel.IDLE_WAIT_S = 0.2
+    store = None
+    if rank == 0:
+        store = parallel.open_store("127.0.0.1", WAIT_S)
+        addresses.put(store.port)
+        port = store.port
+    else:
+        port = addresses.get(timeout=WAIT_S)
+    return parallel.Ranks(rank, 2, "127.0.0.1", port, device=torch.device("cpu"), timeout_s=TIMEOUT_S, store=store)
+
+
+def _long_run(rank: int, addresses: Any, results: Any) -> None:
+    ranks = _meet(rank, addresses)
+    if rank == 0:
+        # Much longer than the collective timeout, as when there are no groups.
+        time.sleep(3 * TIMEOUT_S)
+        ranks.command(b"first")
+    else:
+        results.put(ranks.next_command())
+    mine = [np.arange(3, dtype=np.uint8), np.arange(5, dtype=np.uint8)]
+    parcel = ranks.scatter(mine if rank == 0 else None, 5, "parcels")
+    word = ranks.broadcast_bytes("wörd".encode() if rank == 0 else None, "a word")
+    sums = ranks.all_gather([rank, 0.1], "sums")
+    none = ranks.agree(None, "nothing")
+    some = ranks.agree(f"wrong at {rank}" if rank else None, "something")
+    if rank:
+        results.put((parcel.tolist(), word.decode(), sums.tolist(), none, some))
+        threading.Timer(0.5, ranks.interrupt).start()
+        results.put(ranks.next_command())
+        results.put(ranks.next_command())
+        try:
+            ranks.all_gather([1.0], "a collective that rank 0 does not enter")
+        except DeadlineExceeded as error:
+            results.put(error)
+    elif addresses.get(timeout=WAIT_S) == "done":
+        ranks.close()
+        return
+    addresses.put("done")
+    ranks.close()
+
+
+def _dying_rank_zero(rank: int, addresses: Any, results: Any) -> None:
+    ranks = _meet(rank, addresses)
+    if rank == 0:
+        assert addresses.get(timeout=WAIT_S) == "waiting"
+        time.sleep(0.3)
+        os._exit(7)
+    addresses.put("waiting")
+    try:
+        ranks.next_command()
+    except ActorFailed as error:
+        results.put(error)
+
+
+def _pair(main: Any):
+    context = multiprocessing.get_context("spawn")
+    addresses, results = context.Queue(), context.Queue()
+    processes = [context.Process(target=main, args=(rank, addresses, results)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    try:
+        while True:
+            yield results.get(timeout=WAIT_S)
+    finally:
+        for process in processes:
+            process.join(WAIT_S)
+            process.kill()
+            process.join()
+        for one in (addresses, results):
+            one.close()
+            one.join_thread()
+
+
+def test_a_follower_waits_as_long_as_it_takes_and_no_longer_than_it_should() -> None:
+    said = _pair(_long_run)
+    assert next(said) == b"first"
+    assert next(said) == (
+        [0, 1, 2, 3, 4],
+        "wörd",
+        [[0.0, 0.1], [1.0, 0.1]],
+        [],
+        ["wrong at 1"],
+    )
+    # Interrupted while it waits, and before it waits.
+    assert next(said) is None
+    assert next(said) is None
+    error = next(said)
+    assert (error.who, error.what, error.waited_s) == (
+        "learner/1",
+        "a collective that rank 0 does not enter",
+        TIMEOUT_S,
+    )
+    said.close()
+
+
+def test_a_follower_knows_at_once_that_rank_zero_is_gone() -> None:
+    said = _pair(_dying_rank_zero)
+    error = next(said)
+    assert error.actor == "learner/0"
+    assert "learner/1 awaited its next command" in str(error)
+    said.close()

@@ -1,0 +1,334 @@
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from learner_cases import RankPool, make_config, random_groups, run_alone, save_small_model
+from safetensors.torch import load_file
+
+from asyncrl.errors import NonFiniteStep
+from asyncrl.learner.batch import build_step, rewards_of
+from asyncrl.learner.segments import read_manifest
+
+STEPS = 3
+TRAINED = [
+    "loss/policy",
+    "policy/grad_norm",
+    "policy/entropy",
+    "policy/ess",
+    "policy/behaviour_kl",
+    "policy/tis_clipped_fraction",
+    "policy/ratio_max",
+]
+HYPER = {"lr": 3e-3, "weight_decay": 0.1, "max_grad_norm": 0.2, "aggregation": "sequence"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return save_small_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[RankPool]:
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def run(request) -> Callable[..., tuple[Any, list[Any]]]:
+    """Runs a case on as many ranks as its config says."""
+
+    def play(config, main, *arguments):
+        if config.learner.ranks == 1:
+            return run_alone(config, main, *arguments), []
+        return request.getfixturevalue("pair").run(config, main, *arguments)
+
+    return play
+
+
+def _plan(backend, config, step: int):
+    groups = random_groups(step, 4)
+    return build_step(groups, version=0, config=config, world_size=config.learner.ranks, packed=backend.packed)
+
+
+def _weights(publication) -> dict[str, np.ndarray]:
+    found = {}
+    for spec, view in read_manifest(publication.manifest):
+        tensor = torch.frombuffer(bytearray(view), dtype=getattr(torch, spec.dtype)).view(spec.shape)
+        found[spec.name] = tensor.float().numpy()
+    return found
+
+
+def _train(backend, config) -> tuple[list[dict[str, float]], dict[str, np.ndarray], list[int]]:
+    plans = [_plan(backend, config, step) for step in range(STEPS)]
+    metrics = [backend.train(plan) for plan in plans]
+    with backend.publish(1) as publication:
+        return metrics, _weights(publication), [len(plan.ranks[0]) for plan in plans]
+
+
+def _reference(folder: Path) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
+    """The same steps as one would write them down: float64, one sequence at a time, no packing, no ranks."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    decays = [p for p in model.parameters() if p.ndim > 1]
+    rest = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decays}, {"params": rest, "weight_decay": 0.0}], lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1
+    )
+    metrics = []
+    for step in range(STEPS):
+        losses, ratios, entropies = [], [], []
+        for group in random_groups(step, 4):
+            rewards = rewards_of(group)
+            advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+            for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
+                prompt = group.ticket.prompt_ids
+                ids = torch.tensor([*prompt, *trajectory.tokens])[None]
+                logp = torch.log_softmax(model(ids).logits[0, len(prompt) - 1 : -1] / 0.8, dim=-1)
+                keep = torch.from_numpy(trajectory.loss_mask).bool()
+                taken = logp[torch.arange(len(keep)), torch.from_numpy(trajectory.tokens).long()][keep]
+                ratio = (taken.detach() - torch.from_numpy(trajectory.logprobs)[keep].double()).exp()
+                weight = ratio.clamp(max=2.0)
+                losses.append(-(weight * advantage * (taken - taken.detach()).exp()).mean())
+                ratios.append(ratio)
+                entropies.append(-(logp.exp() * logp).sum(-1)[keep].detach())
+        loss = torch.stack(losses).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+        optimizer.step()
+        r, entropy = torch.cat(ratios), torch.cat(entropies)
+        metrics.append(
+            {
+                "loss/policy": float(loss.detach()),
+                "policy/grad_norm": float(norm),
+                "policy/entropy": float(entropy.mean()),
+                "policy/ess": float(r.sum() ** 2 / (len(r) * (r**2).sum())),
+                "policy/behaviour_kl": float((r - 1 - r.log()).mean()),
+                "policy/tis_clipped_fraction": float((r > 2.0).double().mean()),
+                "policy/ratio_max": float(r.max()),
+            }
+        )
+    return metrics, {name: p.detach().numpy() for name, p in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path):
+    return _reference(folder)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "budget", "extra", "micro_batches"),
+    [
+        (1, 10_000, {}, 1),
+        (1, 50, {"activation_checkpointing": True}, 4),
+        (1, 50, {"packing": "off"}, 12),
+        (2, 50, {"activation_checkpointing": True}, 2),
+        # 12 sequences over 2 ranks with a budget of one each would be 6; 5 ranks would leave fillers.
+        (2, 10, {}, 6),
+    ],
+)
+def test_training_does_not_depend_on_how_the_batch_is_cut(
+    ranks, budget, extra, micro_batches, folder, reference, run
+) -> None:
+    config = make_config(folder, ranks=ranks, budget=budget, **HYPER, **extra)
+    (metrics, weights, counts), followers = run(config, _train)
+    assert followers == [None] * (ranks - 1)
+    assert counts[0] >= micro_batches
+    for found, expected in zip(metrics, reference[0], strict=True):
+        assert {name: found[name] for name in TRAINED} == pytest.approx(expected, rel=2e-4, abs=1e-6)
+        assert found["learner/lr"] == 3e-3
+    assert weights.keys() == reference[1].keys()
+    for name, expected in reference[1].items():
+        # Adam turns a gradient of rounding errors into a whole step, so a few weights may be one step off.
+        off = np.abs(weights[name] - expected)
+        assert np.quantile(off, 0.99) < 1e-4, name
+        assert off.max() < 2 * STEPS * 3e-3, name
+
+
+def _train_with_fillers(backend, config) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    group = random_groups(5, 1, samples=2)[0]
+    group.trajectories[0].finish_reason = "length"
+    plan = build_step([group], version=0, config=config, world_size=config.learner.ranks, packed=backend.packed)
+    metrics = backend.train(plan)
+    with backend.publish(1) as publication:
+        return metrics, _weights(publication)
+
+
+def test_a_rank_without_work_changes_nothing(folder: Path, run) -> None:
+    one, two = (run(make_config(folder, ranks=ranks, truncated="mask"), _train_with_fillers)[0] for ranks in (1, 2))
+    assert two[0] == pytest.approx(one[0], rel=1e-4)
+    for name, expected in one[1].items():
+        assert np.quantile(np.abs(two[1][name] - expected), 0.99) < 1e-5, name
+
+
+def test_the_same_calls_give_the_same_bits(folder: Path, run) -> None:
+    config = make_config(folder, budget=50)
+    first, second = (run(config, _train)[0] for _ in range(2))
+    assert first[0] == second[0]
+    assert all(np.array_equal(first[1][name], second[1][name]) for name in first[1])
+
+
+def _poisoned(backend, config, what: str) -> tuple[str, list[str], bool, list[str]]:
+    backend.train(_plan(backend, config, 0))
+    plan = _plan(backend, config, 1)
+    before = [p.detach().clone() for p in backend._parameters]
+    steps = backend.steps
+    victim = plan.ranks[-1][-1]
+    assert victim.sequences[0] >= 0
+    if what == "loss":
+        victim.behaviour[0] = np.nan
+        uids = [plan.sequences[victim.sequences[0]].uid]
+    else:
+        # Finite as a loss, too large for float32 on its way back.
+        victim.advantages[:] = 3e38 / len(victim.advantages)
+        plan = dataclasses.replace(plan, denominator=4.0)
+        uids = plan.uids
+    with pytest.raises(NonFiniteStep) as caught:
+        backend.train(plan)
+    unchanged = all(
+        torch.equal(old.to_local(), new.to_local()) for old, new in zip(before, backend._parameters, strict=True)
+    )
+    assert all(p.grad is None for p in backend._parameters)
+    return caught.value.what, caught.value.uids, unchanged and backend.steps == steps, uids
+
+
+@pytest.mark.parametrize(("ranks", "what"), [(1, "loss"), (2, "loss"), (1, "gradient norm"), (2, "gradient norm")])
+def test_what_is_not_finite_on_one_rank_stops_the_step_on_all(ranks, what, folder, run) -> None:
+    (found, uids, unchanged, expected), followers = run(make_config(folder, ranks=ranks, budget=30), _poisoned, what)
+    assert found == what
+    assert uids == expected
+    assert unchanged
+    for text in followers:
+        assert text == f"NonFiniteStep: the {what} of step 2 is not finite; no step was taken"
+
+
+def _publish_and_export(backend, config, target: Path) -> dict[str, Any]:
+    backend.train(_plan(backend, config, 0))
+    with backend.publish(7) as publication:
+        manifest = publication.manifest
+        found = {
+            "version": manifest.version,
+            "weights": _weights(publication),
+            "dtypes": {t.dtype for b in manifest.buckets for t in b.tensors},
+            "buckets": [[t.name for t in b.tensors] for b in manifest.buckets],
+            "fds": len(publication.fds),
+        }
+    (target / "left over").mkdir(parents=True)
+    backend.export(target)
+    # And once more, in place of itself.
+    backend.export(target)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tied", "dtype"),
+    [(1, False, "float32"), (1, True, "float32"), (2, False, "float32"), (2, True, "bfloat16")],
+)
+def test_publication_and_export_are_what_save_pretrained_would_write(ranks, tied, dtype, tmp_path, run) -> None:
+    import transformers
+
+    source = save_small_model(tmp_path / "source", tied=tied)
+    target = tmp_path / "run" / "export"
+    config = make_config(source, ranks=ranks, dtype=dtype, bucket_bytes=100_000)
+    found, _ = run(config, _publish_and_export, target)
+    written, original = load_file(target / "model.safetensors"), load_file(source / "model.safetensors")
+    assert found["version"] == 7
+    assert found["dtypes"] == {dtype}
+    assert found["weights"].keys() == written.keys() == original.keys()
+    assert ("lm_head.weight" in written) == (not tied)
+    for name, tensor in written.items():
+        assert tensor.shape == original[name].shape
+        np.testing.assert_array_equal(tensor.float().numpy(), found["weights"][name])
+    changed = [name for name in written if not torch.equal(written[name].float(), original[name])]
+    assert len(changed) > len(written) // 2
+    # A layer is not split over buckets.
+    layers = [{name.split(".")[2] for name in names if ".layers." in name} for names in found["buckets"]]
+    assert len(found["buckets"]) == found["fds"] > 1
+    assert all(len([here for here in layers if layer in here]) == 1 for layer in "01")
+    assert sorted(p.name for p in target.parent.iterdir()) == ["export"]
+    assert sorted(p.name for p in target.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    model = transformers.AutoModelForCausalLM.from_pretrained(target)
+    assert str(model.dtype) == f"torch.{dtype}"
+    twin = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=model.dtype)
+    twin.load_state_dict({n: torch.from_numpy(v).to(model.dtype) for n, v in found["weights"].items()}, strict=False)
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, twin(ids).logits, rtol=0, atol=0)
+
+
+def _export_in_parts(backend, config, target: Path) -> None:
+    from asyncrl.learner import export
+
+    export.SHARD_BYTES = 40_000
+    backend.export(target)
+
+
+def test_large_weights_are_exported_in_several_files(folder: Path, tmp_path: Path, run) -> None:
+    import transformers
+
+    run(make_config(folder, bucket_bytes=1000), _export_in_parts, tmp_path / "export")
+    files = sorted(p.name for p in (tmp_path / "export").glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    exported, original = (
+        transformers.AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (tmp_path / "export", folder)
+    )
+    assert all(torch.equal(exported[name], original[name]) for name in original)
+
+
+def _fail_to_write(backend, config, target: Path) -> tuple[list[str], int]:
+    """Out of memory while publishing and a file in the way while exporting; then everything works again."""
+    from asyncrl.learner import publish
+
+    opened = len(os.listdir("/proc/self/fd"))
+    real, calls, problems = publish.Segment, [], []
+
+    class Full(real):
+        def __init__(self, name: str, size: int) -> None:
+            calls.append(name)
+            if len(calls) > 1:
+                raise OSError(errno.ENOMEM, "no memory left")
+            super().__init__(name, size)
+
+    publish.Segment = Full
+    for attempt in (lambda: backend.publish(1), lambda: backend.export(target / "file" / "export")):
+        try:
+            attempt()
+        except OSError as error:
+            problems.append(type(error).__name__)
+    publish.Segment = real
+    leaked = len(os.listdir("/proc/self/fd")) - opened
+    backend.train(_plan(backend, config, 0))
+    with backend.publish(1) as publication:
+        assert len(_weights(publication)) == 27
+    return problems, leaked
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_failed_write_is_told_and_training_goes_on(ranks, folder, tmp_path, run) -> None:
+    (tmp_path / "file").write_text("in the way")
+    config = make_config(folder, ranks=ranks, bucket_bytes=50_000)
+    (problems, leaked), followers = run(config, _fail_to_write, tmp_path)
+    assert problems == ["OSError", "NotADirectoryError"]
+    assert leaked == 0
+    assert followers == [None] * (ranks - 1)
+
+
+def test_a_model_that_cannot_be_loaded_ends_all_ranks(tmp_path: Path, run) -> None:
+    with pytest.raises(AssertionError, match=r"ConfigError: 1 problem .*\n.*model\.path: .*nowhere is no folder"):
+        run(make_config(tmp_path / "nowhere", ranks=2), _train)

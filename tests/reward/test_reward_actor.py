@@ -1,0 +1,161 @@
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import uvloop
+from harness import RUN_ID, SECRET, Net
+
+from asyncrl.config import Config, validate_config
+from asyncrl.errors import ConfigError, RemoteError, RewardFailed
+from asyncrl.messages import ActorRecord, Completion, Score, Scores
+from asyncrl.reward import pool as pool_module
+from asyncrl.reward.actor import ACTOR, RewardActor
+from asyncrl.runtime.actor import ActorContext
+from asyncrl.runtime.peer import Peer
+from asyncrl.wire.keys import Credentials
+from asyncrl.wire.zeromq import ZmqTransport
+
+MODULE = """
+import time
+
+def act(*, completion):
+    if completion == "raise":
+        raise ValueError("no judge")
+    if completion.startswith("sleep "):
+        time.sleep(float(completion.split()[1]))
+    return {"length": len(completion)}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "actor_rewards.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+
+
+def config_with(**reward: Any) -> Config:
+    reward = {"function": "actor_rewards:act", "workers": 2, **reward}
+    simulated = {"data": {"source": "synthetic"}, "rollout": {"engine": "sim"}, "learner": {"backend": "sim"}}
+    return validate_config({**simulated, "reward": reward})
+
+
+def context_with(config: Config, run_dir: Path) -> ActorContext:
+    credentials = Credentials(RUN_ID, SECRET)
+    return ActorContext(
+        config=config,
+        name="reward/0",
+        incarnation=1,
+        run_dir=run_dir,
+        transport=ZmqTransport(credentials, max_message_bytes=1 << 20),
+        credentials=credentials,
+        controller=None,
+    )
+
+
+async def until_ready(actor: RewardActor, life: asyncio.Task[None]) -> None:
+    async with asyncio.timeout(60):
+        while not actor.ready and not life.done():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def serving(config: Config, run_dir: Path) -> AsyncIterator[tuple[RewardActor, Peer]]:
+    """The actor at work, and a rollouter's connection to it."""
+    actor = RewardActor(context_with(config, run_dir))
+    async with Net() as net, asyncio.TaskGroup() as tasks:
+        life = tasks.create_task(actor.main())
+        await until_ready(actor, life)
+        net.register(ActorRecord(name="reward/0", incarnation=1, address=actor.address))
+        yield actor, net.client("reward/0", "rollouter/0")
+        actor.begin_drain()
+    assert psutil.Process().children(recursive=True) == []
+
+
+def request(text: str) -> Score:
+    return Score(
+        uid="0-1", prompt="p", row={"answer": "1"}, completions=[Completion(text=text, finish_reason="stop", tokens=3)]
+    )
+
+
+def test_scores_and_failures_go_over_the_wire(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with serving(config_with(timeout_s=1.0), tmp_path) as (actor, rollouter):
+            calls = [rollouter.call(request("x" * size)) for size in range(1, 100)]
+            scores: list[Scores] = await asyncio.gather(*calls)
+            assert [one.rewards for one in scores] == [[float(size)] for size in range(1, 100)]
+            assert scores[4].components == [{"length": 5.0}]
+            for text, named in (("raise", "raised ValueError: no judge"), ("sleep 99", "ran longer than 1 s")):
+                with pytest.raises(RemoteError, match=named) as caught:
+                    await rollouter.call(request(text))
+                assert (caught.value.code, caught.value.retryable) == ("RewardFailed", True)
+            said = actor.heartbeat(1, 0.0)
+            assert said.progress == 99
+            assert {"scored": 99, "failed": 2, "timed_out": 1, "workers_killed": 1}.items() <= said.counters.items()
+            assert set(said.ledger) == {"starting", "idle", "scoring"}
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(body())
+
+
+def test_a_caller_that_cancels_gives_up_its_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "CANCEL_GRACE_S", 0.1)
+
+    async def body() -> None:
+        async with serving(config_with(workers=1, timeout_s=600.0), tmp_path) as (actor, rollouter):
+            hanging = rollouter.call(request("sleep 500"))
+            queued = rollouter.call(request("sleep 500"))
+            await asyncio.sleep(0.2)
+            hanging.cancel()
+            queued.cancel()
+            assert (await rollouter.call(request("abc"))).rewards == [3.0]
+            assert actor.heartbeat(1, 0.0).counters["workers_killed"] == 1
+
+    asyncio.run(body())
+
+
+def test_the_actor_ends_while_a_function_hangs(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with serving(config_with(timeout_s=600.0), tmp_path) as (_, rollouter):
+            hanging = rollouter.call(request("sleep 500"))
+            await asyncio.sleep(0.2)
+        hanging.cancel()
+
+    asyncio.run(body())
+
+
+def test_a_function_that_cannot_be_called_ends_the_actor_before_it_is_ready(tmp_path: Path) -> None:
+    async def body() -> None:
+        actor = RewardActor(context_with(config_with(function="actor_rewards:akt"), tmp_path))
+        with pytest.raises(ConfigError, match=r"reward\.function: .*did you mean act") as caught:
+            await actor.main()
+        assert caught.value.exit_code == 78
+        assert not actor.ready
+
+    asyncio.run(body())
+    assert psutil.Process().children(recursive=True) == []
+
+
+def test_the_pool_that_cannot_go_on_ends_the_actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(pool_module, "MAX_START_FAILURES", 2)
+
+    async def body() -> None:
+        actor = RewardActor(context_with(config_with(workers=1), tmp_path))
+        life = asyncio.create_task(actor.main())
+        await until_ready(actor, life)
+        (tmp_path / "actor_rewards.py").write_text("")
+        psutil.Process().children()[0].kill()
+        with pytest.raises(RewardFailed, match="no worker process left"):
+            await asyncio.wait_for(life, 60)
+
+    asyncio.run(body())
+    assert psutil.Process().children(recursive=True) == []
+
+
+def test_the_role_is_found_by_name() -> None:
+    assert ACTOR is RewardActor
+    assert RewardActor.role == "reward"

@@ -1,0 +1,120 @@
+"""Groups: trajectories fail, retry and are scored one by one; an error is never a reward."""
+
+import asyncio
+
+import pytest
+from system import sim_config
+from test_messages import make_group
+
+from asyncrl.errors import DeadlineExceeded, EngineDied, RemoteError
+from asyncrl.messages import Scores
+from asyncrl.rollouter.groups import GroupRunner
+from asyncrl.runtime.clock import LoopClock, run_virtual
+
+SAMPLES = 4
+
+
+def ticket():
+    return make_group(samples=SAMPLES).ticket
+
+
+class Scripted:
+    """Episodes and scores that fail as often as they are told to."""
+
+    def __init__(self, *, deaths=(), refusals=(), final=(), lengths=(1, 2, 3, 4)):
+        self.deaths, self.refusals = dict(deaths), dict(refusals)
+        self.final = set(final)
+        self.lengths = lengths
+        self.events = []
+        self.generated = 0
+
+    async def episode(self, ticket, sample):
+        await asyncio.sleep(self.lengths[sample])
+        if self.deaths.get(sample, 0) > 0:
+            self.deaths[sample] -= 1
+            raise EngineDied("e", "killed")
+        self.events.append(("generated", sample, asyncio.get_running_loop().time()))
+        trajectory = make_group(samples=SAMPLES).trajectories[sample]
+        trajectory.reward, trajectory.text = None, str(sample)
+        return trajectory
+
+    async def score(self, request):
+        self.events.append(("score", request.completions[0].text, asyncio.get_running_loop().time()))
+        sample = int(request.completions[0].text)
+        await asyncio.sleep(0.5)
+        if sample in self.final:
+            raise RemoteError("reward/0", "RewardFailed", "nonsense", retryable=False)
+        if self.refusals.get(sample, 0) > 0:
+            self.refusals[sample] -= 1
+            raise RemoteError("reward/0", "RewardFailed", "timeout", retryable=True)
+        return Scores(
+            rewards=[float(c.text) for c in request.completions],
+            components=[{} for _ in request.completions],
+            run_s=0.5,
+        )
+
+
+def run(script, **tables):
+    config = sim_config(**tables)
+
+    def generated():
+        script.generated += 1
+
+    runner = GroupRunner(config, episode=script.episode, score=script.score, generated=generated, clock=LoopClock())
+    return run_virtual(runner.run(ticket()))
+
+
+def test_each_trajectory_is_scored_the_moment_it_is_finished():
+    script = Scripted()
+    group = run(script)
+    assert [t.reward for t in group.trajectories] == [0.0, 1.0, 2.0, 3.0]
+    finished = {sample: at for kind, sample, at in script.events if kind == "generated"}
+    scored = {int(text): at for kind, text, at in script.events if kind == "score"}
+    assert finished == scored == {0: 1, 1: 2, 2: 3, 3: 4}
+    assert group.trajectories[3].generate_s == 4
+    assert group.trajectories[3].score_s == 0.5
+
+
+def test_a_group_reward_waits_for_the_whole_group():
+    script = Scripted()
+    group = run(script, reward={"per": "group"})
+    assert [event for event in script.events if event[0] == "score"] == [("score", "0", 4)]
+    assert [t.reward for t in group.trajectories] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_only_what_failed_is_tried_again_with_growing_pauses():
+    script = Scripted(deaths={1: 2}, refusals={3: 1})
+    group = run(script, rollout={"max_attempts": 3, "retry_backoff_s": 1.0})
+    assert group.failure is None
+    assert [t.reward for t in group.trajectories] == [0.0, 1.0, 2.0, 3.0]
+    generated = [(sample, at) for kind, sample, at in script.events if kind == "generated"]
+    # Sample 1 takes 2 s an attempt, with pauses of 1 s and 2 s between.
+    assert sorted(generated) == [(0, 1), (1, 9), (2, 3), (3, 4)]
+    assert script.generated == SAMPLES
+
+
+@pytest.mark.parametrize(
+    "script", [Scripted(deaths={2: 99}), Scripted(refusals={2: 99}), Scripted(final={2})], ids=["death", "score", "final"]
+)
+def test_a_failure_for_good_quarantines_the_group_with_its_reason(script):
+    group = run(script)
+    assert group.trajectories == []
+    assert any(word in group.failure for word in ("killed", "timeout", "nonsense"))
+    assert script.generated == SAMPLES
+
+
+def test_or_is_left_out_while_enough_survive():
+    group = run(Scripted(deaths={2: 99}), rollout={"on_failed_trajectory": "drop"})
+    assert [t.sample for t in group.trajectories] == [0, 1, 3]
+    assert group.dropped == 1
+    group = run(Scripted(deaths={0: 99, 1: 99, 2: 99}), rollout={"on_failed_trajectory": "drop"})
+    assert group.failure is not None
+
+
+def test_a_reward_pool_that_is_away_is_no_reward_of_zero():
+    class Away(Scripted):
+        async def score(self, request):
+            raise DeadlineExceeded("rollouter/0", "reward/0", "Score", 1.0)
+
+    group = run(Away())
+    assert "waited" in group.failure

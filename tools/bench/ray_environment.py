@@ -1,0 +1,112 @@
+"""Ray in an environment of its own, made on demand under .bench/ray, and a process that runs its side.
+
+Ray is never a dependency of asyncrl and never imported here. What the process starts (raylet, GCS, workers) is gone
+when the context ends, by itself or killed; so is its folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from asyncrl.errors import ActorFailed
+
+REQUIREMENT = "ray==2.60.*"
+FOLDER = Path(__file__).resolve().parents[2] / ".bench" / "ray"
+CPUS = 2
+ANSWER_S = 300.0
+CLOSE_S = 20.0
+
+
+def environment() -> Path:
+    """The interpreter that has Ray; made at the first use. Raises CalledProcessError when it cannot be installed."""
+    python = FOLDER / "bin" / "python"
+    complete = FOLDER / ".complete"
+    if not complete.exists() or complete.read_text() != REQUIREMENT:
+        print(f"making {FOLDER} with {REQUIREMENT}", file=sys.stderr, flush=True)
+        shutil.rmtree(FOLDER, ignore_errors=True)
+        venv.create(FOLDER, with_pip=True)
+        subprocess.run(
+            [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", REQUIREMENT],
+            check=True,
+            stdout=sys.stderr,
+            env=_without_python_settings(),
+        )
+        complete.write_text(REQUIREMENT)
+    return python
+
+
+class Ray:
+    """Asks the process to measure."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    async def measure(self, what: str, **arguments: Any) -> float:
+        """One figure. Raises ActorFailed when the process is gone, TimeoutError when it does not answer."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"do": what, **arguments}).encode() + b"\n")
+        async with asyncio.timeout(ANSWER_S):
+            line = await self._process.stdout.readline()
+        if not line:
+            raise ActorFailed("ray", f"ended while it measured {what}; its words are above")
+        value: float = json.loads(line)["value"]
+        return value
+
+
+@asynccontextmanager
+async def ray() -> AsyncIterator[Ray]:
+    """A running Ray with CPUS cores, and nothing of it left afterwards."""
+    python = environment()
+    # The paths of its sockets have to be short.
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    process = await asyncio.create_subprocess_exec(
+        str(python),
+        "-I",
+        str(Path(__file__).with_name("ray_side.py")),
+        str(CPUS),
+        folder,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env=_without_python_settings(),
+    )
+    family: list[psutil.Process] = []
+    try:
+        side = Ray(process)
+        await side.measure("ready")
+        yield side
+    finally:
+        try:
+            family = psutil.Process(process.pid).children(recursive=True)
+            assert process.stdin is not None
+            process.stdin.close()
+            async with asyncio.timeout(CLOSE_S):
+                await process.wait()
+        except (TimeoutError, psutil.NoSuchProcess):
+            pass
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+            for member in family:
+                # Processes are told apart by their start time too, so a number used again is safe.
+                if member.is_running():
+                    member.kill()
+            psutil.wait_procs(family, timeout=CLOSE_S)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _without_python_settings() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
