@@ -62,6 +62,7 @@ class Agent:
         self._config = config
         self._run_dir = Path(spec.run_dir)
         self._output = output
+        self._guard = os.getppid()
         self._actors = {actor.name: actor for actor in spec.actors}
         logs = {name: f"{spec.log_dir}/{name.replace('/', '-')}.log" for name in self._actors}
         self._host = Host(logs, config.supervision)
@@ -78,7 +79,7 @@ class Agent:
         """Run this host's part to its end; the exit code is the run's."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop, f"the agent was stopped by {number.name}")
+            loop.add_signal_handler(number, self._on_signal, number)
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 self._tasks.create_task(self._read_commands(commands))
@@ -120,6 +121,10 @@ class Agent:
                 case KillAll():
                     for child in self._children.values():
                         child.kill()
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        guarded = os.getppid() == self._guard
+        self._stop(f"the agent was stopped by {number.name}" if guarded else "the agent lost its guard")
 
     def _stop(self, reason: str) -> None:
         self._log.info("stop", reason=reason)

@@ -7,8 +7,6 @@ import time
 import pytest
 from launched import Launched, marked, wait_until
 
-FOREVER = {"learner/0": {"finish": 0}} | {"learner/0": {}}
-
 
 @pytest.fixture
 def launched(tmp_path):
@@ -124,17 +122,6 @@ def test_an_agent_that_is_killed_takes_everything_along(launched):
     assert_all_gone(run)
 
 
-def test_an_agent_that_is_asked_to_stop_ends_in_order(launched):
-    run = launched({})
-    run.wait_to_show("running")
-    os.kill(run.pid("agent"), signal.SIGTERM)
-    code, shown = run.end()
-    assert code == 130
-    assert "draining: ending the actors in order" in shown
-    assert shown[-1] == "ended before the last step: the agent was stopped by SIGTERM"
-    assert_all_gone(run)
-
-
 def test_an_agent_that_hangs_is_ended_by_the_second_ctrl_c(launched):
     run = launched({})
     run.wait_to_show("running")
@@ -155,6 +142,7 @@ def test_a_guard_that_is_killed_ends_the_run_in_order(launched):
     code, shown = run.end()
     assert code == 130
     assert "draining: ending the actors in order" in shown
+    assert shown[-1] == "ended before the last step: the agent lost its guard"
     assert_all_gone(run)
 
 

@@ -213,6 +213,10 @@ class SimEngine:
         assert self._loop is not None, "not started"
         return self._loop.time()
 
+    def _tick(self) -> None:
+        self._timer = None
+        self._step()
+
     def _step(self) -> None:
         """Hand over what is due, and set the timer for the next event."""
         assert self._loop is not None
@@ -228,14 +232,14 @@ class SimEngine:
         if self._drained is not None and not batch.running and not self._drained.done():
             self._drained.set_result(None)
         due = batch.next_event()
-        if self._timer is not None and not self._timer.cancelled():
+        if self._timer is not None:
             if due is not None and now < self._timer.when() <= due:
                 # It comes too early at worst, and is then set again.
                 return
             self._timer.cancel()
             self._timer = None
         if due is not None:
-            self._timer = self._loop.call_at(due, self._step)
+            self._timer = self._loop.call_at(due, self._tick)
 
 
 def _lifetime(crash_probability: float) -> int | None:

@@ -174,7 +174,9 @@ class Batch:
         self._admitting = False
 
     def freeze(self, now: float) -> None:
-        """Stop stepping."""
+        """Stop stepping. May be repeated."""
+        if self._frozen:
+            return
         self.advance(now)
         self._flush()
         self._frozen, self._admitting = True, False

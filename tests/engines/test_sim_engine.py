@@ -1,0 +1,348 @@
+"""The simulated engine: its timing model by itself, and the engine on a virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import Publisher
+
+from asyncrl.config import Config, SimEngineConfig, validate_config
+from asyncrl.errors import EngineDied, WeightsCorrupt
+from asyncrl.messages import Bucket, Manifest, VersionSpan
+from asyncrl.rollouter.engines import make_engine
+from asyncrl.rollouter.engines.base import Delta, Engine, GenerationRequest
+from asyncrl.rollouter.engines.sim_model import Batch, content, response_length
+from asyncrl.runtime.clock import run_virtual
+
+
+def request(id: str, *, prompt: int = 10, max_tokens: int = 10_000, **fields: Any) -> GenerationRequest:
+    return GenerationRequest(
+        id=id, prompt_ids=[1] * prompt, max_tokens=max_tokens, temperature=1.0, seed=None, **fields
+    )
+
+
+def sim(**fields: Any) -> SimEngineConfig:
+    defaults = {
+        "prefill_tokens_per_s": 1000.0,
+        "decode_step_s": 1.0,
+        "decode_step_per_request_s": 0.5,
+        "length": "constant",
+        "length_median": 20,
+    }
+    return SimEngineConfig.model_validate(defaults | fields)
+
+
+def batch(interval: int = 4, crash_after: int | None = None, **fields: Any) -> Batch:
+    made = Batch(sim(**fields), 0, interval, crash_after)
+    made.freeze(0.0)
+    made.load(0, recompute_kv=False)
+    made.thaw(0.0)
+    return made
+
+
+class Taken:
+    """What a batch has handed over, joined by request."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = defaultdict(list)
+        self.logprobs: dict[str, list[float]] = defaultdict(list)
+        self.last: dict[str, Delta] = {}
+
+    def take(self, made: Batch) -> None:
+        for id, delta in made.take():
+            assert id not in self.last
+            assert len(delta.tokens) == len(delta.logprobs)
+            self.tokens[id] += delta.tokens
+            self.logprobs[id] += delta.logprobs
+            if delta.finish_reason:
+                self.last[id] = delta
+
+
+def run(made: Batch, until: float = 1e9) -> tuple[Taken, float]:
+    """Follow its events; returns what it handed over and the time of the last event."""
+    taken, now = Taken(), 0.0
+    while (due := made.next_event()) is not None and due <= until:
+        now = due
+        made.advance(now)
+        taken.take(made)
+    taken.take(made)
+    return taken, now
+
+
+def test_one_request_takes_prefill_and_its_steps() -> None:
+    made = batch()
+    made.submit(0.0, request("a", prompt=500))
+    taken, now = run(made)
+    assert now == pytest.approx(0.5 + 20 * 1.0)
+    assert len(taken.tokens["a"]) == 20
+    assert taken.last["a"].finish_reason == "stop"
+    assert taken.last["a"].spans == [VersionSpan(0, 0, 20)]
+
+
+def test_steps_grow_with_the_number_running() -> None:
+    made = batch()
+    for id in "abc":
+        made.submit(0.0, request(id, prompt=100))
+    assert run(made)[1] == pytest.approx(3 * 0.1 + 20 * (1.0 + 2 * 0.5))
+
+
+def test_max_tokens_cuts() -> None:
+    made = batch()
+    made.submit(0.0, request("a", max_tokens=7))
+    taken, _ = run(made)
+    assert taken.last["a"].finish_reason == "length" and len(taken.tokens["a"]) == 7
+
+
+def test_requests_queue_for_the_cache_by_priority() -> None:
+    made = batch(kv_tokens=65)
+    for id, priority in (("a", 0), ("b", 0), ("c", 1), ("d", 0), ("e", -1)):
+        made.submit(0.0, request(id, priority=priority))
+    assert (made.running, made.waiting) == (2, 3)
+    order: list[str] = []
+    while (due := made.next_event()) is not None:
+        made.advance(due)
+        order += [id for id, delta in made.take() if delta.finish_reason]
+    assert order == ["a", "b", "e", "d", "c"]
+
+
+def test_what_is_larger_than_the_cache_runs_alone() -> None:
+    made = batch(kv_tokens=25)
+    made.submit(0.0, request("a"))
+    made.submit(0.0, request("b"))
+    assert (made.running, made.waiting) == (1, 1)
+    assert run(made)[1] == pytest.approx(2 * (0.01 + 20))
+
+
+def test_frozen_requests_stand_still_and_carry_both_versions() -> None:
+    made = batch()
+    made.submit(0.0, request("a", prompt=1000))
+    made.advance(6.2)
+    made.freeze(6.2)
+    assert made.next_event() is None
+    made.load(3, recompute_kv=True)
+    made.thaw(100.0)
+    taken, now = run(made)
+    # Five tokens after a second of prefill; then prompt and tokens are processed again.
+    assert taken.last["a"].spans == [VersionSpan(0, 0, 5), VersionSpan(3, 5, 20)]
+    assert now == pytest.approx(100.0 + 1.005 + 15)
+
+
+def test_stale_cache_marks_the_spans_of_those_who_kept_it() -> None:
+    made = batch(kv_tokens=45)
+    made.submit(0.0, request("a"))
+    made.submit(0.0, request("b"))
+    made.advance(5.5)
+    made.freeze(5.5)
+    made.load(1, recompute_kv=False)
+    made.thaw(5.5)
+    taken, _ = run(made)
+    assert taken.last["a"].spans == [VersionSpan(0, 0, 5), VersionSpan(1, 5, 20, True)]
+    assert taken.last["b"].spans == [VersionSpan(1, 0, 20)]
+
+
+def test_crash_comes_after_its_steps() -> None:
+    made = batch(crash_after=6)
+    made.submit(0.0, request("a"))
+    assert run(made)[1] == pytest.approx(0.01 + 6)
+    assert made.crashed and made.next_event() is None
+
+
+def test_lengths_are_lognormal() -> None:
+    config = sim(length="lognormal", length_median=100.0, length_sigma=1.0)
+    lengths = [response_length(config, 1, f"u{i}/0") for i in range(4000)]
+    assert median(lengths) == pytest.approx(100, rel=0.1)
+    assert sum(lengths) / len(lengths) == pytest.approx(100 * 2.718281828**0.5, rel=0.1)
+    assert lengths == [response_length(config, 1, f"u{i}/0") for i in range(4000)]
+    assert lengths != [response_length(config, 2, f"u{i}/0") for i in range(4000)]
+
+
+@given(
+    cuts=st.lists(st.floats(0.05, 30.0), max_size=6),
+    keys=st.lists(st.integers(0, 10**6), min_size=1, max_size=5, unique=True),
+    interval=st.integers(1, 20),
+    kv_tokens=st.integers(40, 400),
+    sigma=st.floats(0.0, 1.5),
+)
+@settings(max_examples=150, deadline=None)
+def test_interruptions_change_nothing_of_a_response(
+    cuts: list[float], keys: list[int], interval: int, kv_tokens: int, sigma: float
+) -> None:
+    """Tokens, log-probs and length are a function of seed and key, however often and whenever it was aborted."""
+    made = batch(interval, length="lognormal", length_median=15, length_sigma=sigma, kv_tokens=kv_tokens)
+    config = sim(length="lognormal", length_median=15, length_sigma=sigma)
+    taken, held, now, round_ = Taken(), {key: 0 for key in keys}, 0.0, 0
+
+    def submit() -> None:
+        for key, count in held.items():
+            if f"{key}/done" not in taken.last:
+                made.submit(now, request(f"{key}", prompt=10 + count, max_tokens=300 - count, key=f"{key}", held=count))
+
+    def collect() -> None:
+        taken.take(made)
+        for id in list(taken.last):
+            if not id.endswith("/done"):
+                last = taken.last.pop(id)
+                assert [span.version for span in last.spans] == [0] * bool(last.spans)
+                held[int(id)] = len(taken.tokens[id])
+                if last.finish_reason != "abort":
+                    taken.last[f"{id}/done"] = last
+
+    for cut in [*cuts, 1e9]:
+        submit()
+        round_ += 1
+        end = now + cut
+        while (due := made.next_event()) is not None and due <= end:
+            made.advance(due)
+            collect()
+        now = end
+        made.abort(now, made.ids())
+        collect()
+    for key in keys:
+        total = min(300, response_length(config, 0, f"{key}"))
+        assert (taken.tokens[f"{key}"], taken.logprobs[f"{key}"]) == content(0, f"{key}", 0, total)
+        assert taken.last[f"{key}/done"].finish_reason == ("stop" if response_length(config, 0, f"{key}") <= 300 else "length")
+    assert made.running == made.waiting == 0
+
+
+# --- the engine ---------------------------------------------------------------------------------------------
+
+
+def config_for(**fields: Any) -> Config:
+    defaults = {"length": "constant", "length_median": 40, "load_s": 0.5}
+    return validate_config(
+        {
+            "data": {"source": "synthetic"},
+            "learner": {"backend": "sim"},
+            "rollout": {"engine": "sim", "stream_interval": 8, "sim": defaults | fields},
+        }
+    )
+
+
+class Weights:
+    """Publishes versions that an engine loads."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.publisher, self._engine = Publisher(), engine
+
+    async def load(self, version: int, mode: str = "abort", *, recompute_kv: bool = True) -> None:
+        manifest = self.publisher.publish(version, {"w": torch.full((64,), version)})
+        await self._engine.stage(manifest)
+        await self._engine.pause(mode)  # type: ignore[arg-type]
+        await self._engine.load(manifest, recompute_kv=recompute_kv)
+        await self._engine.resume()
+
+
+async def collect(engine: Engine, asked: GenerationRequest) -> tuple[list[int], Delta]:
+    tokens: list[int] = []
+    async for delta in engine.generate(asked):
+        tokens += delta.tokens
+    return tokens, delta
+
+
+def on_engine(config: Config, body: Any) -> Any:
+    """Run ``body(engine, weights)`` on a virtual clock with an engine that serves version 0."""
+
+    async def go() -> Any:
+        engine = make_engine(config, "rollouter/0")
+        weights = Weights(engine)
+        try:
+            await engine.start()
+            await weights.load(0)
+            return await body(engine, weights)
+        finally:
+            await engine.close()
+            weights.publisher.close()
+
+    return run_virtual(go())
+
+
+def test_engine_keeps_the_model_times() -> None:
+    async def body(engine: Engine, weights: Weights) -> tuple[float, int]:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        answers = await asyncio.gather(*(collect(engine, request(f"r{i}")) for i in range(5)))
+        return loop.time() - began, sum(len(tokens) for tokens, _ in answers)
+
+    took, tokens = on_engine(config_for(), body)
+    assert tokens == 200
+    assert took == pytest.approx(5 * 10 / 50_000 + 40 * (0.02 + 4 * 0.0002), rel=1e-6)
+
+
+def test_updates_abort_keep_and_wait() -> None:
+    async def body(engine: Engine, weights: Weights) -> list[tuple[list[int], Delta]]:
+        ended = []
+        for version, mode in enumerate(("abort", "keep", "wait"), start=1):
+            stream = asyncio.ensure_future(collect(engine, request(f"r{version}", key="same")))
+            await asyncio.sleep(0.3)
+            await weights.load(version, mode, recompute_kv=version == 1)
+            ended.append(await stream)
+        return ended
+
+    (cut, aborted), (kept, switched), (waited, old) = on_engine(config_for(), body)
+    assert aborted.finish_reason == "abort" and len(cut) == 14
+    assert kept == waited and kept[:14] == cut
+    assert switched.spans == [VersionSpan(1, 0, 14), VersionSpan(2, 14, 40, True)]
+    assert old.finish_reason == "stop" and old.spans == [VersionSpan(2, 0, 40)]
+
+
+def test_requests_submitted_in_a_pause_run_after_it() -> None:
+    async def body(engine: Engine, weights: Weights) -> Delta:
+        await engine.pause("keep")
+        stream = asyncio.ensure_future(collect(engine, request("a")))
+        await asyncio.sleep(10.0)
+        assert not stream.done()
+        manifest = weights.publisher.publish(5, {"w": torch.zeros(64, dtype=torch.int64)})
+        await engine.stage(manifest)
+        await engine.load(manifest, recompute_kv=False)
+        await engine.resume()
+        return (await stream)[1]
+
+    assert on_engine(config_for(), body).spans == [VersionSpan(5, 0, 40)]
+
+
+def test_cancelled_reader_frees_its_place() -> None:
+    async def body(engine: Engine, weights: Weights) -> float:
+        stream = asyncio.ensure_future(collect(engine, request("a")))
+        await asyncio.sleep(0.1)
+        stream.cancel()
+        await asyncio.gather(stream, return_exceptions=True)
+        began = asyncio.get_running_loop().time()
+        await engine.pause("wait")
+        return asyncio.get_running_loop().time() - began
+
+    assert on_engine(config_for(), body) == 0.0
+
+
+def test_corrupt_and_changed_weights_are_refused() -> None:
+    async def body(engine: Engine, weights: Weights) -> None:
+        manifest = weights.publisher.publish(1, {"w": torch.ones(64, dtype=torch.int64)})
+        wrong = [
+            Bucket(path=b.path, size=b.size, checksum=b.checksum ^ 1, tensors=b.tensors) for b in manifest.buckets
+        ]
+        with pytest.raises(WeightsCorrupt, match="checksum"):
+            await engine.stage(Manifest(version=1, buckets=wrong))
+        with pytest.raises(WeightsCorrupt, match="missing"):
+            await engine.stage(weights.publisher.publish(1, {"v": torch.ones(64, dtype=torch.int64)}))
+        await engine.stage(manifest)
+
+    on_engine(config_for(), body)
+
+
+def test_crash_ends_streams_and_calls() -> None:
+    async def body(engine: Engine, weights: Weights) -> None:
+        outcomes = await asyncio.gather(
+            *(collect(engine, request(f"r{i}")) for i in range(3)), engine.pause("wait"), return_exceptions=True
+        )
+        assert [type(outcome) for outcome in outcomes] == [EngineDied] * 4
+        for call in (engine.check(), engine.pause("keep"), engine.resume(), engine.abort(["r0"])):
+            with pytest.raises(EngineDied, match="rollouter/0: crashed"):
+                await call
+
+    on_engine(config_for(crash_probability=1.0), body)
