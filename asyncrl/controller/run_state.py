@@ -21,18 +21,14 @@ from asyncrl.messages import RunPhase
 from asyncrl.runtime.supervision import ROLES, STOPPED_EXIT_CODE, UNHEALABLE_EXITS, describe_exit, drain_rank
 
 DRAIN_SHARES: dict[int, float] = {1: 0.5, 2: 0.2, 3: 0.25}
-"""The share of ``drain_s`` that each rank below the controller's has; what is left is the controller's
-own.
-"""
+"""The share of ``drain_s`` that each rank has; what is left is the controller's own."""
 
 LAST_RANK = ROLES["controller"].drain_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How the run ends: ``actor`` is empty unless one failed; all is empty and 0 when the last step was
-    trained.
-    """
+    """How the run ends. ``actor`` names who failed; ``exit_code`` is 0 if the last step was trained."""
 
     actor: str = ""
     reason: str = ""
@@ -121,9 +117,7 @@ class RunStateMachine:
         return self._begin_drain(Outcome(), now)
 
     def tick(self, now: float) -> bool:
-        """Let time pass: an actor that is late fails the run, a rank whose time is over makes way for the
-        next.
-        """
+        """Let time pass: a late start fails the run, a rank whose time is over makes way for the next."""
         if self.final:
             return False
         if not self.drain:

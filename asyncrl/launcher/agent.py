@@ -46,9 +46,7 @@ from asyncrl.runtime.supervision import STOPPED_EXIT_CODE
 
 LOOK_FOR_CONTROLLER_S = 0.02
 UNREAD_BYTES = 1 << 20
-"""With more than this unread by the launcher, lines of metrics are no longer shown; they are in their
-file.
-"""
+"""With more than this unread by the launcher, it is told of no more metrics; their file has them all."""
 SPEC_BYTES = 16 << 20
 END_S = 5.0
 FAREWELL_S = 2.0
@@ -189,6 +187,8 @@ class Agent:
     async def _wait(self, child: Child) -> None:
         exit_code = await child.wait({other.pid for other in self._children.values() if other is not child})
         del self._children[child.name]
+        if child.stuck:
+            self._log.error("killed but not ended", actor=child.name, pids=child.stuck)
         hint = child.last_words() if exit_code > 0 else ""
         self._log.info("ended", actor=child.name, pid=child.pid, exit_code=exit_code, hint=hint)
         self._do(self._host.exited(child.name, exit_code, hint, time.monotonic()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl.launcher.processes import (
@@ -17,15 +17,15 @@ from asyncrl.launcher.processes import (
     reap_child,
 )
 
+LEFTOVERS_S = 10.0
+"""Time that what was killed has to end; a process that the kernel holds longer is given up and named."""
 HINT_BYTES = 8192
 HINT_CHARACTERS = 300
 
 
 @dataclass(slots=True)
 class Child:
-    """A process that this process has spawned and not reaped yet: its pid is its own until ``wait``
-    returns.
-    """
+    """A process that this one has spawned; its pid is its own until ``wait`` has reaped it."""
 
     name: str
     incarnation: int
@@ -34,13 +34,13 @@ class Child:
     log_start: int
     """Where in its log this process began to write."""
     _pidfd: int
+    stuck: list[int] = field(default_factory=list)
+    """Processes that it has left behind and that do not end though they were killed."""
     _reaped: bool = False
 
     @classmethod
     def spawn(cls, name: str, incarnation: int, argv: list[str], env: Mapping[str, str], log: Path) -> Child:
-        """Start ``argv`` in a session of its own; both of its outputs go to the end of ``log``. Raises
-        OSError.
-        """
+        """Start ``argv`` in a session of its own, both outputs to the end of ``log``. Raises OSError."""
         log_start = log.stat().st_size if log.exists() else 0
         pid = os.posix_spawn(
             argv[0],
@@ -70,12 +70,14 @@ class Child:
         finally:
             loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
-        # Before it is reaped, its pid names its group for certain; afterwards as long as the group has
-        # members.
-        kill_group(self.pid)
         exit_code = reap_child(self.pid)
         self._reaped = True
+        # As long as it has members, no other group or session can have this pid.
+        until = loop.time() + LEFTOVERS_S
         while orphans := group_members([p for p in children_of(os.getpid()) if p not in others], self.pid):
+            if loop.time() >= until:
+                self.stuck = orphans
+                break
             for pid in orphans:
                 kill_child(pid)
                 reap_child(pid)
@@ -89,9 +91,7 @@ class Child:
             kill_group(self.pid)
 
     def last_words(self) -> str:
-        """The last line of plain text that it wrote, such as the last of a traceback; structured lines
-        are skipped.
-        """
+        """The last line of plain text that it wrote, as of a traceback; JSON lines are skipped."""
         with self.log.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(self.log_start, end - HINT_BYTES))

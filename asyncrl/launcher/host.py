@@ -63,9 +63,7 @@ Instruction = Spawn | Report | Announce | AskStop | KillAll
 
 @dataclass(slots=True)
 class Host:
-    """One host's actors: name → path of its log, in the order in which they are started, the controller
-    first.
-    """
+    """One host's actors, each with the path of its log, in the order of their start: controller first."""
 
     logs: Mapping[str, str]
     policy: SupervisionConfig

@@ -1,6 +1,4 @@
-"""The node agent's end of the wire: an actor that follows the run's state and reports the ends of
-processes.
-"""
+"""The node agent's end of the wire: it follows the run's state and reports the ends of processes."""
 
 from __future__ import annotations
 

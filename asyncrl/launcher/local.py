@@ -106,7 +106,8 @@ class _Follower:
             reason = describe_exit(exit_code if exit_code < 128 else 128 - exit_code)
             ended = EndedEvent(result="failed", actor="agent/0", reason=reason, log=str(log), exit_code=1)
         if ended.result == "stopped" and self.signal:
-            ended = msgspec.structs.replace(ended, exit_code=128 + self.signal)
+            reason = "Ctrl-C" if self.signal == signal.SIGINT else signal.Signals(self.signal).name
+            ended = msgspec.structs.replace(ended, reason=reason, exit_code=128 + self.signal)
         return ended
 
     async def _follow(self, events: asyncio.StreamReader) -> EndedEvent | None:

@@ -73,9 +73,7 @@ def kill_child(pid: int) -> None:
 
 
 def reap_child(pid: int) -> int | None:
-    """The exit code of a child that has ended, negative for a signal; None if it has not. Its pid is free
-    then.
-    """
+    """Free the pid of a child that has ended: its exit code, negative for a signal, or None if it lives."""
     ended, status = os.waitpid(pid, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if ended else None
 

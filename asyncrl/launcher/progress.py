@@ -38,8 +38,8 @@ class Progress:
                 # Metrics say more; between them this line stays.
                 if not self._shown.startswith("step"):
                     self._now("running")
-            case StateEvent(phase=phase):
-                self._now(f"{phase}: ending the actors in order" if phase == "draining" else phase)
+            case StateEvent(phase="draining"):
+                self._now("draining: ending the actors in order")
             case RestartEvent(name=name, reason=reason):
                 self.say(f"{name} died ({reason}) and is started again")
             case MetricsEvent(line=line) if line.get("kind") == "eval":

@@ -89,6 +89,7 @@ class Learner(Actor):
         self._limit = 0.0
         self._delivered_lengths: list[int] = []
         self._step = 0
+        """Steps trained so far."""
         self._steps: asyncio.Queue[_Step] = asyncio.Queue(LINES_PENDING)
         self._records: RecordFiles
 
@@ -205,8 +206,9 @@ class Learner(Actor):
         learner = self.config.learner
         version = 0
         await self._publish(version)
-        for self._step in range(1, learner.steps + 1):
+        while self._step < learner.steps:
             step = await self._train_step(version)
+            self._step += 1
             if self._step % learner.steps_per_version == 0:
                 publish_began = self.clock.now()
                 version += 1
@@ -235,7 +237,7 @@ class Learner(Actor):
             groups,
             filtered=filtered,
             version=version,
-            fresh=(self._step - 1) % learner.steps_per_version == 0,
+            fresh=self._step % learner.steps_per_version == 0,
             config=self.config,
             world_size=learner.ranks,
             packed=self._backend.packed,
@@ -248,7 +250,7 @@ class Learner(Actor):
         lengths, self._delivered_lengths = self._delivered_lengths, []
         line = {
             "kind": "train",
-            "step": self._step,
+            "step": self._step + 1,
             "weights/version": version,
             **plan.metrics,
             **trained,

@@ -62,11 +62,6 @@ class MicroBatch:
     -1 where the engine's log-prob is of no single version (mixed_kv).
     """
 
-    @property
-    def cost_tokens(self) -> int:
-        """Tokens of the row that belong to a trajectory."""
-        return int(self.lengths[self.sequences >= 0].sum())
-
 
 @dataclass(frozen=True, slots=True)
 class SequenceId:

@@ -12,34 +12,33 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-
-from asyncrl.learner.parallel import Ranks
-from asyncrl.learner.policy import Policy
-from asyncrl.learner.publish import gather_buckets
 
 SHARD_BYTES = 4 << 30
 """Size of a file of weights, past which the next one begins."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
 
 
-def export(policy: Policy, ranks: Ranks, source: Path, folder: Path, *, dtype: torch.dtype, bucket_bytes: int) -> None:
-    """All ranks together: rank 0 writes the weights to ``folder``, in place of what is there. Raises OSError."""
+def export(gathered: Iterator[dict[str, Tensor]], source: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Rank 0: write what gather_buckets gives to ``folder``, in place of what is there. Raises OSError.
+
+    ``source`` is the folder that the model was loaded from.
+    """
     aside = folder.with_name(f".{folder.name}.partial")
     problem: OSError | None = None
     writer = _Writer(aside)
-    for tensors in gather_buckets(policy, ranks, dtype=dtype, bucket_bytes=bucket_bytes):
-        if ranks.rank == 0 and problem is None:
+    for tensors in gathered:
+        if problem is None:
             try:
                 writer.add(tensors)
             except OSError as error:
                 problem = error
-    if ranks.rank:
-        return
     if problem is not None:
         raise problem
     writer.finish()
@@ -88,7 +87,10 @@ class _Writer:
 
     def _write(self) -> None:
         self._files.append(list(self._held))
-        save_file(self._held, self._folder / _part(len(self._files)), metadata={"format": "pt"})
+        try:
+            save_file(self._held, self._folder / _part(len(self._files)), metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{self._folder}: {error}") from error
         self._bytes += self._held_bytes
         self._held, self._held_bytes = {}, 0
 

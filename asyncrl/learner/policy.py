@@ -77,7 +77,7 @@ class Policy(nn.Module):
 
         Arguments as in Row. Returns two float32 [N], nats; the entropy has no gradient.
         """
-        arguments: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
+        arguments: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": True}
         if self.model.config._attn_implementation == attention.NAME:
             arguments["sequence_lengths"] = lengths
         if not self.chunked:
@@ -103,12 +103,15 @@ class Policy(nn.Module):
 
     def decoder_layers(self) -> list[nn.Module]:
         """The repeated blocks: what is sharded, compiled and checkpointed as a unit."""
-        names = set(self.model._no_split_modules or ())
-        layers = [m for m in self.model.modules() if type(m).__name__ in names]
-        if not layers:
-            lists = [list(m) for m in self.model.modules() if isinstance(m, nn.ModuleList)]
-            layers = max(lists, key=len, default=[])
-        return layers
+        kinds = set(self.model._no_split_modules or ())
+        layers: dict[str, nn.Module] = {}
+        for name, module in self.model.named_modules():
+            # Some models name a block and also what is inside it.
+            inside = any(name.startswith(outer + ".") for outer in layers)
+            if type(module).__name__ in kinds and not inside:
+                layers[name] = module
+        lists = [list(m) for m in self.model.modules() if isinstance(m, nn.ModuleList)]
+        return list(layers.values()) or max(lists, key=len, default=[])
 
 
 def _score_hidden(head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

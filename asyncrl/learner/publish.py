@@ -29,17 +29,14 @@ from asyncrl.messages import Bucket, Manifest
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 
-def publish(policy: Policy, ranks: Ranks, version: int, *, dtype: torch.dtype, bucket_bytes: int) -> Publication | None:
-    """All ranks together: the weights in ``dtype`` as sealed segments; None on ranks above 0.
-
-    Raises OSError on rank 0 when a segment cannot be written; the others do not notice.
-    """
+def publish(gathered: Iterator[dict[str, Tensor]], version: int) -> Publication:
+    """Rank 0: what gather_buckets gives as sealed segments. Raises OSError when one cannot be written."""
     began = time.monotonic()
     buckets: list[Bucket] = []
     fds: list[int] = []
     problem: OSError | None = None
-    for tensors in gather_buckets(policy, ranks, dtype=dtype, bucket_bytes=bucket_bytes):
-        if ranks.rank == 0 and problem is None:
+    for tensors in gathered:
+        if problem is None:
             try:
                 bucket, fd = _write_bucket(f"asyncrl-v{version}-{len(buckets)}", tensors)
             except OSError as error:
@@ -47,8 +44,6 @@ def publish(policy: Policy, ranks: Ranks, version: int, *, dtype: torch.dtype, b
             else:
                 buckets.append(bucket)
                 fds.append(fd)
-    if ranks.rank:
-        return None
     publication = Publication(
         manifest=Manifest(version=version, buckets=buckets), gather_s=time.monotonic() - began, fds=fds
     )

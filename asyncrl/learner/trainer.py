@@ -1,14 +1,14 @@
 """One rank of the learner: FSDP2 on torch.distributed (the ``fsdp2`` backend; its interface is in
 backend.py).
 
-Rank 0 plans and gives commands (train, publish, export, stop); the other ranks follow. In a step every rank
+Rank 0 plans and gives commands (train, gather, stop); the other ranks follow. In a step every rank
 runs the same number of micro-batches over its share of the batch; one collective then gathers everyone's
 sums, from which each rank computes the same loss, gradient norm and metrics, and takes or refuses the same
 step.
 
 It keeps: the gradient does not depend on how the batch was cut. The denominator is the step's, and local
 losses are multiplied by the world size against FSDP's mean. A step with a non-finite loss or gradient norm
-changes nothing, on any rank. On CPU the same calls give the same bits.
+changes nothing, on any rank. On CPU, with as many ranks and threads, the same calls give the same bits.
 
 Fails as backend.py says.
 """
@@ -16,7 +16,7 @@ Fails as backend.py says.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -34,7 +34,7 @@ from asyncrl.learner.export import export
 from asyncrl.learner.losses import TokenSums, decoupled_loss, token_sums
 from asyncrl.learner.parallel import Ranks, open_store, pack_parcel, unpack_parcel
 from asyncrl.learner.policy import Policy, make_row, model_folder
-from asyncrl.learner.publish import publish
+from asyncrl.learner.publish import gather_buckets, publish
 from asyncrl.learner.schedule import learning_rate
 from asyncrl.learner.segments import Publication
 from asyncrl.learner.sharding import build_policy, choose_device, compute_dtype, prepare_device
@@ -52,23 +52,15 @@ class Train(msgspec.Struct, frozen=True, tag=True):
     """Of the whole step."""
 
 
-class PublishVersion(msgspec.Struct, frozen=True, tag=True):
-    """Take part in gathering the weights of a publication."""
-
-    version: int
-
-
-class ExportWeights(msgspec.Struct, frozen=True, tag=True):
-    """Take part in gathering the weights of an export."""
-
-    folder: str
+class Gather(msgspec.Struct, frozen=True, tag=True):
+    """Take part in gathering the weights, for a publication or an export."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Nothing more will come."""
 
 
-_COMMANDS = msgspec.msgpack.Decoder(Train | PublishVersion | ExportWeights | Stop)
+_COMMANDS = msgspec.msgpack.Decoder(Train | Gather | Stop)
 
 
 class Trainer:
@@ -124,12 +116,12 @@ class Trainer:
             raise NonFiniteStep(error.what, step=self.steps + 1, uids=list(dict.fromkeys(uids)) or plan.uids) from None
 
     def publish(self, version: int) -> Publication:
-        publication = self._publish(self._tell(PublishVersion(version)), version)
-        assert publication is not None
-        return publication
+        self._tell(Gather())
+        return publish(self._gather(), version)
 
     def export(self, folder: Path) -> None:
-        self._export(self._tell(ExportWeights(str(folder))), folder)
+        self._tell(Gather())
+        export(self._gather(), model_folder(self._config.model), folder, self._dtype)
 
     def follow(self) -> None:
         ranks = self._ranks
@@ -142,10 +134,9 @@ class Trainer:
                     self._step(command, _micro_batches(parcel))
                 except _NotFinite as error:
                     raise NonFiniteStep(error.what, step=self.steps + 1, uids=[]) from None
-            elif isinstance(command, PublishVersion):
-                self._publish(ranks, command.version)
-            elif isinstance(command, ExportWeights):
-                self._export(ranks, Path(command.folder))
+            elif isinstance(command, Gather):
+                for _ in self._gather():
+                    pass
             else:
                 return
 
@@ -161,22 +152,15 @@ class Trainer:
             self._ranks = None
         self._store = None
 
-    def _tell(self, command: Train | PublishVersion | ExportWeights | Stop) -> Ranks:
+    def _tell(self, command: Train | Gather | Stop) -> Ranks:
         assert self._ranks is not None
         self._ranks.command(msgspec.msgpack.encode(command))
         return self._ranks
 
-    def _publish(self, ranks: Ranks, version: int) -> Publication | None:
-        return publish(self._policy, ranks, version, dtype=self._dtype, bucket_bytes=self._config.weights.bucket_bytes)
-
-    def _export(self, ranks: Ranks, folder: Path) -> None:
-        export(
-            self._policy,
-            ranks,
-            model_folder(self._config.model),
-            folder,
-            dtype=self._dtype,
-            bucket_bytes=self._config.weights.bucket_bytes,
+    def _gather(self) -> Iterator[dict[str, Tensor]]:
+        assert self._ranks is not None
+        return gather_buckets(
+            self._policy, self._ranks, dtype=self._dtype, bucket_bytes=self._config.weights.bucket_bytes
         )
 
     def _step(self, command: Train, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:

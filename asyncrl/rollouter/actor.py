@@ -230,19 +230,19 @@ class Rollouter(Actor):
                     times = await self._host.update(manifest, stage_s)
             except EngineDied as death:
                 self._host.lost()
-                await self._report(manifest.version, None, str(death))
+                await self._report_update(manifest.version, None, str(death))
                 return
             except (WeightsCorrupt, TimeoutError, WireError) as failure:
                 error = f"attempt {attempt}: {failure or type(failure).__name__}"
                 self.log.warning("update failed", version=manifest.version, error=error)
-                await self._report(manifest.version, None, error)
+                await self._report_update(manifest.version, None, error)
                 continue
             self._updates.append(times)
             self.param_version = manifest.version
             self._version_changed.set()
             self._room.set()
             self.progress()
-            await self._report(manifest.version, times, "")
+            await self._report_update(manifest.version, times, "")
             return
         self._host.lost()
 
@@ -252,7 +252,7 @@ class Rollouter(Actor):
             if reply.granted:
                 return
 
-    async def _report(self, version: int, times: UpdateTimes | None, error: str) -> None:
+    async def _report_update(self, version: int, times: UpdateTimes | None, error: str) -> None:
         report = ReportUpdate(
             version=version,
             committed=times is not None,

@@ -66,6 +66,8 @@ class EpisodeEngine:
                 temperature=ticket.temperature,
                 seed=request_seed(self._config.run.seed, key, len(response.tokens)),
                 cache_salt=f"v{version}",
+                key=key,
+                held=len(response.tokens),
             )
             try:
                 await self._submit(request, response)

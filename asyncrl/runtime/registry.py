@@ -43,17 +43,13 @@ class Registry:
     entries: dict[str, Entry] = field(default_factory=dict)
 
     def register(self, record: ActorRecord, now: float) -> None:
-        """Take in a record. Raises Refused for one of an incarnation that is no longer the newest, or
-        that ended.
-        """
+        """Take in a record. Raises Refused for an incarnation that is not the newest, or has ended."""
         entry = self._admit(record, now)
         entry.record = record
         entry.heard = now
 
     def heartbeat(self, name: str, incarnation: int, beat: Heartbeat, now: float) -> bool:
-        """Take in a heartbeat; False if it is not of the living incarnation, or older than one already
-        seen.
-        """
+        """Take in a heartbeat; False if it is not the living incarnation's, or is not its newest."""
         entry = self.entries.get(name)
         if entry is None or entry.ended or incarnation != entry.record.incarnation:
             return False

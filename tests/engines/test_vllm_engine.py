@@ -165,9 +165,11 @@ def test_seeds_repeat_and_differ(served: Served, models: list[Any]) -> None:
     served.run(served.load(models[0]))
 
     async def go() -> list[Answer]:
-        # Enough prompt tokens at once that a prefill cut in chunks would show.
-        prompt = (PROMPT * 7)[:250]
-        requests = [ask(prompt, seed=seed, cache_salt=f"{copy}") for copy in (0, 1) for seed in range(20)]
+        # More prompt tokens at once than one step processes, none of them shared.
+        prompts = [[(seed * j + j // 7 + seed) % 90 for j in range(250)] for seed in range(20)]
+        requests = [
+            ask(prompt, seed=seed, cache_salt=copy) for copy in "ab" for seed, prompt in enumerate(prompts)
+        ]
         return await asyncio.gather(*(collect(served.engine, request) for request in requests))
 
     answers = served.run(go())

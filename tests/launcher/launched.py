@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from asyncrl.launcher.processes import children_of
+
 STUB = Path(__file__).parent / "stub_actor.py"
 WAIT_S = 60.0
 
@@ -32,23 +34,31 @@ def marked(mark: object) -> dict[int, str]:
     found = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) != os.getpid():
-            with contextlib.suppress(OSError):
-                words = Path("/proc", entry, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                if str(mark) in words:
-                    found[int(entry)] = words
+            words = command_line(int(entry))
+            if str(mark) in words:
+                found[int(entry)] = words
     return found
+
+
+def end_marked(mark: object) -> None:
+    """Kill whatever names ``mark``, so that a failing test leaves nothing."""
+    while found := marked(mark):
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
 
 
 def wait_until(condition: Any, what: str) -> Any:
     until = time.monotonic() + WAIT_S
     while not (found := condition()):
         assert time.monotonic() < until, f"waited {WAIT_S:g} s for {what}"
-        time.sleep(0.01)
+        time.sleep(0.03)
     return found
 
 
 class Launched:
-    """Use as a context manager; nothing of it is left behind, whatever the test does."""
+    """After ``close`` nothing of it is left behind, whatever the test does."""
 
     def __init__(self, folder: Path, behaviour: dict[str, Any], **supervision: Any) -> None:
         self.folder = folder
@@ -58,16 +68,11 @@ class Launched:
         with self.out.open("w") as out:
             self.process = subprocess.Popen(argv, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
 
-    def __enter__(self) -> Launched:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        for pid in marked(self.folder):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        end_marked(self.folder)
 
     @property
     def shown(self) -> str:
@@ -88,8 +93,8 @@ class Launched:
         def find() -> int | None:
             below = [self.process.pid]
             for pid in below:
-                for child in children(pid):
-                    if f"asyncrl.launcher.{module}" in marked_words(child):
+                for child in children_of(pid):
+                    if f"asyncrl.launcher.{module}" in command_line(child):
                         return child
                     below.append(child)
             return None
@@ -98,13 +103,7 @@ class Launched:
         return found
 
 
-def children(pid: int) -> list[int]:
-    from asyncrl.launcher.processes import children_of
-
-    return children_of(pid)
-
-
-def marked_words(pid: int) -> str:
+def command_line(pid: int) -> str:
     with contextlib.suppress(OSError):
         return Path("/proc", str(pid), "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     return ""

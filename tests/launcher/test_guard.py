@@ -8,7 +8,7 @@ import sys
 
 import msgspec
 import pytest
-from launched import config_tree, marked, wait_until
+from launched import config_tree, end_marked, marked, wait_until
 
 from asyncrl.config import validate_config
 from asyncrl.launcher.folders import create_run_folder, private_folder
@@ -85,8 +85,7 @@ class Guarded:
     def close(self):
         self.process.kill()
         self.process.communicate()
-        for pid in marked(self.folder.path):
-            os.kill(pid, signal.SIGKILL)
+        end_marked(self.folder.path)
         self.private.__exit__(None, None, None)
 
     @property
@@ -143,5 +142,7 @@ def test_what_one_actor_leaves_behind_ends_with_it(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", ONE_CHILD, str(tmp_path), LEAVING], capture_output=True, text=True, timeout=60
     )
+    left = marked(tmp_path)
+    end_marked(tmp_path)
     assert done.returncode == 0, done.stderr
-    assert marked(tmp_path) == {}
+    assert left == {}

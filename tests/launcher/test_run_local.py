@@ -18,7 +18,7 @@ def launched(tmp_path):
 
     yield start
     for run in runs:
-        run.__exit__()
+        run.close()
 
 
 def assert_all_gone(run):
@@ -79,7 +79,7 @@ def test_ctrl_c_ends_in_order_and_the_deaf_by_force(launched):
     assert code == 130
     assert time.monotonic() - began < 15
     assert "draining: ending the actors in order" in shown
-    assert shown[-1].startswith("ended before the last step: stopped by the launcher")
+    assert shown[-1] == "ended before the last step: Ctrl-C"
     assert_all_gone(run)
 
 

@@ -191,6 +191,8 @@ def test_a_checkpoint_without_all_weights_is_refused(folder: Path, tmp_path: Pat
 
 def test_the_layers_are_found(loaded, folder) -> None:
     assert len(loaded.decoder_layers()) == 2
+    loaded.model._no_split_modules = ["Qwen2DecoderLayer", "Qwen2MLP"]
+    assert [type(m).__name__ for m in loaded.decoder_layers()] == ["Qwen2DecoderLayer"] * 2
     loaded.model._no_split_modules = None
     assert [type(m).__name__ for m in loaded.decoder_layers()] == ["Qwen2DecoderLayer"] * 2
     empty = empty_policy(ModelConfig(path=str(folder)))

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from system import sim_config
+from inprocess import sim_config
 from test_messages import make_group
 
 from asyncrl.errors import DeadlineExceeded, EngineDied, RemoteError

@@ -86,9 +86,7 @@ class Report:
         """A line for people."""
         print(line, file=sys.stderr, flush=True)
 
-    def _say(
-        self, name: str, found: Comparison, unit: str, sides: tuple[str, str], target: Target | None
-    ) -> None:
+    def _say(self, name: str, found: Comparison, unit: str, sides: tuple[str, str], target: Target | None) -> None:
         first, second, ratio = found.first, found.second, found.ratio
         line = (
             f"{name:24} {sides[0]} {first.median:.4g} {unit}, {sides[1]} {second.median:.4g} {unit}, "

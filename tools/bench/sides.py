@@ -62,9 +62,7 @@ class Ours:
 
     def __init__(self, address: str, secret: str, peer: str, config: Config) -> None:
         credentials = Credentials(RUN_ID, secret)
-        self._transport = ZmqTransport(
-            credentials, max_message_bytes=config.network.max_message_bytes
-        )
+        self._transport = ZmqTransport(credentials, max_message_bytes=config.network.max_message_bytes)
         endpoint = Endpoint(
             name="client/0",
             incarnation=1,

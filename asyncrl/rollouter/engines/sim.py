@@ -72,6 +72,8 @@ class SimEngine:
         self._batch = Batch(self._sim, self._seed, config.rollout.stream_interval, _lifetime(self._sim.crash_probability))
         self._streams: dict[str, _Stream] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._due = 0.0
+        """When the timer comes; uvloop's handles do not always know."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drained: asyncio.Future[None] | None = None
         self._paused = False
@@ -233,13 +235,13 @@ class SimEngine:
             self._drained.set_result(None)
         due = batch.next_event()
         if self._timer is not None:
-            if due is not None and now < self._timer.when() <= due:
+            if due is not None and now < self._due <= due:
                 # It comes too early at worst, and is then set again.
                 return
             self._timer.cancel()
             self._timer = None
         if due is not None:
-            self._timer = self._loop.call_at(due, self._tick)
+            self._timer, self._due = self._loop.call_at(due, self._tick), due
 
 
 def _lifetime(crash_probability: float) -> int | None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config, validate_config
-from asyncrl.messages import RunState, StopRun
-from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext
+from asyncrl.messages import ActorEnded, RunState, StopRun
+from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.endpoint import new_incarnation
 from asyncrl.wire.keys import Credentials
@@ -83,7 +83,7 @@ class System:
         mains = [asyncio.create_task(controller.main())]
         while not controller.ready:
             await asyncio.sleep(0.001)
-        mains += [asyncio.create_task(self.make(name).main()) for name in self.config.actors if name != CONTROLLER]
+        mains += [asyncio.create_task(self._live(name)) for name in self.config.actors if name != CONTROLLER]
         try:
             async with asyncio.timeout(timeout):
                 results = await asyncio.gather(*mains[1:], return_exceptions=True)
@@ -97,6 +97,19 @@ class System:
             raise failures[0]
         state: RunState = controller._state(0)
         return state
+
+    async def _live(self, name: str) -> None:
+        """An actor, and at its end the node agent's word of it."""
+        actor, exit_code = self.make(name), 1
+        try:
+            await actor.main()
+            exit_code = 0
+        finally:
+            ended = ActorEnded(
+                name=name, incarnation=actor.context.incarnation, exit_code=exit_code, fatal=exit_code > 0, reason="ended"
+            )
+            controller = self.actors[CONTROLLER]
+            controller.actor_ended(ended, Caller("agent/0", 1, -1, 0.0))
 
     async def stop(self) -> None:
         """As the launcher would."""

@@ -1,0 +1,140 @@
+"""Staging: what is verified before any weights reach an engine."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import Publisher
+
+from asyncrl.errors import WeightsCorrupt
+from asyncrl.messages import Bucket, Manifest, TensorSpec
+from asyncrl.rollouter.engines.staging import ITEM_SIZES, check_complete, layout_of, size_of, stage, staging
+
+
+@pytest.fixture
+def publisher():
+    made = Publisher()
+    yield made
+    made.close()
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    return {"a": torch.arange(100.0), "b": torch.ones(3, 5, dtype=torch.bfloat16), "c": torch.zeros(7, dtype=torch.uint8)}
+
+
+def bucket(**fields: Any) -> Bucket:
+    defaults = {"path": "/proc/1/fd/0", "size": 256, "checksum": 0, "tensors": []}
+    return Bucket(**(defaults | fields))
+
+
+def manifest(*specs: TensorSpec, size: int = 256) -> Manifest:
+    return Manifest(version=4, buckets=[bucket(size=size, tensors=list(specs))])
+
+
+def test_staged_memory_outlives_its_publisher(publisher: Publisher) -> None:
+    published = publisher.publish(3, tensors())
+    staged = stage(published)
+    publisher.close()
+    assert staged.layout == {"a": ("float32", (100,)), "b": ("bfloat16", (3, 5)), "c": ("uint8", (7,))}
+    for ours, theirs in zip(staged.manifest.buckets, published.buckets, strict=True):
+        assert ours.path != theirs.path and ours.tensors == theirs.tensors
+        assert xxhash.xxh3_64_intdigest(Path(ours.path).read_bytes()) == theirs.checksum
+    staged.close()
+    staged.close()
+    assert not any(os.path.exists(ours.path) for ours in staged.manifest.buckets)
+
+
+def test_unfetched_result_closes_itself(publisher: Publisher) -> None:
+    paths = [each.path for each in stage(publisher.publish(3, tensors())).manifest.buckets]
+    assert not any(os.path.exists(path) for path in paths)
+
+
+def test_staging_left_half_way_closes_everything(publisher: Publisher) -> None:
+    published = publisher.publish(3, tensors())
+    before = set(os.listdir("/proc/self/fd"))
+    steps = staging(published)
+    next(steps)
+    assert set(os.listdir("/proc/self/fd")) != before
+    steps.close()
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda p, b: {"checksum": b.checksum ^ 1}, "its checksum is"),
+        (lambda p, b: {"size": b.size + 64}, "bytes instead of"),
+        (lambda p, b: {"path": p.segment(Path(b.path).read_bytes(), seal=False)}, "not sealed"),
+        (lambda p, b: {"path": "/etc/hostname"}, "is no /proc/PID/fd/N"),
+        (lambda p, b: {"path": "/proc/self/fd/../../1/environ"}, "is no /proc/PID/fd/N"),
+        (lambda p, b: {"path": f"/proc/{os.getpid()}/fd/99999"}, "cannot be opened"),
+    ],
+)
+def test_wrong_buckets_are_refused(
+    publisher: Publisher, change: Callable[[Publisher, Bucket], dict[str, Any]], words: str
+) -> None:
+    first, second = publisher.publish(3, tensors()).buckets
+    fields = {"path": second.path, "size": second.size, "checksum": second.checksum, "tensors": second.tensors}
+    wrong = Bucket(**(fields | change(publisher, second)))
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(WeightsCorrupt, match=words) as caught:
+        stage(Manifest(version=3, buckets=[first, wrong]))
+    assert (caught.value.version, caught.value.bucket) == (3, 1)
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (manifest(TensorSpec("x", "float33", (2,), 0)), "unknown dtype"),
+        (manifest(TensorSpec("x", "float32", (2,), 32)), "not aligned"),
+        (manifest(TensorSpec("x", "float32", (65,), 0)), "reaches past"),
+        (manifest(TensorSpec("x", "float32", (-1, 2), 0)), "has the shape"),
+        (manifest(TensorSpec("x", "float32", (17,), 0), TensorSpec("y", "float32", (2,), 64)), "overlaps"),
+        (manifest(TensorSpec("x", "uint8", (2,), 0), TensorSpec("x", "uint8", (2,), 64)), "occurs twice"),
+        (manifest(size=0), "is empty"),
+    ],
+)
+def test_contradictory_manifests_are_refused(wrong: Manifest, words: str) -> None:
+    with pytest.raises(WeightsCorrupt, match=words):
+        layout_of(wrong)
+
+
+@given(
+    parts=st.lists(
+        st.tuples(st.sampled_from(sorted(ITEM_SIZES)), st.lists(st.integers(0, 9), max_size=3).map(tuple)), max_size=8
+    )
+)
+def test_layout_holds_what_was_laid_out(parts: list[tuple[str, tuple[int, ...]]]) -> None:
+    specs, end = [], 0
+    for index, (dtype, shape) in enumerate(parts):
+        specs.append(TensorSpec(f"t{index}", dtype, shape, end))
+        assert size_of(specs[-1]) == ITEM_SIZES[dtype] * math.prod(shape)
+        end += -(-size_of(specs[-1]) // 64) * 64
+    made = Manifest(version=1, buckets=[bucket(size=max(end, 1), tensors=specs[::-1])])
+    assert layout_of(made) == {f"t{index}": part for index, part in enumerate(parts)}
+
+
+def test_complete_sets_only() -> None:
+    expected = {"a": ("float32", (2,)), "b": ("float32", (3,)), "head": ("float32", (1,))}
+    optional = frozenset({"head", "tied"})
+    check_complete(1, dict(expected), expected)
+    check_complete(1, {k: expected[k] for k in "ab"} | {"tied": ("float32", (1,))}, expected, optional=optional)
+    check_complete(1, {k: ("bfloat16", shape) for k, (_, shape) in expected.items()}, expected, dtypes=False)
+    for found, words in (
+        ({"a": ("float32", (2,)), "head": ("float32", (1,))}, r"1 of 3 parameters are missing \(b\)"),
+        (expected | {"z": ("float32", (1,))}, r"1 parameters are unknown to the model \(z\)"),
+        (expected | {"b": ("float32", (4,))}, r"b is float32 \[4\] instead of float32 \[3\]"),
+        (expected | {"b": ("bfloat16", (3,))}, r"b is bfloat16"),
+    ):
+        with pytest.raises(WeightsCorrupt, match=words):
+            check_complete(1, found, expected)

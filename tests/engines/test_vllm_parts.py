@@ -1,0 +1,282 @@
+"""The parts of the vLLM engine that need no vLLM: watch, processes, options, and what a model folder says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from asyncrl.config import Config, validate_config
+from asyncrl.errors import ConfigError, EngineDied
+from asyncrl.rollouter.engines.vllm import checkpoint, options
+from asyncrl.rollouter.engines.vllm.processes import Processes
+from asyncrl.rollouter.engines.vllm.watch import Watch
+from asyncrl.runtime.clock import run_virtual
+
+HEADS = [32, 64, 128]
+MODEL = {"num_attention_heads": 2, "hidden_size": 64, "num_hidden_layers": 2, "num_key_value_heads": 1, "head_dim": 32}
+
+
+def config_for(**tree: Any) -> Config:
+    rollout = {"gpus_per_replica": 0, "max_tokens": 100} | tree.pop("rollout", {})
+    return validate_config(
+        {
+            "model": {"path": "/models/m"},
+            "data": {"source": "synthetic", "max_prompt_tokens": 28},
+            "rollout": rollout,
+            **tree,
+        }
+    )
+
+
+# --- watch --------------------------------------------------------------------------------------------------
+
+
+def test_guard_ends_at_its_deadline_and_declares_death() -> None:
+    deaths: list[str] = []
+
+    async def go() -> None:
+        watch = Watch("e", deaths.append)
+        loop = asyncio.get_running_loop()
+        async with watch.guard("quick", 5.0):
+            await asyncio.sleep(1.0)
+        with pytest.raises(EngineDied, match=r"did not answer slow within 5\.0 s"):
+            async with watch.guard("slow", 5.0):
+                await asyncio.sleep(100.0)
+        assert loop.time() == pytest.approx(6.0)
+        with pytest.raises(EngineDied, match="slow"):
+            async with watch.guard("another", 5.0):
+                raise AssertionError("entered although dead")
+
+    run_virtual(go())
+    assert deaths == ["did not answer slow within 5.0 s"]
+
+
+def test_death_ends_every_guard_at_once() -> None:
+    async def go() -> None:
+        watch = Watch("e", lambda _: None)
+        loop = asyncio.get_running_loop()
+
+        async def wait(deadline_s: float | None) -> None:
+            async with watch.guard("it", deadline_s):
+                await loop.create_future()
+
+        waits = [asyncio.ensure_future(wait(deadline_s)) for deadline_s in (50.0, None, 20.0)]
+        loop.call_later(3.0, watch.declare_dead, "gone")
+        loop.call_later(3.0, watch.declare_dead, "gone again")
+        for outcome in await asyncio.gather(*waits, return_exceptions=True):
+            assert isinstance(outcome, EngineDied) and outcome.reason == "gone"
+        assert loop.time() == pytest.approx(3.0)
+
+    run_virtual(go())
+
+
+def test_guard_lets_errors_and_cancellation_through() -> None:
+    async def go() -> None:
+        watch = Watch("e", lambda _: None)
+        for error in (ValueError("mine"), TimeoutError("mine")):
+            with pytest.raises(type(error), match="mine"):
+                async with watch.guard("it", 5.0):
+                    raise error
+
+        async def wait() -> None:
+            async with watch.guard("it", None):
+                await asyncio.get_running_loop().create_future()
+
+        task = asyncio.ensure_future(wait())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not watch.dead
+
+    run_virtual(go())
+
+
+# --- processes ----------------------------------------------------------------------------------------------
+
+
+def _core(ready: Any, stubborn: bool) -> None:
+    """A core with a worker of its own; both ignore a polite end if they are stubborn."""
+    if stubborn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    ready.send(worker.pid)
+    time.sleep(600 if stubborn else 0.2)
+    worker.kill()
+    worker.wait()
+
+
+@pytest.mark.parametrize("how", ["ends", "stubborn", "killed before", "stopped"])
+def test_nothing_of_an_engine_survives(how: str) -> None:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    core = context.Process(target=_core, args=(theirs, how != "ends"), name="EngineCore")
+    core.start()
+    worker = psutil.Process(ours.recv())
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        processes = Processes()
+        processes.adopt([core])
+        assert processes.workers and processes.pids == [core.pid, worker.pid]
+        if how == "killed before":
+            os.kill(core.pid, signal.SIGKILL)
+            core.join()
+            assert processes.pids == [worker.pid]
+        if how == "stopped":
+            os.kill(core.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        assert processes.end(grace_s=10.0 if how == "ends" else 0.0) == []
+        assert time.monotonic() - began < 9.0
+        assert not core.is_alive() and processes.pids == [] and not processes.workers
+        assert bystander.poll() is None
+        assert core.exitcode == (0 if how == "ends" else -signal.SIGKILL)
+    finally:
+        bystander.kill()
+        bystander.wait()
+        ours.close()
+        theirs.close()
+
+
+# --- options ------------------------------------------------------------------------------------------------
+
+
+def test_arguments_follow_the_configuration() -> None:
+    config = config_for(rollout={"vllm": {"extra": {"block_size": 64}}})
+    arguments = options.engine_arguments(config, "rollouter/0")
+    assert arguments["max_model_len"] == 128
+    assert arguments["dtype"] == "float32"
+    assert arguments["enforce_eager"] is True
+    assert arguments["enable_chunked_prefill"] is False and arguments["max_num_batched_tokens"] >= 128
+    assert arguments["block_size"] == 64
+    assert arguments["seed"] != options.engine_arguments(config, "rollouter/1")["seed"]
+    gpu = config_for(rollout={"gpus_per_replica": 2})
+    arguments = options.engine_arguments(gpu, "rollouter/0")
+    assert (arguments["tensor_parallel_size"], arguments["dtype"]) == (2, "bfloat16")
+    assert arguments["enforce_eager"] is False and "enable_chunked_prefill" not in arguments
+    assert options.dtype(config_for(learner={"dtype": "bfloat16"})) == "bfloat16"
+
+
+def test_longest_sequence_counts_evaluations() -> None:
+    data = {"source": "synthetic", "max_prompt_tokens": 50}
+    evals = {"long": {"data": data, "max_tokens": 300}, "short": {"data": data}}
+    assert options.max_model_len(config_for(eval=evals)) == 350
+    assert options.max_model_len(config_for(rollout={"vllm": {"max_model_len": 999}}, eval=evals)) == 999
+
+
+def test_environment_shares_the_cores() -> None:
+    assert "OMP_NUM_THREADS" not in options.environment(config_for())
+    assert options.environment(config_for(rollout={"vllm": {"threads": 3}}))["OMP_NUM_THREADS"] == "3"
+    many = options.environment(config_for(rollout={"replicas": 4096}))
+    assert many["OMP_NUM_THREADS"] == "1"
+    assert "TORCHDYNAMO_DISABLE" not in options.environment(config_for(rollout={"gpus_per_replica": 1}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "tree", "words"),
+    [
+        ({"head_dim": 48}, {}, "48 dimensions; vLLM's CPU attention knows 32, 64, 128"),
+        ({"head_dim": None, "hidden_size": 80}, {}, "40 dimensions"),
+        ({}, {"rollout": {"vllm": {"cpu_kv_cache_bytes": 65535}}}, "needs 65536"),
+        ({}, {"rollout": {"temperature": 2.1}}, "rollout.temperature"),
+        ({}, {"eval": {"e": {"data": {"source": "synthetic"}, "temperature": 3.0}}}, "eval.e.temperature"),
+    ],
+)
+def test_impossible_models_are_refused(changes: dict[str, Any], tree: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        options.check_model(config_for(**tree), MODEL | changes, HEADS)
+
+
+def test_possible_models_are_accepted() -> None:
+    exact = config_for(rollout={"vllm": {"cpu_kv_cache_bytes": 65536}})
+    options.check_model(exact, MODEL, HEADS)
+    options.check_model(config_for(), {"text_config": MODEL, "vision_config": {"head_dim": 48}}, HEADS)
+    options.check_model(config_for(rollout={"gpus_per_replica": 1}), MODEL | {"head_dim": 48}, HEADS)
+
+
+def test_scratch_folder_leaves_room_for_sockets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    folder = options.make_scratch_folder()
+    os.rmdir(folder)
+    assert len(folder) + 37 <= options.SOCKET_PATH_LIMIT
+    assert f"asyncrl-engine-{os.getpid()}-" in folder
+
+
+# --- model folders ------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, **files: Any) -> str:
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return str(folder)
+
+
+def write_safetensors(path: Path, header: dict[str, Any]) -> None:
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"config": {"eos_token_id": 2}}, [2]),
+        ({"config": {"text_config": {"eos_token_id": 3}}}, [3]),
+        ({"config": {"eos_token_id": 2}, "generation_config": {"eos_token_id": [5, 2]}}, [2, 5]),
+        (
+            {
+                "config": {},
+                "tokenizer_config": {"eos_token": {"content": "<|im_end|>"}},
+                "tokenizer": {"added_tokens": [{"id": 8, "content": "<pad>"}, {"id": 9, "content": "<|im_end|>"}]},
+            },
+            [9],
+        ),
+    ],
+)
+def test_stop_tokens_come_from_every_place(tmp_path: Path, files: dict[str, Any], expected: list[int]) -> None:
+    assert checkpoint.stop_token_ids(write(tmp_path, **files)) == expected
+
+
+def test_model_folders_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no end-of-sequence token"):
+        checkpoint.stop_token_ids(write(tmp_path, config={}))
+    with pytest.raises(ConfigError, match="is no folder"):
+        checkpoint.read_config(str(tmp_path / "none"))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
+        checkpoint.read_config(str(tmp_path))
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"holds no config\.json"):
+        checkpoint.read_config(str(tmp_path))
+
+
+def test_shapes_come_from_the_headers(tmp_path: Path) -> None:
+    assert checkpoint.weight_shapes(str(tmp_path)) is None
+    entry = {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}
+    write_safetensors(tmp_path / "one.safetensors", {"__metadata__": {}, "a": entry})
+    write_safetensors(tmp_path / "two.safetensors", {"b": entry, "layers.0.rotary_emb.inv_freq": entry})
+    files = {"a": "one.safetensors", "b": "two.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    assert checkpoint.weight_shapes(str(tmp_path)) == {"a": ("bfloat16", (2, 3)), "b": ("bfloat16", (2, 3))}
+    (tmp_path / "two.safetensors").unlink()
+    assert checkpoint.weight_shapes(str(tmp_path)) is None
+
+
+def test_tied_heads_are_optional() -> None:
+    names = ["model.embed_tokens.weight", "lm_head.weight"]
+    config = {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True}
+    assert checkpoint.optional_names(config, names) == {"lm_head.weight"}
+    assert checkpoint.optional_names(config | {"tie_word_embeddings": False}, names) == frozenset()
+    assert checkpoint.optional_names({"architectures": ["NoSuchModel"]}, names) == frozenset()

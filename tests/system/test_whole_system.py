@@ -1,0 +1,98 @@
+"""Every real actor in one process, simulated engines and learner: the loop as a whole."""
+
+import asyncio
+import json
+
+import pytest
+from inprocess import System, sim_config
+
+
+def run(config, tmp_path, **kwargs):
+    system = System(config, tmp_path / "run", **kwargs)
+    return system, asyncio.run(system.run())
+
+
+def trained_uids(system):
+    uids = []
+    for path in sorted((system.run_dir / "samples").iterdir()):
+        uids += [json.loads(line)["uid"] for line in path.read_text().splitlines()]
+    return uids
+
+
+@pytest.mark.parametrize("on_update", ["abort_resume", "keep", "drain"])
+def test_a_run_reaches_its_end_with_every_prompt_accounted_for(tmp_path, on_update):
+    """I1, I2 and I3 on the whole system, in each way of taking an update."""
+    config = sim_config(
+        run={"samples_per_step": 100}, rollout={"on_update": on_update}, learner={"steps": 12, "sim": {"step_s": 0.02}}
+    )
+    system, state = run(config, tmp_path)
+    assert state.phase == "done", state
+    lines = system.lines("train")
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert [line["weights/version"] for line in lines] == list(range(1, 13))
+    assert lines[-1]["ledger/trained"] == 12 * 4
+    uids = trained_uids(system)
+    assert len(uids) == len(set(uids)) == 48
+    gate = system.actors["dataloader/0"]._tickets
+    assert gate.outstanding == 0
+    for path in (system.run_dir / "samples").iterdir():
+        for group in map(json.loads, path.read_text().splitlines()):
+            for trajectory in group["trajectories"]:
+                ends = [0, *(end for _, _, end in trajectory["spans"])]
+                assert [start for _, start, _ in trajectory["spans"]] == ends[:-1]
+                assert ends[-1] == len(trajectory["tokens"])
+                versions = [version for version, _, _ in trajectory["spans"]]
+                assert versions == sorted(versions)
+    assert not list((tmp_path / "run" / "private").glob("*.tmp"))
+
+
+def test_synchronous_training_is_on_policy(tmp_path):
+    """eta = 0: every token of a step was sampled by the weights that it trains."""
+    system, state = run(sim_config(staleness={"max": 0}), tmp_path)
+    assert state.phase == "done"
+    assert [line["staleness/token_max"] for line in system.lines("train")] == [0.0] * 6
+
+
+def test_filtered_groups_are_replaced_and_no_signal_ends_the_run(tmp_path):
+    config = sim_config(learner={"dynamic_sampling": True, "max_filtered_ratio": 3.0})
+    system = System(config, tmp_path / "run")
+    with pytest.raises(Exception, match="no signal") as caught:
+        asyncio.run(system.run())
+    assert "Rewards seen: " in str(caught.value)
+    assert system.actors["learner/0"]._ledger.count("filtered") > 12
+
+
+def test_evaluations_run_at_start_between_and_at_the_end_and_never_train(tmp_path):
+    evaluation = {"data": {"source": "synthetic", "size": 10}, "every_versions": 2, "n": 2}
+    config = sim_config(eval={"held": evaluation}, run={"samples_per_step": 100})
+    system, state = run(config, tmp_path)
+    assert state.phase == "done"
+    evals = system.lines("eval")
+    assert evals[0]["step"] == 0
+    assert evals[0]["weights/version"] == evals[0]["eval/held/version_min"] == 0
+    assert evals[-1]["eval/held/version_min"] == 6
+    assert len(evals) >= 3
+    assert {line["eval/held/prompts"] for line in evals} == {10}
+    assert not any(uid.startswith("held") for uid in trained_uids(system))
+
+
+def test_a_stopped_run_drains_in_order_and_returns_what_is_in_flight(tmp_path):
+    async def main():
+        system = System(sim_config(learner={"steps": 10_000}), tmp_path / "run")
+        running = asyncio.create_task(system.run())
+        while not (tmp_path / "run" / "metrics.jsonl").exists():
+            await asyncio.sleep(0.05)
+        await system.stop()
+        return system, await running
+
+    system, state = asyncio.run(asyncio.wait_for(main(), 60))
+    assert state.phase in ("failed", "done")
+    tickets = system.actors["dataloader/0"]._tickets
+    learner = system.actors["learner/0"]
+    rollouters = {name: actor for name, actor in system.actors.items() if name.startswith("rollouter")}
+    for uid, granted in tickets._granted.items():
+        in_learner = uid in learner._in_training or uid in learner._buffer
+        unreported = uid in {outcome.uid for outcome in learner._outcomes._pending}
+        # A grant whose reply was on its way when its rollouter ended has never been seen.
+        unseen = granted.number > rollouters[granted.rollouter]._seen
+        assert in_learner or unreported or unseen, f"{uid} was neither delivered nor returned"

@@ -1,0 +1,56 @@
+"""``python -m tools.bench {calls,rollout,overlap}``: measure asyncrl against the floor (docs/performance.md).
+
+A table goes to stderr; with ``--json`` the last line of stdout is one JSON object whose last key is ``ratios``.
+The exit code says nothing of the targets: 0 when everything was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import uvloop
+
+from tools.bench.report import Report
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    found = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__)
+    benches = found.add_subparsers(dest="bench", required=True)
+    for name, pairs, help in (
+        ("calls", 30, "calls, reward tasks and payloads against raw pyzmq, memcpy and Ray"),
+        ("rollout", 30, "tokens/s through the rollouter against a bare vLLM loop"),
+    ):
+        bench = benches.add_parser(name, help=help)
+        bench.add_argument("--pairs", type=_positive, default=pairs, help=f"pairs of each comparison ({pairs})")
+    benches.choices["calls"].add_argument("--vs", choices=["ray"], help="also measure against Ray")
+    benches.add_parser("overlap", help="throughput of the whole system against max(T_generate, T_train)")
+    for bench in benches.choices.values():
+        bench.add_argument("--json", action="store_true", help="print the figures as JSON")
+    return found
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure; returns the exit code."""
+    chosen = parser().parse_args(arguments)
+    report = Report(chosen.bench)
+    if chosen.bench == "calls":
+        from tools.bench import calls
+
+        uvloop.run(calls.measure(report, pairs=chosen.pairs, vs_ray=chosen.vs == "ray"))
+    if chosen.json:
+        print(report.to_json())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""Shared memory against memcpy: a version's bytes from one array, through a sealed segment, into another array.
+
+asyncrl's side is the publication path: a new segment is made and filled, checksummed and sealed; then it is opened
+as a reader opens it, its seals and its checksum verified, mapped and copied out. The floor carries the same bytes
+with the same two copies through an anonymous shared mapping of its own, which has no name, no seal, no checksum, and is
+mapped once. Each side takes its memory from the system afresh, for a sealed segment is never written to again.
+
+Beside it, without a target, one copy between two arrays that both exist already: what no memory of its own costs.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from asyncrl.learner.segments import Segment, layout, open_bucket
+from tools.bench.paired import compare, measure_pairs
+from tools.bench.report import Report, Target
+
+
+async def measure(report: Report, size: int, pairs: int) -> None:
+    """Bytes a second of each side."""
+    source = np.random.default_rng(0).integers(0, 255, size, np.uint8)
+    target = np.ones(size, np.uint8)
+
+    def side(carry: Callable[[np.ndarray, np.ndarray], None]) -> Callable[[], object]:
+        async def once() -> float:
+            began = time.perf_counter()
+            carry(source, target)
+            return size / (time.perf_counter() - began)
+
+        return once
+
+    segment, mapping, copy = side(through_segment), side(through_mapping), side(np.copyto)
+    found = compare(await measure_pairs(segment, mapping, pairs))
+    assert np.array_equal(source, target)
+    report.comparison(
+        "shared_memory_vs_memcpy", found, unit="bytes/s", sides=("segment", "memcpy"), target=Target(">=", 0.6)
+    )
+    found = compare(await measure_pairs(segment, segment, pairs))
+    report.same("shared_memory_vs_memcpy", found)
+    found = compare(await measure_pairs(segment, copy, pairs))
+    report.comparison("shared_memory_vs_one_copy", found, unit="bytes/s", sides=("segment", "np.copyto"))
+
+
+def through_segment(source: np.ndarray, target: np.ndarray) -> None:
+    """Publish, open, read."""
+    specs, size = layout([("weights", "uint8", source.shape)])
+    segment = Segment("asyncrl-bench", size)
+    place = np.frombuffer(segment.memory, np.uint8)
+    np.copyto(place, source)
+    del place
+    try:
+        bucket = segment.seal(specs)
+        np.copyto(target, np.frombuffer(open_bucket(bucket, version=0, index=0), np.uint8))
+    finally:
+        os.close(segment.fd)
+
+
+def through_mapping(source: np.ndarray, target: np.ndarray) -> None:
+    """In and out of memory that another process could share."""
+    with mmap.mmap(-1, source.nbytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS) as mapping:
+        place = np.frombuffer(mapping, np.uint8)
+        np.copyto(place, source)
+        np.copyto(target, place)
+        del place
