@@ -77,7 +77,7 @@ class Policy(nn.Module):
 
         Arguments as in Row. Returns two float32 [N], nats; the entropy has no gradient.
         """
-        arguments: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": True}
+        arguments: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
         if self.model.config._attn_implementation == attention.NAME:
             arguments["sequence_lengths"] = lengths
         if not self.chunked:

@@ -62,7 +62,7 @@ def _write_bucket(name: str, tensors: dict[str, Tensor]) -> tuple[Bucket, int]:
                 place = torch.frombuffer(segment.memory, dtype=tensor.dtype, count=tensor.numel(), offset=spec.offset)
                 place.view(tensor.shape).copy_(tensor)
                 # The segment cannot be sealed while a tensor still points into it.
-                del place
+                pass
         return segment.seal(specs), segment.fd
     except BaseException:
         segment.discard()

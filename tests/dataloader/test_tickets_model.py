@@ -31,7 +31,7 @@ class Rollouter:
     name: str
     incarnation: int = 1
     seen: int = 0
-    served: int = -1
+    served: int = 0
     holding: dict[str, Grant] = field(default_factory=dict)
     asks: list[Ask] = field(default_factory=list)
     """All that were ever sent: any may arrive again."""
@@ -237,13 +237,21 @@ class Loop(RuleBasedStateMachine):
         self.send(rollouter, data.draw(st.sampled_from(rollouter.asks)), received=False)
 
     @precondition(lambda self: any(r.holding for r in self.rollouters))
-    @rule(data=st.data(), kind=st.sampled_from(SIGNAL), acknowledged=st.sampled_from([True, True, True, False]))
-    def deliver(self, data: st.DataObject, kind: str, acknowledged: bool) -> None:
+    @rule(data=st.data(), oldest=st.booleans(), kind=st.sampled_from(SIGNAL), acknowledged=st.booleans())
+    def deliver_one(self, data: st.DataObject, oldest: bool, kind: str, acknowledged: bool) -> None:
         rollouter = data.draw(st.sampled_from([r for r in self.rollouters if r.holding]))
-        uid = data.draw(st.sampled_from(sorted(rollouter.holding)))
+        uid = next(iter(rollouter.holding)) if oldest else data.draw(st.sampled_from(sorted(rollouter.holding)))
         self.take_delivery(uid, kind)
         if acknowledged:
             del rollouter.holding[uid]
+
+    @precondition(lambda self: any(r.holding for r in self.rollouters))
+    @rule(kinds=st.lists(st.sampled_from(SIGNAL), min_size=1, max_size=8))
+    def deliver_many(self, kinds: list[str]) -> None:
+        for rollouter in self.rollouters:
+            for uid, kind in zip(list(rollouter.holding), kinds, strict=False):
+                self.take_delivery(uid, kind)
+                del rollouter.holding[uid]
 
     @precondition(lambda self: any(r.holding for r in self.rollouters))
     @rule(data=st.data(), repeated=st.booleans())
@@ -257,17 +265,18 @@ class Loop(RuleBasedStateMachine):
             if self.holder.get(uid) == (rollouter.name, rollouter.incarnation):
                 del self.holder[uid]
 
-    @rule(data=st.data())
-    def crash(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), loaded=st.booleans())
+    def crash(self, data: st.DataObject, loaded: bool) -> None:
         rollouter = data.draw(st.sampled_from(self.rollouters))
         rollouter.incarnation += 1
-        rollouter.seen, rollouter.served = 0, -1
+        rollouter.seen, rollouter.served = 0, self.version if loaded else -1
         rollouter.holding.clear()
 
+    @precondition(lambda self: any(r.served < self.version for r in self.rollouters))
     @rule(data=st.data())
     def adopt(self, data: st.DataObject) -> None:
-        rollouter = data.draw(st.sampled_from(self.rollouters))
-        rollouter.served = data.draw(st.integers(max(rollouter.served, 0), self.version))
+        rollouter = data.draw(st.sampled_from([r for r in self.rollouters if r.served < self.version]))
+        rollouter.served = data.draw(st.integers(rollouter.served + 1, self.version))
 
     # --- the learner ---
 
@@ -296,8 +305,17 @@ class Loop(RuleBasedStateMachine):
         among = (self.outstanding() - set(self.concluded)) | self.buffer if self.in_order else self.buffer
         return set(sorted(among, key=self.grant_order.__getitem__)[: self.groups_per_step])
 
-    @precondition(lambda self: self.can_begin())
-    @rule()
+    @precondition(lambda self: self.in_training or self.can_begin())
+    @rule(halfway=st.booleans())
+    def train(self, halfway: bool) -> None:
+        """Half a step or a whole one."""
+        if self.in_training:
+            self.end_step()
+        else:
+            self.begin_step()
+            if not halfway:
+                self.end_step()
+
     def begin_step(self) -> None:
         self.in_training = self.next_batch()
         self.buffer -= self.in_training
@@ -306,8 +324,6 @@ class Loop(RuleBasedStateMachine):
                 assert self.version - self.granted_under[uid] <= self.staleness_max
         self.signal = (len(self.buffer), self.waited)
 
-    @precondition(lambda self: self.in_training)
-    @rule()
     def end_step(self) -> None:
         for uid in sorted(self.in_training):
             self.conclude(uid, "trained")
@@ -319,7 +335,6 @@ class Loop(RuleBasedStateMachine):
         if self.step == self.steps:
             self.finished = self.to_finish = True
 
-    @rule()
     def read_supply(self) -> None:
         supply = self.tickets.supply
         for uid in supply.too_long:
@@ -337,6 +352,7 @@ class Loop(RuleBasedStateMachine):
     @rule(acknowledged=st.sampled_from([True, True, False]))
     def send_report(self, acknowledged: bool) -> None:
         """The present report, again if its acknowledgement was lost; a new one otherwise."""
+        self.read_supply()
         if self.report is None:
             if not (self.pending or self.signal or self.to_finish or self.version > self.tickets.newest_version):
                 return
@@ -363,15 +379,15 @@ class Loop(RuleBasedStateMachine):
         if acknowledged:
             self.report = None
 
-    @precondition(lambda self: self.asked is None and self.tickets.orphans)
-    @rule()
-    def ask_about_orphans(self) -> None:
-        orphans = self.tickets.orphans
-        self.asked = (orphans, {uid for uid in orphans if self.learner_has(uid)})
-
-    @precondition(lambda self: self.asked is not None)
-    @rule()
-    def settle_orphans(self) -> None:
+    @precondition(lambda self: self.asked is not None or self.tickets.orphans)
+    @rule(answered=st.booleans())
+    def settle(self, answered: bool) -> None:
+        """Ask the learner about orphans, or take its answer, or both."""
+        if self.asked is None:
+            orphans = self.tickets.orphans
+            self.asked = (orphans, {uid for uid in orphans if self.learner_has(uid)})
+            if not answered:
+                return
         orphans, held = self.asked
         self.asked = None
         still = set(self.tickets.orphans)
@@ -379,6 +395,17 @@ class Loop(RuleBasedStateMachine):
         for uid in orphans:
             if uid in still and uid not in held:
                 del self.holder[uid]
+
+    @rule(kinds=st.lists(st.sampled_from(SIGNAL), min_size=1, max_size=8), lag=st.integers(0, 2))
+    def move_on(self, kinds: list[str], lag: int) -> None:
+        """All that usually happens between two steps; brings the run forward."""
+        for rollouter in self.rollouters:
+            rollouter.served = max(rollouter.served, self.version - lag)
+            self.send(rollouter, self.current(rollouter, 4), received=True)
+        self.deliver_many(kinds)
+        if self.in_training or self.can_begin():
+            self.train(halfway=False)
+        self.send_report(acknowledged=True)
 
     # --- always ---
 
@@ -421,24 +448,19 @@ class Loop(RuleBasedStateMachine):
     def fair_round(self) -> None:
         for _ in range(2):
             self.send_report(acknowledged=True)
-        self.read_supply()
         if self.asked is not None:
-            self.settle_orphans()
+            self.settle(answered=True)
         if self.tickets.orphans:
-            self.ask_about_orphans()
-            self.settle_orphans()
+            self.settle(answered=True)
         for rollouter in self.rollouters:
             rollouter.served = self.version
             self.send(rollouter, self.current(rollouter, 2), received=True)
             for uid in list(rollouter.holding):
                 self.take_delivery(uid, "trained")
                 del rollouter.holding[uid]
-        if self.in_training:
-            self.end_step()
-        if self.can_begin():
-            self.begin_step()
-            self.end_step()
+        while self.in_training or self.can_begin():
+            self.train(halfway=False)
 
 
 TestLoop = Loop.TestCase
-TestLoop.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestLoop.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

@@ -26,7 +26,8 @@ def parser() -> argparse.ArgumentParser:
         bench = benches.add_parser(name, help=help)
         bench.add_argument("--pairs", type=_positive, default=pairs, help=f"pairs of each comparison ({pairs})")
     benches.choices["calls"].add_argument("--vs", choices=["ray"], help="also measure against Ray")
-    benches.add_parser("overlap", help="throughput of the whole system against max(T_generate, T_train)")
+    bench = benches.add_parser("overlap", help="throughput of the whole system against max(T_generate, T_train)")
+    bench.add_argument("--steps", type=_positive, default=60, help="steps measured in each run (60)")
     for bench in benches.choices.values():
         bench.add_argument("--json", action="store_true", help="print the figures as JSON")
     return found
@@ -47,6 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from tools.bench import calls
 
         uvloop.run(calls.measure(report, pairs=chosen.pairs, vs_ray=chosen.vs == "ray"))
+    elif chosen.bench == "overlap":
+        from tools.bench import overlap
+
+        overlap.measure(report, steps=chosen.steps)
     if chosen.json:
         print(report.to_json())
     return 0

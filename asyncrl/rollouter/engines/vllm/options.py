@@ -127,7 +127,7 @@ def engine_arguments(config: Config, name: str) -> dict[str, Any]:
             "kv_cache_memory_bytes": vllm.cpu_kv_cache_bytes,
             # A prompt cut into chunks makes vLLM wind a seeded generator back, which generators on CPU cannot do: the
             # engine core would die of it.
-            
+            "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, max_model_len(config)),
         }
     else:
