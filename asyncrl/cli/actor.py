@@ -13,9 +13,12 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import importlib
+import os
 import signal
 import sys
+import traceback
 from pathlib import Path
+from typing import NoReturn
 
 LEFT_TO_OTHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
 
@@ -56,5 +59,18 @@ def main() -> int:
     )
 
 
+def _end(exit_code: int) -> NoReturn:
+    """End the process. The actor has closed what it held; the interpreter's own teardown of torch and vLLM would
+    take seconds and give nothing back that the kernel does not.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        _end(main())
+    except Exception:
+        traceback.print_exc()
+        _end(1)

@@ -141,8 +141,7 @@ class Learner(Actor):
     async def close(self) -> None:
         if hasattr(self, "_backend"):
             self._backend.interrupt()
-            if self._is_rank_0:
-                await self._on_thread(self._backend.stop)
+            await self._on_thread(self._backend.stop)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _on_thread(self, work: Callable[[], T]) -> T:
@@ -233,14 +232,16 @@ class Learner(Actor):
         self._outcomes_changed.set()
         train_began, train_wall = self.clock.now(), self.clock.wall()
         self.states.enter("training")
-        plan = build_step(
-            groups,
-            filtered=filtered,
-            version=version,
-            fresh=self._step % learner.steps_per_version == 0,
-            config=self.config,
-            world_size=learner.ranks,
-            packed=self._backend.packed,
+        plan = await self._on_thread(
+            lambda: build_step(
+                groups,
+                filtered=filtered,
+                version=version,
+                fresh=self._step % learner.steps_per_version == 0,
+                config=self.config,
+                world_size=learner.ranks,
+                packed=self._backend.packed,
+            )
         )
         trained = await self._on_thread(lambda: self._backend.train(plan))
         train_ended = self.clock.now()

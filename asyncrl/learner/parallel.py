@@ -35,7 +35,7 @@ from asyncrl.learner.segments import ALIGNMENT
 
 IDLE_WAIT_S = 300.0
 """One wait of a rank for its next command."""
-LEAVE_WAIT_S = 10.0
+LEAVE_WAIT_S = 5.0
 """Time that rank 0 gives the others to leave."""
 _LOG = logging.getLogger(__name__)
 

@@ -61,8 +61,8 @@ def _write_bucket(name: str, tensors: dict[str, Tensor]) -> tuple[Bucket, int]:
             if tensor.numel():
                 place = torch.frombuffer(segment.memory, dtype=tensor.dtype, count=tensor.numel(), offset=spec.offset)
                 place.view(tensor.shape).copy_(tensor)
-                # The segment cannot be sealed while a tensor still points into it.
-                pass
+                # Sealing unmaps the memory that it points into.
+                del place
         return segment.seal(specs), segment.fd
     except BaseException:
         segment.discard()

@@ -200,6 +200,7 @@ class Actor:
                 if server is not None:
                     server.close()
                 self.context.transport.close()
+                self.log.info("ended")
 
     async def _live(self) -> None:
         supervised = self.context.controller is not None
@@ -258,7 +259,8 @@ class Actor:
                 await asyncio.sleep(REPEAT_S / 10)
                 continue
             self.run_state = state
-            if self.role in state.draining:
+            if self.role in state.draining and not self.draining:
+                self.log.info("draining", reason=state.reason)
                 self._drained.set()
 
     async def _resolve(self, name: str, above: int) -> ActorRecord | None:

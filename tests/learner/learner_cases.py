@@ -15,7 +15,7 @@ from asyncrl.config import Config, LearnerConfig, ModelConfig, RewardConfig, Rol
 from asyncrl.messages import Group, Ticket, Trajectory, VersionSpan
 
 VOCABULARY = 48
-RANK_WAIT_S = 60.0
+RANK_WAIT_S = 120.0
 
 
 def save_small_model(folder: Path, *, tied: bool = False, seed: int = 0, **settings: Any) -> Path:

@@ -17,8 +17,8 @@ from asyncrl.errors import ActorFailed, DeadlineExceeded
 from asyncrl.learner import parallel
 from asyncrl.learner.parallel import pack_parcel, unpack_parcel
 
-WAIT_S = 60.0
-TIMEOUT_S = 1.0
+WAIT_S = 120.0
+TIMEOUT_S = 2.0
 ARRAYS = st.lists(
     arrays.arrays(st.sampled_from(["i4", "f4", "u1", "f8"]), arrays.array_shapes(min_dims=1, max_dims=2, min_side=0)),
     max_size=4,
@@ -61,8 +61,8 @@ def _meet(rank: int, addresses: Any) -> parallel.Ranks:
 def _long_run(rank: int, addresses: Any, results: Any) -> None:
     ranks = _meet(rank, addresses)
     if rank == 0:
-        # Much longer than the collective timeout, as when there are no groups.
-        time.sleep(3 * TIMEOUT_S)
+        # Longer than the collective timeout, as when there are no groups.
+        time.sleep(1.5 * TIMEOUT_S)
         ranks.command(b"first")
     else:
         results.put(ranks.next_command())

@@ -109,10 +109,7 @@ def test_buckets_hold_consecutive_units_within_the_limit(sizes: list[int], limit
     assert [i for bucket in buckets for i in bucket] == list(range(len(sizes)))
     assert all(sum(sizes[i] for i in bucket) <= limit or len(bucket) == 1 for bucket in buckets)
     # Never more than needed: two neighbours would not have fitted into one.
-    assert all(
-        sum(sizes[i] for i in first) + sizes[second[0]] > limit
-        for first, second in pairwise(buckets)
-    )
+    assert all(sum(sizes[i] for i in first) + sizes[second[0]] > limit for first, second in pairwise(buckets))
 
 
 def test_the_simulated_learner_publishes_and_counts(tmp_path: Path) -> None:

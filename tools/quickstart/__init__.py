@@ -1,0 +1,1 @@
+"""The quickstart: what `make quickstart` trains, and how it is made."""

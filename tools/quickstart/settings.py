@@ -1,0 +1,61 @@
+"""Everything that determines the quickstart's model and data, and the hash that names them.
+
+Invariant: two sets of assets with the same hash were made by the same code, settings and library versions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+LIBRARIES = ("tokenizers", "torch", "transformers")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of data, model and warm-up."""
+
+    seed: int = 0
+    """Of problems, initial weights and demonstrations."""
+    digits: tuple[int, int] = (3, 4)
+    """Least and most digits of a number."""
+    heldout: int = 512
+    """Problems that neither the warm-up nor reinforcement learning sees."""
+    train: int = 8192
+    """Problems of reinforcement learning."""
+    probes: int = 256
+    """Of the training problems, those on which the warm-up looks for a signal."""
+
+    layers: int = 3
+    width: int = 128
+    heads: int = 4
+    """Width / heads must be a head dimension that vLLM's CPU attention knows: 32, 64, ..."""
+    intermediate: int = 640
+    positions: int = 128
+
+    forget: float = 0.5
+    """Chance that the teacher of the warm-up forgets a carry: RL cannot win what the demonstrations already give."""
+    signal: float = 0.25
+    """The warm-up ends once this share of sampled responses is right: enough for most groups of 8 to hold both."""
+    batch: int = 32
+    """Demonstrations of a step, never shown twice."""
+    lr: float = 1e-3
+    """Peak learning rate of AdamW, after a linear rise over ``rise`` steps."""
+    rise: int = 20
+    check_every: int = 20
+    """Steps between two looks at the probes."""
+    max_steps: int = 800
+    """Steps after which the warm-up fails."""
+
+
+def content_hash(settings: Settings) -> str:
+    """16 hex digits over the settings, the code of this folder and the libraries that make the assets."""
+    digest = hashlib.sha256(json.dumps(asdict(settings), sort_keys=True).encode())
+    for library in LIBRARIES:
+        digest.update(f"{library}=={version(library)}\n".encode())
+    for module in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(module.name.encode() + b"\0" + module.read_bytes())
+    return digest.hexdigest()[:16]
