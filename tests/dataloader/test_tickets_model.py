@@ -94,7 +94,8 @@ class Loop(RuleBasedStateMachine):
             groups_of_run=self.steps * groups_per_step,
             replicas=replicas,
         )
-        queue = PromptQueue(EpochOrder("model", 0, size), self.oversize)
+        self.order = EpochOrder("model", 0, size)
+        queue = PromptQueue(self.order, self.oversize)
         self.tickets = Tickets(queue, gate, EvalRounds(self.eval_sets))
         self.rollouters = [Rollouter(f"rollouter/{i}") for i in range(replicas)]
 
@@ -118,6 +119,9 @@ class Loop(RuleBasedStateMachine):
         # What an observer of grants and outcomes counts.
         self.holder: dict[str, tuple[str, int] | None] = {}
         """Who was granted a uid that is neither reported nor taken back; None once that one has died."""
+        self.returned: set[str] = set()
+        """Taken back from its holder, and neither granted again nor reported since."""
+        self.position = 0
         self.reported: set[str] = set()
         self.reported_trained = 0
         self.granted_under: dict[str, int] = {}
@@ -208,8 +212,11 @@ class Loop(RuleBasedStateMachine):
             if grant.prompt.version:
                 assert grant.prompt.version in self.trained_at
             return
-        assert uid == f"{grant.prompt.epoch}-{grant.prompt.index}"
-        assert grant.prompt.index in set(range(self.size)) - self.oversize
+        if self.returned:
+            assert uid in self.returned, "what came back goes first"
+            self.returned.remove(uid)
+        else:
+            assert uid == self.next_in_order(), "a prompt was left out"
         assert not self.reported_finished
         assert ask.served_version >= 0
         for item in self.eval_sets:
@@ -222,6 +229,18 @@ class Loop(RuleBasedStateMachine):
         admitted = self.trained_at[ask.served_version] + (self.staleness_max + 1) * self.per_version
         assert self.trained + len(unconcluded) <= admitted
         assert self.reported_trained + len(self.outstanding()) <= self.steps * self.groups_per_step
+
+    def next_in_order(self) -> str:
+        while True:
+            epoch, index = self.order.at(self.position)
+            self.position += 1
+            if index not in self.oversize:
+                return f"{epoch}-{index}"
+
+    def taken_back(self, uid: str) -> None:
+        del self.holder[uid]
+        if not self.is_eval(uid):
+            self.returned.add(uid)
 
     @rule(data=st.data(), free_groups=st.integers(1, 5), received=st.sampled_from([True, True, False]))
     def lease(self, data: st.DataObject, free_groups: int, received: bool) -> None:
@@ -263,7 +282,7 @@ class Loop(RuleBasedStateMachine):
         for uid in uids:
             del rollouter.holding[uid]
             if self.holder.get(uid) == (rollouter.name, rollouter.incarnation):
-                del self.holder[uid]
+                self.taken_back(uid)
 
     @rule(data=st.data(), loaded=st.booleans())
     def crash(self, data: st.DataObject, loaded: bool) -> None:
@@ -375,6 +394,7 @@ class Loop(RuleBasedStateMachine):
                 self.reported.add(outcome.uid)
                 self.reported_trained += outcome.kind == "trained"
                 self.holder.pop(outcome.uid, None)
+                self.returned.discard(outcome.uid)
         self.reported_finished |= report.finished
         if acknowledged:
             self.report = None
@@ -394,7 +414,7 @@ class Loop(RuleBasedStateMachine):
         self.tickets.settle(orphans, held)
         for uid in orphans:
             if uid in still and uid not in held:
-                del self.holder[uid]
+                self.taken_back(uid)
 
     @rule(kinds=st.lists(st.sampled_from(SIGNAL), min_size=1, max_size=8), lag=st.integers(0, 2))
     def move_on(self, kinds: list[str], lag: int) -> None:

@@ -97,7 +97,8 @@ def test_max_tokens_cuts() -> None:
     made = batch()
     made.submit(0.0, request("a", max_tokens=7))
     taken, _ = run(made)
-    assert taken.last["a"].finish_reason == "length" and len(taken.tokens["a"]) == 7
+    assert taken.last["a"].finish_reason == "length"
+    assert len(taken.tokens["a"]) == 7
 
 
 def test_requests_queue_for_the_cache_by_priority() -> None:
@@ -151,7 +152,8 @@ def test_crash_comes_after_its_steps() -> None:
     made = batch(crash_after=6)
     made.submit(0.0, request("a"))
     assert run(made)[1] == pytest.approx(0.01 + 6)
-    assert made.crashed and made.next_event() is None
+    assert made.crashed
+    assert made.next_event() is None
 
 
 def test_lengths_are_lognormal() -> None:
@@ -177,7 +179,7 @@ def test_interruptions_change_nothing_of_a_response(
     """Tokens, log-probs and length are a function of seed and key, however often and whenever it was aborted."""
     made = batch(interval, length="lognormal", length_median=15, length_sigma=sigma, kv_tokens=kv_tokens)
     config = sim(length="lognormal", length_median=15, length_sigma=sigma)
-    taken, held, now, round_ = Taken(), {key: 0 for key in keys}, 0.0, 0
+    taken, held, now, round_ = Taken(), dict.fromkeys(keys, 0), 0.0, 0
 
     def submit() -> None:
         for key, count in held.items():
@@ -207,7 +209,9 @@ def test_interruptions_change_nothing_of_a_response(
     for key in keys:
         total = min(300, response_length(config, 0, f"{key}"))
         assert (taken.tokens[f"{key}"], taken.logprobs[f"{key}"]) == content(0, f"{key}", 0, total)
-        assert taken.last[f"{key}/done"].finish_reason == ("stop" if response_length(config, 0, f"{key}") <= 300 else "length")
+        assert taken.last[f"{key}/done"].finish_reason == (
+            "stop" if response_length(config, 0, f"{key}") <= 300 else "length"
+        )
     assert made.running == made.waiting == 0
 
 
@@ -286,10 +290,13 @@ def test_updates_abort_keep_and_wait() -> None:
         return ended
 
     (cut, aborted), (kept, switched), (waited, old) = on_engine(config_for(), body)
-    assert aborted.finish_reason == "abort" and len(cut) == 14
-    assert kept == waited and kept[:14] == cut
+    assert aborted.finish_reason == "abort"
+    assert len(cut) == 14
+    assert kept == waited
+    assert kept[:14] == cut
     assert switched.spans == [VersionSpan(1, 0, 14), VersionSpan(2, 14, 40, True)]
-    assert old.finish_reason == "stop" and old.spans == [VersionSpan(2, 0, 40)]
+    assert old.finish_reason == "stop"
+    assert old.spans == [VersionSpan(2, 0, 40)]
 
 
 def test_requests_submitted_in_a_pause_run_after_it() -> None:
@@ -323,9 +330,7 @@ def test_cancelled_reader_frees_its_place() -> None:
 def test_corrupt_and_changed_weights_are_refused() -> None:
     async def body(engine: Engine, weights: Weights) -> None:
         manifest = weights.publisher.publish(1, {"w": torch.ones(64, dtype=torch.int64)})
-        wrong = [
-            Bucket(path=b.path, size=b.size, checksum=b.checksum ^ 1, tensors=b.tensors) for b in manifest.buckets
-        ]
+        wrong = [Bucket(path=b.path, size=b.size, checksum=b.checksum ^ 1, tensors=b.tensors) for b in manifest.buckets]
         with pytest.raises(WeightsCorrupt, match="checksum"):
             await engine.stage(Manifest(version=1, buckets=wrong))
         with pytest.raises(WeightsCorrupt, match="missing"):

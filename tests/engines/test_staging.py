@@ -28,7 +28,11 @@ def publisher():
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    return {"a": torch.arange(100.0), "b": torch.ones(3, 5, dtype=torch.bfloat16), "c": torch.zeros(7, dtype=torch.uint8)}
+    return {
+        "a": torch.arange(100.0),
+        "b": torch.ones(3, 5, dtype=torch.bfloat16),
+        "c": torch.zeros(7, dtype=torch.uint8),
+    }
 
 
 def bucket(**fields: Any) -> Bucket:
@@ -46,7 +50,8 @@ def test_staged_memory_outlives_its_publisher(publisher: Publisher) -> None:
     publisher.close()
     assert staged.layout == {"a": ("float32", (100,)), "b": ("bfloat16", (3, 5)), "c": ("uint8", (7,))}
     for ours, theirs in zip(staged.manifest.buckets, published.buckets, strict=True):
-        assert ours.path != theirs.path and ours.tensors == theirs.tensors
+        assert ours.path != theirs.path
+        assert ours.tensors == theirs.tensors
         assert xxhash.xxh3_64_intdigest(Path(ours.path).read_bytes()) == theirs.checksum
     staged.close()
     staged.close()

@@ -147,7 +147,8 @@ def test_logprobs_are_the_models(served: Served, models: list[Any]) -> None:
         if answer.reason == "stop":
             assert answer.tokens.index(EOS) == len(answer.tokens) - 1
         else:
-            assert len(answer.tokens) == 64 and EOS not in answer.tokens
+            assert len(answer.tokens) == 64
+            assert EOS not in answer.tokens
     assert {answer.reason for answer in answers} == {"stop", "length"}
 
 
@@ -167,9 +168,7 @@ def test_seeds_repeat_and_differ(served: Served, models: list[Any]) -> None:
     async def go() -> list[Answer]:
         # More prompt tokens at once than one step processes, none of them shared.
         prompts = [[(seed * j + j // 7 + seed) % 90 for j in range(250)] for seed in range(20)]
-        requests = [
-            ask(prompt, seed=seed, cache_salt=copy) for copy in "ab" for seed, prompt in enumerate(prompts)
-        ]
+        requests = [ask(prompt, seed=seed, cache_salt=copy) for copy in "ab" for seed, prompt in enumerate(prompts)]
         return await asyncio.gather(*(collect(served.engine, request) for request in requests))
 
     answers = served.run(go())
@@ -191,11 +190,9 @@ def test_abort_keeps_what_was_sampled(served: Served, models: list[Any]) -> None
 
     async def go() -> tuple[list[Answer], Answer]:
         answers = [Answer() for _ in range(4)]
-        requests = [ask(PROMPT + [i], max_tokens=512, temperature=0.0) for i in range(4)]
+        requests = [ask([*PROMPT, i], max_tokens=512, temperature=0.0) for i in range(4)]
         async with asyncio.TaskGroup() as tasks:
-            streams = [
-                tasks.create_task(collect(served.engine, *pair)) for pair in zip(requests, answers, strict=True)
-            ]
+            streams = [tasks.create_task(collect(served.engine, *pair)) for pair in zip(requests, answers, strict=True)]
             await until(lambda: all(len(answer.tokens) > 12 for answer in answers))
             # Aborted before it was ever scheduled.
             late = ask()
@@ -213,7 +210,8 @@ def test_abort_keeps_what_was_sampled(served: Served, models: list[Any]) -> None
         expected = logprobs_of(models[0], prompt + answer.tokens)[len(prompt) - 1 :]
         # Greedy sampling reports the log-prob at temperature 1.
         assert worst(answer.logprobs, expected) < TOLERANCE
-    assert unscheduled.reason == "abort" and (unscheduled.tokens or unscheduled.spans == [])
+    assert unscheduled.reason == "abort"
+    assert (unscheduled.tokens or unscheduled.spans == [])
 
 
 def test_abort_and_resume_changes_nothing(served: Served, models: list[Any]) -> None:
@@ -241,9 +239,7 @@ def test_abort_and_resume_changes_nothing(served: Served, models: list[Any]) -> 
 
 
 @pytest.mark.parametrize("recompute_kv", [True, False])
-def test_kept_requests_go_on_under_the_new_weights(
-    served: Served, models: list[Any], recompute_kv: bool
-) -> None:
+def test_kept_requests_go_on_under_the_new_weights(served: Served, models: list[Any], recompute_kv: bool) -> None:
     old = served.run(served.load(models[0]))
 
     async def go() -> tuple[Answer, int]:

@@ -173,7 +173,7 @@ def test_close_during_the_start_leaves_nothing(tmp_path: Path) -> None:
         async with asyncio.timeout(30):
             await engine.close()
         assert set(children()) == before
-    
+
     asyncio.run(go())
 
 

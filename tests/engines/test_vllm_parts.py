@@ -76,7 +76,8 @@ def test_death_ends_every_guard_at_once() -> None:
         loop.call_later(3.0, watch.declare_dead, "gone")
         loop.call_later(3.0, watch.declare_dead, "gone again")
         for outcome in await asyncio.gather(*waits, return_exceptions=True):
-            assert isinstance(outcome, EngineDied) and outcome.reason == "gone"
+            assert isinstance(outcome, EngineDied)
+            assert outcome.reason == "gone"
         assert loop.time() == pytest.approx(3.0)
 
     run_virtual(go())
@@ -129,7 +130,8 @@ def test_nothing_of_an_engine_survives(how: str) -> None:
     try:
         processes = Processes()
         processes.adopt([core])
-        assert processes.workers and processes.pids == [core.pid, worker.pid]
+        assert processes.workers
+        assert processes.pids == [core.pid, worker.pid]
         if how == "killed before":
             os.kill(core.pid, signal.SIGKILL)
             core.join()
@@ -139,7 +141,9 @@ def test_nothing_of_an_engine_survives(how: str) -> None:
         began = time.monotonic()
         assert processes.end(grace_s=10.0 if how == "ends" else 0.0) == []
         assert time.monotonic() - began < 9.0
-        assert not core.is_alive() and processes.pids == [] and not processes.workers
+        assert not core.is_alive()
+        assert processes.pids == []
+        assert not processes.workers
         assert bystander.poll() is None
         assert core.exitcode == (0 if how == "ends" else -signal.SIGKILL)
     finally:
@@ -158,13 +162,15 @@ def test_arguments_follow_the_configuration() -> None:
     assert arguments["max_model_len"] == 128
     assert arguments["dtype"] == "float32"
     assert arguments["enforce_eager"] is True
-    assert arguments["enable_chunked_prefill"] is False and arguments["max_num_batched_tokens"] >= 128
+    assert arguments["enable_chunked_prefill"] is False
+    assert arguments["max_num_batched_tokens"] >= 128
     assert arguments["block_size"] == 64
     assert arguments["seed"] != options.engine_arguments(config, "rollouter/1")["seed"]
     gpu = config_for(rollout={"gpus_per_replica": 2})
     arguments = options.engine_arguments(gpu, "rollouter/0")
     assert (arguments["tensor_parallel_size"], arguments["dtype"]) == (2, "bfloat16")
-    assert arguments["enforce_eager"] is False and "enable_chunked_prefill" not in arguments
+    assert arguments["enforce_eager"] is False
+    assert "enable_chunked_prefill" not in arguments
     assert options.dtype(config_for(learner={"dtype": "bfloat16"})) == "bfloat16"
 
 

@@ -69,7 +69,9 @@ class SimEngine:
         self.name = name
         self._sim = config.rollout.sim
         self._seed = config.run.seed
-        self._batch = Batch(self._sim, self._seed, config.rollout.stream_interval, _lifetime(self._sim.crash_probability))
+        self._batch = Batch(
+            self._sim, self._seed, config.rollout.stream_interval, _lifetime(self._sim.crash_probability)
+        )
         self._streams: dict[str, _Stream] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
@@ -201,7 +203,8 @@ class SimEngine:
         self._require_alive()
         staged = self._staged
         assert self._paused, "only a paused engine may load"
-        assert staged is not None and staged.manifest.version == manifest.version, "this version is not staged"
+        assert staged is not None, "nothing is staged"
+        assert staged.manifest.version == manifest.version, f"version {manifest.version} is not staged"
         await asyncio.sleep(self._sim.load_s)
         self._require_alive()
         self._batch.load(manifest.version, recompute_kv=recompute_kv)

@@ -226,8 +226,6 @@ class Batch:
                 return
             self._at += (target - self._steps) * step
             self._steps = target
-            if self.crashed:
-                return
             while self._ends and self._ends[0][0] <= self._steps:
                 run = heapq.heappop(self._ends)[2]
                 if not run.over:

@@ -31,9 +31,7 @@ def read_config(folder: str) -> dict[str, Any]:
         raise ConfigError([f"model.path: {folder} is no folder; give the folder of a Hugging Face model"])
     found = _read(path)
     if found is None:
-        raise ConfigError(
-            [f"model.path: {folder} holds no config.json; give the folder of a Hugging Face model"]
-        )
+        raise ConfigError([f"model.path: {folder} holds no config.json; give the folder of a Hugging Face model"])
     return found
 
 
@@ -57,13 +55,9 @@ def stop_token_ids(folder: str) -> list[int]:
     content = token.get("content") if isinstance(token, dict) else token
     if isinstance(content, str):
         tokenizer = _read(Path(folder) / "tokenizer.json") or {}
-        found.update(
-            added["id"] for added in tokenizer.get("added_tokens", ()) if added["content"] == content
-        )
+        found.update(added["id"] for added in tokenizer.get("added_tokens", ()) if added["content"] == content)
     if not found:
-        raise ConfigError(
-            [f"model.path: {folder} names no end-of-sequence token (eos_token_id in config.json)"]
-        )
+        raise ConfigError([f"model.path: {folder} names no end-of-sequence token (eos_token_id in config.json)"])
     return sorted(found)
 
 

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -31,9 +31,6 @@ from asyncrl.rollouter.engines.vllm import checkpoint
 from asyncrl.rollouter.engines.vllm.options import environment, make_scratch_folder
 from asyncrl.rollouter.engines.vllm.processes import Processes
 from asyncrl.rollouter.engines.vllm.watch import Watch
-
-if TYPE_CHECKING:
-    from vllm.v1.engine.async_llm import AsyncLLM
 
 CLOSE_GRACE_S = 5.0
 """Time that a healthy engine with several workers gets to end by itself before it is killed."""
@@ -69,12 +66,13 @@ class VllmEngine:
         self._scores = 0
         self._folder = ""
         self._stop_token_ids: list[int] = []
-        self._launching: asyncio.Future[AsyncLLM] | None = None
+        self._launching: asyncio.Future[Any] | None = None
         self._others: list[BaseProcess] = []
         self._cores: list[BaseProcess] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tick: asyncio.TimerHandle | None = None
-        self._llm: AsyncLLM | None = None
+        # vLLM's own classes are known only once it is imported; see adapter.py.
+        self._llm: Any = None
         self._vllm: Any = None
 
     # --- life ---
@@ -84,10 +82,13 @@ class VllmEngine:
         loop = self._loop = asyncio.get_running_loop()
         for variable, value in environment(self._config).items():
             os.environ.setdefault(variable, value)
-        self._folder = make_scratch_folder()
-        self._others = multiprocessing.active_children()
-        self._launching = loop.run_in_executor(None, self._launch)
         async with self._watch.guard("its start", self._config.supervision.start_timeout_s):
+            model = await asyncio.to_thread(self._read_model)
+            # Apart from the launch: errors that vLLM's modules keep from being imported keep their whole stack alive.
+            self._vllm = await asyncio.to_thread(_import_adapter)
+            self._folder = make_scratch_folder()
+            self._others = multiprocessing.active_children()
+            self._launching = loop.run_in_executor(None, self._launch, model)
             # The thread cannot be cancelled; ``close`` makes it end.
             llm = self._llm = await asyncio.shield(self._launching)
         self._cores = list(llm.engine_core.resources.engine_manager.processes)
@@ -100,13 +101,12 @@ class VllmEngine:
         self._heard = loop.time()
         self._look()
 
-    def _launch(self) -> AsyncLLM:
-        model = checkpoint.read_config(self._model_path)
+    def _read_model(self) -> dict[str, Any]:
         self._stop_token_ids = checkpoint.stop_token_ids(self._model_path)
-        from asyncrl.rollouter.engines.vllm import adapter
+        return checkpoint.read_config(self._model_path)
 
-        self._vllm = adapter
-        return adapter.launch(self._config, self.name, model, self._folder)
+    def _launch(self, model: dict[str, Any]) -> Any:
+        return self._vllm.launch(self._config, self.name, model, self._folder)
 
     async def check(self) -> None:
         """See Engine."""
@@ -182,7 +182,7 @@ class VllmEngine:
         """See Engine."""
         self._watch.require_alive()
         llm, vllm, loop = self._llm, self._vllm, self._loop
-        assert llm is not None and loop is not None, "not started"
+        assert loop is not None, "not started"
         assert self._version >= 0, "nothing is generated before the first load"
         assert request.id not in self._flights, f"request {request.id} is in flight already"
         if not self._flights:
@@ -229,7 +229,7 @@ class VllmEngine:
         if len(ids) < 2:
             return []
         self._scores += 1
-        final = None
+        final: Any = None
         async with self._watch.guard("a score", self._timeout_s):
             try:
                 prompt = self._vllm.tokens_input(_plain(ids))
@@ -241,7 +241,7 @@ class VllmEngine:
             except (self._vllm.EngineDeadError, self._vllm.EngineGenerateError) as error:
                 self._watch.declare_dead(f"a score failed: {error.__cause__ or error}")
                 raise self._watch.died() from error
-        logprobs = final.prompt_logprobs.logprobs
+        logprobs: list[float] = final.prompt_logprobs.logprobs
         assert len(logprobs) == len(ids) - 1
         return logprobs
 
@@ -294,7 +294,8 @@ class VllmEngine:
         """See Engine."""
         staged, version = self._staged, manifest.version
         assert self._paused, "only a paused engine may load"
-        assert staged is not None and staged.manifest.version == version, f"version {version} is not staged"
+        assert staged is not None, "nothing is staged"
+        assert staged.manifest.version == version, f"version {version} is not staged"
         info = {"manifest": msgspec.json.encode(staged.manifest).decode()}
         async with self._watch.guard(f"the load of version {version}", self._timeout_s):
             try:
@@ -322,6 +323,12 @@ class VllmEngine:
         self._version = version
         self._staged = None
         staged.close()
+
+
+def _import_adapter() -> Any:
+    from asyncrl.rollouter.engines.vllm import adapter
+
+    return adapter
 
 
 def _spans(versions: Any, flight: _Flight) -> list[VersionSpan]:

@@ -92,9 +92,7 @@ def max_model_len(config: Config) -> int:
         return config.rollout.vllm.max_model_len
     lengths = [config.data.max_prompt_tokens + config.rollout.max_tokens]
     for evaluation in config.eval.values():
-        lengths.append(
-            evaluation.data.max_prompt_tokens + (evaluation.max_tokens or config.rollout.max_tokens)
-        )
+        lengths.append(evaluation.data.max_prompt_tokens + (evaluation.max_tokens or config.rollout.max_tokens))
     return max(lengths)
 
 

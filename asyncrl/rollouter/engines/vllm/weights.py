@@ -14,6 +14,7 @@ import mmap
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import torch
@@ -50,7 +51,7 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
 
-    def __init__(self, *args, **kwargs) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # While a reload is under way tied parameters look like two.
         self._names = frozenset(name for name, _ in self.model.named_parameters())
@@ -72,15 +73,16 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load one complete version. Raises RuntimeError when a parameter was left without a new value."""
         manifest = msgspec.json.decode(update_info.manifest, type=Manifest)
+        model: Any = self.model
         if self._pending:
             # Layers that a failed update left half received would count its tensors together with the new ones.
-            finalize_layerwise_reload(self.model, self.model_config)
+            finalize_layerwise_reload(model, self.model_config)  # type: ignore[no-untyped-call]
         self._pending = True
-        initialize_layerwise_reload(self.model)
+        initialize_layerwise_reload(model)
         with disable_mtp_completeness_check():
-            loaded = self.model.load_weights(_tensors(manifest))
+            loaded = model.load_weights(_tensors(manifest))
         self._require_complete(loaded)
-        finalize_layerwise_reload(self.model, self.model_config)
+        finalize_layerwise_reload(model, self.model_config)  # type: ignore[no-untyped-call]
         self._repack_tied_heads()
         self._pending = False
 
@@ -92,7 +94,7 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         absent = sorted(self._names - loaded) if loaded is not None else []
         partial = []
         for name, layer in self.model.named_modules():
-            info = get_layerwise_info(layer)
+            info: Any = get_layerwise_info(layer)
             if isinstance(layer, LinearBase) and info.can_load() and info.load_numel < info.load_numel_total:
                 partial.append(f"{name} ({info.load_numel} of {info.load_numel_total} elements)")
         if absent or partial:

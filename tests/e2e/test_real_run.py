@@ -1,0 +1,197 @@
+"""The whole thing for real: asyncrl-launch, every actor a process, vLLM on CPU, two FSDP2 ranks."""
+
+import json
+import os
+import random
+import string
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+STEPS = 8
+CHARACTERS = "\n" + string.digits + string.ascii_letters + string.punctuation
+"""The first ends a response; a random model takes it once in about a hundred tokens."""
+REQUIRED = """
+    reward/mean reward/std reward/trained_mean reward/all_zero_fraction reward/all_max_fraction loss/policy
+    policy/grad_norm policy/entropy policy/ess policy/behaviour_kl policy/tis_clipped_fraction policy/ratio_max
+    learner/lr staleness/token_mean staleness/token_max staleness/limit staleness/late_groups rollout/tokens
+    rollout/tokens_per_s rollout/resumed_trajectories rollout/mixed_version_fraction rollout/truncated_fraction
+    rollout/length_mean rollout/length_p95 rollout/granted_length_mean buffer/groups time/step_s
+    time/wait_for_groups_s time/train_s time/publish_s perf/overlap weights/stall_s ledger/trained ledger/filtered
+    ledger/quarantined
+""".split()
+
+REWARD = """
+async def share_of_lower_case(*, completion, row, finish_reason):
+    assert row["answer"] and finish_reason in ("stop", "length")
+    share = sum(c.islower() for c in completion) / max(1, len(completion))
+    return {"reward": share, "length": float(len(completion))}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(CHARACTERS)}, unk_token="\n"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="\n").save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=len(CHARACTERS),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=128,
+            tie_word_embeddings=False,
+            eos_token_id=0,
+            bos_token_id=None,
+            pad_token_id=None,
+        )
+    )
+    model.generation_config = GenerationConfig(eos_token_id=0)
+    model.save_pretrained(folder / "model")
+    rows = [f"{random.Random(i).randint(10, 99)}+{i + 10}=" for i in range(80)]
+    for name, part in (("train.jsonl", rows[:64]), ("held.jsonl", rows[64:])):
+        (folder / name).write_text("".join(json.dumps({"prompt": p, "answer": "1"}) + "\n" for p in part))
+    (folder / "rewards.py").write_text(REWARD)
+    (folder / "config.toml").write_text(f"""
+        [run]
+        name = "real"
+        dir = "runs"
+        samples_per_step = 100
+        [model]
+        path = "model"
+        [data]
+        path = "train.jsonl"
+        max_prompt_tokens = 16
+        [rollout]
+        gpus_per_replica = 0
+        samples_per_prompt = 4
+        max_tokens = 96
+        concurrency = 48
+        stream_interval = 4
+        [reward]
+        function = "rewards:share_of_lower_case"
+        [learner]
+        ranks = 2
+        steps = {STEPS}
+        groups_per_step = 6
+        lr = 3e-3
+        [staleness]
+        max = 2
+        [eval.held]
+        n = 2
+        data = {{ path = "held.jsonl", max_prompt_tokens = 16 }}
+        [eval.greedy]
+        temperature = 0.0
+        data = {{ path = "held.jsonl", max_prompt_tokens = 16 }}
+    """)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(folder):
+    """The run, once, with what it printed."""
+    shared_memory = set(os.listdir("/dev/shm"))
+    command = [str(Path(sys.executable).with_name("asyncrl-launch")), "config.toml"]
+    run = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=280, stdin=subprocess.DEVNULL, check=False
+    )
+    assert run.returncode == 0, run.stdout + run.stderr + _logs(folder)
+    deadline = time.monotonic() + 10
+    while left := set(os.listdir("/dev/shm")) - shared_memory:
+        # Processes that have nothing to do with this test come and go.
+        assert time.monotonic() < deadline, f"left in /dev/shm: {left}"
+        time.sleep(0.2)
+    return run.stdout
+
+
+def _logs(folder):
+    logs = sorted((folder / "runs").glob("*/logs/*/*.log"))
+    return "".join(f"\n--- {log.name}\n{log.read_text()[-2000:]}" for log in logs)
+
+
+def lines(folder, kind):
+    text = (folder / "runs" / "real" / "metrics.jsonl").read_text()
+    return [line for line in map(json.loads, text.splitlines()) if line["kind"] == kind]
+
+
+def test_every_step_is_trained_published_and_recorded(folder, finished):
+    train = lines(folder, "train")
+    assert [line["step"] for line in train] == list(range(1, STEPS + 1))
+    assert [line["weights/version"] for line in train] == list(range(1, STEPS + 1))
+    for line in train:
+        assert [key for key in REQUIRED if line.get(key) is None and key != "rollout/granted_length_mean"] == []
+    assert train[-1]["ledger/trained"] == STEPS * 6
+    assert train[-1]["reward/mean"] > train[0]["reward/mean"]
+    assert any(line["reward/component/length"] > 1 for line in train)
+
+
+def test_i3_every_token_has_one_version_and_updates_met_running_trajectories(folder, finished):
+    trajectories = [
+        trajectory
+        for path in sorted((folder / "runs" / "real" / "samples").iterdir())
+        for group in map(json.loads, path.read_text().splitlines())
+        for trajectory in group["trajectories"]
+    ]
+    assert len(trajectories) == STEPS * 6 * 4
+    for trajectory in trajectories:
+        ends = [0, *(end for _, _, end in trajectory["spans"])]
+        assert [start for _, start, _ in trajectory["spans"]] == ends[:-1]
+        assert ends[-1] == len(trajectory["tokens"]) <= 96
+    assert any(len(trajectory["spans"]) > 1 for trajectory in trajectories)
+    assert any(trajectory["resumes"] for trajectory in trajectories)
+
+
+def test_i2_staleness_of_first_tokens_stays_within_the_limit_up_to_stragglers(folder, finished):
+    train = lines(folder, "train")
+    assert max(line["staleness/token_max"] for line in train) <= 2 + max(line["staleness/late_groups"] for line in train)
+    assert any(line["staleness/token_mean"] > 0 for line in train)
+
+
+def test_i4_the_trainers_own_logprobs_agree_with_the_engines_on_equal_versions(folder, finished):
+    compared = [line for line in lines(folder, "train") if line.get("policy/engine_kl_tokens")]
+    assert compared
+    assert all(abs(line["policy/engine_kl"]) < 1e-6 for line in compared)
+
+
+def test_evaluations_are_of_the_first_and_the_last_version(folder, finished):
+    evals = lines(folder, "eval")
+    for name in ("held", "greedy"):
+        first, last = (line for line in evals if f"eval/{name}/mean" in line)
+        assert (first["weights/version"], last["weights/version"]) == (0, STEPS)
+        assert last[f"eval/{name}/version_min"] == STEPS
+        assert last[f"eval/{name}/prompts"] == 16
+
+
+def test_the_exported_model_loads_and_scores_the_same(folder, finished):
+    model = AutoModelForCausalLM.from_pretrained(folder / "runs" / "real" / "export", dtype=torch.float32).eval()
+    rewards = []
+    for line in (folder / "held.jsonl").read_text().splitlines():
+        prompt = json.loads(line)["prompt"]
+        ids = torch.tensor([[CHARACTERS.index(c) for c in prompt]])
+        generated = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=96)
+        text = "".join(CHARACTERS[i] for i in generated[0, ids.shape[1] :] if i)
+        rewards.append(sum(c.islower() for c in text) / max(1, len(text)))
+    (last,) = [line for line in lines(folder, "eval") if line.get("eval/greedy/mean") is not None][1:]
+    assert sum(rewards) / len(rewards) == pytest.approx(last["eval/greedy/mean"], abs=1e-6)
+
+
+def test_nothing_is_left_and_the_summary_says_where_everything_is(folder, finished):
+    run_dir = folder / "runs" / "real"
+    assert not (run_dir / "private").exists()
+    left = [p for p in psutil.process_iter(["cmdline"]) if str(run_dir) in " ".join(p.info["cmdline"] or [])]
+    assert left == []
+    for place in ("metrics.jsonl", "samples", "export", "logs"):
+        assert f"runs/real/{place}" in finished
