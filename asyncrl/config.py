@@ -160,7 +160,7 @@ class RolloutConfig(Section):
     on_update: Literal["abort_resume", "keep", "drain"] = "abort_resume"
     """What running requests do when weights change: resume under the new ones, freeze and go on, or finish first."""
     keep_kv: Literal["recompute", "stale"] = "recompute"
-    """Under on_update = keep: recompute the KV cache with the new weights, or go on with the old one (marked in the spans)."""
+    """Under on_update = keep: recompute the KV cache, or go on over the old one (the spans say so)."""
     max_attempts: Positive = 3
     """Attempts at a trajectory before it counts as failed."""
     retry_backoff_s: Seconds = 0.5
@@ -492,9 +492,7 @@ def cross_check(config: Config) -> list[tuple[str, str]]:
     if config.model.path is None and not simulated:
         found.append(("model.path", 'is required unless rollout.engine and learner.backend are both "sim"'))
     if rollout.engine == "sim" and learner.backend != "sim":
-        found.append(
-            ("learner.backend", 'what the sim engine makes up must not train a model; set it to "sim"')
-        )
+        found.append(("learner.backend", 'what the sim engine makes up must not train a model; set it to "sim"'))
     if rollout.samples_per_prompt > rollout.concurrency:
         found.append(
             (
@@ -504,11 +502,7 @@ def cross_check(config: Config) -> list[tuple[str, str]]:
             )
         )
     length = rollout.vllm.max_model_len
-    if (
-        rollout.engine == "vllm"
-        and length is not None
-        and length < config.data.max_prompt_tokens + rollout.max_tokens
-    ):
+    if rollout.engine == "vllm" and length is not None and length < config.data.max_prompt_tokens + rollout.max_tokens:
         found.append(
             (
                 "rollout.vllm.max_model_len",
@@ -516,17 +510,15 @@ def cross_check(config: Config) -> list[tuple[str, str]]:
                 f"{config.data.max_prompt_tokens + rollout.max_tokens}",
             )
         )
-    for key in ("temperature", "top_p", "top_k", "min_p", "logprobs_mode", "weight_transfer_config"):
-        if key in rollout.vllm.extra:
-            found.append((f"rollout.vllm.extra.{key}", "is set by asyncrl and may not be overridden"))
+    found += [
+        (f"rollout.vllm.extra.{key}", "is set by asyncrl and may not be overridden")
+        for key in ("temperature", "top_p", "top_k", "min_p", "logprobs_mode", "weight_transfer_config")
+        if key in rollout.vllm.extra
+    ]
     if reward.truncated == "penalty" and reward.overlong.margin_tokens >= rollout.max_tokens:
-        found.append(
-            ("reward.overlong.margin_tokens", f"must be below rollout.max_tokens = {rollout.max_tokens}")
-        )
+        found.append(("reward.overlong.margin_tokens", f"must be below rollout.max_tokens = {rollout.max_tokens}"))
     if reward.function == "reasoning_gym" and config.data.source != "reasoning_gym":
-        found.append(
-            ("reward.function", 'reasoning_gym scores only prompts of data.source = "reasoning_gym"')
-        )
+        found.append(("reward.function", 'reasoning_gym scores only prompts of data.source = "reasoning_gym"'))
     if learner.warmup_steps > learner.steps:
         found.append(("learner.warmup_steps", f"is more than learner.steps = {learner.steps}"))
     if learner.steps % learner.steps_per_version:
@@ -545,9 +537,7 @@ def cross_check(config: Config) -> list[tuple[str, str]]:
     if high and not 0 < int(low) <= int(high) <= 65535:
         found.append(("network.ports", f"{config.network.ports!r} is not a range LOW-HIGH within 1-65535"))
     if config.security.curve == "off" and config.network.host not in ("127.0.0.1", "::1", "localhost"):
-        found.append(
-            ("security.curve", f"may be off on loopback only; network.host is {config.network.host}")
-        )
+        found.append(("security.curve", f"may be off on loopback only; network.host is {config.network.host}"))
     return found
 
 
@@ -581,9 +571,9 @@ def known_keys() -> list[tuple[str, str, str, str]]:
             key = prefix + name
             kind = field.annotation
             arguments = get_args(kind)
-            if isinstance(kind, type) and issubclass(kind, Section):
+            if isinstance(kind, type) and _is_section(kind):
                 visit(kind, key + ".")
-            elif arguments and isinstance(arguments[-1], type) and issubclass(arguments[-1], Section):
+            elif arguments and _is_section(arguments[-1]):
                 visit(arguments[-1], key + ".NAME.")
             else:
                 default = "required" if field.is_required() else json.dumps(field.default)
@@ -628,27 +618,28 @@ def _describe(path: tuple[str, ...], item: Any) -> str:
 
 
 def _siblings(path: tuple[str, ...]) -> list[str]:
-    section: Any = Config
+    """The keys known where the last part of ``path`` stands."""
+    section: type[Section] = Config
+    named = False
     for part in path[:-1]:
-        field = section.model_fields.get(part) if hasattr(section, "model_fields") else None
+        if named:
+            # A table of named tables: whatever the name, the section is the same.
+            named = False
+            continue
+        field = section.model_fields.get(part)
         if field is None:
             return []
-        section = field.annotation
-        arguments = get_args(section)
-        if arguments and isinstance(arguments[-1], type) and issubclass(arguments[-1], Section):
-            # A table of named tables: the next part of the path is the free name.
-            section = type("Named", (), {"model_fields": _Any(arguments[-1])})
-    return list(section.model_fields) if isinstance(section, type) and issubclass(section, Section) else []
+        kind, arguments = field.annotation, get_args(field.annotation)
+        named = bool(arguments) and _is_section(arguments[-1])
+        inner = arguments[-1] if named else kind
+        if not _is_section(inner):
+            return []
+        section = inner
+    return list(section.model_fields)
 
 
-class _Any:
-    """Stands for the fields of a table of named tables: every name leads to the same section."""
-
-    def __init__(self, section: type[Section]) -> None:
-        self._section = section
-
-    def get(self, _name: str) -> Any:
-        return type("Field", (), {"annotation": self._section})
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Section)
 
 
 def _without(tree: dict[str, Any], paths: set[tuple[str, ...]]) -> dict[str, Any]:

@@ -44,7 +44,9 @@ def sim_config(**tables: dict[str, Any]) -> Config:
     for name, table in tables.items():
         merged = dict(tree.get(name, {}))
         for key, value in table.items():
-            merged[key] = merged[key] | value if isinstance(value, dict) and isinstance(merged.get(key), dict) else value
+            merged[key] = (
+                merged[key] | value if isinstance(value, dict) and isinstance(merged.get(key), dict) else value
+            )
         tree[name] = merged
     return validate_config(tree)
 
@@ -106,7 +108,11 @@ class System:
             exit_code = 0
         finally:
             ended = ActorEnded(
-                name=name, incarnation=actor.context.incarnation, exit_code=exit_code, fatal=exit_code > 0, reason="ended"
+                name=name,
+                incarnation=actor.context.incarnation,
+                exit_code=exit_code,
+                fatal=exit_code > 0,
+                reason="ended",
             )
             controller = self.actors[CONTROLLER]
             controller.actor_ended(ended, Caller("agent/0", 1, -1, 0.0))

@@ -165,9 +165,7 @@ class Learner(Actor):
         if problem is not None:
             self.log.warning("group quarantined", uid=group.ticket.uid, reason=problem)
             self._conclude(group, "quarantined")
-        elif self.config.learner.dynamic_sampling and not has_signal(
-            group, self.config.learner.signal_tolerance
-        ):
+        elif self.config.learner.dynamic_sampling and not has_signal(group, self.config.learner.signal_tolerance):
             self._filtered.append(group)
             self._conclude(group, "filtered")
         else:
@@ -189,9 +187,7 @@ class Learner(Actor):
     def _has(self, uid: str) -> bool:
         epoch, _, index = uid.partition("-")
         return (
-            uid in self._in_training
-            or uid in self._buffer
-            or self._ledger.outcome(int(epoch), int(index)) is not None
+            uid in self._in_training or uid in self._buffer or self._ledger.outcome(int(epoch), int(index)) is not None
         )
 
     def _conclude(self, group: Group, kind: Kind) -> None:
@@ -265,9 +261,7 @@ class Learner(Actor):
             "ledger/filtered": self._ledger.count("filtered"),
             "ledger/quarantined": self._ledger.count("quarantined"),
         }
-        return _Step(
-            line=line, began=began, train_began=train_wall, train_ended=self.clock.wall(), groups=groups
-        )
+        return _Step(line=line, began=began, train_began=train_wall, train_ended=self.clock.wall(), groups=groups)
 
     async def _wait_for_groups(self) -> None:
         """Until a step's groups are there, or all that are ever to come are."""

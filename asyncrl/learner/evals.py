@@ -77,12 +77,8 @@ def eval_metrics(name: str, groups: list[Group]) -> dict[str, Any]:
         "weights/version": max(versions, default=-1),
         f"eval/{name}/version_min": min(versions, default=-1),
         f"eval/{name}/mean": float(np.mean([t.reward for t in trajectories])),
-        f"eval/{name}/pass_at_k": float(
-            np.mean([any((t.reward or 0) >= 1 for t in g.trajectories) for g in scored])
-        ),
+        f"eval/{name}/pass_at_k": float(np.mean([any((t.reward or 0) >= 1 for t in g.trajectories) for g in scored])),
         f"eval/{name}/k": max(len(group.trajectories) for group in scored),
-        f"eval/{name}/truncated_fraction": float(
-            np.mean([t.finish_reason == "length" for t in trajectories])
-        ),
+        f"eval/{name}/truncated_fraction": float(np.mean([t.finish_reason == "length" for t in trajectories])),
         f"eval/{name}/length_mean": float(np.mean([len(t.tokens) for t in trajectories])),
     }

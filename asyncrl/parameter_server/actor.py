@@ -31,9 +31,7 @@ class ParameterServer(Actor):
     def __init__(self, context: ActorContext) -> None:
         super().__init__(context)
         weights = self.config.weights
-        self._conductor = Conductor(
-            max_paused_fraction=weights.max_paused_fraction, deadline_s=weights.deadline_s
-        )
+        self._conductor = Conductor(max_paused_fraction=weights.max_paused_fraction, deadline_s=weights.deadline_s)
         self._snapshots: dict[int, Snapshot] = {}
         self._published = ParkingLot()
         self._pause_freed = ParkingLot()
@@ -88,13 +86,9 @@ class ParameterServer(Actor):
         self._pause_freed.wake()
         self.progress()
         if request.committed:
-            self.log.info(
-                "committed", replica=caller.name, version=request.version, stall_s=request.times.stall_s
-            )
+            self.log.info("committed", replica=caller.name, version=request.version, stall_s=request.times.stall_s)
         else:
-            self.log.warning(
-                "update failed", replica=caller.name, version=request.version, error=request.error
-            )
+            self.log.warning("update failed", replica=caller.name, version=request.version, error=request.error)
         return Done()
 
     def _release_unneeded(self) -> None:

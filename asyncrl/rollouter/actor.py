@@ -55,9 +55,7 @@ class Rollouter(Actor):
     def __init__(self, context: ActorContext) -> None:
         super().__init__(context)
         self._tokenizer: Tokenizer
-        self._host = EngineHost(
-            self.config, lambda: make_engine(self.config, self.name), self.clock, self.states
-        )
+        self._host = EngineHost(self.config, lambda: make_engine(self.config, self.name), self.clock, self.states)
         self._groups = GroupRunner(
             self.config,
             episode=self._episode,
@@ -125,9 +123,7 @@ class Rollouter(Actor):
     async def _lease(self, free: int) -> Leased | None:
         """One lease call; given up when the version changes, since the gate then counts differently."""
         self._version_changed.clear()
-        request = Lease(
-            seen=self._seen, free_groups=free, served_version=self._host.version, holding=list(self._held)
-        )
+        request = Lease(seen=self._seen, free_groups=free, served_version=self._host.version, holding=list(self._held))
         call = self.peer(DATALOADER).call(request)
         changed = asyncio.ensure_future(self._version_changed.wait())
         try:
@@ -193,9 +189,7 @@ class Rollouter(Actor):
             if manifest is not None:
                 await self._update_to(manifest)
 
-    async def _or_death(
-        self, work: Coroutine[Any, Any, Manifest | None], watch: asyncio.Task[bool]
-    ) -> Manifest | None:
+    async def _or_death(self, work: Coroutine[Any, Any, Manifest | None], watch: asyncio.Task[bool]) -> Manifest | None:
         task = self.tasks.create_task(work)
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():

@@ -77,7 +77,8 @@ class EngineHost:
     async def stream(self, request: GenerationRequest) -> AsyncIterator[Delta]:
         """Submit; to be called right after ``serving`` without waiting in between. Raises EngineDied."""
         engine = self._engine
-        assert engine is not None and self._open.is_set(), "submitted to an engine that does not serve"
+        assert engine is not None
+        assert self._open.is_set(), "submitted to an engine that does not serve"
         self._enter()
         try:
             async for delta in engine.generate(request):
@@ -128,9 +129,7 @@ class EngineHost:
         mode = {"abort_resume": "abort", "keep": "keep", "drain": "wait"}[rollout.on_update]
         await engine.pause(mode)  # type: ignore[arg-type]
         paused = self._clock.now()
-        await engine.load(
-            manifest, recompute_kv=rollout.on_update != "keep" or rollout.keep_kv == "recompute"
-        )
+        await engine.load(manifest, recompute_kv=rollout.on_update != "keep" or rollout.keep_kv == "recompute")
         loaded = self._clock.now()
         await engine.resume()
         resumed = self._clock.now()

@@ -36,9 +36,7 @@ class Generated:
 class EpisodeEngine:
     """The engine as one episode sees it."""
 
-    def __init__(
-        self, host: EngineHost, tokenizer: Tokenizer, config: Config, ticket: Ticket, sample: int
-    ) -> None:
+    def __init__(self, host: EngineHost, tokenizer: Tokenizer, config: Config, ticket: Ticket, sample: int) -> None:
         self._host = host
         self._tokenizer = tokenizer
         self._config = config

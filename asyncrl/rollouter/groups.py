@@ -48,9 +48,7 @@ class GroupRunner:
         """Generate and score; always returns, with the failure as the group's if there was one."""
         outcomes: list[Trajectory | TrajectoryFailed] = []
         async with asyncio.TaskGroup() as tasks:
-            running = [
-                tasks.create_task(self._trajectory(ticket, sample)) for sample in range(ticket.samples)
-            ]
+            running = [tasks.create_task(self._trajectory(ticket, sample)) for sample in range(ticket.samples)]
         outcomes = [task.result() for task in running]
         finished = [outcome for outcome in outcomes if isinstance(outcome, Trajectory)]
         failed = [outcome for outcome in outcomes if isinstance(outcome, TrajectoryFailed)]
@@ -84,15 +82,12 @@ class GroupRunner:
             prompt=ticket.prompt,
             row=ticket.row,
             completions=[
-                Completion(text=t.text, finish_reason=t.finish_reason, tokens=len(t.tokens))
-                for t in trajectories
+                Completion(text=t.text, finish_reason=t.finish_reason, tokens=len(t.tokens)) for t in trajectories
             ],
         )
         began = self._clock.now()
         scores = await self._retry("scoring", lambda: self._score(request))
-        for trajectory, reward, components in zip(
-            trajectories, scores.rewards, scores.components, strict=True
-        ):
+        for trajectory, reward, components in zip(trajectories, scores.rewards, scores.components, strict=True):
             trajectory.reward, trajectory.components = reward, components
             trajectory.score_s = self._clock.now() - began
 

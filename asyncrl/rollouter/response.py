@@ -37,7 +37,8 @@ class Response:
 
     def submitted(self, version: int) -> None:
         """What comes next is sampled by a new submission, begun under ``version``."""
-        assert self.finish_reason is None and self.remaining > 0
+        assert self.finish_reason is None
+        assert self.remaining > 0
         self.submissions += 1
         self._submission_start = len(self.tokens)
         self._submission_version = version

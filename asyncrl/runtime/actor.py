@@ -283,9 +283,7 @@ class Actor:
         reason = str(error) if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {error}"
         try:
             # The task group is over by now, but a connection to a fixed address needs no task.
-            await self.peer(CONTROLLER).call(
-                ReportFailure(reason=reason, exit_code=exit_code), timeout=REPORT_S
-            )
+            await self.peer(CONTROLLER).call(ReportFailure(reason=reason, exit_code=exit_code), timeout=REPORT_S)
         except WireError as lost:
             self.log.warning("failure not reported", error=str(lost))
 

@@ -55,7 +55,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._virtual_now += seconds
 
 
-class _JumpingSelector(selectors.DefaultSelector):  # type: ignore[valid-type,misc]
+class _JumpingSelector(selectors.DefaultSelector):  # type: ignore[misc, unused-ignore]
     def __init__(self, jump: Callable[[float], None]) -> None:
         super().__init__()
         self._jump = jump

@@ -248,9 +248,7 @@ class Peer:
         kind = future.kind.reply
         self._finish(future)
         if header.type != kind.__name__:
-            future.set_exception(
-                ProtocolError(f"{self.name} answered {future.kind.__name__} with {header.type!r}")
-            )
+            future.set_exception(ProtocolError(f"{self.name} answered {future.kind.__name__} with {header.type!r}"))
             return
         try:
             reply = self._endpoint.codec.decode(kind, frames[1], frames[2:])
@@ -310,9 +308,7 @@ class Peer:
         self._endpoint.count("wire/refused_by_peer")
         for future in list(self._pending.values()):
             # The peer speaks of itself: its "ours" is our "theirs".
-            self._finish(future).set_exception(
-                Refused(self.name, body.code, ours=body.theirs, theirs=body.ours)
-            )
+            self._finish(future).set_exception(Refused(self.name, body.code, ours=body.theirs, theirs=body.ours))
 
     def _use_credit(self) -> None:
         while self._waiting and self._on_wire < self._credit:

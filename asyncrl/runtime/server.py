@@ -91,9 +91,7 @@ def handler(function: Callable[..., Any]) -> Callable[..., Any]:
 class CallServer:
     """Serves the handlers of one object."""
 
-    def __init__(
-        self, endpoint: Endpoint, owner: object, on_error: Callable[[str, BaseException], None]
-    ) -> None:
+    def __init__(self, endpoint: Endpoint, owner: object, on_error: Callable[[str, BaseException], None]) -> None:
         self._endpoint = endpoint
         self._loop = asyncio.get_running_loop()
         self._on_error = on_error
@@ -165,9 +163,7 @@ class CallServer:
             self._newest[hello.name] = hello.incarnation
         self._drop_sessions(hello.name, hello.incarnation, routing_id)
         if routing_id not in self._sessions:
-            self._sessions[routing_id] = _Session(
-                routing_id, hello.name, hello.incarnation, hello.max_message_bytes
-            )
+            self._sessions[routing_id] = _Session(routing_id, hello.name, hello.incarnation, hello.max_message_bytes)
         welcome = Welcome(
             run_id=ours.run_id,
             name=self._endpoint.name,
@@ -181,9 +177,7 @@ class CallServer:
         """Sessions of replaced incarnations, and the oldest of this one past what an actor needs."""
         own = [s for s in self._sessions.values() if s.name == name and s.routing_id != but]
         current = [s for s in own if s.incarnation == incarnation]
-        for session in [s for s in own if s.incarnation != incarnation] + current[
-            : 1 - MAX_SESSIONS_PER_NAME
-        ]:
+        for session in [s for s in own if s.incarnation != incarnation] + current[: 1 - MAX_SESSIONS_PER_NAME]:
             del self._sessions[session.routing_id]
             for id in list(session.running):
                 self._cancel(session, id)
@@ -203,9 +197,7 @@ class CallServer:
                 self._transmit(session.routing_id, session.stored[header.id])
                 return
         if len(session.running) >= CREDIT:
-            self._error(
-                session.routing_id, header, "over_credit", "too many calls unanswered", retryable=True
-            )
+            self._error(session.routing_id, header, "over_credit", "too many calls unanswered", retryable=True)
             return
         found = self._handlers.get(header.type)
         if found is None or not found.answered:
@@ -247,9 +239,7 @@ class CallServer:
             if isinstance(error, AsyncRLError):
                 self._failed(session, header, error)
             else:
-                self._error(
-                    session.routing_id, header, "deadline", "the handler ran past the caller's deadline"
-                )
+                self._error(session.routing_id, header, "deadline", "the handler ran past the caller's deadline")
         except Exception as error:
             self._failed(session, header, error)
         else:
@@ -299,9 +289,7 @@ class CallServer:
             retryable=bool(getattr(error, "retryable", False)),
         )
 
-    def _error(
-        self, routing_id: bytes, header: Header, code: str, message: str, *, retryable: bool = False
-    ) -> None:
+    def _error(self, routing_id: bytes, header: Header, code: str, message: str, *, retryable: bool = False) -> None:
         body = ErrorBody(code=code, message=message, retryable=retryable, actor=self._endpoint.name)
         self._send(routing_id, Kind.ERROR, "ErrorBody", header.id, self._endpoint.codec.encode(body))
 

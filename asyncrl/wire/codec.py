@@ -26,8 +26,7 @@ T = TypeVar("T")
 
 # bfloat16 has no numpy type: as a torch tensor it travels under its own name, as numpy it does not exist.
 DTYPES = frozenset(
-    ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "float32"]
-    + ["float64", "bfloat16"]
+    "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 float32 float64 bfloat16".split()  # noqa: SIM905
 )
 MAX_DIMENSIONS = 8
 

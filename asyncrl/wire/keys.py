@@ -36,9 +36,7 @@ class Credentials:
     """Public keys (z85) by actor name, one for each attempt."""
 
 
-def create_credentials(
-    folder: Path, run_id: str, names: Iterable[str], *, attempts: int, curve: bool
-) -> None:
+def create_credentials(folder: Path, run_id: str, names: Iterable[str], *, attempts: int, curve: bool) -> None:
     """Make the private folder of a run: its id and, for each actor name and attempt, what it needs.
 
     Raises FileExistsError if the folder is there already.

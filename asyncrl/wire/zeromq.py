@@ -226,9 +226,7 @@ class ZmqClient(_ZmqSocket):
 
     _plain = 2
 
-    def __init__(
-        self, socket: RawSocket, receive: ClientReceive, lost: Callable[[], None], endpoint: str
-    ) -> None:
+    def __init__(self, socket: RawSocket, receive: ClientReceive, lost: Callable[[], None], endpoint: str) -> None:
         self._on_message = receive
         self._on_lost = lost
         self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)

@@ -156,7 +156,9 @@ def test_i3_every_token_has_one_version_and_updates_met_running_trajectories(fol
 
 def test_i2_staleness_of_first_tokens_stays_within_the_limit_up_to_stragglers(folder, finished):
     train = lines(folder, "train")
-    assert max(line["staleness/token_max"] for line in train) <= 2 + max(line["staleness/late_groups"] for line in train)
+    assert max(line["staleness/token_max"] for line in train) <= 2 + max(
+        line["staleness/late_groups"] for line in train
+    )
     assert any(line["staleness/token_mean"] > 0 for line in train)
 
 

@@ -179,7 +179,7 @@ def test_interruptions_change_nothing_of_a_response(
     """Tokens, log-probs and length are a function of seed and key, however often and whenever it was aborted."""
     made = batch(interval, length="lognormal", length_median=15, length_sigma=sigma, kv_tokens=kv_tokens)
     config = sim(length="lognormal", length_median=15, length_sigma=sigma)
-    taken, held, now, round_ = Taken(), dict.fromkeys(keys, 0), 0.0, 0
+    taken, held, now = Taken(), dict.fromkeys(keys, 0), 0.0
 
     def submit() -> None:
         for key, count in held.items():
@@ -198,7 +198,6 @@ def test_interruptions_change_nothing_of_a_response(
 
     for cut in [*cuts, 1e9]:
         submit()
-        round_ += 1
         end = now + cut
         while (due := made.next_event()) is not None and due <= end:
             made.advance(due)

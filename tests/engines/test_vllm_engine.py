@@ -211,7 +211,7 @@ def test_abort_keeps_what_was_sampled(served: Served, models: list[Any]) -> None
         # Greedy sampling reports the log-prob at temperature 1.
         assert worst(answer.logprobs, expected) < TOLERANCE
     assert unscheduled.reason == "abort"
-    assert (unscheduled.tokens or unscheduled.spans == [])
+    assert unscheduled.tokens or unscheduled.spans == []
 
 
 def test_abort_and_resume_changes_nothing(served: Served, models: list[Any]) -> None:

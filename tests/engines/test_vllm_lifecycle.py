@@ -88,6 +88,12 @@ async def with_engine(config: Config, model, body: Callable[[VllmEngine, Publish
         await engine.check()
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(120):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
 async def consume(engine: VllmEngine, name: str, tokens: list[int]) -> None:
     request = GenerationRequest(id=name, prompt_ids=PROMPT, max_tokens=512, temperature=0.0, seed=None)
     async for delta in engine.generate(request):
@@ -118,8 +124,7 @@ def test_killed_core_is_noticed_everywhere(tmp_path: Path) -> None:
     async def body(engine: VllmEngine, publisher: Publisher) -> None:
         tokens: list[list[int]] = [[], [], []]
         streams = [asyncio.ensure_future(consume(engine, f"s{i}", held)) for i, held in enumerate(tokens)]
-        while not all(tokens):
-            await asyncio.sleep(0.005)
+        await until(lambda: all(tokens))
         [core] = engine._processes.pids
         # A call that is under way when the core dies: it cannot answer any more.
         os.kill(core, signal.SIGSTOP)
@@ -146,8 +151,7 @@ def test_hanging_core_counts_as_dead(tmp_path: Path) -> None:
     async def body(engine: VllmEngine, publisher: Publisher) -> None:
         tokens: list[int] = []
         stream = asyncio.ensure_future(consume(engine, "s", tokens))
-        while not tokens:
-            await asyncio.sleep(0.005)
+        await until(lambda: bool(tokens))
         os.kill(engine._processes.pids[0], signal.SIGSTOP)
         async with asyncio.timeout(60):
             with pytest.raises(EngineDied, match="sampled nothing"):
@@ -165,8 +169,7 @@ def test_close_during_the_start_leaves_nothing(tmp_path: Path) -> None:
         before = set(children())
         engine = VllmEngine(config_for(tmp_path), "rollouter/7")
         start = asyncio.ensure_future(engine.start())
-        while not set(children()) - before:
-            await asyncio.sleep(0.01)
+        await until(lambda: bool(set(children()) - before))
         start.cancel()
         await asyncio.gather(start, return_exceptions=True)
         assert start.cancelled()

@@ -58,7 +58,7 @@ def context_with(config: Config, run_dir: Path) -> ActorContext:
 
 async def until_ready(actor: RewardActor, life: asyncio.Task[None]) -> None:
     async with asyncio.timeout(60):
-        while not actor.ready and not life.done():  # noqa: ASYNC110
+        while not actor.ready and not life.done():
             await asyncio.sleep(0.01)
 
 

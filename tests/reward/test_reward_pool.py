@@ -154,7 +154,7 @@ def request(*completions: str, uid: str = "0-1", tokens: int = 5, **row: Any) ->
 
 async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(30):
-        while not holds():  # noqa: ASYNC110
+        while not holds():
             await asyncio.sleep(0.005)
 
 

@@ -94,7 +94,9 @@ def test_only_what_failed_is_tried_again_with_growing_pauses():
 
 
 @pytest.mark.parametrize(
-    "script", [Scripted(deaths={2: 99}), Scripted(refusals={2: 99}), Scripted(final={2})], ids=["death", "score", "final"]
+    "script",
+    [Scripted(deaths={2: 99}), Scripted(refusals={2: 99}), Scripted(final={2})],
+    ids=["death", "score", "final"],
 )
 def test_a_failure_for_good_quarantines_the_group_with_its_reason(script):
     group = run(script)

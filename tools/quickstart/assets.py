@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import random
 import shutil
 import tempfile
@@ -29,7 +28,6 @@ from tools.quickstart.task import Problem, draw_problems
 LOCK_TIMEOUT_S = 300.0
 LOCK_POLL_S = 0.2
 PART = "part-"
-THREADS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +93,8 @@ def make_assets(settings: Settings, folder: Path) -> None:
     from tools.quickstart.model import make_model, make_tokenizer, save
     from tools.quickstart.warmup import warm_up
 
-    # More than the model is wide enough for would only wait for one another.
-    torch.set_num_threads(min(THREADS, os.cpu_count() or 1))
+    # Matrices this small gain little from a second thread, and lose a lot where the cores are busy.
+    torch.set_num_threads(1)
     assets = Assets(folder)
     splits = draw_splits(settings)
     _write_jsonl(assets.train, splits.train)

@@ -139,15 +139,15 @@ def check_model(config: Config, model: dict[str, Any], cpu_head_sizes: Sequence[
 
     ``cpu_head_sizes`` are the head dimensions that vLLM's CPU attention knows.
     """
-    problems = []
-    if config.rollout.temperature > MAX_TEMPERATURE:
-        problems.append(f"rollout.temperature: vLLM samples up to {MAX_TEMPERATURE}")
-    for name, evaluation in config.eval.items():
-        if evaluation.temperature > MAX_TEMPERATURE:
-            problems.append(f"eval.{name}.temperature: vLLM samples up to {MAX_TEMPERATURE}")
-    text = text_config(model)
+    temperatures = {f"eval.{name}": evaluation.temperature for name, evaluation in config.eval.items()}
+    temperatures["rollout"] = config.rollout.temperature
+    problems = [
+        f"{section}.temperature: is {temperature}, but vLLM samples up to {MAX_TEMPERATURE}"
+        for section, temperature in temperatures.items()
+        if temperature > MAX_TEMPERATURE
+    ]
     if on_cpu(config):
-        problems += _cpu_problems(config, text, cpu_head_sizes)
+        problems += _cpu_problems(config, text_config(model), cpu_head_sizes)
     if problems:
         raise ConfigError(problems)
 
