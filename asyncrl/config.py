@@ -619,7 +619,7 @@ def _describe(path: tuple[str, ...], item: Any) -> str:
 
 def _siblings(path: tuple[str, ...]) -> list[str]:
     """The keys known where the last part of ``path`` stands."""
-    section: type[Section] = Config
+    section: Any = Config
     named = False
     for part in path[:-1]:
         if named:

@@ -155,15 +155,10 @@ class _FileTokenizer(_HuggingFace):
         text = _plain(prompt)
         encoding = self._backend.encode(text)
         ids: list[int] = encoding.ids
-        # What a post-processor puts behind the text, an end-of-sequence token say, would end the prompt.
+        # What a post-processor puts behind the text, an end-of-sequence token say, would end the prompt. What goes in
+        # front is its word alone: transformers too ignores add_bos_token where there is a tokenizer.json.
         while ids and encoding.special_tokens_mask[len(ids) - 1]:
             ids.pop()
-        # As in transformers, the configuration's word on the first token outweighs that of tokenizer.json.
-        bos = self._backend.token_to_id(self._special_tokens.get("bos_token", ""))
-        wanted = self._config.get("add_bos_token")
-        if bos is not None and wanted is not None:
-            added = ids[:1] == [bos] and encoding.special_tokens_mask[0]
-            ids = [bos] * bool(wanted) + (ids[1:] if added else ids)
         return ids, text
 
     def encode(self, text: str) -> list[int]:

@@ -48,7 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from tools.bench import calls
 
         uvloop.run(calls.measure(report, pairs=chosen.pairs, vs_ray=chosen.vs == "ray"))
-    elif chosen.bench == "overlap":
+    elif chosen.bench == "rollout":
+        from tools.bench import rollout
+
+        uvloop.run(rollout.measure(report, pairs=chosen.pairs))
+    else:
         from tools.bench import overlap
 
         overlap.measure(report, steps=chosen.steps)

@@ -22,7 +22,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.WordLevel(vocabulary))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=backend, eos_token=END, pad_token=END, clean_up_tokenization_spaces=False
     )
 
@@ -30,7 +30,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def make_model(settings: Settings) -> Qwen2ForCausalLM:
     """A Qwen2 with seeded initial weights, float32. Its embeddings are not tied, which vLLM on CPU needs."""
     torch.manual_seed(settings.seed)
-    return Qwen2ForCausalLM(
+    return Qwen2ForCausalLM(  # type: ignore[no-untyped-call]
         Qwen2Config(
             vocab_size=len(CHARACTERS) + 1,
             hidden_size=settings.width,

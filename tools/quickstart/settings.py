@@ -47,6 +47,8 @@ class Settings:
     rise: int = 20
     check_every: int = 20
     """Steps between two looks at the probes."""
+    check_below: float = 0.2
+    """Loss above which no response comes out right, so that a look would be wasted."""
     max_steps: int = 800
     """Steps after which the warm-up fails."""
 

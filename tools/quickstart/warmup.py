@@ -49,7 +49,8 @@ def warm_up(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % settings.check_every == 0:
-            solved = solved_share(model, tokenizer, probes)
+            if loss.item() < settings.check_below:
+                solved = solved_share(model, tokenizer, probes)
             seconds = time.monotonic() - start
             print(
                 f"  warm-up step {step}: loss {loss.item():.3f}, {solved:.0%} of samples right ({seconds:.0f} s)",
@@ -58,19 +59,17 @@ def warm_up(
             if solved >= settings.signal:
                 return solved
     raise RuntimeError(
-        f"the warm-up solves {solved:.0%} of its samples after {settings.max_steps} steps, below {settings.signal:.0%}: "
-        "raise max_steps in tools/quickstart/settings.py"
+        f"the warm-up solves {solved:.0%} of its samples after {settings.max_steps} steps, less than "
+        f"{settings.signal:.0%}: raise max_steps in tools/quickstart/settings.py"
     )
 
 
 @torch.no_grad()
-def solved_share(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem]
-) -> float:
+def solved_share(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem]) -> float:
     """Share of ``problems`` whose answer ends a response sampled at temperature 1."""
     prompts = tokenizer([p.prompt for p in problems], return_tensors="pt", padding=True, padding_side="left")
     length = prompts["input_ids"].shape[1]
-    ids = model.generate(
+    ids = model.generate(  # type: ignore[misc]
         input_ids=prompts["input_ids"],
         attention_mask=prompts["attention_mask"],
         do_sample=True,
@@ -80,8 +79,7 @@ def solved_share(
     )
     responses = tokenizer.batch_decode(ids[:, length:], skip_special_tokens=True)
     right = [
-        response.rpartition(";")[2] == problem.answer
-        for problem, response in zip(problems, responses, strict=True)
+        response.rpartition(";")[2] == problem.answer for problem, response in zip(problems, responses, strict=True)
     ]
     return sum(right) / len(right)
 

@@ -65,7 +65,7 @@ def launch(config: Config, name: str, model: dict[str, Any], folder: str) -> Asy
     except (ValueError, TypeError) as error:
         raise ConfigError([f"rollout.vllm: vLLM refuses the configuration: {error}"]) from error
     except RuntimeError as error:
-        raise EngineDied(name, f"did not start: {error} (its own words are above in this log)") from error
+        raise EngineDied(name, f"did not start: {error} (the reason is above in this log)") from error
 
 
 @contextmanager

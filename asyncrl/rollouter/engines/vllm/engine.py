@@ -15,7 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import Config
-from asyncrl.errors import EngineDied, WeightsCorrupt
+from asyncrl.errors import WeightsCorrupt
 from asyncrl.messages import Manifest, VersionSpan
 from asyncrl.rollouter.engines.base import Delta, GenerationRequest, PauseMode
 from asyncrl.rollouter.engines.staging import Layout, Staged, check_complete, stage
@@ -95,7 +95,7 @@ class VllmEngine:
         self._processes.adopt(self._cores)
         for core in self._cores:
             loop.add_reader(core.sentinel, self._core_ended, core)
-        async with self._watch.guard("its first call", self._timeout_s):
+        async with self._control("its first call", self._timeout_s):
             # vLLM asks for it at the first request, and keeps it.
             await llm.get_supported_tasks()
         self._heard = loop.time()
@@ -151,6 +151,16 @@ class VllmEngine:
         shutil.rmtree(self._folder, ignore_errors=True)
         assert not left, f"processes {left} survived being killed"
 
+    @asynccontextmanager
+    async def _control(self, what: str, deadline_s: float | None) -> AsyncIterator[None]:
+        """Wait inside for an answer; vLLM's own notice of a death is ours too."""
+        try:
+            async with self._watch.guard(what, deadline_s):
+                yield
+        except (self._vllm.EngineDeadError, self._vllm.EngineGenerateError) as error:
+            self._watch.declare_dead(f"{what} failed: {error.__cause__ or error}")
+            raise self._watch.died() from error
+
     def _forget_cores(self) -> None:
         for core in self._cores:
             assert self._loop is not None
@@ -204,7 +214,8 @@ class VllmEngine:
                         yield Delta(tokens=done.token_ids, logprobs=done.logprobs.logprobs)
                         continue
                     if reason not in ("stop", "length", "abort"):
-                        raise EngineDied(self.name, f"ended request {request.id} with {reason!r}")
+                        self._watch.declare_dead(f"it ended request {request.id} with {reason!r}")
+                        raise self._watch.died()
                     yield Delta(
                         tokens=done.token_ids,
                         logprobs=done.logprobs.logprobs,
@@ -221,7 +232,7 @@ class VllmEngine:
 
     async def abort(self, ids: Sequence[str]) -> None:
         """See Engine."""
-        async with self._watch.guard("an abort", self._timeout_s):
+        async with self._control("an abort", self._timeout_s):
             await self._llm.abort([id for id in ids if id in self._flights])
 
     async def score(self, ids: Sequence[int]) -> list[float]:
@@ -230,7 +241,7 @@ class VllmEngine:
             return []
         self._scores += 1
         final: Any = None
-        async with self._watch.guard("a score", self._timeout_s):
+        async with self._control("a score", self._timeout_s):
             try:
                 prompt = self._vllm.tokens_input(_plain(ids))
                 params = self._vllm.scoring()
@@ -238,9 +249,6 @@ class VllmEngine:
                     final = output
             except self._vllm.VLLMClientError as error:
                 raise ValueError(f"cannot score {len(ids)} tokens: {error}") from error
-            except (self._vllm.EngineDeadError, self._vllm.EngineGenerateError) as error:
-                self._watch.declare_dead(f"a score failed: {error.__cause__ or error}")
-                raise self._watch.died() from error
         logprobs: list[float] = final.prompt_logprobs.logprobs
         assert len(logprobs) == len(ids) - 1
         return logprobs
@@ -251,7 +259,7 @@ class VllmEngine:
         """See Engine."""
         # While requests finish by themselves only their silence counts; see _look.
         deadline_s = None if mode == "wait" else self._timeout_s
-        async with self._watch.guard("a pause", deadline_s):
+        async with self._control("a pause", deadline_s):
             if mode == "abort":
                 await self._llm.abort(list(self._flights))
             await self._llm.pause_generation(mode=mode, clear_cache=False)
@@ -260,7 +268,7 @@ class VllmEngine:
     async def resume(self) -> None:
         """See Engine."""
         assert self._loop is not None
-        async with self._watch.guard("a resume", self._timeout_s):
+        async with self._control("a resume", self._timeout_s):
             await self._llm.resume_generation()
         self._heard = self._loop.time()
         self._paused = False
@@ -297,7 +305,7 @@ class VllmEngine:
         assert staged is not None, "nothing is staged"
         assert staged.manifest.version == version, f"version {version} is not staged"
         info = {"manifest": msgspec.json.encode(staged.manifest).decode()}
-        async with self._watch.guard(f"the load of version {version}", self._timeout_s):
+        async with self._control(f"the load of version {version}", self._timeout_s):
             try:
                 if not self._update_open:
                     self._update_open = True
@@ -306,10 +314,7 @@ class VllmEngine:
                 if recompute_kv and not await self._llm.reset_prefix_cache(reset_running_requests=True):
                     raise WeightsCorrupt("vLLM did not drop its KV cache", version=version)
                 await self._llm.finish_weight_update(str(version))
-            except self._vllm.EngineDeadError as error:
-                self._watch.declare_dead(f"died in the load of version {version}")
-                raise self._watch.died() from error
-            except WeightsCorrupt:
+            except (WeightsCorrupt, self._vllm.EngineDeadError):
                 raise
             except Exception as error:
                 # vLLM has closed its update, and says what happened only in words.

@@ -90,10 +90,12 @@ def max_model_len(config: Config) -> int:
     """Longest prompt plus response, over training and evaluation, in tokens."""
     if config.rollout.vllm.max_model_len is not None:
         return config.rollout.vllm.max_model_len
-    lengths = [config.data.max_prompt_tokens + config.rollout.max_tokens]
-    for evaluation in config.eval.values():
-        lengths.append(evaluation.data.max_prompt_tokens + (evaluation.max_tokens or config.rollout.max_tokens))
-    return max(lengths)
+    response = config.rollout.max_tokens
+    return max(
+        config.data.max_prompt_tokens + response,
+        *(each.data.max_prompt_tokens + (each.max_tokens or response) for each in config.eval.values()),
+        0,
+    )
 
 
 def engine_arguments(config: Config, name: str) -> dict[str, Any]:

@@ -1,0 +1,77 @@
+"""Prompts with their tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.config import DataConfig
+from asyncrl.dataloader.prompts import PromptSet
+from asyncrl.dataloader.rows import RawRow, collect
+from asyncrl.errors import DataError
+from asyncrl.tokenizer import ByteTokenizer
+
+
+def make_set(prompts: list[Any], **fields: Any) -> PromptSet:
+    raw = [RawRow("d.jsonl", line, {"prompt": prompt, "n": line}) for line, prompt in enumerate(prompts, 1)]
+    dataset = collect("d.jsonl", raw, prompt_key="prompt", on_bad_row="error")
+    return PromptSet(dataset, DataConfig(path="d.jsonl", **fields), ByteTokenizer())
+
+
+def test_tokenized_in_batches() -> None:
+    prompts = make_set(["one", "twö", "three"])
+    assert not prompts.tokenize(2)
+    assert prompts.tokenize(2)
+    assert len(prompts) == 3
+    ids, text, row = prompts.prompt(1)
+    assert ids.dtype == np.int32
+    assert bytes(ids.tolist()).decode() == text == "twö"
+    assert row == {"prompt": "twö", "n": 2}
+
+
+def test_a_row_is_a_fresh_copy_each_time() -> None:
+    prompts = make_set(["one"])
+    assert prompts.tokenize(9)
+    prompts.prompt(0)[2]["n"] = "changed"
+    assert prompts.prompt(0)[2]["n"] == 1
+
+
+def test_prompts_over_the_limit_are_kept_apart() -> None:
+    prompts = make_set(["12345", "123456", "1"], max_prompt_tokens=5)
+    assert prompts.tokenize(9)
+    assert prompts.oversize == {1}
+    assert prompts.admissible == (0, 2)
+
+
+def test_the_template_and_the_system_message_are_applied_before_the_length_is_taken() -> None:
+    prompts = make_set(
+        ["hi", [{"role": "user", "content": "x" * 40}]], template="chat", system="s", max_prompt_tokens=40
+    )
+    assert prompts.tokenize(9)
+    assert prompts.prompt(0)[1] == "system: s\nuser: hi\nassistant:"
+    assert prompts.oversize == {1}
+
+
+def test_every_prompt_over_the_limit_is_an_error() -> None:
+    prompts = make_set(["12", "34"], max_prompt_tokens=1)
+    with pytest.raises(DataError, match="every prompt is over max_prompt_tokens = 1"):
+        prompts.tokenize(9)
+
+
+def test_a_prompt_that_does_not_fit_its_template_is_named() -> None:
+    prompts = make_set(["fine", [{"role": "user", "content": "x"}]])
+    with pytest.raises(DataError, match=r'd\.jsonl:2: chat messages need template = "chat"'):
+        prompts.tokenize(9)
+
+
+def test_a_prompt_without_tokens_is_named() -> None:
+    class Silent(ByteTokenizer):
+        def encode(self, text: str) -> list[int]:
+            return []
+
+    raw = [RawRow("d.jsonl", 7, {"prompt": "x"})]
+    dataset = collect("d.jsonl", raw, prompt_key="prompt", on_bad_row="error")
+    with pytest.raises(DataError, match=r"d\.jsonl:7: the prompt has no tokens"):
+        PromptSet(dataset, DataConfig(path="d.jsonl"), Silent()).tokenize(1)

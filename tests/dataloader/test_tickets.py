@@ -1,0 +1,361 @@
+"""The ticket book, event by event. Arbitrary orders of events are in test_tickets_model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from asyncrl.dataloader.evals import EvalRounds, EvalSet
+from asyncrl.dataloader.gate import Gate
+from asyncrl.dataloader.limit import WorkingLimit
+from asyncrl.dataloader.order import EpochOrder
+from asyncrl.dataloader.prompt_queue import PromptQueue
+from asyncrl.dataloader.tickets import Ask, Grant, Tickets
+from asyncrl.errors import ProtocolError
+from asyncrl.messages import Outcome, Outcomes
+
+A, B = "rollouter/0", "rollouter/1"
+
+
+class Book:
+    """A ticket book and the numbers of its learner's reports."""
+
+    def __init__(
+        self,
+        *,
+        staleness_max: int = 1,
+        groups: int = 4,
+        steps: int = 100,
+        size: int = 100,
+        oversize: frozenset[int] = frozenset(),
+        replicas: int = 1,
+        evals: tuple[EvalSet, ...] = (),
+    ) -> None:
+        limit = WorkingLimit(
+            groups_per_step=groups, groups_per_version=groups, staleness_max=staleness_max, adapt=False
+        )
+        gate = Gate(limit, groups_per_version=groups, groups_of_run=steps * groups, replicas=replicas)
+        order = EpochOrder("f", 0, size, shuffle=False)
+        self.tickets = Tickets(PromptQueue(order, oversize), gate, EvalRounds(evals))
+        self.number = 0
+
+    def lease(
+        self,
+        name: str = A,
+        free: int = 4,
+        *,
+        seen: int = 0,
+        served: int = 0,
+        incarnation: int = 1,
+        holding: tuple[str, ...] = (),
+    ) -> list[Grant]:
+        ask = Ask(name, incarnation, seen, free, served, frozenset(holding))
+        self.tickets.meet(ask)
+        return self.tickets.lease(ask)
+
+    def report(self, *uids: str, kind: Any = "trained", version: int = 0, trained_at: int = 0, **fields: Any) -> int:
+        self.number += 1
+        outcomes = [Outcome(uid, kind) for uid in uids]
+        return self.tickets.report(
+            Outcomes(number=self.number, version=version, trained_at_version=trained_at, outcomes=outcomes, **fields)
+        )
+
+
+def uids(grants: list[Grant]) -> list[str]:
+    return [grant.prompt.uid for grant in grants]
+
+
+def numbers(grants: list[Grant]) -> list[int]:
+    return [grant.number for grant in grants]
+
+
+# --- grants ---
+
+
+def test_grants_are_numbered_by_rollouter_and_stop_at_the_gate() -> None:
+    book = Book()
+    assert numbers(book.lease(A, 3)) == [1, 2, 3]
+    assert numbers(book.lease(B, 3)) == [1, 2, 3]
+    assert uids(book.lease(A, 9, seen=3)) == ["0-6", "0-7"]
+    assert book.lease(B, 9, seen=3) == []
+    assert book.tickets.outstanding == 8
+
+
+def test_what_a_lost_reply_granted_is_granted_again_first() -> None:
+    book = Book()
+    lost = book.lease(A, 2)
+    again = book.lease(A, 3)
+    assert again[:2] == lost
+    assert numbers(again) == [1, 2, 3]
+    assert book.tickets.counts["granted_again"] == 2
+
+
+def test_what_is_granted_again_takes_no_further_place() -> None:
+    book = Book(staleness_max=0)
+    lost = book.lease(A, 4)
+    assert book.lease(A, 4) == lost
+    assert book.lease(A, 2) == lost[:2]
+    assert book.lease(A, 2, seen=2) == lost[2:]
+
+
+def test_a_call_that_a_later_one_has_overtaken_gets_nothing() -> None:
+    book = Book()
+    book.lease(A, 2)
+    assert len(book.lease(A, 1, seen=2)) == 1
+    assert book.lease(A, 4, seen=0) == []
+
+
+def test_a_call_of_an_older_incarnation_gets_nothing() -> None:
+    book = Book()
+    book.lease(A, 1, incarnation=2)
+    assert book.lease(A, 1, incarnation=1) == []
+    assert book.tickets.orphans == []
+
+
+def test_numbers_go_on_above_what_a_rollouter_has_seen_from_a_lost_dataloader() -> None:
+    assert numbers(Book().lease(A, 2, seen=17)) == [18, 19]
+
+
+def test_a_ticket_carries_the_newest_version_at_its_grant() -> None:
+    book = Book()
+    granted = uids(book.lease(A, 4))
+    book.report(*granted, version=1, trained_at=4)
+    assert {grant.param_version for grant in book.lease(A, 4, seen=4, served=0)} == {1}
+
+
+def test_the_share_counts_what_a_rollouter_really_holds() -> None:
+    book = Book(replicas=2, groups=2, staleness_max=1)
+    assert uids(book.lease(A, 4)) == ["0-0", "0-1"]
+    assert book.lease(A, 4, seen=2, holding=("0-0", "0-1")) == []
+    # One of them was delivered: it is outstanding still, but no longer being generated.
+    assert uids(book.lease(A, 4, seen=2, holding=("0-1",))) == ["0-2"]
+
+
+# --- returns and deaths ---
+
+
+def test_a_returned_prompt_frees_its_place_and_goes_to_the_next_who_asks_with_its_attempt_number() -> None:
+    book = Book(staleness_max=0)
+    grants = book.lease(A, 4)
+    book.tickets.give_back(A, 1, ["0-2", "0-1", "0-2"])
+    assert book.tickets.outstanding == 2
+    again = book.lease(B, 4)
+    assert [grant.prompt for grant in again] == [grants[1].prompt, grants[2].prompt]
+
+
+@pytest.mark.parametrize(("name", "incarnation"), [(B, 1), (A, 0), (A, 2), ("rollouter/9", 1)])
+def test_nobody_returns_what_another_one_holds(name: str, incarnation: int) -> None:
+    book = Book()
+    book.lease(A, 2)
+    book.lease(B, 1)
+    book.tickets.give_back(name, incarnation, ["0-0", "7-7"])
+    assert book.tickets.outstanding == 3
+
+
+def test_orphans_stay_outstanding_until_the_learner_has_said_whether_it_holds_them() -> None:
+    book = Book(staleness_max=0)
+    book.lease(A, 4)
+    assert book.lease(A, 4, incarnation=2) == []
+    assert book.tickets.orphans == ["0-0", "0-1", "0-2", "0-3"]
+    assert book.tickets.outstanding == 4
+    book.tickets.settle(book.tickets.orphans, ["0-0", "0-3"])
+    assert book.tickets.orphans == []
+    assert book.tickets.outstanding == 2
+    assert uids(book.lease(A, 4, incarnation=2)) == ["0-1", "0-2"]
+    book.report("0-0", "0-3")
+    assert book.tickets.outstanding == 2
+
+
+def test_only_a_prompt_that_its_dead_holder_had_seen_gets_the_next_attempt_number() -> None:
+    book = Book()
+    book.lease(A, 1)
+    book.lease(A, 1, seen=1)
+    book.tickets.died(A, 1)
+    book.tickets.settle(book.tickets.orphans, [])
+    assert [(g.prompt.uid, g.prompt.attempt) for g in book.lease(B, 2)] == [("0-0", 1), ("0-1", 0)]
+
+
+def test_the_death_of_an_incarnation_that_is_known_to_be_gone_changes_nothing() -> None:
+    book = Book()
+    book.lease(A, 1, incarnation=5)
+    book.tickets.died(A, 4)
+    book.tickets.died(B, 1)
+    assert book.tickets.orphans == []
+
+
+def test_an_outcome_that_comes_before_the_answer_about_an_orphan_stands() -> None:
+    book = Book()
+    book.lease(A, 1)
+    book.tickets.died(A, 1)
+    orphans = book.tickets.orphans
+    book.report("0-0")
+    book.tickets.settle(orphans, [])
+    assert book.tickets.outstanding == 0
+    assert uids(book.lease(B, 1)) == ["0-1"]
+
+
+# --- outcomes ---
+
+
+@pytest.mark.parametrize("kind", ["filtered", "quarantined"])
+def test_a_group_that_is_not_trained_is_replaced_by_the_next_prompt(kind: str) -> None:
+    book = Book(staleness_max=0)
+    book.lease(A, 4)
+    book.report("0-1", kind=kind)
+    assert uids(book.lease(A, 4, seen=4)) == ["0-4"]
+
+
+def test_a_trained_group_keeps_its_place_until_the_next_version_is_served() -> None:
+    book = Book(staleness_max=0)
+    granted = uids(book.lease(A, 4))
+    book.report(*granted, version=1, trained_at=4)
+    assert book.lease(A, 4, seen=4, served=0) == []
+    assert len(book.lease(A, 4, seen=4, served=1)) == 4
+
+
+def test_a_repeated_report_and_one_after_a_gap_change_nothing() -> None:
+    book = Book()
+    book.lease(A, 4)
+    first = Outcomes(number=1, version=0, trained_at_version=0, outcomes=[Outcome("0-0", "trained")])
+    assert book.tickets.report(first) == 1
+    assert book.tickets.report(first) == 1
+    third = Outcomes(number=3, version=0, trained_at_version=0, outcomes=[Outcome("0-1", "trained")])
+    assert book.tickets.report(third) == 1
+    assert book.tickets.counts["trained"] == 1
+
+
+@pytest.mark.parametrize("wrong", [("0-9",), ("0-0", "0-9"), ("0-0", "0-0"), ("x@0-0",)])
+def test_an_outcome_of_what_is_not_open_is_refused_as_a_whole(wrong: tuple[str, ...]) -> None:
+    book = Book()
+    book.lease(A, 4)
+    with pytest.raises(ProtocolError, match=wrong[-1]):
+        book.report(*wrong)
+    assert book.tickets.outstanding == 4
+    book.number = 0
+    assert book.report("0-0") == 1
+
+
+def test_a_late_outcome_of_a_prompt_that_was_granted_again_ends_that_grant_too() -> None:
+    book = Book()
+    book.lease(A, 1)
+    book.tickets.give_back(A, 1, ["0-0"])
+    assert uids(book.lease(B, 1)) == ["0-0"]
+    book.report("0-0")
+    assert book.tickets.outstanding == 0
+    assert uids(book.lease(B, 1)) == ["0-1"]
+
+
+def test_prompts_that_are_too_long_are_named_until_they_are_reported() -> None:
+    book = Book(oversize=frozenset({1, 2}))
+    assert uids(book.lease(A, 2)) == ["0-0", "0-3"]
+    assert book.tickets.supply.too_long == ["0-1", "0-2"]
+    book.report("0-1", kind="quarantined", version=-1)
+    assert book.tickets.supply.too_long == ["0-2"]
+    assert book.tickets.outstanding == 2
+
+
+def test_the_signals_of_a_step_reach_the_limit() -> None:
+    book = Book()
+    limit = book.tickets._gate.limit = WorkingLimit(
+        groups_per_step=4, groups_per_version=4, staleness_max=3, adapt=True
+    )
+    book.lease(A, 9)
+    book.report(waited=True)
+    assert limit.versions == 1
+    book.report(waited=True, step_began=True)
+    assert book.tickets.limit == 1.5
+
+
+# --- the supply ---
+
+
+def test_exhausted_when_all_that_the_run_needs_is_granted_and_not_when_one_is_filtered() -> None:
+    book = Book(steps=2, staleness_max=5)
+    assert not book.tickets.supply.exhausted
+    book.lease(A, 9)
+    assert (book.tickets.supply.exhausted, book.tickets.supply.outstanding) == (True, 8)
+    book.report("0-3", kind="filtered")
+    assert (book.tickets.supply.exhausted, book.tickets.supply.outstanding) == (False, 7)
+    assert uids(book.lease(A, 9, seen=8)) == ["0-8"]
+    assert book.tickets.supply.exhausted
+
+
+def test_the_number_moves_with_what_the_learner_must_know_and_not_with_every_grant() -> None:
+    book = Book(steps=2, staleness_max=5, evals=(EvalSet("a", (0,), every_versions=1),))
+    seen = [book.tickets.supply_number]
+
+    def moved() -> bool:
+        seen.append(book.tickets.supply_number)
+        return seen[-1] > seen[-2]
+
+    book.lease(A, 3)
+    assert not moved()
+    book.lease(A, 5, seen=3)
+    assert moved()
+    book.report("0-0")
+    assert moved()
+    book.report(version=1, trained_at=1)
+    assert moved()
+    assert book.tickets.supply.evals == {"eval/a@1": 1}
+    book.report("a@1-0", kind="evaluated", version=1, trained_at=1)
+    assert moved()
+    book.report(version=1, trained_at=1, finished=True)
+    assert not moved()
+
+
+# --- evaluation ---
+
+
+def test_rounds_at_the_start_come_before_anything_is_granted_for_training() -> None:
+    book = Book(evals=(EvalSet("a", (0, 1), at_start=True),))
+    assert uids(book.lease(A, 4)) == ["a@0-0", "a@0-1"]
+    assert book.tickets.outstanding == 0
+    book.report("a@0-0", kind="evaluated")
+    assert book.lease(A, 4, seen=2) == []
+    book.report("a@0-1", kind="quarantined")
+    assert uids(book.lease(A, 4, seen=2)) == ["0-0", "0-1", "0-2", "0-3"]
+
+
+def test_rounds_in_between_take_turns_with_training_and_need_no_place() -> None:
+    book = Book(staleness_max=0, evals=(EvalSet("a", (0, 1, 2), every_versions=1),))
+    granted = uids(book.lease(A, 4))
+    book.report(*granted, version=1, trained_at=4)
+    assert uids(book.lease(A, 4, seen=4, served=1)) == ["a@1-0", "0-4", "a@1-1", "0-5"]
+    assert uids(book.lease(A, 4, seen=8, served=1)) == ["a@1-2", "0-6", "0-7"]
+
+
+def test_eval_tickets_are_returned_and_orphaned_like_others() -> None:
+    book = Book(evals=(EvalSet("a", (0, 1), at_start=True),))
+    book.lease(A, 1)
+    book.tickets.give_back(A, 1, ["a@0-0"])
+    assert uids(book.lease(B, 2)) == ["a@0-0", "a@0-1"]
+    book.lease(B, 1, incarnation=2)
+    book.tickets.settle(book.tickets.orphans, ["a@0-1"])
+    assert uids(book.lease(A, 4, seen=1)) == ["a@0-0"]
+    assert book.tickets.outstanding == 0
+
+
+def test_closed_once_the_run_is_finished_and_no_round_is_open() -> None:
+    book = Book(steps=1, evals=(EvalSet("a", (0,), at_end=True),))
+    granted = uids(book.lease(A, 4))
+    book.report(*granted, version=1, trained_at=4)
+    assert not book.tickets.closed
+    book.report(version=1, trained_at=4, finished=True)
+    assert not book.tickets.closed
+    assert book.lease(A, 4, seen=4, served=0) == []
+    assert uids(book.lease(A, 4, seen=4, served=1)) == ["a@1-0"]
+    assert not book.tickets.closed
+    book.report("a@1-0", kind="evaluated", version=1, trained_at=4)
+    assert book.tickets.closed
+    assert book.lease(B, 4, served=1) == []
+
+
+def test_a_run_that_ends_early_grants_nothing_more_for_training() -> None:
+    book = Book()
+    book.lease(A, 2)
+    book.tickets.give_back(A, 1, ["0-0"])
+    book.report(finished=True)
+    assert book.lease(A, 4, seen=2) == []
+    assert book.tickets.supply.exhausted
+    assert book.tickets.closed

@@ -1,0 +1,260 @@
+"""Tokenizers: bytes, and Hugging Face folders against what transformers makes of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from asyncrl.errors import ConfigError
+from asyncrl.tokenizer import ByteTokenizer, load_tokenizer
+
+CHAT = """{%- for message in messages -%}
+    {%- if message.role not in ["system", "user", "assistant"] -%}
+        {{- raise_exception("unknown role " + message.role) -}}
+    {%- endif -%}
+    {{- "<|im_start|>" + message["role"] + "\\n" -}}
+    {%- if message.role == "assistant" -%}
+        {% generation %}{{- message.content -}}{% endgeneration %}
+    {%- else -%}
+        {{- message.content | trim -}}
+    {%- endif -%}
+    {{- eos_token + "\\n" -}}
+    {%- if loop.index > 50 -%}{%- break -%}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- "<|im_start|>assistant\\n" -}}
+{%- endif -%}
+"""
+SPECIAL = ["<s>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+TEXTS = ["Hello world", "  two  spaces\n", "naïve café — 你好 🙂", "<|im_start|>inside", "x" * 50]
+
+
+def make_folder(folder: Path, *, template: str = "$A", **config: Any) -> Path:
+    """A byte-level BPE tokenizer as model folders have it; ``template`` is its post-processor."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(["Hello world, hello spaces"] * 3, trainer)
+    if template != "$A":
+        special = [(token, backend.token_to_id(token)) for token in SPECIAL]
+        backend.post_processor = processors.Sequence(
+            [
+                processors.ByteLevel(trim_offsets=False),
+                processors.TemplateProcessing(single=template, special_tokens=special),
+            ]
+        )
+    folder.mkdir(exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": {"__type": "AddedToken", "content": "<|im_end|>", "special": True},
+        "chat_template": CHAT,
+        **config,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("model"))
+
+
+# --- bytes ---
+
+
+@given(st.text())
+def test_bytes_go_there_and_back(text: str) -> None:
+    tokenizer = ByteTokenizer()
+    ids, same = tokenizer.encode_prompt(text, "plain", None)
+    assert same == text
+    assert tokenizer.decode(ids) == text
+    assert all(0 <= id < 256 for id in ids)
+
+
+def test_bytes_skip_what_is_no_byte_and_show_what_is_no_text() -> None:
+    tokenizer = load_tokenizer(None)
+    assert tokenizer.decode([104, 105, *tokenizer.eos_ids]) == "hi"
+    assert tokenizer.decode([255]) == "\ufffd"
+
+
+def test_bytes_have_a_chat_of_one_line_a_message() -> None:
+    _, text = load_tokenizer(None).encode_prompt("hi", "chat", "be brief")
+    assert text == "system: be brief\nuser: hi\nassistant:"
+
+
+# --- Hugging Face folders ---
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_plain_text_as_transformers_has_it(folder: Path, text: str) -> None:
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(str(folder))
+    ours = load_tokenizer(str(folder))
+    ids, same = ours.encode_prompt(text, "plain", None)
+    assert same == text
+    assert ids == theirs.encode(text) == ours.encode(text)
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_chat_as_transformers_has_it(folder: Path, text: str) -> None:
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(str(folder))
+    messages = [{"role": "system", "content": "brief"}, {"role": "user", "content": text}]
+    ids, rendered = load_tokenizer(str(folder)).encode_prompt(text, "chat", "brief")
+    assert rendered == theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert ids == theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert rendered.endswith("<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("add_bos_token", [{}, {"add_bos_token": True}, {"add_bos_token": False}])
+@pytest.mark.parametrize(("template", "first"), [("$A", []), ("<s> $A", [0]), ("<s> $A <|endoftext|>", [0])])
+def test_plain_text_gets_the_first_token_of_the_post_processor_and_no_last_one(
+    tmp_path: Path, template: str, first: list[int], add_bos_token: dict[str, bool]
+) -> None:
+    from transformers import AutoTokenizer
+
+    path = str(make_folder(tmp_path / "m", template=template, **add_bos_token))
+    ours = load_tokenizer(path)
+    text = "Hello world"
+    ids, _ = ours.encode_prompt(text, "plain", None)
+    assert ids == first + ours.encode(text)
+    theirs = AutoTokenizer.from_pretrained(path).encode(text)
+    assert ids == [id for id in theirs if id != SPECIAL.index("<|endoftext|>")]
+    chat, _ = ours.encode_prompt(text, "chat", None)
+    assert chat[0] == SPECIAL.index("<|im_start|>")
+
+
+def test_a_prompt_of_messages_keeps_its_own_system_message(folder: Path) -> None:
+    tokenizer = load_tokenizer(str(folder))
+    own = [{"role": "system", "content": "own"}, {"role": "user", "content": "x"}]
+    assert "own" in (text := tokenizer.encode_prompt(own, "chat", "general")[1])
+    assert "general" not in text
+    assert "general" in tokenizer.encode_prompt(own[1:], "chat", "general")[1]
+    assert len(own) == 2
+
+
+def test_decoding_leaves_special_tokens_out(folder: Path) -> None:
+    tokenizer = load_tokenizer(str(folder))
+    ids = [*tokenizer.encode("Hello"), SPECIAL.index("<|im_end|>")]
+    assert tokenizer.decode(ids) == "Hello"
+    assert tokenizer.decode([]) == ""
+
+
+def test_the_chat_template_may_be_a_file_or_one_of_several(tmp_path: Path) -> None:
+    path = make_folder(
+        tmp_path / "m", chat_template=[{"name": "tools", "template": "no"}, {"name": "default", "template": "A"}]
+    )
+    assert load_tokenizer(str(path)).encode_prompt("x", "chat", None)[1] == "A"
+    (path / "chat_template.jinja").write_text(
+        '{{ messages[0] | tojson }} {{ bos_token }} {{ strftime_now("%Y") | length }}'
+    )
+    text = load_tokenizer(str(path)).encode_prompt("<é>", "chat", None)[1]
+    assert text == '{"role": "user", "content": "<é>"} <s> 4'
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, {2}),
+        ({"config.json": {"eos_token_id": 3}}, {2, 3}),
+        ({"generation_config.json": {"eos_token_id": [2, 7]}, "config.json": {"eos_token_id": None}}, {2, 7}),
+        ({"config.json": {"text_config": {"eos_token_id": [9]}}}, {2, 9}),
+    ],
+)
+def test_responses_end_with_every_token_that_any_file_names(
+    tmp_path: Path, files: dict[str, Any], expected: set[int]
+) -> None:
+    path = make_folder(tmp_path / "m")
+    for name, content in files.items():
+        (path / name).write_text(json.dumps(content))
+    assert load_tokenizer(str(path)).eos_ids == expected
+
+
+def test_a_folder_without_tokenizer_json_goes_through_transformers(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    path.mkdir()
+    vocabulary = {token: id for id, token in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "hello", "world"])}
+    (path / "vocab.txt").write_text("\n".join(vocabulary))
+    (path / "config.json").write_text(json.dumps({"model_type": "bert", "eos_token_id": 3}))
+    tokenizer = load_tokenizer(str(path))
+    assert tokenizer.encode("hello world") == [4, 5]
+    assert tokenizer.encode_prompt("hello", "plain", None)[1] == "hello"
+    assert tokenizer.decode([4, 3]) == "hello"
+    assert tokenizer.eos_ids == {3}
+
+
+def test_wrong_folders_name_the_key(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.path: .*none is not a folder"):
+        load_tokenizer(str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match=r"model\.path: .* holds no tokenizer"):
+        load_tokenizer(str(tmp_path))
+    path = make_folder(tmp_path / "m")
+    (path / "generation_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"generation_config\.json cannot be read"):
+        load_tokenizer(str(path))
+    (path / "generation_config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="is not a JSON object"):
+        load_tokenizer(str(path))
+    (path / "generation_config.json").unlink()
+    (path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read"):
+        load_tokenizer(str(path))
+
+
+def test_wrong_chat_templates_name_the_key(tmp_path: Path) -> None:
+    none = load_tokenizer(str(make_folder(tmp_path / "a", chat_template=None)))
+    assert none.encode_prompt("Hello", "plain", None)[0]
+    with pytest.raises(ConfigError, match=r'no chat template; set data\.template = "plain"'):
+        none.encode_prompt("x", "chat", None)
+    broken = load_tokenizer(str(make_folder(tmp_path / "b", chat_template="{% if %}")))
+    with pytest.raises(ConfigError, match="cannot be compiled"):
+        broken.encode_prompt("x", "chat", None)
+
+
+@pytest.mark.parametrize("path", [None, "folder"])
+def test_a_prompt_that_does_not_fit_its_template_is_a_value_error(path: str | None, folder: Path) -> None:
+    tokenizer = load_tokenizer(str(folder) if path else None)
+    with pytest.raises(ValueError, match='chat messages need template = "chat"'):
+        tokenizer.encode_prompt([{"role": "user", "content": "x"}], "plain", None)
+    if path:
+        with pytest.raises(ValueError, match="refuses the prompt: unknown role tool"):
+            tokenizer.encode_prompt([{"role": "tool", "content": "x"}], "chat", None)
+
+
+def test_a_template_may_not_reach_into_python(tmp_path: Path) -> None:
+    evil = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
+    tokenizer = load_tokenizer(str(make_folder(tmp_path / "m", chat_template=evil)))
+    with pytest.raises(ValueError, match="refuses the prompt"):
+        tokenizer.encode_prompt("x", "chat", None)
+
+
+def test_nothing_heavy_is_imported_for_a_folder_with_tokenizer_json(folder: Path) -> None:
+    code = (
+        "import sys\n"
+        "import asyncrl.tokenizer as t\n"
+        "assert not {'tokenizers', 'jinja2', 'transformers', 'torch', 'numpy'} & set(sys.modules)\n"
+        "tokenizer = t.load_tokenizer(sys.argv[1])\n"
+        "assert 'jinja2' not in sys.modules\n"
+        "tokenizer.encode_prompt('x', 'chat', None)\n"
+        "assert not {'transformers', 'torch'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, timeout=60)

@@ -1,0 +1,69 @@
+"""Every configuration in configs/ is whole once the paths that only its user knows are given."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config import known_keys, load_config
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+FILES = sorted(CONFIGS.glob("*.toml"))
+
+
+def leaves(tree, prefix=""):
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key
+
+
+def user_paths(tree):
+    """The path keys that a file leaves to the command line, each with some value."""
+    paths = {}
+    if tree.get("rollout", {}).get("engine") != "sim":
+        paths["model.path"] = "somewhere/model"
+    sources = {"data": tree["data"]} | {f"eval.{name}.data": e["data"] for name, e in tree.get("eval", {}).items()}
+    for key, data in sources.items():
+        if data.get("source", "jsonl") == "jsonl":
+            paths[f"{key}.path"] = "somewhere/rows.jsonl"
+    return paths
+
+
+def test_there_are_configurations():
+    assert {"quickstart.toml", "sim-64.toml", "qwen2.5-1.5b-gsm8k.toml"} <= {file.name for file in FILES}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_it_is_valid_once_its_paths_are_given(file):
+    load_config([file], user_paths(tomllib.loads(file.read_text())))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_its_keys_are_known(file):
+    keys = [key for key, *_ in known_keys()]
+    free = [key for key, kind, *_ in known_keys() if kind.startswith("dict")]
+    patterns = [re.escape(key).replace("NAME", "[^.]+") for key in keys]
+    patterns += [re.escape(key).replace("NAME", "[^.]+") + r"\..+" for key in free]
+    for key in leaves(tomllib.loads(file.read_text())):
+        assert any(re.fullmatch(pattern, key) for pattern in patterns), key
+
+
+def test_the_quickstart_shows_that_it_learns():
+    """What its users rely on: two evaluations of the same prompts at both ends of a run that is off-policy."""
+    file = CONFIGS / "quickstart.toml"
+    config = load_config([file], user_paths(tomllib.loads(file.read_text())))
+    assert config.learner.ranks == 2
+    assert config.staleness.max >= 1
+    assert config.rollout.gpus_per_replica == 0
+    assert {name: e.temperature for name, e in config.eval.items()} == {"heldout": 1.0, "heldout_greedy": 0.0}
+    assert all(e.at_start and e.at_end for e in config.eval.values())
+
+
+def test_the_simulation_needs_no_model_and_no_gpu():
+    config = load_config([CONFIGS / "sim-64.toml"])
+    assert config.rollout.replicas == 64
+    assert config.rollout.gpus_per_replica == 0
+    assert config.learner.steps * config.learner.groups_per_step <= config.data.size

@@ -1,0 +1,123 @@
+"""What a rollouter talks to, cut down to what it needs to work: tickets, rewards, thanks and one version of weights.
+
+All four are actors on the in-memory transport of this process, so every message passes the codec and the runtime
+as it does between processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from asyncrl.messages import (
+    Deliver,
+    Delivered,
+    Done,
+    Group,
+    Lease,
+    Leased,
+    Manifest,
+    NextUpdate,
+    PauseGranted,
+    ReportUpdate,
+    RequestPause,
+    ReturnTickets,
+    RolloutStats,
+    Score,
+    Scores,
+    Ticket,
+    Update,
+)
+from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
+from asyncrl.runtime.parking import ParkingLot
+
+
+@dataclass(slots=True)
+class Exchange:
+    """What goes in and what comes out."""
+
+    manifest: Manifest
+    tickets: list[Ticket] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+    serving: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the rollouter serves the version."""
+    parked: ParkingLot = field(default_factory=ParkingLot)
+    delivered: ParkingLot = field(default_factory=ParkingLot)
+    granted: int = 0
+
+    async def generate(self, tickets: list[Ticket], timeout: float) -> list[Group]:
+        """Have these groups generated, scored and delivered. Raises TimeoutError."""
+        self.groups = []
+        self.tickets = list(tickets)
+        self.parked.wake()
+        groups = await self.delivered.until(
+            lambda: self.groups if len(self.groups) == len(tickets) else None, timeout
+        )
+        if groups is None:
+            raise TimeoutError(f"{len(self.groups)} of {len(tickets)} groups within {timeout:g} s")
+        return groups
+
+
+class Counterpart(Actor):
+    """One of them."""
+
+    role = "counterpart"
+
+    def __init__(self, context: ActorContext, exchange: Exchange) -> None:
+        super().__init__(context)
+        self.exchange = exchange
+
+    @handler
+    async def lease(self, request: Lease, caller: Caller) -> Leased:
+        """As many tickets as there is room for."""
+        return await self.exchange.parked.until(lambda: self._grant(request.free_groups), caller.park_s) or Leased()
+
+    def _grant(self, free: int) -> Leased | None:
+        exchange = self.exchange
+        taken, exchange.tickets = exchange.tickets[:free], exchange.tickets[free:]
+        if not taken:
+            return None
+        exchange.granted += len(taken)
+        return Leased(tickets=taken)
+
+    @handler
+    def score(self, request: Score, caller: Caller) -> Scores:
+        """The same reward for all."""
+        count = len(request.completions)
+        return Scores(rewards=[1.0] * count, components=[{}] * count, run_s=0.0)
+
+    @handler
+    def deliver(self, request: Deliver, caller: Caller) -> Delivered:
+        """Keep the group."""
+        self.exchange.groups.append(request.group)
+        self.exchange.delivered.wake()
+        return Delivered()
+
+    @handler
+    async def next_update(self, request: NextUpdate, caller: Caller) -> Update:
+        """The one version, to whoever serves none."""
+        if request.serving < 0:
+            return Update(manifest=self.exchange.manifest)
+        await asyncio.sleep(caller.park_s)
+        return Update()
+
+    @handler
+    def request_pause(self, request: RequestPause, caller: Caller) -> PauseGranted:
+        """At once."""
+        return PauseGranted(granted=True)
+
+    @handler
+    def report_update(self, request: ReportUpdate, caller: Caller) -> Done:
+        """It serves."""
+        assert request.committed, request.error
+        self.exchange.serving.set()
+        return Done()
+
+    @handler
+    def return_tickets(self, request: ReturnTickets, caller: Caller) -> Done:
+        """At the end."""
+        return Done()
+
+    @handler
+    def rollout_stats(self, request: RolloutStats, caller: Caller) -> None:
+        """Nothing is made of them."""

@@ -1,0 +1,249 @@
+"""``python -m tools.bench rollout``: tokens/s through the rollouter against a bare AsyncLLM loop.
+
+One vLLM engine serves both sides in turn, and both generate the same responses: the same prompts, seeds, sampling
+parameters, output kind, stream interval, cache salt and concurrency. The rollouter is the real actor: it leases
+tickets, runs episodes, has each trajectory scored and delivers each group; what it talks to is in this process
+(counterparts.py). The bare loop keeps the same fields: tokens, log-probs, version and the text, decoded once at
+the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asyncrl.config import Config, validate_config
+from asyncrl.controller.actor import Controller
+from asyncrl.messages import Group, Ticket
+from asyncrl.monitor.logging import configure_logging
+from asyncrl.rollouter.actor import Rollouter
+from asyncrl.rollouter.engines.base import GenerationRequest
+from asyncrl.rollouter.episodes import request_seed
+from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext
+from asyncrl.runtime.endpoint import new_incarnation
+from asyncrl.tokenizer import Tokenizer, load_tokenizer
+from asyncrl.wire.keys import Credentials
+from asyncrl.wire.memory import MemoryNetwork
+from tools.bench.counterparts import Counterpart, Exchange
+from tools.bench.paired import compare, measure_pairs
+from tools.bench.report import Report, Target
+from tools.bench.tiny_model import make_model, publish
+
+GROUPS = 24
+SAMPLES = 4
+MAX_TOKENS = 64
+CONCURRENCY = 32
+STREAM_INTERVAL = 16
+PASS_S = 300.0
+"""Longest that one pass over the prompts may take."""
+
+
+def config(model: Path) -> Config:
+    """One engine on CPU."""
+    return validate_config(
+        {
+            "model": {"path": str(model)},
+            "data": {"source": "synthetic", "max_prompt_tokens": 32},
+            "rollout": {
+                "engine": "vllm",
+                "gpus_per_replica": 0,
+                "samples_per_prompt": SAMPLES,
+                "concurrency": CONCURRENCY,
+                "max_tokens": MAX_TOKENS,
+                "stream_interval": STREAM_INTERVAL,
+                "vllm": {"cpu_kv_cache_bytes": 64 << 20, "threads": 1},
+            },
+            "log": {"level": "warning"},
+        }
+    )
+
+
+async def measure(report: Report, *, pairs: int) -> None:
+    """Fill the report."""
+    report.settings |= {
+        "prompt_groups": GROUPS,
+        "samples_per_prompt": SAMPLES,
+        "max_tokens": MAX_TOKENS,
+        "concurrency": CONCURRENCY,
+        "stream_interval": STREAM_INTERVAL,
+        "transport": "memory",
+    }
+    configure_logging("warning")
+    with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as name:
+        folder = Path(name)
+        await asyncio.to_thread(make_model, folder / "model")
+        settings = config(folder / "model")
+        tokenizer = load_tokenizer(settings.model.path)
+        tickets = make_tickets(settings, tokenizer)
+        with publish(folder / "model") as publication:
+            exchange = Exchange(publication.manifest)
+            async with living(settings, folder, exchange) as rollouter:
+                through, bare = Through(exchange, tickets), Bare(rollouter, settings, tokenizer, tickets)
+                found = compare(await measure_pairs(through.tokens_per_s, bare.tokens_per_s, pairs))
+                through.check(bare)
+                report.comparison(
+                    "rollout", found, unit="tokens/s", sides=("rollouter", "bare AsyncLLM"), target=Target(">=", 0.97)
+                )
+                found = compare(await measure_pairs(through.tokens_per_s, through.tokens_per_s, pairs))
+                report.same("rollout", found)
+
+
+def make_tickets(settings: Config, tokenizer: Tokenizer) -> list[Ticket]:
+    """Different prompts; the same in each pass."""
+    found = []
+    for index in range(GROUPS):
+        ids, text = tokenizer.encode_prompt(f"What is {index} + {3 * index}? ", "plain", None)
+        found.append(
+            Ticket(
+                uid=f"0-{index}",
+                grant=0,
+                purpose="train",
+                epoch=0,
+                index=index,
+                param_version=0,
+                prompt_ids=np.array(ids, np.int32),
+                prompt=text,
+                row={},
+                samples=SAMPLES,
+                temperature=settings.rollout.temperature,
+                max_tokens=MAX_TOKENS,
+            )
+        )
+    return found
+
+
+class Through:
+    """The rollouter."""
+
+    def __init__(self, exchange: Exchange, tickets: list[Ticket]) -> None:
+        self._exchange, self._tickets = exchange, tickets
+        self.groups: list[Group] = []
+
+    async def tokens_per_s(self) -> float:
+        """One pass over the prompts."""
+        began = time.perf_counter()
+        self.groups = await self._exchange.generate(self._tickets, PASS_S)
+        seconds = time.perf_counter() - began
+        return sum(len(t.tokens) for group in self.groups for t in group.trajectories) / seconds
+
+    def check(self, bare: Bare) -> None:
+        """Both sides have done the same work."""
+        mine = {
+            (group.ticket.uid, t.sample): (len(t.tokens), t.spans[0].version)
+            for group in self.groups
+            for t in group.trajectories
+        }
+        theirs = {key: (len(tokens), int(version)) for key, (tokens, _, version, _) in bare.kept.items()}
+        # Sums in another order may tip a close choice of the sampler, so equality is not to the last token.
+        assert mine.keys() == theirs.keys()
+        total, other = sum(n for n, _ in mine.values()), sum(n for n, _ in theirs.values())
+        assert abs(total - other) <= 0.1 * total, (total, other)
+        assert {version for _, version in mine.values()} == {version for _, version in theirs.values()}
+
+
+class Bare:
+    """vLLM's AsyncLLM, the one of the rollouter's engine, in a loop as short as can be."""
+
+    def __init__(self, rollouter: Rollouter, settings: Config, tokenizer: Tokenizer, tickets: list[Ticket]) -> None:
+        engine: Any = rollouter._host._engine
+        self._llm, self._vllm, self._stops = engine._llm, engine._vllm, engine._stop_token_ids
+        self._settings, self._tokenizer, self._tickets = settings, tokenizer, tickets
+        self.kept: dict[tuple[str, int], tuple[list[int], list[float], str, str]] = {}
+
+    async def tokens_per_s(self) -> float:
+        """One pass over the prompts."""
+        began = time.perf_counter()
+        places = asyncio.Semaphore(CONCURRENCY)
+        async with asyncio.TaskGroup() as tasks:
+            for ticket in self._tickets:
+                for sample in range(SAMPLES):
+                    tasks.create_task(self._one(ticket, sample, places))
+        seconds = time.perf_counter() - began
+        return sum(len(tokens) for tokens, *_ in self.kept.values()) / seconds
+
+    async def _one(self, ticket: Ticket, sample: int, places: asyncio.Semaphore) -> None:
+        vllm = self._vllm
+        key = f"{ticket.uid}/{sample}/1"
+        request = GenerationRequest(
+            id=f"{key}/1",
+            prompt_ids=ticket.prompt_ids.tolist(),
+            max_tokens=MAX_TOKENS,
+            temperature=ticket.temperature,
+            seed=request_seed(self._settings.run.seed, key, 0),
+            cache_salt="v0",
+        )
+        async with places:
+            tokens: list[int] = []
+            logprobs: list[float] = []
+            versions: Any = None
+            async for output in self._llm.generate(
+                vllm.tokens_input(request.prompt_ids, cache_salt=request.cache_salt),
+                vllm.sampling(request, self._stops, STREAM_INTERVAL),
+                request.id,
+            ):
+                done = output.outputs[0]
+                tokens.extend(done.token_ids)
+                logprobs.extend(done.logprobs.logprobs)
+                versions = done.weight_versions
+            text = self._tokenizer.decode(tokens)
+        self.kept[ticket.uid, sample] = (tokens, logprobs, versions[0].version, text)
+
+
+@asynccontextmanager
+async def living(settings: Config, folder: Path, exchange: Exchange) -> AsyncIterator[Rollouter]:
+    """A rollouter that serves, with its counterparts."""
+    network, credentials = MemoryNetwork(), Credentials("bench", "bench")
+    (folder / "run" / "private").mkdir(parents=True)
+
+    def context(name: str, controller: str | None) -> ActorContext:
+        return ActorContext(
+            config=settings,
+            name=name,
+            incarnation=new_incarnation(),
+            run_dir=folder / "run",
+            transport=network.transport(),
+            credentials=credentials,
+            controller=controller,
+        )
+
+    def live(main: Coroutine[Any, Any, None]) -> None:
+        lives.append(asyncio.create_task(main))
+
+    lives: list[asyncio.Task[None]] = []
+    actors: list[Actor] = []
+    controller = Controller(context(CONTROLLER, None))
+    live(controller.main())
+    try:
+        await until_ready([controller], lives)
+        for role in ("dataloader", "reward", "learner", "parameter_server"):
+            actors.append(Counterpart(context(f"{role}/0", controller.address), exchange))
+        rollouter = Rollouter(context("rollouter/0", controller.address))
+        actors.append(rollouter)
+        for actor in actors:
+            live(actor.main())
+        await until_ready(actors, lives)
+        async with asyncio.timeout(PASS_S):
+            await exchange.serving.wait()
+        yield rollouter
+    finally:
+        for actor, life in reversed(list(zip(actors, lives[1:], strict=True))):
+            actor.begin_drain()
+            await asyncio.wait([life])
+        lives[0].cancel()
+        await asyncio.gather(*lives, return_exceptions=True)
+
+
+async def until_ready(actors: list[Actor], lives: list[asyncio.Task[None]]) -> None:
+    """Raises what ended one of them."""
+    while not all(actor.ready for actor in actors):
+        for life in lives:
+            if life.done():
+                await life
+        await asyncio.sleep(0.01)
