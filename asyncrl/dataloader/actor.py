@@ -96,7 +96,6 @@ class Dataloader(Actor):
             limit,
             groups_per_version=config.groups_per_version,
             groups_of_run=learner.steps * learner.groups_per_step,
-            replicas=config.rollout.replicas,
         )
         evals = EvalRounds(
             EvalSet(

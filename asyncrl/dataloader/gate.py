@@ -11,8 +11,8 @@ that in the order of grants it is trained under version u + eta at the latest. F
 counting with the newest published version, or taking trained = v * G would each break that.
 
 Further: never more than the run still needs, nothing before the engines serve a version of the present learner, and
-no rollouter takes more than its share of the places while it still generates them, so that the one whose weights
-arrive first does not leave the others idle.
+no rollouter generates more than its share of the groups, so that the one whose weights arrive first does not leave
+the others idle.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ class Gate:
         *,
         groups_per_version: int,
         groups_of_run: int,
-        replicas: int,
         first_version: int = 0,
         trained: int = 0,
     ) -> None:
@@ -42,7 +41,6 @@ class Gate:
         self.trained = trained
         self._groups_per_version = groups_per_version
         self._groups_of_run = groups_of_run
-        self._replicas = replicas
         self._versions = [first_version]
         self._trained_at = [trained]
         self._first_version = first_version
@@ -57,11 +55,6 @@ class Gate:
     def finished(self) -> bool:
         """Whether the last step is trained."""
         return self._finished
-
-    @property
-    def share(self) -> int:
-        """The most groups that one rollouter may have in generation."""
-        return -(-(self.limit.groups + self._groups_per_version) // self._replicas)
 
     def needed(self, outstanding: int) -> int:
         """Groups that are still to be granted until the end of the run, if all that are outstanding are trained."""
@@ -78,11 +71,12 @@ class Gate:
         admitted = self._trained_at[at] + self.limit.groups + self._groups_per_version
         return max(0, admitted - self.trained - outstanding)
 
-    def admits(self, served_version: int, *, outstanding: int, generating: int) -> bool:
-        """Whether a rollouter that has ``generating`` groups in generation may be granted another one."""
+    def admits(self, served_version: int, *, outstanding: int, generating: int, rollouters: int) -> bool:
+        """Whether one of so many rollouters, with ``generating`` groups in generation, may be granted another one."""
         if served_version < self._first_version or not self.needed(outstanding):
             return False
-        if generating < self.share and self.room(served_version, outstanding):
+        share = -(-(self.limit.groups + self._groups_per_version) // rollouters)
+        if generating < share and self.room(served_version, outstanding):
             return True
         self.limit.refused()
         return False

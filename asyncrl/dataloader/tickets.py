@@ -243,7 +243,10 @@ class Tickets:
     def _next_prompt(self, served_version: int, generating: int) -> TrainingPrompt | EvalPrompt | None:
         """Training and evaluation take turns where both may be granted."""
         may_train = not self._evals.starting and self._gate.admits(
-            served_version, outstanding=self._outstanding, generating=generating
+            served_version,
+            outstanding=self._outstanding,
+            generating=generating,
+            rollouters=len(self._holders),
         )
         if self._evals.is_waiting(served_version) and (self._eval_turn or not may_train):
             self._eval_turn = False

@@ -34,7 +34,7 @@ from typing import Protocol
 
 from asyncrl.config import Config
 from asyncrl.learner.batch import StepPlan
-from asyncrl.learner.segments import Publication
+from asyncrl.learner.publication import Publication
 
 
 class Backend(Protocol):

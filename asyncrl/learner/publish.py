@@ -23,8 +23,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from asyncrl.learner.parallel import Ranks
 from asyncrl.learner.policy import Policy
-from asyncrl.learner.segments import Publication, Segment, fill_buckets, layout
+from asyncrl.learner.publication import Publication, fill_buckets
 from asyncrl.messages import Bucket, Manifest
+from asyncrl.wire.segments import Segment, layout
 
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
 

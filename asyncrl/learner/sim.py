@@ -11,9 +11,10 @@ from pathlib import Path
 
 from asyncrl.config import Config
 from asyncrl.learner.batch import StepPlan
+from asyncrl.learner.publication import Publication
 from asyncrl.learner.schedule import learning_rate
-from asyncrl.learner.segments import Publication, Segment, layout
 from asyncrl.messages import Manifest
+from asyncrl.wire.segments import Segment, layout
 
 
 class SimTrainer:

@@ -34,9 +34,9 @@ from asyncrl.learner.export import export
 from asyncrl.learner.losses import TokenSums, decoupled_loss, token_sums
 from asyncrl.learner.parallel import Ranks, open_store, pack_parcel, unpack_parcel
 from asyncrl.learner.policy import Policy, make_row, model_folder
+from asyncrl.learner.publication import Publication
 from asyncrl.learner.publish import gather_buckets, publish
 from asyncrl.learner.schedule import learning_rate
-from asyncrl.learner.segments import Publication
 from asyncrl.learner.sharding import build_policy, choose_device, compute_dtype, prepare_device
 
 

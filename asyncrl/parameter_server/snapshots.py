@@ -8,19 +8,13 @@ Fails with WeightsCorrupt for a segment that is gone, of another size, or could 
 
 from __future__ import annotations
 
-import fcntl
 import os
 from dataclasses import dataclass
 
 import msgspec
 
-from asyncrl.errors import WeightsCorrupt
 from asyncrl.messages import Manifest
-
-# Not all of these are in the fcntl module of every Python that we support.
-F_GET_SEALS = 1034
-SEALED = 0x0002 | 0x0004 | 0x0008
-"""F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE."""
+from asyncrl.wire.segments import open_segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +35,7 @@ def hold(manifest: Manifest) -> Snapshot:
     descriptors: list[int] = []
     try:
         for index, bucket in enumerate(manifest.buckets):
-            try:
-                descriptor = os.open(bucket.path, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                raise WeightsCorrupt(
-                    f"{bucket.path} cannot be opened: {error.strerror}",
-                    version=manifest.version,
-                    bucket=index,
-                ) from None
-            descriptors.append(descriptor)
-            if os.fstat(descriptor).st_size < bucket.size:
-                raise WeightsCorrupt("segment is shorter than stated", version=manifest.version, bucket=index)
-            if fcntl.fcntl(descriptor, F_GET_SEALS) & SEALED != SEALED:
-                raise WeightsCorrupt("segment is not sealed", version=manifest.version, bucket=index)
+            descriptors.append(open_segment(bucket, version=manifest.version, index=index))
     except BaseException:
         for descriptor in descriptors:
             os.close(descriptor)

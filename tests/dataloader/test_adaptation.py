@@ -138,7 +138,7 @@ def simulate(
     per_version = step * steps_per_version
     steps = versions * steps_per_version
     working = limit(staleness_max=staleness_max, step=step, version=per_version, adapt=adapt)
-    gate = Gate(working, groups_per_version=per_version, groups_of_run=steps * step, replicas=replicas)
+    gate = Gate(working, groups_per_version=per_version, groups_of_run=steps * step)
     tickets = Tickets(PromptQueue(EpochOrder("sim", seed, 1000)), gate, EvalRounds([]))
     random_ = random.Random(seed)
     generate_time = per_version * samples * mean_length() / slots

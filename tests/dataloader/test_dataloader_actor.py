@@ -173,7 +173,7 @@ def test_a_parked_call_is_answered_with_nothing_before_half_of_its_deadline(
 
 def test_a_call_that_is_given_up_takes_nothing(tmp_path: Path) -> None:
     async def main() -> None:
-        async with running(sim_config(staleness={"max": 0}, rollout={"replicas": 1}), tmp_path) as it:
+        async with running(sim_config(staleness={"max": 0}), tmp_path) as it:
             granted = uids(await it.lease(A, 4))
             parked = it.lease(A, 4, seen=4)
             await asyncio.sleep(0.05)
@@ -188,7 +188,7 @@ def test_a_call_that_is_given_up_takes_nothing(tmp_path: Path) -> None:
 def test_the_orphans_of_a_dead_rollouter_are_granted_again_once_the_learner_has_spoken(tmp_path: Path) -> None:
     async def main() -> None:
         learner = Learner()
-        config = sim_config(staleness={"max": 0}, rollout={"replicas": 1})
+        config = sim_config(staleness={"max": 0})
         async with running(config, tmp_path, learner) as it:
             granted = uids(await it.lease(A, 4))
             learner.held = set(granted[:1])
@@ -202,7 +202,7 @@ def test_the_orphans_of_a_dead_rollouter_are_granted_again_once_the_learner_has_
 
 def test_the_learner_is_woken_when_the_supply_changes(tmp_path: Path) -> None:
     async def main() -> None:
-        config = sim_config(learner={"steps": 1}, rollout={"replicas": 1})
+        config = sim_config(learner={"steps": 1})
         async with running(config, tmp_path) as it:
             supply = await it.supply()
             assert (supply.exhausted, supply.outstanding) == (False, 0)
@@ -223,7 +223,7 @@ def test_the_learner_is_woken_when_the_supply_changes(tmp_path: Path) -> None:
 
 def test_rollouters_are_sent_away_when_the_run_is_finished(tmp_path: Path) -> None:
     async def main() -> None:
-        config = sim_config(learner={"steps": 1}, rollout={"replicas": 1})
+        config = sim_config(learner={"steps": 1})
         async with running(config, tmp_path) as it:
             granted = uids(await it.lease(A, 9))
             parked = it.lease(A, 9, seen=4)

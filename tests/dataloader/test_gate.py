@@ -10,17 +10,15 @@ from asyncrl.dataloader.gate import Gate
 from asyncrl.dataloader.limit import WorkingLimit
 
 
-def make_gate(
-    *, staleness_max: int = 1, groups: int = 4, run: int = 1000, replicas: int = 1, adapt: bool = False, **rest: int
-) -> Gate:
+def make_gate(*, staleness_max: int = 1, groups: int = 4, run: int = 1000, adapt: bool = False, **rest: int) -> Gate:
     limit = WorkingLimit(groups_per_step=groups, groups_per_version=groups, staleness_max=staleness_max, adapt=adapt)
-    return Gate(limit, groups_per_version=groups, groups_of_run=run, replicas=replicas, **rest)
+    return Gate(limit, groups_per_version=groups, groups_of_run=run, **rest)
 
 
 def admitted(gate: Gate, served_version: int, outstanding: int = 0) -> int:
     """How many more are admitted in a row."""
     count = 0
-    while gate.admits(served_version, outstanding=outstanding + count, generating=0):
+    while gate.admits(served_version, outstanding=outstanding + count, generating=0, rollouters=1):
         count += 1
     return count
 
@@ -104,21 +102,17 @@ def test_never_more_than_the_run_still_needs() -> None:
     assert gate.needed(0) == admitted(gate, 2) == 0
 
 
-def test_no_rollouter_takes_more_than_its_share_of_the_places() -> None:
-    gate = make_gate(replicas=3)
-    assert gate.share == 3
-    assert gate.admits(0, outstanding=0, generating=2)
-    assert not gate.admits(0, outstanding=0, generating=3)
-
-
-def test_a_share_is_at_least_one_group() -> None:
-    assert make_gate(staleness_max=0, groups=1, replicas=64).share == 1
+@pytest.mark.parametrize(("rollouters", "share"), [(1, 8), (2, 4), (3, 3), (8, 1), (64, 1)])
+def test_no_rollouter_generates_more_than_its_share_of_the_places(rollouters: int, share: int) -> None:
+    gate = make_gate()
+    assert gate.admits(0, outstanding=0, generating=share - 1, rollouters=rollouters)
+    assert not gate.admits(0, outstanding=0, generating=share, rollouters=rollouters)
 
 
 def test_only_a_refusal_by_the_limit_lets_it_grow() -> None:
     def grows(served: int, **asked: int) -> bool:
         gate = make_gate(staleness_max=4, run=20, adapt=True)
-        gate.admits(served, **asked)
+        gate.admits(served, **asked, rollouters=1)
         gate.limit.step_began(0, waited=True)
         return gate.limit.versions > 1
 

@@ -29,13 +29,12 @@ class Book:
         steps: int = 100,
         size: int = 100,
         oversize: frozenset[int] = frozenset(),
-        replicas: int = 1,
         evals: tuple[EvalSet, ...] = (),
     ) -> None:
         limit = WorkingLimit(
             groups_per_step=groups, groups_per_version=groups, staleness_max=staleness_max, adapt=False
         )
-        gate = Gate(limit, groups_per_version=groups, groups_of_run=steps * groups, replicas=replicas)
+        gate = Gate(limit, groups_per_version=groups, groups_of_run=steps * groups)
         order = EpochOrder("f", 0, size, shuffle=False)
         self.tickets = Tickets(PromptQueue(order, oversize), gate, EvalRounds(evals))
         self.number = 0
@@ -125,7 +124,8 @@ def test_a_ticket_carries_the_newest_version_at_its_grant() -> None:
 
 
 def test_the_share_counts_what_a_rollouter_really_holds() -> None:
-    book = Book(replicas=2, groups=2, staleness_max=1)
+    book = Book(groups=2, staleness_max=1)
+    assert book.lease(B, served=-1) == []
     assert uids(book.lease(A, 4)) == ["0-0", "0-1"]
     assert book.lease(A, 4, seen=2, holding=("0-0", "0-1")) == []
     # One of them was delivered: it is outstanding still, but no longer being generated.

@@ -92,7 +92,6 @@ class Loop(RuleBasedStateMachine):
             working,
             groups_per_version=self.per_version,
             groups_of_run=self.steps * groups_per_step,
-            replicas=replicas,
         )
         self.order = EpochOrder("model", 0, size)
         queue = PromptQueue(self.order, self.oversize)

@@ -17,7 +17,8 @@ from tiny_models import Publisher
 
 from asyncrl.errors import WeightsCorrupt
 from asyncrl.messages import Bucket, Manifest, TensorSpec
-from asyncrl.rollouter.engines.staging import ITEM_SIZES, check_complete, layout_of, size_of, stage, staging
+from asyncrl.rollouter.engines.staging import check_complete, layout_of, stage, staging
+from asyncrl.wire.segments import ITEM_BYTES, size_of
 
 
 @pytest.fixture
@@ -116,14 +117,14 @@ def test_contradictory_manifests_are_refused(wrong: Manifest, words: str) -> Non
 
 @given(
     parts=st.lists(
-        st.tuples(st.sampled_from(sorted(ITEM_SIZES)), st.lists(st.integers(0, 9), max_size=3).map(tuple)), max_size=8
+        st.tuples(st.sampled_from(sorted(ITEM_BYTES)), st.lists(st.integers(0, 9), max_size=3).map(tuple)), max_size=8
     )
 )
 def test_layout_holds_what_was_laid_out(parts: list[tuple[str, tuple[int, ...]]]) -> None:
     specs, end = [], 0
     for index, (dtype, shape) in enumerate(parts):
         specs.append(TensorSpec(f"t{index}", dtype, shape, end))
-        assert size_of(specs[-1]) == ITEM_SIZES[dtype] * math.prod(shape)
+        assert size_of(specs[-1]) == ITEM_BYTES[dtype] * math.prod(shape)
         end += -(-size_of(specs[-1]) // 64) * 64
     made = Manifest(version=1, buckets=[bucket(size=max(end, 1), tensors=specs[::-1])])
     assert layout_of(made) == {f"t{index}": part for index, part in enumerate(parts)}

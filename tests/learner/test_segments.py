@@ -11,12 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from learner_cases import make_config
+from segment_reading import read_manifest
 
 from asyncrl.config import SimLearnerConfig
 from asyncrl.errors import WeightsCorrupt
 from asyncrl.learner.backend import create
-from asyncrl.learner.segments import ALIGNMENT, SEALS, Publication, Segment, fill_buckets, layout, read_manifest
+from asyncrl.learner.publication import Publication, fill_buckets
 from asyncrl.messages import Bucket, Manifest
+from asyncrl.wire.segments import ALIGNMENT, SEALS, Segment, layout
 
 
 def _publish(values: np.ndarray, version: int = 3) -> Publication:
@@ -93,7 +95,7 @@ def test_what_is_not_what_was_published_is_refused(what: str, tmp_path: Path) ->
         path, fd = _sealed(bytes(content), seals)
         if what == "file":
             (tmp_path / "bucket").write_bytes(content)
-            path, says = str(tmp_path / "bucket"), "no sealed segment"
+            path, says = str(tmp_path / "bucket"), "is no /proc"
         other = Bucket(path=path, size=bucket.size, checksum=bucket.checksum, tensors=bucket.tensors)
         try:
             with pytest.raises(WeightsCorrupt, match=says) as caught:

@@ -12,10 +12,10 @@ import pytest
 import torch
 from learner_cases import RankPool, make_config, random_groups, run_alone, save_small_model
 from safetensors.torch import load_file
+from segment_reading import read_manifest
 
 from asyncrl.errors import NonFiniteStep
 from asyncrl.learner.batch import build_step, rewards_of
-from asyncrl.learner.segments import read_manifest
 
 STEPS = 3
 TRAINED = [

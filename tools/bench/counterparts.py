@@ -50,9 +50,7 @@ class Exchange:
         self.groups = []
         self.tickets = list(tickets)
         self.parked.wake()
-        groups = await self.delivered.until(
-            lambda: self.groups if len(self.groups) == len(tickets) else None, timeout
-        )
+        groups = await self.delivered.until(lambda: self.groups if len(self.groups) == len(tickets) else None, timeout)
         if groups is None:
             raise TimeoutError(f"{len(self.groups)} of {len(tickets)} groups within {timeout:g} s")
         return groups

@@ -172,6 +172,8 @@ def to_toml(tree: dict[str, Any], prefix: str = "") -> str:
     """A tree of tables, numbers, texts and lists as TOML; what is None is left out."""
     values = [f"{key} = {json.dumps(value)}" for key, value in tree.items() if not isinstance(value, dict | None)]
     tables = [
-        f"[{prefix}{key}]\n{to_toml(value, f'{prefix}{key}.')}" for key, value in tree.items() if isinstance(value, dict)
+        f"[{prefix}{key}]\n{to_toml(value, f'{prefix}{key}.')}"
+        for key, value in tree.items()
+        if isinstance(value, dict)
     ]
     return "\n".join([*values, *tables]) + "\n"

@@ -17,7 +17,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from asyncrl.learner.segments import Segment, layout, open_bucket
+from asyncrl.messages import Bucket
+from asyncrl.wire.segments import Segment, layout, open_segment, verify_segment
 from tools.bench.paired import compare, measure_pairs
 from tools.bench.report import Report, Target
 
@@ -47,6 +48,17 @@ async def measure(report: Report, size: int, pairs: int) -> None:
     report.comparison("shared_memory_vs_one_copy", found, unit="bytes/s", sides=("segment", "np.copyto"))
 
 
+def _map(bucket: Bucket) -> mmap.mmap:
+    """As an engine does: seals and size, checksum, mapping."""
+    descriptor = open_segment(bucket, version=0, index=0)
+    try:
+        for _ in verify_segment(descriptor, bucket, version=0, index=0):
+            pass
+        return mmap.mmap(descriptor, bucket.size, prot=mmap.PROT_READ)
+    finally:
+        os.close(descriptor)
+
+
 def through_segment(source: np.ndarray, target: np.ndarray) -> None:
     """Publish, open, read."""
     specs, size = layout([("weights", "uint8", source.shape)])
@@ -56,7 +68,7 @@ def through_segment(source: np.ndarray, target: np.ndarray) -> None:
     del place
     try:
         bucket = segment.seal(specs)
-        np.copyto(target, np.frombuffer(open_bucket(bucket, version=0, index=0), np.uint8))
+        np.copyto(target, np.frombuffer(_map(bucket), np.uint8))
     finally:
         os.close(segment.fd)
 

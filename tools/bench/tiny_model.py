@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from asyncrl.learner.segments import Publication, Segment, layout
+from asyncrl.learner.publication import Publication
 from asyncrl.messages import Manifest
+from asyncrl.wire.segments import Segment, layout
 
 CHARACTERS = "".join(chr(code) for code in range(32, 127))
 EOS = "<eos>"

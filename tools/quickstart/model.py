@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from tools.quickstart.settings import Settings
 from tools.quickstart.task import CHARACTERS
@@ -51,5 +52,6 @@ def make_model(settings: Settings) -> Qwen2ForCausalLM:
 
 def save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write config.json, generation_config.json, model.safetensors, tokenizer.json and tokenizer_config.json."""
+    disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -9,42 +9,17 @@ Fails with WeightsCorrupt, before anything is handed to an engine.
 
 from __future__ import annotations
 
-import fcntl
 import math
-import mmap
 import os
-import re
 import weakref
 from collections.abc import Generator, Mapping, Sequence
 
-import xxhash
-
 from asyncrl.errors import WeightsCorrupt
 from asyncrl.messages import Bucket, Manifest, TensorSpec
+from asyncrl.wire.segments import ALIGNMENT, ITEM_BYTES, open_segment, size_of, verify_segment
 
 Layout = Mapping[str, tuple[str, tuple[int, ...]]]
 """Parameter name to dtype and shape."""
-
-ITEM_SIZES = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-}
-"""Bytes of an element by dtype."""
-
-_ALIGNMENT = 64
-_CHUNK = 8 << 20
-_PATH = re.compile(r"/proc/\d+/fd/\d+")
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
 def layout_of(manifest: Manifest) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -68,18 +43,13 @@ def layout_of(manifest: Manifest) -> dict[str, tuple[str, tuple[int, ...]]]:
     return found
 
 
-def size_of(spec: TensorSpec) -> int:
-    """Bytes of a tensor."""
-    return ITEM_SIZES[spec.dtype] * math.prod(spec.shape)
-
-
 def _spec_problem(spec: TensorSpec, bucket: Bucket, end: int) -> str | None:
-    if spec.dtype not in ITEM_SIZES:
+    if spec.dtype not in ITEM_BYTES:
         return f"has the unknown dtype {spec.dtype!r}"
     if any(extent < 0 for extent in spec.shape):
         return f"has the shape {spec.shape}"
-    if spec.offset % _ALIGNMENT:
-        return f"lies at {spec.offset}, which is not aligned to {_ALIGNMENT} bytes"
+    if spec.offset % ALIGNMENT:
+        return f"lies at {spec.offset}, which is not aligned to {ALIGNMENT} bytes"
     if spec.offset < end:
         return f"overlaps the tensor before it (offset {spec.offset} < {end})"
     if spec.offset + size_of(spec) > bucket.size:
@@ -169,49 +139,12 @@ def staging(manifest: Manifest) -> Generator[None, None, Staged]:
     descriptors: list[int] = []
     try:
         for index, bucket in enumerate(manifest.buckets):
-            descriptors.append(_open(manifest.version, index, bucket))
-            yield from _verify(manifest.version, index, bucket, descriptors[-1])
+            descriptors.append(open_segment(bucket, version=manifest.version, index=index))
+            yield from verify_segment(descriptors[-1], bucket, version=manifest.version, index=index)
     except BaseException:
         _close_all(descriptors)
         raise
     return Staged(manifest, layout, descriptors)
-
-
-def _open(version: int, index: int, bucket: Bucket) -> int:
-    if not _PATH.fullmatch(bucket.path):
-        raise WeightsCorrupt(f"{bucket.path!r} is no /proc/PID/fd/N", version=version, bucket=index)
-    try:
-        # O_NONBLOCK: whatever else may hide behind the path must not make the opening wait.
-        return os.open(bucket.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-    except OSError as error:
-        raise WeightsCorrupt(
-            f"{bucket.path} cannot be opened: {error.strerror}; is its publisher gone, or of another user?",
-            version=version,
-            bucket=index,
-        ) from error
-
-
-def _verify(version: int, index: int, bucket: Bucket, descriptor: int) -> Generator[None, None, None]:
-    try:
-        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-    except OSError:
-        seals = 0
-    if seals & _SEALS != _SEALS:
-        raise WeightsCorrupt("its memory is not sealed against change", version=version, bucket=index)
-    size = os.fstat(descriptor).st_size
-    if size < bucket.size:
-        raise WeightsCorrupt(f"holds {size} bytes instead of {bucket.size}", version=version, bucket=index)
-    digest = xxhash.xxh3_64()
-    with mmap.mmap(descriptor, bucket.size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ) as mapping:
-        for start in range(0, bucket.size, _CHUNK):
-            with memoryview(mapping) as view, view[start : start + _CHUNK] as chunk:
-                digest.update(chunk)
-            yield
-    found = digest.intdigest()
-    if found != bucket.checksum:
-        raise WeightsCorrupt(
-            f"its checksum is {found:#018x} instead of {bucket.checksum:#018x}", version=version, bucket=index
-        )
 
 
 def _close_all(descriptors: list[int]) -> None:

@@ -1,0 +1,143 @@
+"""Sealed memory segments: large immutable data for other processes of this host.
+
+A segment is a memfd: written once, checksummed (xxh3_64), then sealed, so that nobody can change or shrink what
+others have mapped. It is reached as /proc/PID/fd/N by processes of the same user, and lives as long as somebody
+holds it open; the kernel frees it whoever dies.
+
+Fails: OSError when memory or descriptors run out; WeightsCorrupt when a segment is not what its description says.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import mmap
+import os
+import re
+from collections.abc import Iterator, Sequence
+
+import xxhash
+
+from asyncrl.errors import WeightsCorrupt
+from asyncrl.messages import Bucket, TensorSpec
+
+ALIGNMENT = 64
+"""Bytes to which every tensor's offset is aligned."""
+SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+NEEDED_SEALS = SEALS & ~fcntl.F_SEAL_SEAL
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+CHUNK_BYTES = 16 << 20
+"""Checksummed at once; a few milliseconds."""
+
+_PATH = re.compile(r"/proc/\d+/fd/\d+")
+
+
+class Segment:
+    """A segment being written. ``memory`` is its content; ``seal`` ends the writing.
+
+    Whoever has taken a view of ``memory`` (a tensor, an array) drops it before ``seal``.
+    """
+
+    def __init__(self, name: str, size: int) -> None:
+        self.size = size
+        self.fd = os.memfd_create(name, os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+        try:
+            # An empty mapping is not possible.
+            os.ftruncate(self.fd, max(size, 1))
+            self.memory = mmap.mmap(self.fd, max(size, 1))
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    def seal(self, tensors: Sequence[TensorSpec]) -> Bucket:
+        """Checksum, unmap, seal. The descriptor is the caller's from here on."""
+        checksum = xxhash.xxh3_64_intdigest(self.memory)
+        # The kernel refuses F_SEAL_WRITE while a writable mapping is left.
+        self.memory.close()
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
+        return Bucket(
+            path=f"/proc/{os.getpid()}/fd/{self.fd}",
+            size=max(self.size, 1),
+            checksum=checksum,
+            tensors=list(tensors),
+        )
+
+    def discard(self) -> None:
+        """Give up: the segment is gone. Only instead of ``seal``."""
+        os.close(self.fd)
+
+
+def layout(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[list[TensorSpec], int]:
+    """Place (name, dtype, shape) one after the other, aligned. Returns the specs and the size of the bucket."""
+    specs, offset = [], 0
+    for name, dtype, shape in tensors:
+        spec = TensorSpec(name=name, dtype=dtype, shape=shape, offset=offset)
+        specs.append(spec)
+        offset = -(-(offset + size_of(spec)) // ALIGNMENT) * ALIGNMENT
+    return specs, offset
+
+
+def size_of(spec: TensorSpec) -> int:
+    """Bytes of a tensor."""
+    return ITEM_BYTES[spec.dtype] * math.prod(spec.shape)
+
+
+def open_segment(bucket: Bucket, *, version: int, index: int) -> int:
+    """A descriptor of a segment whose seals and size are as they must be. Raises WeightsCorrupt."""
+    if not _PATH.fullmatch(bucket.path):
+        raise WeightsCorrupt(f"{bucket.path!r} is no /proc/PID/fd/N", version=version, bucket=index)
+    try:
+        # O_NONBLOCK: whatever else may hide behind the path must not make the opening wait.
+        descriptor = os.open(bucket.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError as error:
+        raise WeightsCorrupt(
+            f"{bucket.path} cannot be opened: {error.strerror}; is its publisher gone, or of another user?",
+            version=version,
+            bucket=index,
+        ) from error
+    try:
+        _check_sealed(descriptor, bucket, version, index)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check_sealed(descriptor: int, bucket: Bucket, version: int, index: int) -> None:
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError:
+        seals = 0
+    if seals & NEEDED_SEALS != NEEDED_SEALS:
+        raise WeightsCorrupt("its memory is not sealed against change", version=version, bucket=index)
+    size = os.fstat(descriptor).st_size
+    if size < bucket.size:
+        raise WeightsCorrupt(f"holds {size} bytes instead of {bucket.size}", version=version, bucket=index)
+
+
+def verify_segment(descriptor: int, bucket: Bucket, *, version: int, index: int) -> Iterator[None]:
+    """Compare the checksum, in steps of CHUNK_BYTES. Raises WeightsCorrupt at the last one."""
+    digest = xxhash.xxh3_64()
+    with mmap.mmap(descriptor, bucket.size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ) as mapping:
+        for start in range(0, bucket.size, CHUNK_BYTES):
+            with memoryview(mapping) as view, view[start : min(start + CHUNK_BYTES, bucket.size)] as chunk:
+                digest.update(chunk)
+            yield
+    found = digest.intdigest()
+    if found != bucket.checksum:
+        raise WeightsCorrupt(
+            f"its checksum is {found:#018x} instead of {bucket.checksum:#018x}", version=version, bucket=index
+        )

@@ -1,0 +1,27 @@
+"""Read a published version as an engine does: seals, size, checksum, then a read-only mapping."""
+
+import mmap
+import os
+
+from asyncrl.errors import WeightsCorrupt
+from asyncrl.wire.segments import open_segment, size_of, verify_segment
+
+
+def map_segment(bucket, *, version, index):
+    descriptor = open_segment(bucket, version=version, index=index)
+    try:
+        for _ in verify_segment(descriptor, bucket, version=version, index=index):
+            pass
+        return memoryview(mmap.mmap(descriptor, bucket.size, prot=mmap.PROT_READ))
+    finally:
+        os.close(descriptor)
+
+
+def read_manifest(manifest):
+    for index, bucket in enumerate(manifest.buckets):
+        view = map_segment(bucket, version=manifest.version, index=index)
+        for spec in bucket.tensors:
+            end = spec.offset + size_of(spec)
+            if end > bucket.size:
+                raise WeightsCorrupt(f"{spec.name} ends at byte {end}", version=manifest.version, bucket=index)
+            yield spec, view[spec.offset : end]
