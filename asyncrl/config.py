@@ -149,7 +149,7 @@ class RolloutConfig(Section):
     """Trajectories of a prompt group (n)."""
     max_tokens: Positive = 1024
     """Longest response in tokens."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
     """Sampling temperature; the learner divides its logits by the same."""
     stop: list[str] = []
     """Strings that end a response, beside the model's end-of-sequence token."""
@@ -306,7 +306,7 @@ class EvalConfig(Section):
     """Evaluate after the last version is served."""
     n: Positive = 1
     """Samples of each prompt."""
-    temperature: Annotated[float, Field(ge=0)] = 1.0
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     """Sampling temperature; 0 is greedy."""
     max_tokens: Positive | None = None
     """Longest response; by default rollout.max_tokens."""

@@ -50,8 +50,12 @@ class ConfigError(AsyncRLError, ValueError):
 
     def __init__(self, problems: list[str]) -> None:
         self.problems = problems
-        count = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
-        super().__init__(f"{count} in the configuration:\n" + "\n".join(f"  {p}" for p in problems))
+        if len(problems) == 1:
+            super().__init__(problems[0])
+        else:
+            super().__init__(
+                f"{len(problems)} problems in the configuration:\n" + "\n".join(f"  {p}" for p in problems)
+            )
 
 
 class DataError(AsyncRLError, ValueError):
@@ -106,8 +110,7 @@ class NonFiniteStep(AsyncRLError, ArithmeticError):
         self.what, self.step, self.uids = what, step, uids
         named = ", ".join(uids[:8]) + (f" and {len(uids) - 8} more" if len(uids) > 8 else "")
         super().__init__(
-            f"the {what} of step {step} is not finite; no step was taken"
-            + (f" (groups {named})" if uids else "")
+            f"the {what} of step {step} is not finite; no step was taken" + (f" (groups {named})" if uids else "")
         )
 
 
@@ -148,9 +151,7 @@ class DeadlineExceeded(WireError, TimeoutError):
 
     def __init__(self, who: str, peer: str, what: str, waited_s: float, hint: str = "") -> None:
         self.who, self.peer, self.what, self.waited_s = who, peer, what, waited_s
-        super().__init__(
-            f"{who} waited {waited_s:.1f} s on {peer} for {what}" + (f": {hint}" if hint else "")
-        )
+        super().__init__(f"{who} waited {waited_s:.1f} s on {peer} for {what}" + (f": {hint}" if hint else ""))
 
 
 class RemoteError(WireError):

@@ -79,12 +79,13 @@ def _main(argv: list[str]) -> int:
 
         return run_local(config, placed)
     except ConfigError as error:
+        where = f"{', '.join(given.configs)}, flags"
+        if len(error.problems) == 1:
+            return _complain(f"{error.problems[0]} ({where}; --help-config explains every key)", 78)
         for problem in error.problems:
             print(f"  {problem}", file=sys.stderr)
-        count = len(error.problems)
-        what = "1 problem" if count == 1 else f"{count} problems"
-        where = f"{what} in the configuration ({', '.join(given.configs)}, flags)"
-        return _complain(f"{where}: correct what is listed above; --help-config explains every key", 78)
+        count = f"{len(error.problems)} problems in the configuration"
+        return _complain(f"{count} ({where}): correct what is listed above; --help-config explains every key", 78)
     except AsyncRLError as error:
         return _complain(str(error), error.exit_code)
     except OSError as error:

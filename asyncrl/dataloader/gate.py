@@ -66,7 +66,7 @@ class Gate:
         A version whose publication was not reported yet counts as the newest one before it that was.
         """
         at = bisect_right(self._versions, served_version) - 1
-        if at < 0 or served_version < self._first_version:
+        if at < 0:
             return 0
         admitted = self._trained_at[at] + self.limit.groups + self._groups_per_version
         return max(0, admitted - self.trained - outstanding)

@@ -1,7 +1,7 @@
 """What the pool and its workers say to each other over a socket pair.
 
 A frame is a length (4 bytes, little-endian) and a MessagePack body. Order is the protocol: the pool sends
-Setup, the worker Ready; then each Task is answered by one Result, one at a time. Nothing is unpickled on
+Setup, the worker Ready; then each Task is answered by one Result, in order. Nothing is unpickled on
 either side. Fails with ValueError (msgspec's errors are such) for bytes that are none of this.
 """
 
@@ -73,6 +73,6 @@ class FrameReader:
             yield body
 
 
-def framed(body: bytes) -> bytes:
-    """``body`` as a frame."""
-    return _LENGTH.pack(len(body)) + body
+def framed(*bodies: bytes) -> bytes:
+    """Each of ``bodies`` as a frame, one after the other."""
+    return b"".join(part for body in bodies for part in (_LENGTH.pack(len(body)), body))

@@ -2,21 +2,24 @@
 
 Invariant: each call of ``score`` ends, in rewards that the function returned for it or in RewardFailed,
 within ``timeout_s`` of its start in a worker; what one task does to its worker (loop, exit, crash, eat
-memory, print) touches no other task. The timeout counts from the moment an idle worker is given the task:
+memory, print) fails no other task. The timeout counts from the moment a worker can begin with the task:
 waiting for a worker counts as nothing. A worker that is killed or dies is replaced; only when no worker can
 be started any more does the pool fail as a whole (``watch``).
 
-Each worker has a socket of its own and one task at a time, so nothing is shared that a dying worker could
-leave locked or half written.
+Each worker has a socket of its own and runs its tasks in order, so nothing is shared that a dying worker could
+leave locked or half written, and the one it was at is known. While tasks are quick, a worker is sent the next
+few ahead, or it would spend more time on waiting for them than on running them. Those behind a task that turns
+out not to be quick go to other workers; should the late worker get to them after all, they run twice.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -29,6 +32,15 @@ from asyncrl.reward.process import REAP_INTERVAL_S, WorkerProcess, kill_living
 from asyncrl.reward.shaping import shaped
 
 PLACES_PER_WORKER = 256
+AHEAD_S = 0.002
+"""How much work a worker is sent ahead, by the recent time of a task: none of it where one takes longer."""
+AHEAD_TASKS = 64
+AHEAD_BYTES = 1 << 17
+"""About what its socket holds."""
+LATE_S = 0.05
+"""After so long in one task a worker gives back those that were sent ahead."""
+PACE_WEIGHT = 0.2
+"""Of the latest task in the recent time of a task."""
 CANCEL_GRACE_S = 1.0
 """How long the task of a caller who is gone may go on: about what the start of another worker would cost."""
 CLOSE_TIMEOUT_S = 5.0
@@ -42,6 +54,8 @@ class _Pending:
     request: Score
     answer: asyncio.Future[Result]
     slot: _Slot | None = None
+    size: int = 0
+    """Bytes on the way to the worker."""
 
     def fail(self, error: AsyncRLError) -> None:
         if not self.answer.done():
@@ -55,11 +69,27 @@ class _Slot:
     ledger: StateLedger
     ready: asyncio.Future[None]
     process: WorkerProcess | None = None
-    pending: _Pending | None = None
+    given: deque[_Pending] = field(default_factory=deque)
+    """Not answered yet; the worker is at the first."""
+    given_bytes: int = 0
+    pace: float = math.inf
+    """Recent seconds of a task."""
+    began: float = 0.0
+    """When the first of the given could begin."""
     deadline: float = 0.0
+    """When the first of the given is to be over."""
+    late: bool = False
+    """Whether it has given back what was sent ahead."""
     timer: asyncio.TimerHandle | None = None
+    due: float = 0.0
+    """When the timer comes."""
     failed_starts: int = 0
     restart: asyncio.TimerHandle | None = None
+
+    @property
+    def may_have(self) -> int:
+        """Tasks that the worker may be given at once."""
+        return max(1, min(AHEAD_TASKS, int(AHEAD_S / max(self.pace, AHEAD_S / AHEAD_TASKS))))
 
 
 @dataclass(slots=True)
@@ -237,49 +267,80 @@ class RewardPool:
         slot.restart = self._loop.call_later(backoff, self._launch, slot)
 
     def _feed(self, slot: _Slot) -> None:
-        """Give an idle worker the oldest task that waits, or note it as idle."""
-        while self._queue:
+        """Give a worker the oldest tasks that wait, as many as it may have, or note it as idle."""
+        room = slot.may_have - len(slot.given)
+        new: list[_Pending] = []
+        bodies: list[bytes] = []
+        while self._queue and len(new) < room and slot.given_bytes < AHEAD_BYTES:
             pending = self._queue.popleft()
-            request = pending.request
-            completions = request.completions
-            task = Task(
-                request.prompt,
-                request.row,
-                [c.text for c in completions],
-                [c.finish_reason for c in completions],
-            )
-            try:
-                body = self._encoder.encode(task)
-            except (TypeError, ValueError, OverflowError) as error:
-                pending.fail(self._failure(f"cannot be given {request.uid}: {error}", retryable=False))
-                continue
-            if len(body) > MAX_TASK_BYTES:
-                pending.fail(self._failure(f"cannot be given {request.uid}: {len(body)} bytes", retryable=False))
-                continue
+            body = self._encoded(pending)
+            if body is not None:
+                pending.size = len(body)
+                slot.given_bytes += len(body)
+                new.append(pending)
+                bodies.append(body)
+        if new:
             assert slot.process is not None
-            slot.process.send(body)
+            slot.process.send(*bodies)
             if slot.process.ended:
-                # It died idle, so the task has met nobody: another may have it.
-                self._queue.appendleft(pending)
-                if self._idle:
-                    self._feed(self._idle.pop())
+                # They have met nobody: another worker may have them.
+                slot.given_bytes -= sum(pending.size for pending in new)
+                self._put_back(new)
                 return
-            pending.slot, slot.pending = slot, pending
-            slot.deadline = time.monotonic() + self._config.timeout_s
-            if slot.timer is None:
-                slot.timer = self._loop.call_later(self._config.timeout_s, self._check_time, slot)
+            if not slot.given:
+                self._begin(slot, new[0])
+            for pending in new:
+                pending.slot = slot
+            slot.given.extend(new)
+            self._set_timer(slot)
             if slot.ledger.state != "scoring":
                 slot.ledger.enter("scoring")
-            return
-        slot.ledger.enter("idle")
-        self._idle.append(slot)
+        elif not slot.given:
+            slot.ledger.enter("idle")
+            self._idle.append(slot)
+
+    def _encoded(self, pending: _Pending) -> bytes | None:
+        """The frame's body; None when there can be none, which fails the task."""
+        request = pending.request
+        completions = request.completions
+        task = Task(request.prompt, request.row, [c.text for c in completions], [c.finish_reason for c in completions])
+        try:
+            body = self._encoder.encode(task)
+        except (TypeError, ValueError, OverflowError) as error:
+            pending.fail(self._failure(f"cannot be given {request.uid}: {error}", retryable=False))
+            return None
+        if len(body) > MAX_TASK_BYTES:
+            pending.fail(self._failure(f"cannot be given {request.uid}: {len(body)} bytes", retryable=False))
+            return None
+        return body
+
+    def _put_back(self, pendings: list[_Pending]) -> None:
+        """To the head of the queue, and to the workers that are idle."""
+        for pending in pendings:
+            pending.slot = None
+        self._queue.extendleft(reversed(pendings))
+        while self._queue and self._idle:
+            self._feed(self._idle.pop())
+
+    def _begin(self, slot: _Slot, pending: _Pending) -> None:
+        """The worker is at this task now."""
+        slot.began, slot.late = time.monotonic(), False
+        # Nobody waits for a task that is answered already: it was cancelled, or is done by another worker.
+        grace = CANCEL_GRACE_S if pending.answer.done() else math.inf
+        slot.deadline = slot.began + min(self._config.timeout_s, grace)
 
     def _answered(self, slot: _Slot, result: Result) -> None:
-        pending = slot.pending
+        pending = slot.given[0] if slot.given else None
         if pending is None or (not result.error and len(result.rewards) != len(pending.request.completions)):
             raise ValueError("an answer to nothing that was asked")
-        slot.pending = None
-        self._feed(slot)
+        slot.given.popleft()
+        slot.given_bytes -= pending.size
+        recent = slot.pace if math.isfinite(slot.pace) else result.run_s
+        slot.pace = recent + PACE_WEIGHT * (result.run_s - recent)
+        if slot.given:
+            self._begin(slot, slot.given[0])
+        if len(slot.given) <= slot.may_have // 2 and slot.given_bytes <= AHEAD_BYTES // 2:
+            self._feed(slot)
         if result.error:
             pending.fail(self._failure(result.error, retryable=True))
         elif not pending.answer.done():
@@ -292,13 +353,16 @@ class RewardPool:
         if slot.timer is not None:
             slot.timer.cancel()
             slot.timer = None
-        if slot.pending is not None:
-            slot.pending.fail(self._failure(reason, retryable=True))
-            slot.pending = None
+        given, slot.given, slot.given_bytes, slot.pace = slot.given, deque(), 0, math.inf
+        if given:
+            given.popleft().fail(self._failure(reason, retryable=True))
         if self._end.done():
+            for pending in given:
+                pending.fail(self._failure(reason, retryable=True))
             slot.ready.cancel()
             self._note_ended()
             return
+        self._put_back([pending for pending in given if not pending.answer.done()])
         if process.killed:
             self.counters.workers_killed += 1
         else:
@@ -309,32 +373,54 @@ class RewardPool:
             slot.ledger.enter("starting")
             self._launch(slot)
 
+    def _set_timer(self, slot: _Slot) -> None:
+        """For what is due next of this worker. It may come too early, and is then set again."""
+        due = slot.deadline
+        if len(slot.given) > 1 and not slot.late:
+            due = min(due, slot.began + LATE_S)
+        if slot.timer is not None:
+            if slot.due <= due:
+                return
+            slot.timer.cancel()
+        slot.due = due
+        slot.timer = self._loop.call_later(max(0.0, due - time.monotonic()), self._check_time, slot)
+
     def _check_time(self, slot: _Slot) -> None:
-        """Runs at a deadline or before it, and once more than needed for each task that was quicker."""
         slot.timer = None
-        pending = slot.pending
-        if pending is None or slot.process is None or slot.process.ended:
+        if not slot.given or slot.process is None or slot.process.ended:
             return
-        left = slot.deadline - time.monotonic()
-        if left > 0:
-            slot.timer = self._loop.call_later(left, self._check_time, slot)
+        now = time.monotonic()
+        if now >= slot.deadline:
+            if not slot.given[0].answer.done():
+                self.counters.timed_out += 1
+            slot.process.kill(
+                f"ran longer than {self._config.timeout_s:g} s (reward.timeout_s); its worker process was killed"
+            )
             return
-        if not pending.answer.done():
-            self.counters.timed_out += 1
-        slot.process.kill(
-            f"ran longer than {self._config.timeout_s:g} s (reward.timeout_s); its worker process was killed"
-        )
+        if len(slot.given) > 1 and not slot.late and now >= slot.began + LATE_S:
+            self._take_back(slot)
+        self._set_timer(slot)
+
+    def _take_back(self, slot: _Slot) -> None:
+        """Let others run what was sent ahead."""
+        slot.late = True
+        first, *others = slot.given
+        slot.given = deque([first])
+        for pending in others:
+            # What this worker still answers to them is for nobody.
+            nobody: asyncio.Future[Result] = self._loop.create_future()
+            nobody.cancel()
+            slot.given.append(_Pending(pending.request, nobody, slot, pending.size))
+        self._put_back([pending for pending in others if not pending.answer.done()])
 
     def _forsake(self, pending: _Pending) -> None:
         slot = pending.slot
         if slot is None:
             with contextlib.suppress(ValueError):
                 self._queue.remove(pending)
-        elif slot.pending is pending:
+        elif slot.given and slot.given[0] is pending:
             slot.deadline = min(slot.deadline, time.monotonic() + CANCEL_GRACE_S)
-            if slot.timer is not None:
-                slot.timer.cancel()
-            slot.timer = self._loop.call_later(slot.deadline - time.monotonic(), self._check_time, slot)
+            self._set_timer(slot)
 
     def _shape(self, request: Score, result: Result) -> tuple[list[float], list[dict[str, float]]]:
         pairs = [

@@ -80,15 +80,17 @@ class WorkerProcess:
         """Whether it can no longer be spoken to."""
         return self._socket.fileno() < 0
 
-    def send(self, body: bytes) -> None:
-        """Send a frame. Of tasks only one may be on its way, so at most one frame waits to be written."""
+    def send(self, *bodies: bytes) -> None:
+        """Send frames, as one write where the socket takes it."""
         if self.ended:
             return
-        assert not self._outgoing, "a worker is sent its next task when it has answered the last"
-        frame = framed(body)
-        sent = self._write(frame)
-        if sent < len(frame) and not self.ended:
-            self._outgoing = memoryview(frame)[sent:]
+        frames = framed(*bodies)
+        if self._outgoing:
+            self._outgoing = memoryview(b"".join((self._outgoing, frames)))
+            return
+        sent = self._write(frames)
+        if sent < len(frames) and not self.ended:
+            self._outgoing = memoryview(frames)[sent:]
             self._loop.add_writer(self._socket, self._write_on)
 
     def _read(self) -> None:

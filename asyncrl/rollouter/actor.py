@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from asyncrl.errors import DeadlineExceeded, EngineDied, RemoteError, WeightsCorrupt, WireError
+from asyncrl.errors import ActorFailed, DeadlineExceeded, EngineDied, RemoteError, WeightsCorrupt, WireError
 from asyncrl.messages import (
     Deliver,
     Group,
@@ -36,6 +36,7 @@ from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.episodes import EpisodeEngine, single_turn
 from asyncrl.rollouter.groups import GroupRunner
 from asyncrl.runtime.actor import Actor, ActorContext
+from asyncrl.runtime.supervision import RestartBudget
 from asyncrl.tokenizer import Tokenizer, load_tokenizer
 
 DATALOADER, REWARD, LEARNER, PARAMETER_SERVER = "dataloader/0", "reward/0", "learner/0", "parameter_server/0"
@@ -63,6 +64,8 @@ class Rollouter(Actor):
             generated=self._trajectory_generated,
             clock=self.clock,
         )
+        supervision = self.config.supervision
+        self._restarts = RestartBudget(supervision.max_restarts, supervision.restart_window_s, supervision.backoff_s)
         self._held: dict[str, Ticket] = {}
         self._seen = 0
         self._generating = 0
@@ -198,7 +201,16 @@ class Rollouter(Actor):
         return None
 
     async def _replace_engine(self) -> None:
-        self.log.warning("engine is replaced", restarts=self._host.restarts + 1)
+        pause_s = self._restarts.next(self.clock.now())
+        if pause_s is None:
+            supervision = self.config.supervision
+            raise ActorFailed(
+                self.name,
+                f"its engine died again after {supervision.max_restarts} restarts within "
+                f"{supervision.restart_window_s:g} s (supervision.max_restarts)",
+            )
+        self.log.warning("engine is replaced", restarts=self._host.restarts + 1, pause_s=pause_s)
+        await asyncio.sleep(pause_s)
         await self._host.replace()
         self.counters["rollout/engine_restarts"] = self._host.restarts
 

@@ -96,8 +96,11 @@ class GroupRunner:
         for number in range(1, rollout.max_attempts + 1):
             try:
                 return await attempt()
-            except (EngineDied, WireError) as error:
-                final = isinstance(error, RemoteError) and not error.retryable
+            except (EngineDied, WireError, ValueError) as error:
+                # An engine's ValueError is a request that it can never serve.
+                final = not (
+                    error.retryable if isinstance(error, RemoteError) else isinstance(error, EngineDied | WireError)
+                )
                 if final or number == rollout.max_attempts:
                     raise TrajectoryFailed(f"{what} failed {number} times: {error}") from error
             await asyncio.sleep(rollout.retry_backoff_s * 2 ** (number - 1))

@@ -281,6 +281,8 @@ class Actor:
             return
         exit_code = error.exit_code if isinstance(error, AsyncRLError) else 1
         reason = str(error) if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {error}"
+        # The reason is shown as one line.
+        reason = "; ".join(line.strip() for line in reason.splitlines())
         try:
             # The task group is over by now, but a connection to a fixed address needs no task.
             await self.peer(CONTROLLER).call(ReportFailure(reason=reason, exit_code=exit_code), timeout=REPORT_S)

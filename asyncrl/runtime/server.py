@@ -65,6 +65,8 @@ class _Session:
     incarnation: int
     limit: int
     running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    expired: set[int] = field(default_factory=set)
+    """Those of the running whose deadline is over."""
     stored: dict[int, list[Any]] = field(default_factory=dict)
     """Replies to calls that may not be repeated, until the caller has them."""
 
@@ -220,7 +222,8 @@ class CallServer:
             task = self._endpoint.spawn(self._run_call(session, header, found, request, caller))
             session.running[header.id] = task
             # Also for a task that is cancelled before it has begun.
-            task.add_done_callback(lambda task: self._call_over(session, header, task))
+            timer = self._loop.call_at(deadline, self._expire, session, header.id)
+            task.add_done_callback(lambda task: self._call_over(session, header, task, timer))
             return
         try:
             reply = found.function(request, caller)
@@ -233,22 +236,28 @@ class CallServer:
         self, session: _Session, header: Header, found: _Handler, request: Message, caller: Caller
     ) -> None:
         try:
-            async with asyncio.timeout_at(caller.deadline):
-                reply = await found.function(request, caller)
-        except TimeoutError as error:
-            if isinstance(error, AsyncRLError):
-                self._failed(session, header, error)
-            else:
-                self._error(session.routing_id, header, "deadline", "the handler ran past the caller's deadline")
+            reply = await found.function(request, caller)
         except Exception as error:
             self._failed(session, header, error)
         else:
             self._reply(session, header, found, reply)
 
-    def _call_over(self, session: _Session, header: Header, task: asyncio.Task[None]) -> None:
+    def _expire(self, session: _Session, id: int) -> None:
+        session.expired.add(id)
+        session.running[id].cancel()
+
+    def _call_over(
+        self, session: _Session, header: Header, task: asyncio.Task[None], timer: asyncio.TimerHandle
+    ) -> None:
+        timer.cancel()
         del session.running[header.id]
+        if header.id in session.expired:
+            session.expired.remove(header.id)
+            code, message = "deadline", "the handler ran past the caller's deadline"
+        else:
+            code, message = "cancelled", "the call was cancelled"
         if task.cancelled():
-            self._error(session.routing_id, header, "cancelled", "the call was cancelled")
+            self._error(session.routing_id, header, code, message)
 
     def _on_cast(self, session: _Session, header: Header, frames: Frames) -> None:
         found = self._handlers.get(header.type)

@@ -75,13 +75,33 @@ class GiveUp:
 
 
 @dataclass(slots=True)
+class RestartBudget:
+    """How often one thing may be restarted, and how soon."""
+
+    max_restarts: int
+    window_s: float
+    backoff_s: float
+    _recent: deque[float] = field(default_factory=deque)
+
+    def next(self, now: float) -> float | None:
+        """Seconds until the restart after a death at ``now``; None when there have been too many."""
+        while self._recent and now - self._recent[0] >= self.window_s:
+            self._recent.popleft()
+        if len(self._recent) >= self.max_restarts:
+            return None
+        after = min(self.backoff_s * 2.0 ** len(self._recent), LONGEST_BACKOFF_S)
+        self._recent.append(now)
+        return after
+
+
+@dataclass(slots=True)
 class Supervisor:
     """Decides over the deaths of the actors of one host."""
 
     max_restarts: int
     window_s: float
     backoff_s: float
-    _restarts: dict[str, deque[float]] = field(default_factory=dict)
+    _budgets: dict[str, RestartBudget] = field(default_factory=dict)
     _counts: dict[str, int] = field(default_factory=dict)
 
     def ended(self, name: str, exit_code: int, now: float) -> Restart | GiveUp:
@@ -91,12 +111,9 @@ class Supervisor:
             return GiveUp(f"ended unasked ({what})")
         if exit_code in UNHEALABLE_EXITS:
             return GiveUp(f"ended with {what}, which a restart would not mend")
-        recent = self._restarts.setdefault(name, deque())
-        while recent and now - recent[0] >= self.window_s:
-            recent.popleft()
-        if len(recent) >= self.max_restarts:
-            return GiveUp(f"{what}, after {len(recent)} restarts within {self.window_s:g} s")
-        after = min(self.backoff_s * 2.0 ** len(recent), LONGEST_BACKOFF_S)
-        recent.append(now)
+        budget = self._budgets.setdefault(name, RestartBudget(self.max_restarts, self.window_s, self.backoff_s))
+        after = budget.next(now)
+        if after is None:
+            return GiveUp(f"{what}, after {self.max_restarts} restarts within {self.window_s:g} s")
         self._counts[name] = self._counts.get(name, 0) + 1
         return Restart(after, self._counts[name])

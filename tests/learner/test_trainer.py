@@ -330,5 +330,5 @@ def test_a_failed_write_is_told_and_training_goes_on(ranks, folder, tmp_path, ru
 
 
 def test_a_model_that_cannot_be_loaded_ends_all_ranks(tmp_path: Path, run) -> None:
-    with pytest.raises(AssertionError, match=r"ConfigError: 1 problem .*\n.*model\.path: .*nowhere is no folder"):
+    with pytest.raises(AssertionError, match=r"ConfigError: model\.path: .*nowhere is no folder"):
         run(make_config(tmp_path / "nowhere", ranks=2), _train)

@@ -36,7 +36,7 @@ from tools.bench.paired import compare, measure_pairs
 from tools.bench.report import Report, Target
 from tools.bench.tiny_model import make_model, publish
 
-GROUPS = 24
+GROUPS = 48
 SAMPLES = 4
 MAX_TOKENS = 64
 CONCURRENCY = 32

@@ -52,6 +52,6 @@ def make_model(settings: Settings) -> Qwen2ForCausalLM:
 
 def save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write config.json, generation_config.json, model.safetensors, tokenizer.json and tokenizer_config.json."""
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
