@@ -252,7 +252,7 @@ class LearnerConfig(Section):
     dynamic_sampling: bool = True
     """Groups whose rewards are all equal are filtered, counted and replaced."""
     max_filtered_ratio: Annotated[float, Field(gt=0)] = 20.0
-    """Filtered groups between two steps, as a multiple of groups_per_step, past which the run ends with "no signal"."""
+    """Groups filtered or quarantined between two steps, in steps' worth, past which the run ends with "no signal"."""
     signal_tolerance: Annotated[float, Field(ge=0)] = 1e-6
     """Rewards of a group that differ by no more than this count as equal."""
     tokens_per_microbatch: Positive = 8192
@@ -281,8 +281,6 @@ class StalenessConfig(Section):
 class WeightsConfig(Section):
     """Weight updates."""
 
-    transport: Literal["auto", "shm"] = "auto"
-    """How weights reach the engines; auto is shm on one host."""
     max_paused_fraction: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of the replicas that may pause for an update at once; at least one always may."""
     bucket_bytes: Positive = 256 << 20
@@ -531,6 +529,9 @@ def cross_check(config: Config) -> list[tuple[str, str]]:
     found += _check_data("data", config.data)
     for name, evaluation in config.eval.items():
         found += _check_data(f"eval.{name}.data", evaluation.data)
+        longest = evaluation.data.max_prompt_tokens + (evaluation.max_tokens or rollout.max_tokens)
+        if rollout.engine == "vllm" and length is not None and length < longest:
+            found.append(("rollout.vllm.max_model_len", f"is {length}, less than eval.{name} needs: {longest}"))
         if evaluation.n > rollout.concurrency:
             found.append((f"eval.{name}.n", f"is more than rollout.concurrency = {rollout.concurrency}"))
     low, _, high = config.network.ports.partition("-")

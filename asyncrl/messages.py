@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
@@ -515,21 +514,3 @@ class ReportUpdate(Request, frozen=True, kw_only=True):
     committed: bool
     times: UpdateTimes
     error: str = ""
-
-
-def message_types() -> dict[str, type[Message]]:
-    """Every message by its name on the wire."""
-    found: dict[str, type[Message]] = {}
-
-    def visit(cls: type[Message]) -> None:
-        for sub in cls.__subclasses__():
-            if sub is not Request:
-                found[sub.__name__] = sub
-            visit(sub)
-
-    visit(Message)
-    return found
-
-
-__all__ = [name for name, value in list(globals().items()) if isinstance(value, type) and value is not Any]
-_ = msgspec

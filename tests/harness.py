@@ -28,6 +28,7 @@ class Net:
         self.servers: list[CallServer] = []
         self.peers: list[Peer] = []
         self.errors: list[tuple[str, BaseException]] = []
+        self.replaced: list[tuple[str, int]] = []
         self._network = MemoryNetwork() if memory else None
         self._credentials = credentials or (lambda _name: Credentials(RUN_ID, SECRET))
         self._registered = asyncio.Event()
@@ -69,7 +70,10 @@ class Net:
         self, owner: object, name: str, incarnation: int = 1, *, register: bool = True, **changes: Any
     ) -> CallServer:
         server = CallServer(
-            self.endpoint(name, incarnation, **changes), owner, lambda kind, error: self.errors.append((kind, error))
+            self.endpoint(name, incarnation, **changes),
+            owner,
+            lambda kind, error: self.errors.append((kind, error)),
+            lambda name, incarnation: self.replaced.append((name, incarnation)),
         )
         address = server.bind("memory://0" if self._network else "tcp://127.0.0.1:0")
         self.servers.append(server)

@@ -13,11 +13,11 @@ import asyncio
 import json
 import os
 from collections import deque
-from collections.abc import Callable
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 from asyncrl.controller.run_state import RunStateMachine
+from asyncrl.errors import Refused
 from asyncrl.messages import (
     ActorEnded,
     ActorRecord,
@@ -34,6 +34,7 @@ from asyncrl.messages import (
     WatchRun,
 )
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller, handler
+from asyncrl.runtime.parking import ParkingLot
 from asyncrl.runtime.registry import Registry
 
 ADDRESS_FILE = "controller.json"
@@ -42,8 +43,6 @@ LINES_KEPT = 1000
 LINES_IN_REPLY = 100
 FAREWELL_S = 0.3
 """Time that the last state has to leave the sockets."""
-
-T = TypeVar("T")
 
 
 class Controller(Actor):
@@ -63,6 +62,8 @@ class Controller(Actor):
         self._lines: deque[dict[str, Any]] = deque(maxlen=LINES_KEPT)
         self._last_line = 0
         self._changed = asyncio.Event()
+        self._watchers = ParkingLot()
+        self._registered = ParkingLot()
 
     async def setup(self) -> None:
         """Leave the address where the agent looks for it."""
@@ -74,7 +75,12 @@ class Controller(Actor):
         """Let time act on the run until its state is final."""
         while not self._run.final:
             deadline = self._run.next_deadline()
-            await self._wait(None if deadline is None else max(0.0, deadline - self.clock.now()))
+            try:
+                async with asyncio.timeout(None if deadline is None else max(0.0, deadline - self.clock.now())):
+                    await self._changed.wait()
+            except TimeoutError:
+                self.log.debug("a deadline of the run has come")
+            self._changed.clear()
             if self._run.tick(self.clock.now()):
                 self._tell()
         await asyncio.sleep(FAREWELL_S)
@@ -84,7 +90,10 @@ class Controller(Actor):
     @handler
     def register(self, request: Register, caller: Caller) -> Done:
         """Take in an actor's record. Raises Refused for one of an older incarnation."""
+        if (request.record.name, request.record.incarnation) != (caller.name, caller.incarnation):
+            raise Refused(self.name, "name", ours=caller.name, theirs=request.record.name)
         self._registry.register(request.record, self.clock.now())
+        self._registered.wake()
         self._run.started(request.record.name)
         self._run.ready(self._registry.ready(), self.clock.now())
         self.log.info("registered", actor=request.record.name, address=request.record.address)
@@ -104,7 +113,7 @@ class Controller(Actor):
         def find() -> ActorRecord | None:
             return self._registry.resolve(request.name, request.above, unready=request.unready)
 
-        return Resolved(record=await self._wait_for(find, caller.park_s))
+        return Resolved(record=await self._registered.until(find, caller.park_s))
 
     # --- the run ---
 
@@ -118,14 +127,14 @@ class Controller(Actor):
                 return self._state(request.seen_line)
             return None
 
-        return await self._wait_for(news, caller.park_s) or self._state(request.seen_line)
+        return await self._watchers.until(news, caller.park_s) or self._state(request.seen_line)
 
     @handler
     def metrics_line(self, request: MetricsLine, caller: Caller) -> None:
         """Keep a line for whoever watches; the oldest goes when there are too many."""
         self._lines.append(request.line)
         self._last_line += 1
-        self._tell()
+        self._watchers.wake()
 
     @handler
     def stop_run(self, request: StopRun, caller: Caller) -> Done:
@@ -188,24 +197,7 @@ class Controller(Actor):
 
     def _tell(self) -> None:
         self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def _wait(self, timeout: float | None) -> None:
-        """Return at the next change or after ``timeout`` seconds."""
-        changed = self._changed
-        try:
-            async with asyncio.timeout(timeout):
-                await changed.wait()
-        except TimeoutError:
-            return
-
-    async def _wait_for(self, find: Callable[[], T | None], timeout: float) -> T | None:
-        """What ``find`` finds, as soon as it finds something; None after ``timeout`` seconds."""
-        loop = asyncio.get_running_loop()
-        until = loop.time() + timeout
-        while (found := find()) is None and (left := until - loop.time()) > 0:
-            await self._wait(left)
-        return found
+        self._watchers.wake()
 
 
 def _write_atomically(path: str, text: str) -> None:

@@ -18,6 +18,7 @@ from asyncrl.dataloader.prompt_queue import PromptQueue
 from asyncrl.dataloader.prompts import PromptSet
 from asyncrl.dataloader.sources import load_dataset
 from asyncrl.dataloader.tickets import Ask, Grant, Tickets
+from asyncrl.errors import DeadlineExceeded
 from asyncrl.messages import (
     Done,
     Held,
@@ -120,12 +121,25 @@ class Dataloader(Actor):
             await self._orphaned.wait()
             self._orphaned.clear()
             orphans = self._tickets.orphans
-            held: Held = await self.peer(LEARNER).call(Holds(uids=orphans))
+            if not orphans:
+                continue
+            try:
+                held: Held = await self.peer(LEARNER).call(Holds(uids=orphans))
+            except DeadlineExceeded as error:
+                self.log.warning("learner is away", error=str(error))
+                self._orphaned.set()
+                continue
             self._tickets.settle(orphans, held.uids)
             self.log.info("orphans settled", orphans=len(orphans), held=len(held.uids))
             self._changed()
 
     # --- rollouters ---
+
+    def peer_replaced(self, name: str, incarnation: int) -> None:
+        """What a dead rollouter held becomes orphans."""
+        self._tickets.died(name, incarnation)
+        if self._tickets.orphans:
+            self._orphaned.set()
 
     @handler
     async def lease(self, request: Lease, caller: Caller) -> Leased:

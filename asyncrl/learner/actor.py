@@ -12,9 +12,10 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
-from asyncrl.errors import ActorFailed, DeadlineExceeded, RemoteError
+from asyncrl.errors import ActorFailed, DeadlineExceeded, NonFiniteStep, RemoteError
 from asyncrl.learner.backend import Backend, create
 from asyncrl.learner.batch import build_step, check_group, has_signal
 from asyncrl.learner.buffer import GroupBuffer
@@ -74,8 +75,11 @@ class Learner(Actor):
         self._backend: Backend
         self._ledger = Ledger()
         self._buffer = GroupBuffer()
+        self._last_problem = ""
         self._in_training: set[str] = set()
         self._filtered: list[Group] = []
+        self._quarantined = 0
+        """Groups quarantined since the last step."""
         self._evals = EvalCollector()
         self._generation = GenerationLog()
         self._outcomes = OutcomeQueue()
@@ -125,7 +129,7 @@ class Learner(Actor):
     async def run(self) -> None:
         if not self._is_rank_0:
             self.states.enter("following")
-            following = self.tasks.create_task(self._on_thread(self._backend.follow))
+            following = self.tasks.create_task(self._follow())
             await self.drained()
             self._backend.interrupt()
             await following
@@ -137,6 +141,14 @@ class Learner(Actor):
         await asyncio.wait({training, draining}, return_when=asyncio.FIRST_COMPLETED)
         if training.done():
             await draining
+
+    async def _follow(self) -> None:
+        try:
+            await self._on_thread(self._backend.follow)
+        except NonFiniteStep as error:
+            # Rank 0 knows the groups and ends the run; a second word could only come before its own.
+            self.log.error("step was not finite", error=str(error))
+            await self.drained()
 
     async def close(self) -> None:
         if hasattr(self, "_backend"):
@@ -164,6 +176,8 @@ class Learner(Actor):
         problem = check_group(group)
         if problem is not None:
             self.log.warning("group quarantined", uid=group.ticket.uid, reason=problem)
+            self._quarantined += 1
+            self._last_problem = problem
             self._conclude(group, "quarantined")
         elif self.config.learner.dynamic_sampling and not has_signal(group, self.config.learner.signal_tolerance):
             self._filtered.append(group)
@@ -176,7 +190,7 @@ class Learner(Actor):
     @handler
     def holds(self, request: Holds, caller: Caller) -> Held:
         """Which of these groups must not be granted again."""
-        return Held(uids=[uid for uid in request.uids if self._has(uid) or self._evals.holds(uid)])
+        return Held(uids=[uid for uid in request.uids if self._has(uid)])
 
     @handler
     def rollout_stats(self, request: RolloutStats, caller: Caller) -> None:
@@ -185,6 +199,8 @@ class Learner(Actor):
         self._stats_came.set()
 
     def _has(self, uid: str) -> bool:
+        if "@" in uid:
+            return self._evals.holds(uid)
         epoch, _, index = uid.partition("-")
         return (
             uid in self._in_training or uid in self._buffer or self._ledger.outcome(int(epoch), int(index)) is not None
@@ -222,7 +238,7 @@ class Learner(Actor):
         waited = len(self._buffer) < learner.groups_per_step
         await self._wait_for_groups()
         groups = self._buffer.take(learner.groups_per_step)
-        filtered, self._filtered = self._filtered, []
+        filtered, self._filtered, self._quarantined = self._filtered, [], 0
         self._in_training = {group.ticket.uid for group in groups}
         self._outcomes.step_began(len(self._buffer), waited=waited and version > 0)
         self._outcomes_changed.set()
@@ -267,8 +283,8 @@ class Learner(Actor):
         """Until a step's groups are there, or all that are ever to come are."""
         learner = self.config.learner
         while len(self._buffer) < learner.groups_per_step:
-            if len(self._filtered) > learner.max_filtered_ratio * learner.groups_per_step:
-                raise ActorFailed(self.name, _no_signal(self._filtered))
+            if len(self._filtered) + self._quarantined > learner.max_filtered_ratio * learner.groups_per_step:
+                raise ActorFailed(self.name, _no_signal(self._filtered, self._quarantined, self._last_problem))
             if self._supply.exhausted and self._supply.outstanding == len(self._buffer) > 0:
                 return
             self._delivered.clear()
@@ -367,35 +383,47 @@ class Learner(Actor):
 
     async def _write_lines(self) -> None:
         """One line a step, once the rollouters have said what they did while it was trained."""
+        self._counted_at = self.clock.now()
         while True:
             step = await self._steps.get()
             try:
                 async with asyncio.timeout(STATS_WAIT_S):
-                    while not self._generation.covers(step.train_ended):
+                    while not self._generation.covers(step.train_ended, now=self.clock.wall(), patience_s=STATS_WAIT_S):
                         self._stats_came.clear()
                         await self._stats_came.wait()
             except TimeoutError:
                 self.log.warning("statistics of a step are incomplete", step=step.line["step"])
             tokens, updates = self._generation.take()
-            stalls = [update.stall_s for update in updates]
+            now = self.clock.now()
+            since, self._counted_at = self._counted_at, now
             line = step.line | {
                 "rollout/tokens": tokens,
-                "rollout/tokens_per_s": tokens / step.line["time/step_s"],
+                "rollout/tokens_per_s": tokens / (now - since),
                 "perf/overlap": self._generation.overlap(step.train_began, step.train_ended),
-                "weights/stall_s": sum(stalls) / len(stalls) if stalls else 0.0,
+                "weights/stall_s": sum(update.stall_s for update in updates),
                 "weights/updates": len(updates),
             }
             await self._emit(line)
             kept = step.groups[: self.config.run.samples_per_step]
-            await asyncio.to_thread(self._records.samples, line["step"], line["weights/version"], kept)
+            await self._write(partial(self._records.samples, line["step"], line["weights/version"], kept))
             self._steps.task_done()
 
     async def _emit(self, line: dict[str, Any]) -> None:
-        await asyncio.to_thread(self._records.metrics, line)
+        await self._write(lambda: self._records.metrics(line))
         self.peer(CONTROLLER).cast(MetricsLine(line=line))
 
+    async def _write(self, write: Callable[[], None]) -> None:
+        """A record that cannot be written is lost and counted; training goes on."""
+        try:
+            await asyncio.to_thread(write)
+        except OSError as error:
+            self.counters["records/lost"] = self.counters.get("records/lost", 0) + 1
+            self.log.error("record not written", error=str(error))
 
-def _no_signal(filtered: list[Group]) -> str:
+
+def _no_signal(filtered: list[Group], quarantined: int, last_problem: str) -> str:
+    if quarantined > len(filtered):
+        return f"no signal: {quarantined} groups failed since the last step, the last one because: {last_problem}"
     rewards = Counter(round(float(t.reward or 0.0), 4) for group in filtered for t in group.trajectories)
     histogram = ", ".join(f"{reward:g}: {count}" for reward, count in sorted(rewards.items())[:20])
     return (

@@ -31,9 +31,9 @@ class EvalCollector:
     def add(self, group: Group) -> bool:
         """Take a group; False for one that is held or was counted before."""
         round = round_of(group.ticket.uid)
-        groups = self._groups.setdefault(round, {})
-        if round in self._closed or group.ticket.uid in groups:
+        if self.holds(group.ticket.uid):
             return False
+        groups = self._groups.setdefault(round, {})
         groups[group.ticket.uid] = group
         return True
 

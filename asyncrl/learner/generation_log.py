@@ -36,9 +36,9 @@ class GenerationLog:
         self._intervals += stats.sampling
         self._updates += stats.updates
 
-    def covers(self, time: float) -> bool:
-        """Whether every rollouter has been heard of since ``time``."""
-        return all(source.heard >= time for source in self._sources.values())
+    def covers(self, time: float, *, now: float, patience_s: float) -> bool:
+        """Whether every rollouter has been heard of since ``time``; one silent for ``patience_s`` is not waited for."""
+        return all(source.heard >= time or source.heard < now - patience_s for source in self._sources.values())
 
     def take(self) -> tuple[int, list[UpdateTimes]]:
         """(tokens sampled, updates) since the last call."""

@@ -33,7 +33,8 @@ class OutcomeQueue:
 
     def step_began(self, buffered_groups: int, *, waited: bool) -> None:
         """A step has begun, with so many groups left over, after waiting for groups or not."""
-        self._step = (buffered_groups, waited)
+        # Two steps in one report: it has waited if either did.
+        self._step = (buffered_groups, waited or (self._step is not None and self._step[1]))
         self._dirty = True
 
     def finished(self) -> None:

@@ -41,6 +41,12 @@ class ParameterServer(Actor):
             snapshot.release()
         self._snapshots.clear()
 
+    def peer_replaced(self, name: str, incarnation: int) -> None:
+        """A dead replica stages nothing and pauses for nothing."""
+        self._conductor.left(name, incarnation)
+        self._release_unneeded()
+        self._pause_freed.wake()
+
     @handler
     def publish(self, request: Publish, caller: Caller) -> Done:
         """A new version; repeated with the same number it is acknowledged again."""
@@ -65,7 +71,9 @@ class ParameterServer(Actor):
             return self._conductor.offer(caller.name, caller.incarnation, request.serving)
 
         version = await self._published.until(offer, caller.park_s)
+        # Whoever asks this has nothing staged and nothing paused any more.
         self._release_unneeded()
+        self._pause_freed.wake()
         return Update(manifest=None if version is None else self._snapshots[version].manifest)
 
     @handler

@@ -32,7 +32,6 @@ class Replica:
     asked: float = 0.0
     """When it asked for its pause."""
     paused_since: float = 0.0
-    failures: int = 0
 
 
 class Conductor:
@@ -64,6 +63,8 @@ class Conductor:
         """Whether the replica may pause now; it is first in line among those that asked later."""
         replica = self._replica(name, incarnation)
         if replica.phase == "loading" and replica.target == version:
+            # Asking again keeps the pause: under ``drain`` it may take long before there is anything to load.
+            replica.paused_since = now
             return True
         if replica.phase != "waiting":
             replica.phase, replica.target, replica.asked = "waiting", version, now
@@ -75,13 +76,13 @@ class Conductor:
         return True
 
     def ended(self, name: str, incarnation: int, version: int, *, committed: bool) -> None:
-        """The replica's update is over; its pause is free again."""
+        """The replica's update is over; its pause is free again. A repeated word on an older one changes nothing."""
         replica = self._replica(name, incarnation)
+        if replica.target != version:
+            return
         replica.phase, replica.target = "serving", -1
         if committed:
-            replica.serving, replica.failures = version, 0
-        else:
-            replica.failures += 1
+            replica.serving = version
 
     def left(self, name: str, incarnation: int) -> None:
         """The replica is gone."""
@@ -93,11 +94,6 @@ class Conductor:
         """Versions that must stay held: the newest, and those being staged or loaded."""
         targets = {r.target for r in self.replicas.values() if r.phase != "serving"}
         return {v for v in targets | {self.newest} if v >= 0}
-
-    def next_reclaim(self) -> float | None:
-        """When the next pause runs out; None if nobody is paused."""
-        times = [r.paused_since + self._deadline_s for r in self.replicas.values() if r.phase == "loading"]
-        return min(times, default=None)
 
     @property
     def max_paused(self) -> int:
@@ -111,7 +107,6 @@ class Conductor:
         for replica in self.replicas.values():
             if replica.phase == "loading" and now - replica.paused_since >= self._deadline_s:
                 replica.phase, replica.target = "serving", -1
-                replica.failures += 1
 
     def _replica(self, name: str, incarnation: int) -> Replica:
         replica = self.replicas.get(name)

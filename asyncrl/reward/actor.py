@@ -7,6 +7,7 @@ no worker can be started any more.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import asdict
 
 import msgspec
@@ -51,15 +52,15 @@ class RewardActor(Actor):
         if pool is None:
             return said
         counters = {**said.counters, **asdict(pool.counters)}
-        return msgspec.structs.replace(said, ledger=pool.state_times(), counters=counters)
+        return msgspec.structs.replace(
+            said, progress=pool.counters.scored, ledger=pool.state_times(), counters=counters
+        )
 
     @handler
-    async def score(self, request: Score, caller: Caller) -> Scores:
+    def score(self, request: Score, caller: Caller) -> asyncio.Future[Scores]:
         """Rewards of a completion or a group. Raises RewardFailed."""
         assert self._pool is not None, "nobody knows this actor's address before it is ready"
-        scores = await self._pool.score(request)
-        self.progress()
-        return scores
+        return self._pool.score(request)
 
 
 ACTOR = RewardActor

@@ -20,6 +20,7 @@ import math
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -31,7 +32,6 @@ from asyncrl.reward.frames import MAX_TASK_BYTES, Ready, Result, Setup, Task
 from asyncrl.reward.process import REAP_INTERVAL_S, WorkerProcess, kill_living
 from asyncrl.reward.shaping import shaped
 
-PLACES_PER_WORKER = 256
 AHEAD_S = 0.002
 """How much work a worker is sent ahead, by the recent time of a task: none of it where one takes longer."""
 AHEAD_TASKS = 64
@@ -49,17 +49,25 @@ FIRST_BACKOFF_S = 0.2
 LONGEST_BACKOFF_S = 10.0
 
 
-@dataclass(eq=False, slots=True)
-class _Pending:
+class _Pending(asyncio.Future[Scores]):
+    """A task from its submission to its rewards."""
+
+    pool: RewardPool
     request: Score
-    answer: asyncio.Future[Result]
     slot: _Slot | None = None
     size: int = 0
     """Bytes on the way to the worker."""
 
     def fail(self, error: AsyncRLError) -> None:
-        if not self.answer.done():
-            self.answer.set_exception(error)
+        if not self.done():
+            self.pool.counters.failed += 1
+            self.set_exception(error)
+
+    def cancel(self, msg: Any = None) -> bool:
+        cancelled = super().cancel(msg)
+        if cancelled:
+            self.pool.forsake(self)
+        return cancelled
 
 
 @dataclass(eq=False, slots=True)
@@ -118,7 +126,6 @@ class RewardPool:
         self._loop = loop = asyncio.get_running_loop()
         self._setup = Setup(config.function, config.per, config.options)
         self._encoder = msgspec.msgpack.Encoder()
-        self._places = asyncio.Semaphore(PLACES_PER_WORKER * config.workers)
         self._queue: deque[_Pending] = deque()
         self._idle: list[_Slot] = []
         self._slots = [_Slot(StateLedger(time.monotonic), loop.create_future()) for _ in range(config.workers)]
@@ -148,32 +155,19 @@ class RewardPool:
                 ) from None
             raise
 
-    async def score(self, request: Score) -> Scores:
+    def score(self, request: Score) -> asyncio.Future[Scores]:
         """Run the function on a completion, or on a group.
 
-        Raises RewardFailed. Waits for one of ``PLACES_PER_WORKER`` places a worker, then for a worker. When
-        it is cancelled its task leaves the queue, or may run on for ``CANCEL_GRACE_S``.
+        The future raises RewardFailed. When it is cancelled its task leaves the queue, or may run on for
+        ``CANCEL_GRACE_S``. The queue is bounded by how many calls the callers may leave unanswered.
         """
-        async with self._places:
-            self._refuse_if_over()
-            pending = _Pending(request, self._loop.create_future())
-            self._queue.append(pending)
-            if self._idle:
-                self._feed(self._idle.pop())
-            try:
-                result = await pending.answer
-            except asyncio.CancelledError:
-                self._forsake(pending)
-                raise
-            except AsyncRLError:
-                self.counters.failed += 1
-                raise
-        self.counters.scored += 1
-        rewards, components = result.rewards, result.components
-        # An eval set has its own limit of length and is judged by the plain reward.
-        if self._config.truncated == "penalty" and "@" not in request.uid:
-            rewards, components = self._shape(request, result)
-        return Scores(rewards=rewards, components=components, run_s=result.run_s)
+        if self._end.done():
+            raise self._end.exception() or self._failure("the pool is closed", retryable=True)
+        pending = self._pending(request)
+        self._queue.append(pending)
+        if self._idle:
+            self._feed(self._idle.pop())
+        return pending
 
     async def watch(self) -> None:
         """Returns when the pool is closed. Raises RewardFailed when no worker can be started any more."""
@@ -326,7 +320,7 @@ class RewardPool:
         """The worker is at this task now."""
         slot.began, slot.late = time.monotonic(), False
         # Nobody waits for a task that is answered already: it was cancelled, or is done by another worker.
-        grace = CANCEL_GRACE_S if pending.answer.done() else math.inf
+        grace = CANCEL_GRACE_S if pending.done() else math.inf
         slot.deadline = slot.began + min(self._config.timeout_s, grace)
 
     def _answered(self, slot: _Slot, result: Result) -> None:
@@ -343,8 +337,9 @@ class RewardPool:
             self._feed(slot)
         if result.error:
             pending.fail(self._failure(result.error, retryable=True))
-        elif not pending.answer.done():
-            pending.answer.set_result(result)
+        elif not pending.done():
+            self.counters.scored += 1
+            pending.set_result(self._scores(pending.request, result))
 
     def _ended(self, slot: _Slot, process: WorkerProcess, reason: str) -> None:
         slot.process = None
@@ -362,7 +357,7 @@ class RewardPool:
             slot.ready.cancel()
             self._note_ended()
             return
-        self._put_back([pending for pending in given if not pending.answer.done()])
+        self._put_back([pending for pending in given if not pending.done()])
         if process.killed:
             self.counters.workers_killed += 1
         else:
@@ -391,7 +386,7 @@ class RewardPool:
             return
         now = time.monotonic()
         if now >= slot.deadline:
-            if not slot.given[0].answer.done():
+            if not slot.given[0].done():
                 self.counters.timed_out += 1
             slot.process.kill(
                 f"ran longer than {self._config.timeout_s:g} s (reward.timeout_s); its worker process was killed"
@@ -408,12 +403,14 @@ class RewardPool:
         slot.given = deque([first])
         for pending in others:
             # What this worker still answers to them is for nobody.
-            nobody: asyncio.Future[Result] = self._loop.create_future()
-            nobody.cancel()
-            slot.given.append(_Pending(pending.request, nobody, slot, pending.size))
-        self._put_back([pending for pending in others if not pending.answer.done()])
+            ghost = self._pending(pending.request)
+            ghost.size = pending.size
+            ghost.cancel()
+            slot.given.append(ghost)
+        self._put_back([pending for pending in others if not pending.done()])
 
-    def _forsake(self, pending: _Pending) -> None:
+    def forsake(self, pending: _Pending) -> None:
+        """Nobody waits for this task any more."""
         slot = pending.slot
         if slot is None:
             with contextlib.suppress(ValueError):
@@ -421,6 +418,18 @@ class RewardPool:
         elif slot.given and slot.given[0] is pending:
             slot.deadline = min(slot.deadline, time.monotonic() + CANCEL_GRACE_S)
             self._set_timer(slot)
+
+    def _pending(self, request: Score) -> _Pending:
+        pending = _Pending(loop=self._loop)
+        pending.pool, pending.request = self, request
+        return pending
+
+    def _scores(self, request: Score, result: Result) -> Scores:
+        rewards, components = result.rewards, result.components
+        # An eval set has its own limit of length and is judged by the plain reward.
+        if self._config.truncated == "penalty" and "@" not in request.uid:
+            rewards, components = self._shape(request, result)
+        return Scores(rewards=rewards, components=components, run_s=result.run_s)
 
     def _shape(self, request: Score, result: Result) -> tuple[list[float], list[dict[str, float]]]:
         pairs = [
@@ -436,10 +445,6 @@ class RewardPool:
             )
         ]
         return [reward for reward, _ in pairs], [components for _, components in pairs]
-
-    def _refuse_if_over(self) -> None:
-        if self._end.done():
-            raise self._end.exception() or self._failure("the pool is closed", retryable=True)
 
     def _note_ended(self) -> None:
         if all(slot.process is None for slot in self._slots):

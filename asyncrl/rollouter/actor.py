@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from asyncrl.errors import ActorFailed, DeadlineExceeded, EngineDied, RemoteError, WeightsCorrupt, WireError
 from asyncrl.messages import (
@@ -39,6 +39,8 @@ from asyncrl.runtime.actor import Actor, ActorContext
 from asyncrl.runtime.supervision import RestartBudget
 from asyncrl.tokenizer import Tokenizer, load_tokenizer
 
+T = TypeVar("T")
+
 DATALOADER, REWARD, LEARNER, PARAMETER_SERVER = "dataloader/0", "reward/0", "learner/0", "parameter_server/0"
 STATS_S = 0.5
 """Interval of statistics to the learner."""
@@ -67,26 +69,36 @@ class Rollouter(Actor):
         supervision = self.config.supervision
         self._restarts = RestartBudget(supervision.max_restarts, supervision.restart_window_s, supervision.backoff_s)
         self._held: dict[str, Ticket] = {}
+        self._running: set[asyncio.Task[None]] = set()
         self._seen = 0
         self._generating = 0
-        """Trajectories being generated."""
+        """Trajectories leased and not yet generated; those without a slot wait."""
+        self._slots = asyncio.Semaphore(self.config.rollout.concurrency)
         self._room = asyncio.Event()
-        self._version_changed = asyncio.Event()
+        self._ask_again = asyncio.Event()
+        self._failed_loads = 0
+        """Since the last commit."""
         self._updates: list[UpdateTimes] = []
         self._sampling: list[tuple[float, float]] = []
 
     # --- life ---
 
     async def setup(self) -> None:
-        self._tokenizer = await asyncio.to_thread(load_tokenizer, self.config.model.path)
+        # Their HELLO tells these that an earlier incarnation is dead, long before the engine is up.
+        self.peer(DATALOADER).connect()
+        self.peer(PARAMETER_SERVER).connect()
+        model = self.config.model
+        self._tokenizer = await asyncio.to_thread(load_tokenizer, model.path, trust_remote_code=model.trust_remote_code)
         await self._host.start()
 
     async def run(self) -> None:
         work = [self._keep_serving(), self._lease_tickets(), self._report_stats()]
         tasks = [self.tasks.create_task(item) for item in work]
         await self.drained()
-        for task in tasks:
+        ending = [*tasks, *self._running]
+        for task in ending:
             task.cancel()
+        await asyncio.wait(ending)
         if self._held:
             await self._return_held()
 
@@ -105,8 +117,9 @@ class Rollouter(Actor):
     async def _lease_tickets(self) -> None:
         samples = self.config.rollout.samples_per_prompt
         while True:
-            free = (self.config.rollout.concurrency - self._generating) // samples
-            if free < 1 or self._host.version < 0:
+            # Rounded up: a group whose last samples wait for a slot keeps every slot busy behind stragglers.
+            free = -((self._generating - self.config.rollout.concurrency) // samples)
+            if free < 1:
                 self._room.clear()
                 await self._room.wait()
                 continue
@@ -118,17 +131,19 @@ class Rollouter(Actor):
                 if ticket.uid not in self._held:
                     self._held[ticket.uid] = ticket
                     self._generating += ticket.samples
-                    self.tasks.create_task(self._run_ticket(ticket), name=ticket.uid)
+                    task = self.tasks.create_task(self._run_ticket(ticket), name=ticket.uid)
+                    self._running.add(task)
+                    task.add_done_callback(self._running.discard)
             if reply.closed and not reply.tickets:
                 self._room.clear()
                 await self._room.wait()
 
     async def _lease(self, free: int) -> Leased | None:
-        """One lease call; given up when the version changes, since the gate then counts differently."""
-        self._version_changed.clear()
+        """One lease call; given up when the version or what is held changes, since the gate then counts differently."""
+        self._ask_again.clear()
         request = Lease(seen=self._seen, free_groups=free, served_version=self._host.version, holding=list(self._held))
         call = self.peer(DATALOADER).call(request)
-        changed = asyncio.ensure_future(self._version_changed.wait())
+        changed = asyncio.ensure_future(self._ask_again.wait())
         try:
             await asyncio.wait({call, changed}, return_when=asyncio.FIRST_COMPLETED)
             if not call.done():
@@ -149,6 +164,7 @@ class Rollouter(Actor):
         group = await self._groups.run(ticket)
         await self._deliver(group)
         del self._held[ticket.uid]
+        self._ask_again.set()
         self.progress()
 
     async def _deliver(self, group: Group) -> None:
@@ -162,9 +178,9 @@ class Rollouter(Actor):
                 return
 
     async def _episode(self, ticket: Ticket, sample: int) -> Trajectory:
-        return await single_turn(
-            EpisodeEngine(self._host, self._tokenizer, self.config, ticket, sample), ticket, sample
-        )
+        async with self._slots:
+            engine = EpisodeEngine(self._host, self._tokenizer, self.config, ticket, sample)
+            return await single_turn(engine, ticket, sample)
 
     def _trajectory_generated(self) -> None:
         self._generating -= 1
@@ -190,14 +206,16 @@ class Rollouter(Actor):
                 watch = self.tasks.create_task(self._host.died.wait())
             manifest = await self._or_death(self._next_update(), watch)
             if manifest is not None:
-                await self._update_to(manifest)
+                await self._or_death(self._update_to(manifest), watch)
 
-    async def _or_death(self, work: Coroutine[Any, Any, Manifest | None], watch: asyncio.Task[bool]) -> Manifest | None:
+    async def _or_death(self, work: Coroutine[Any, Any, T], watch: asyncio.Task[bool]) -> T | None:
+        """The result of ``work``; None when the engine died before it came."""
         task = self.tasks.create_task(work)
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         task.cancel()
+        await asyncio.wait({task})
         return None
 
     async def _replace_engine(self) -> None:
@@ -224,37 +242,47 @@ class Rollouter(Actor):
         return reply.manifest
 
     async def _update_to(self, manifest: Manifest) -> None:
-        """Take over a version; on failure repeat it whole, and replace the engine when that does not help."""
-        weights = self.config.weights
-        error = ""
-        for attempt in range(1, weights.max_attempts + 1):
-            try:
-                stage_s = await self._host.stage(manifest)
-                await self._wait_for_pause(manifest.version)
-                await self._host.quiesce()
-                async with asyncio.timeout(weights.deadline_s):
-                    times = await self._host.update(manifest, stage_s)
-            except EngineDied as death:
+        """Take over a version. After a failed load the engine stays paused until the next one, which is asked for anew;
+        an engine that fails ``weights.max_attempts`` times, or does not come back in time, is replaced.
+        """
+        weights, version = self.config.weights, manifest.version
+        try:
+            stage_s = await self._host.stage(manifest)
+        except WeightsCorrupt as error:
+            await self._report_update(version, None, str(error))
+            await asyncio.sleep(AWAY_S)
+            return
+        await self._wait_for_pause(version)
+        while not await self._host.quiesced(weights.deadline_s / 3):
+            await self._wait_for_pause(version)
+        try:
+            async with asyncio.timeout(weights.deadline_s):
+                times = await self._host.update(manifest, stage_s)
+        except (EngineDied, TimeoutError) as error:
+            self._host.lost()
+            await self._report_update(version, None, str(error) or f"not loaded within {weights.deadline_s:g} s")
+        except WeightsCorrupt as error:
+            self._failed_loads += 1
+            await self._report_update(version, None, f"attempt {self._failed_loads}: {error}")
+            if self._failed_loads >= weights.max_attempts:
                 self._host.lost()
-                await self._report_update(manifest.version, None, str(death))
-                return
-            except (WeightsCorrupt, TimeoutError, WireError) as failure:
-                error = f"attempt {attempt}: {failure or type(failure).__name__}"
-                self.log.warning("update failed", version=manifest.version, error=error)
-                await self._report_update(manifest.version, None, error)
-                continue
+        else:
+            self._failed_loads = 0
             self._updates.append(times)
-            self.param_version = manifest.version
-            self._version_changed.set()
+            self.param_version = version
+            self._ask_again.set()
             self._room.set()
             self.progress()
-            await self._report_update(manifest.version, times, "")
-            return
-        self._host.lost()
+            await self._report_update(version, times, "")
 
     async def _wait_for_pause(self, version: int) -> None:
         while True:
-            reply: PauseGranted = await self.peer(PARAMETER_SERVER).call(RequestPause(version=version))
+            try:
+                reply: PauseGranted = await self.peer(PARAMETER_SERVER).call(RequestPause(version=version))
+            except (DeadlineExceeded, RemoteError) as error:
+                self.log.warning("parameter server is away", error=str(error))
+                await asyncio.sleep(AWAY_S)
+                continue
             if reply.granted:
                 return
 

@@ -35,9 +35,12 @@ class EngineHost:
         self.died = asyncio.Event()
         """Set when the engine must be replaced."""
         self.version = -1
-        """The version being served; -1 before the first commit."""
+        """The version being served; -1 before the first commit of an engine."""
         self.sampled_tokens = 0
         self.restarts = 0
+        self.commits = 0
+        """Updates committed, over all engines: it tells whether the version has changed between two moments."""
+        self._shut_since = 0.0
         self.sampling: list[tuple[float, float]] = []
         """Closed intervals (wall clock) in which requests were running, since they were last taken."""
 
@@ -110,14 +113,23 @@ class EngineHost:
         await self._engine.stage(manifest)
         return self._clock.now() - began
 
-    async def quiesce(self) -> None:
-        """Under on_update = drain: admit nothing more and wait until what runs is finished.
+    async def quiesced(self, timeout: float) -> bool:
+        """Whether an update may begin. Under on_update = drain nothing more is admitted and what runs ends first.
 
-        Ends because every response does: the engine hands over tokens in time or is declared dead.
+        False if that takes longer than ``timeout`` seconds; to be asked again. It ends because every response does: the
+        engine hands over tokens in time or is declared dead.
         """
-        if self._config.rollout.on_update == "drain":
-            self._open.clear()
-            await self._idle.wait()
+        if self._open.is_set():
+            self._shut_since = self._clock.now()
+        if self._config.rollout.on_update != "drain":
+            return True
+        self._open.clear()
+        try:
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
 
     async def update(self, manifest: Manifest, stage_s: float) -> UpdateTimes:
         """Pause, load, resume. Raises what the engine raises; the engine is paused then."""
@@ -134,6 +146,7 @@ class EngineHost:
         await engine.resume()
         resumed = self._clock.now()
         self.version = manifest.version
+        self.commits += 1
         self._open.set()
         if self._running:
             self._sampling_since = self._clock.wall()
@@ -146,15 +159,10 @@ class EngineHost:
             pause_s=paused - began,
             load_s=loaded - paused,
             resume_s=resumed - loaded,
-            stall_s=resumed - began,
+            stall_s=resumed - self._shut_since,
         )
 
     # --- measuring ---
-
-    @property
-    def in_flight(self) -> int:
-        """Requests submitted and not yet over."""
-        return self._running
 
     def take_sampling(self) -> list[tuple[float, float]]:
         """The intervals since the last call, the present one up to now."""

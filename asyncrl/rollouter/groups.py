@@ -98,9 +98,7 @@ class GroupRunner:
                 return await attempt()
             except (EngineDied, WireError, ValueError) as error:
                 # An engine's ValueError is a request that it can never serve.
-                final = not (
-                    error.retryable if isinstance(error, RemoteError) else isinstance(error, EngineDied | WireError)
-                )
+                final = isinstance(error, ValueError) or (isinstance(error, RemoteError) and not error.retryable)
                 if final or number == rollout.max_attempts:
                     raise TrajectoryFailed(f"{what} failed {number} times: {error}") from error
             await asyncio.sleep(rollout.retry_backoff_s * 2 ** (number - 1))

@@ -93,6 +93,7 @@ class Response:
 
     def lose_submission(self) -> None:
         """Forget what the present submission has sampled, because nobody can say under which version."""
+        self.finish_reason = None
         del self.tokens[self._submission_start :]
         del self.logprobs[self._submission_start :]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from asyncrl.config import Config
-from asyncrl.errors import AsyncRLError, DeadlineExceeded, RemoteError, WireError
+from asyncrl.errors import ActorFailed, AsyncRLError, DeadlineExceeded, RemoteError, WireError
 from asyncrl.messages import (
     ActorRecord,
     Heartbeat,
@@ -32,6 +32,7 @@ from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.endpoint import Endpoint
 from asyncrl.runtime.peer import REPEAT_S, Peer
 from asyncrl.runtime.server import Caller, CallServer, handler
+from asyncrl.runtime.supervision import ROLES, UNHEALABLE_EXITS
 from asyncrl.wire.keys import Credentials
 from asyncrl.wire.transport import Transport
 
@@ -109,6 +110,9 @@ class Actor:
     async def close(self) -> None:
         """Give back what is held; called whatever happened before."""
 
+    def peer_replaced(self, name: str, incarnation: int) -> None:
+        """A newer incarnation of an actor has said HELLO: this one of it is dead."""
+
     # --- what an actor uses ---
 
     @property
@@ -175,7 +179,7 @@ class Actor:
         try:
             async with asyncio.TaskGroup() as self.tasks:
                 try:
-                    server = CallServer(self._endpoint, self, self._handler_failed)
+                    server = CallServer(self._endpoint, self, self._handler_failed, self.peer_replaced)
                     self.address = server.bind(self._bind_address())
                     await self._live()
                 finally:
@@ -195,6 +199,8 @@ class Actor:
             try:
                 async with asyncio.timeout(self.config.supervision.drain_s):
                     await self.close()
+            except TimeoutError:
+                self.log.error("not closed in time", state=self.states.state)
             finally:
                 self.peer(CONTROLLER).close()
                 if server is not None:
@@ -275,9 +281,17 @@ class Actor:
         self._endpoint.count("errors/handler")
         self.log.error("handler failed", type=type, exc_info=error)
 
+    def _will_be_restarted(self, error: BaseException) -> bool:
+        policy = ROLES.get(self.role)
+        healable = not (isinstance(error, AsyncRLError) and error.exit_code in UNHEALABLE_EXITS)
+        return policy is not None and policy.restart and healable and not isinstance(error, ActorFailed)
+
     async def _report(self, error: BaseException) -> None:
         """Tell the controller why this actor ends."""
         if self.context.controller is None:
+            return
+        if self._will_be_restarted(error):
+            # Its node agent decides; the run goes on meanwhile.
             return
         exit_code = error.exit_code if isinstance(error, AsyncRLError) else 1
         reason = str(error) if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {error}"

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.messages import ActorRecord, Message, message_types
+from asyncrl.messages import ActorRecord
 from asyncrl.wire.codec import Codec
 from asyncrl.wire.envelope import PROTOCOL_VERSION, Header, Hello, Kind, encode_header
 from asyncrl.wire.keys import Credentials
@@ -33,7 +33,6 @@ class Endpoint:
     spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
     """Start a task whose failure fails the actor."""
     codec: Codec = field(default_factory=Codec)
-    types: dict[str, type[Message]] = field(default_factory=message_types)
     param_version: int = -1
     ending: bool = False
     """The actor's tasks are over or being cancelled: nothing is served and nobody is looked for any more."""

@@ -62,7 +62,8 @@ class Peer:
         self._credit = 0
         self._on_wire = 0
         self._next_id = 1
-        self._hello_id = 0
+        self._hello_ids: set[int] = set()
+        """Of the HELLOs on this connection that are not answered yet."""
         self._hello_timer: asyncio.TimerHandle | None = None
         self._resolving: asyncio.Task[None] | None = None
         self._pending: dict[int, CallFuture] = {}
@@ -112,6 +113,10 @@ class Peer:
             raise self._too_large(type(message).__name__, frames)
         return self._client.send([self._endpoint.header(Kind.CAST, type(message).__name__), *frames])
 
+    def connect(self) -> None:
+        """Say HELLO now instead of with the first call."""
+        self._connect()
+
     def close(self) -> None:
         """Disconnect; calls in flight fail."""
         self._closed = True
@@ -151,6 +156,7 @@ class Peer:
 
     def _disconnect(self) -> None:
         self.ready = False
+        self._hello_ids.clear()
         if self._hello_timer is not None:
             self._hello_timer.cancel()
             self._hello_timer = None
@@ -163,9 +169,12 @@ class Peer:
         if self._closed or self._client is None:
             return
         self.ready = False
-        self._hello_id = self._next_id
+        if self._hello_ids and not self._fixed:
+            # Not answered so far: whoever is to answer may have a successor elsewhere.
+            self._find()
+        self._hello_ids.add(self._next_id)
+        self._client.send(self._endpoint.hello(self._next_id))
         self._next_id += 1
-        self._client.send(self._endpoint.hello(self._hello_id))
         if self._hello_timer is not None:
             self._hello_timer.cancel()
         self._hello_timer = self._loop.call_later(REPEAT_S / 5, self._say_hello)
@@ -281,8 +290,9 @@ class Peer:
         self._use_credit()
 
     def _on_welcome(self, header: Header, body: Welcome) -> None:
-        if header.in_reply_to != self._hello_id or body.name != self.name:
+        if header.in_reply_to not in self._hello_ids or body.name != self.name:
             return
+        self._hello_ids.clear()
         if self._hello_timer is not None:
             self._hello_timer.cancel()
             self._hello_timer = None
@@ -293,10 +303,9 @@ class Peer:
         self._on_wire = 0
         self.ready = True
         for future in list(self._pending.values()):
+            future.on_wire = False
             if restarted and future.sent and not future.kind.idempotent:
                 self._finish(future).set_exception(PeerRestarted(self.name, future.kind.__name__))
-            else:
-                future.on_wire = False
         self._waiting = deque(self._pending.values())
         self._use_credit()
 

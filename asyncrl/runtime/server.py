@@ -64,7 +64,7 @@ class _Session:
     name: str
     incarnation: int
     limit: int
-    running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    running: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
     expired: set[int] = field(default_factory=set)
     """Those of the running whose deadline is over."""
     stored: dict[int, list[Any]] = field(default_factory=dict)
@@ -83,8 +83,8 @@ class _Handler:
 def handler(function: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a method ``(self, request: SomeMessage, caller: Caller)`` as the handler of SomeMessage.
 
-    A plain method runs in the receive callback and must not block; an async one runs as a task that is cancelled
-    when its caller cancels or its deadline is over.
+    A plain method runs in the receive callback and must not block; it returns the reply, or a future of it. An async
+    one runs as a task. The future or the task is cancelled when the caller cancels or its deadline is over.
     """
     function.__asyncrl_handler__ = True  # type: ignore[attr-defined]
     return function
@@ -93,10 +93,17 @@ def handler(function: Callable[..., Any]) -> Callable[..., Any]:
 class CallServer:
     """Serves the handlers of one object."""
 
-    def __init__(self, endpoint: Endpoint, owner: object, on_error: Callable[[str, BaseException], None]) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        owner: object,
+        on_error: Callable[[str, BaseException], None],
+        on_replaced: Callable[[str, int], None],
+    ) -> None:
         self._endpoint = endpoint
         self._loop = asyncio.get_running_loop()
         self._on_error = on_error
+        self._on_replaced = on_replaced
         self._handlers = _handlers_of(owner)
         self._sessions: dict[bytes, _Session] = {}
         self._newest: dict[str, int] = {}
@@ -161,9 +168,11 @@ class CallServer:
         if refusal is not None:
             self._refuse(routing_id, header.id, *refusal)
             return
-        if hello.incarnation > self._newest.get(hello.name, 0):
-            self._newest[hello.name] = hello.incarnation
+        replaced = self._newest.get(hello.name, hello.incarnation)
+        self._newest[hello.name] = hello.incarnation
         self._drop_sessions(hello.name, hello.incarnation, routing_id)
+        if replaced < hello.incarnation:
+            self._on_replaced(hello.name, replaced)
         if routing_id not in self._sessions:
             self._sessions[routing_id] = _Session(routing_id, hello.name, hello.incarnation, hello.max_message_bytes)
         welcome = Welcome(
@@ -227,27 +236,46 @@ class CallServer:
             return
         try:
             reply = found.function(request, caller)
+            if not isinstance(reply, asyncio.Future):
+                self._reply(session, header, found, reply)
+                return
         except Exception as error:
             self._failed(session, header, error)
-        else:
-            self._reply(session, header, found, reply)
+            return
+        session.running[header.id] = reply
+        timer = self._loop.call_at(deadline, self._expire, session, header.id)
+        reply.add_done_callback(lambda reply: self._future_over(session, header, found, reply, timer))
 
     async def _run_call(
         self, session: _Session, header: Header, found: _Handler, request: Message, caller: Caller
     ) -> None:
         try:
-            reply = await found.function(request, caller)
+            self._reply(session, header, found, await found.function(request, caller))
         except Exception as error:
             self._failed(session, header, error)
-        else:
-            self._reply(session, header, found, reply)
 
     def _expire(self, session: _Session, id: int) -> None:
         session.expired.add(id)
         session.running[id].cancel()
 
+    def _future_over(
+        self,
+        session: _Session,
+        header: Header,
+        found: _Handler,
+        reply: asyncio.Future[Message],
+        timer: asyncio.TimerHandle,
+    ) -> None:
+        self._call_over(session, header, reply, timer)
+        if reply.cancelled():
+            return
+        try:
+            self._reply(session, header, found, reply.result())
+        except Exception as error:
+            self._failed(session, header, error)
+
     def _call_over(
-        self, session: _Session, header: Header, task: asyncio.Task[None], timer: asyncio.TimerHandle
+        self, session: _Session, header: Header, task: asyncio.Future[Any], timer: asyncio.TimerHandle
     ) -> None:
         timer.cancel()
         del session.running[header.id]
@@ -257,7 +285,7 @@ class CallServer:
         else:
             code, message = "cancelled", "the call was cancelled"
         if task.cancelled():
-            self._error(session.routing_id, header, code, message)
+            self._error(session.routing_id, header, code, message, retryable=code == "cancelled")
 
     def _on_cast(self, session: _Session, header: Header, frames: Frames) -> None:
         found = self._handlers.get(header.type)
@@ -287,7 +315,7 @@ class CallServer:
             session.stored[header.id] = message
         self._transmit(session.routing_id, message)
 
-    def _failed(self, session: _Session, header: Header, error: Exception) -> None:
+    def _failed(self, session: _Session, header: Header, error: BaseException) -> None:
         if not isinstance(error, AsyncRLError):
             self._on_error(header.type, error)
         self._error(

@@ -42,12 +42,11 @@ class Codec:
 
     def encode(self, message: Any) -> list[Any]:
         """The body and its buffers, as frames to send."""
-        body = self._encoder.encode(message)
-        if not self._outgoing:
-            return [body]
-        frames = [body, *self._outgoing]
-        self._outgoing = []
-        return frames
+        try:
+            return [self._encoder.encode(message), *self._outgoing]
+        finally:
+            if self._outgoing:
+                self._outgoing = []
 
     def decode(self, kind: type[T], body: Any, buffers: Sequence[Any] = ()) -> T:
         """Read a body as ``kind``. Raises ProtocolError."""
@@ -71,10 +70,8 @@ class Codec:
             tensor = value.detach()
             array = (tensor.view(_torch().int16) if dtype == "bfloat16" else tensor).numpy()
         else:
-            self._outgoing = []
             raise TypeError(f"{type(value).__name__} cannot travel in a message")
         if dtype not in DTYPES:
-            self._outgoing = []
             raise TypeError(f"arrays of {dtype} cannot travel in a message")
         self._outgoing.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         return [dtype, list(value.shape), len(self._outgoing) - 1]

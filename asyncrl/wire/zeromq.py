@@ -26,6 +26,9 @@ SEND_BATCH = 32
 """Messages that may wait for the next turn of the loop before they are handed to ZeroMQ."""
 HEARTBEAT_MS = 5000
 
+# As plain numbers: an enumeration's operators cost as much as handing over a frame.
+NOW, NOW_AND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+
 RawSocket = Any
 
 
@@ -36,7 +39,7 @@ class ZmqTransport:
         self._context: zmq.Context[Any] = zmq.Context()
         self._credentials = credentials
         self._max_message_bytes = max_message_bytes
-        self._open: list[_ZmqSocket] = []
+        self._open: set[_ZmqSocket] = set()
         self._doorkeeper: Doorkeeper | None = None
         if credentials.curve:
             self._doorkeeper = Doorkeeper(self._context, credentials.peers)
@@ -62,8 +65,8 @@ class ZmqTransport:
         except zmq.ZMQError as error:
             socket.close(0)
             raise OSError(error.errno, f"{address}: {error.strerror}") from None
-        server = ZmqServer(socket, receive, curve=self._credentials.curve)
-        self._open.append(server)
+        server = ZmqServer(socket, self._open.discard, receive, curve=self._credentials.curve)
+        self._open.add(server)
         return server
 
     def connect(
@@ -82,14 +85,13 @@ class ZmqTransport:
             socket.curve_secretkey = self._credentials.secret_key
             # A peer's n-th key belongs to its n-th attempt; its address says which attempt that is.
             socket.curve_serverkey = keys[min(_attempt(address), len(keys) - 1)].encode()
-        client = ZmqClient(socket, receive, lost, _endpoint(address))
-        self._open.append(client)
+        client = ZmqClient(socket, self._open.discard, receive, lost, _endpoint(address))
+        self._open.add(client)
         return client
 
     def close(self) -> None:
-        for item in self._open:
+        for item in list(self._open):
             item.close()
-        self._open.clear()
         if self._doorkeeper is not None:
             self._doorkeeper.stop()
         self._context.destroy(linger=0)
@@ -119,8 +121,11 @@ class _ZmqSocket:
     _plain: int
     """Frames of a message without arrays."""
 
-    def __init__(self, socket: RawSocket) -> None:
+    def __init__(self, socket: RawSocket, closed: Callable[[_ZmqSocket], None]) -> None:
         self._socket = socket
+        self._on_closed = closed
+        # The method that zmq.Socket.send wraps with options of no use here.
+        self._put_frame = super(zmq.Socket, socket).send  # type: ignore[misc]
         self._loop = asyncio.get_running_loop()
         self._outgoing: list[list[Any]] = []
         """Not empty only while a look is scheduled."""
@@ -146,6 +151,10 @@ class _ZmqSocket:
                 receive()
             except zmq.Again:
                 return
+            except BaseException:
+                # The edge is gone; what else has arrived must not wait for the next one.
+                self._look_again()
+                raise
         # Others on this loop get their turn.
         self._look_again()
 
@@ -156,7 +165,7 @@ class _ZmqSocket:
         """The further frames of a message: the first ``copied`` as bytes, the others as views."""
         socket = self._socket
         while socket.getsockopt(zmq.RCVMORE):
-            parts.append(socket.recv(zmq.NOBLOCK, copy=len(parts) < copied))
+            parts.append(socket.recv(NOW, len(parts) < copied))
         return parts
 
     def _send(self, frames: list[Any]) -> bool:
@@ -178,7 +187,9 @@ class _ZmqSocket:
     def _put(self, frames: list[Any]) -> bool:
         try:
             # What has no arrays costs less to copy than to keep track of.
-            self._socket.send_multipart(frames, zmq.NOBLOCK, len(frames) <= self._plain)
+            put, copy, last = self._put_frame, len(frames) <= self._plain, len(frames) - 1
+            for index, frame in enumerate(frames):
+                put(frame, NOW if index == last else NOW_AND_MORE, copy)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -193,6 +204,7 @@ class _ZmqSocket:
             self._closed = True
             self._loop.remove_reader(self._fd)
             self._socket.close(0)
+            self._on_closed(self)
 
 
 class ZmqServer(_ZmqSocket):
@@ -200,19 +212,22 @@ class ZmqServer(_ZmqSocket):
 
     _plain = 3
 
-    def __init__(self, socket: RawSocket, receive: ServerReceive, *, curve: bool) -> None:
+    def __init__(
+        self, socket: RawSocket, closed: Callable[[_ZmqSocket], None], receive: ServerReceive, *, curve: bool
+    ) -> None:
         self.address = socket.last_endpoint.decode().rstrip("\0")
         self._on_message = receive
         self._curve = curve
-        super().__init__(socket)
+        super().__init__(socket, closed)
 
     def _receive_one(self) -> None:
-        routing_id = self._socket.recv(zmq.NOBLOCK)
+        routing_id = self._socket.recv(NOW)
         owner: str | None = None
+        # A routing id is always followed by something.
         if not self._curve:
-            frames = self._rest([], 2)
+            frames = self._rest([self._socket.recv(NOW)], 2)
         else:
-            header = self._socket.recv(zmq.NOBLOCK, copy=False)
+            header = self._socket.recv(NOW, copy=False)
             owner = header.get("User-Id")
             frames = self._rest([header.bytes], 2)
         self._on_message(routing_id, frames, owner)
@@ -226,18 +241,25 @@ class ZmqClient(_ZmqSocket):
 
     _plain = 2
 
-    def __init__(self, socket: RawSocket, receive: ClientReceive, lost: Callable[[], None], endpoint: str) -> None:
+    def __init__(
+        self,
+        socket: RawSocket,
+        closed: Callable[[_ZmqSocket], None],
+        receive: ClientReceive,
+        lost: Callable[[], None],
+        endpoint: str,
+    ) -> None:
         self._on_message = receive
         self._on_lost = lost
         self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        super().__init__(socket)
+        super().__init__(socket, closed)
         self._monitor_fd = self._monitor.getsockopt(zmq.FD)
         self._loop.add_reader(self._monitor_fd, self._read_monitor)
         socket.connect(endpoint)
         self._loop.call_soon(self._read_monitor)
 
     def _receive_one(self) -> None:
-        self._on_message(self._rest([self._socket.recv(zmq.NOBLOCK)], 2))
+        self._on_message(self._rest([self._socket.recv(NOW)], 2))
 
     def _read_monitor(self) -> None:
         while not self._closed:

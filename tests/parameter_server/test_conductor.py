@@ -61,9 +61,37 @@ def test_a_pause_past_its_deadline_is_free_again():
         conductor.offer(name, 1, -1)
     assert conductor.ask_pause("r/0", 1, 0, now=0)
     assert not conductor.ask_pause("r/1", 1, 0, now=9)
-    assert conductor.next_reclaim() == 10
     assert conductor.ask_pause("r/1", 1, 0, now=10)
-    assert conductor.replicas["r/0"].failures == 1
+    assert not conductor.ask_pause("r/0", 1, 0, now=11)
+
+
+def test_asking_again_keeps_a_pause_and_an_old_report_changes_nothing():
+    conductor = Conductor(max_paused_fraction=0.1, deadline_s=10)
+    conductor.published(0)
+    for name in ("r/0", "r/1"):
+        conductor.offer(name, 1, -1)
+    assert conductor.ask_pause("r/0", 1, 0, now=0)
+    assert conductor.ask_pause("r/0", 1, 0, now=8)
+    assert not conductor.ask_pause("r/1", 1, 0, now=12)
+    conductor.ended("r/0", 1, 0, committed=True)
+    conductor.published(1)
+    conductor.offer("r/0", 1, 0)
+    conductor.published(2)
+    conductor.ended("r/0", 1, 0, committed=True)
+    assert conductor.needed() == {0, 1, 2}
+
+
+def test_a_dead_replica_blocks_nobody():
+    conductor = Conductor(max_paused_fraction=0.1, deadline_s=10)
+    conductor.published(0)
+    for name in ("r/0", "r/1", "r/2"):
+        conductor.offer(name, 1, -1)
+    assert conductor.ask_pause("r/0", 1, 0, now=0)
+    assert not conductor.ask_pause("r/1", 1, 0, now=1)
+    assert not conductor.ask_pause("r/2", 1, 0, now=2)
+    conductor.left("r/0", 1)
+    conductor.left("r/1", 1)
+    assert conductor.ask_pause("r/2", 1, 0, now=3)
 
 
 class ConductorMachine(RuleBasedStateMachine):

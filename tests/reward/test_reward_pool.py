@@ -237,7 +237,7 @@ def test_an_error_of_the_function_fails_its_task_and_keeps_the_worker(completion
 def test_a_task_that_takes_its_worker_with_it_fails_alone(completion: str, named: str, killed: int) -> None:
     async def body() -> None:
         async with started(workers=2, timeout_s=0.3) as pool:
-            others = [asyncio.create_task(pool.score(request("abc"))) for _ in range(20)]
+            others = [pool.score(request("abc")) for _ in range(20)]
             with pytest.raises(RewardFailed, match=named) as caught:
                 await reward(pool, completion)
             assert caught.value.retryable
@@ -256,7 +256,7 @@ def test_a_task_that_takes_its_worker_with_it_fails_alone(completion: str, named
 def test_a_worker_that_is_stopped_does_not_hold_up_the_others() -> None:
     async def body() -> None:
         async with started(workers=2, timeout_s=0.4) as pool:
-            deaf = asyncio.create_task(pool.score(request("deaf")))
+            deaf = pool.score(request("deaf"))
             longest, count = 0.0, 0
             while not deaf.done():
                 since = time.monotonic()
@@ -287,7 +287,7 @@ def test_the_timeout_counts_from_the_start_in_the_worker() -> None:
 def test_an_answer_that_was_in_time_counts_although_the_event_loop_was_late() -> None:
     async def body() -> None:
         async with started(timeout_s=0.5) as pool:
-            scoring = asyncio.create_task(pool.score(request("sleep 0.1")))
+            scoring = pool.score(request("sleep 0.1"))
             await asyncio.sleep(0.05)
             time.sleep(0.8)  # noqa: ASYNC251
             assert (await scoring).rewards == [9.0]
@@ -325,7 +325,7 @@ def test_workers_killed_at_any_moment_cost_no_more_than_their_task() -> None:
     async def body() -> None:
         async with started(workers=2) as pool:
             for round_ in range(6):
-                scoring = [asyncio.create_task(pool.score(request("abc" * 1000))) for _ in range(200)]
+                scoring = [pool.score(request("abc" * 1000)) for _ in range(200)]
                 await asyncio.sleep(0.002 * round_)
                 victim = next(slot.process for slot in pool._slots if slot.process is not None)
                 os.kill(victim.pid, signal.SIGKILL)
@@ -366,9 +366,9 @@ def test_the_world_of_a_worker() -> None:
 def test_a_cancelled_task_leaves_the_queue() -> None:
     async def body() -> None:
         async with started() as pool:
-            first = asyncio.create_task(pool.score(request("sleep 0.3")))
+            first = pool.score(request("sleep 0.3"))
             await asyncio.sleep(0.05)
-            waiting = [asyncio.create_task(pool.score(request("abc"))) for _ in range(5)]
+            waiting = [pool.score(request("abc")) for _ in range(5)]
             await asyncio.sleep(0.05)
             for task in waiting[:4]:
                 task.cancel()
@@ -386,11 +386,11 @@ def test_a_cancelled_task_that_runs_loses_its_worker_after_a_grace(monkeypatch: 
     async def body() -> None:
         async with started(timeout_s=60.0) as pool:
             pid = await reward(pool, "pid")
-            short = asyncio.create_task(pool.score(request("sleep 0.1")))
+            short = pool.score(request("sleep 0.1"))
             await asyncio.sleep(0.05)
             short.cancel()
             assert await reward(pool, "pid") == pid
-            long = asyncio.create_task(pool.score(request("loop")))
+            long = pool.score(request("loop"))
             await asyncio.sleep(0.05)
             long.cancel()
             async with asyncio.timeout(30):
@@ -400,18 +400,56 @@ def test_a_cancelled_task_that_runs_loses_its_worker_after_a_grace(monkeypatch: 
     run(body())
 
 
-def test_no_more_tasks_than_places_are_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "PLACES_PER_WORKER", 4)
+def test_quick_tasks_are_sent_ahead_and_given_back_when_one_of_them_is_not() -> None:
+    async def body() -> None:
+        async with started(workers=2, timeout_s=20.0) as pool:
+            await asyncio.gather(*(pool.score(request("abc")) for _ in range(50)))
+            slow = pool.score(request("sleep 2"))
+            quick = [pool.score(request("abc")) for _ in range(200)]
+            deepest = max(len(slot.given) for slot in pool._slots)
+            while not all(task.done() for task in quick):
+                deepest = max(deepest, *(len(slot.given) for slot in pool._slots))
+                await asyncio.sleep(0)
+            # The other worker has done them all, those that were behind the slow one included.
+            assert not slow.done()
+            assert deepest > 1
+            assert [(await task).rewards for task in quick] == [[3.0]] * 200
+            assert (await slow).rewards == [7.0]
+            assert (pool.counters.scored, pool.counters.failed, pool.counters.workers_killed) == (251, 0, 0)
+            # What runs a second time behind the slow one is answered to nobody.
+            assert await reward(pool, "abcd") == 4.0
 
+    run(body())
+
+
+def test_a_task_sent_behind_one_that_hangs_or_dies_is_run_by_another_worker() -> None:
+    async def body() -> None:
+        for end in ("loop", "exit"):
+            async with started(workers=1, timeout_s=0.5) as pool:
+                await asyncio.gather(*(pool.score(request("abc")) for _ in range(50)))
+                # The first keeps the worker busy, so that the others wait in the queue and are sent together.
+                tasks = [pool.score(request(text)) for text in ["abc" * 20_000, *["ab"] * 5, end, *["abcd"] * 5]]
+                outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+                assert isinstance(outcomes[6], RewardFailed)
+                del outcomes[6]
+                lengths = [outcome.rewards[0] for outcome in outcomes if isinstance(outcome, Scores)]
+                assert lengths == [60_000.0, *[2.0] * 5, *[4.0] * 5]
+
+    run(body())
+
+
+def test_a_cancelled_task_that_was_sent_ahead_disturbs_no_other() -> None:
     async def body() -> None:
         async with started() as pool:
-            scoring = [asyncio.create_task(pool.score(request("sleep 0.01"))) for _ in range(20)]
-            deepest = 0
-            while not all(task.done() for task in scoring):
-                deepest = max(deepest, len(pool._queue))
-                await asyncio.sleep(0.002)
-            assert 0 < deepest <= 4
-            assert [(await task).rewards for task in scoring] == [[10.0]] * 20
+            await asyncio.gather(*(pool.score(request("abc")) for _ in range(50)))
+            tasks = [pool.score(request(text)) for text in ["abc" * 20_000, *["ab", "abcd"] * 20]]
+            while not tasks[2].done() and len(pool._slots[0].given) < 3:
+                await asyncio.sleep(0)
+            for task in tasks[1::2]:
+                task.cancel()
+            assert [scores.rewards for scores in await asyncio.gather(*tasks[2::2])] == [[4.0]] * 20
+            assert await reward(pool, "abc") == 3.0
+            assert pool.counters.workers_killed == 0
 
     run(body())
 
@@ -540,8 +578,7 @@ def test_close_ends_hanging_tasks_their_helpers_and_what_waits(tmp_path: Path) -
             helpers = [int(await reward(pool, "helper"))]
             path = tmp_path / "helper.pid"
             scoring = [
-                asyncio.create_task(pool.score(request(text, path=str(path))))
-                for text in ("loop", "deaf", "helper_loop", "abc", "abc")
+                pool.score(request(text, path=str(path))) for text in ("loop", "deaf", "helper_loop", "abc", "abc")
             ]
             await until(lambda: path.exists() and path.read_text() != "")
             helpers.append(int(path.read_text()))
@@ -592,7 +629,7 @@ def test_workers_do_not_outlive_a_pool_that_is_killed(tmp_path: Path) -> None:
                 await pool.start()
                 hanging = Completion(text="deaf", finish_reason="stop", tokens=1)
                 score = Score(uid="0-0", prompt="p", row={}, completions=[hanging])
-                scoring = asyncio.create_task(pool.score(score))
+                scoring = pool.score(score)
                 await asyncio.sleep(0.2)
                 print(*(slot.process.pid for slot in pool._slots), flush=True)
                 await scoring
@@ -635,7 +672,7 @@ def test_state_times_add_up_to_the_life_of_the_workers() -> None:
 def test_a_thousand_small_tasks_are_done_beside_one_that_hangs(loop_factory: Callable[[], Any]) -> None:
     async def body() -> None:
         async with started(workers=3, timeout_s=1.0) as pool:
-            hanging = asyncio.create_task(pool.score(request("loop")))
+            hanging = pool.score(request("loop"))
             scores = await asyncio.gather(*(pool.score(request("x" * 8192)) for _ in range(1024)))
             assert all(one.rewards == [8192.0] for one in scores)
             with pytest.raises(RewardFailed, match="ran longer"):

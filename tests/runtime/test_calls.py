@@ -298,6 +298,7 @@ def test_a_newer_incarnation_shuts_out_the_older_one(memory):
             await server.parked.wait()
             await net.client("server/0", incarnation=2).call(Echo())
             await server.cancelled.wait()
+            assert net.replaced == [("client/0", 1)]
             with pytest.raises((Refused, RemoteError)):
                 await parked
             with pytest.raises(Refused, match="incarnation"):

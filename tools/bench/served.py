@@ -26,6 +26,7 @@ from asyncrl.messages import Done, Message, Request
 from asyncrl.monitor.logging import configure_logging
 from asyncrl.reward.actor import RewardActor
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
+from asyncrl.runtime.process import tune_collector
 from asyncrl.wire.keys import Credentials
 from asyncrl.wire.zeromq import ZmqTransport
 
@@ -140,6 +141,7 @@ def main() -> None:
     """See the module."""
     first = json.loads(sys.stdin.buffer.raw.readline())  # type: ignore[attr-defined]
     configure_logging("warning")
+    tune_collector()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(first["role"], first["secret"], first["config"]))
 
