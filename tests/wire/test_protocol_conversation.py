@@ -3,6 +3,7 @@
 import asyncio
 import struct
 import threading
+import time
 from pathlib import Path
 
 import msgpack
@@ -39,6 +40,7 @@ class Break(Request, frozen=True, kw_only=True):
 
 class Speaker(Actor):
     role = "speaker"
+    waiting = 0
     cancelled = 0
 
     @handler
@@ -47,6 +49,7 @@ class Speaker(Actor):
 
     @handler
     async def wait(self, request: Wait, caller: Caller) -> Done:
+        self.waiting += 1
         try:
             await asyncio.sleep(caller.remaining_s)
         except asyncio.CancelledError:
@@ -191,11 +194,13 @@ def test_a_cancel_reaches_the_handler_and_is_answered(alien, speaker):
     alien.send(CALL, "Wait", {}, id=2, deadline_ms=60_000)  # a repeat changes nothing
     alien.send(CALL, "Break", {}, id=3, deadline_ms=5000)
     assert alien.receive()[0][3] == 3
+    while not speaker.waiting:
+        time.sleep(0.01)
     alien.send(CANCEL, "", None, in_reply_to=2)
     header, body, _ = alien.receive()
     assert header[1:4] == [ERROR, 0, 2]
     assert body["code"] == "cancelled"
-    assert speaker.cancelled == 1
+    assert (speaker.waiting, speaker.cancelled) == (1, 1)
 
 
 def test_garbage_changes_nothing(alien):
