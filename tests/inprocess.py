@@ -59,6 +59,7 @@ class System:
         self.run_dir = run_dir
         self.network = MemoryNetwork()
         self.actors: dict[str, Actor] = {}
+        self._lives: dict[str, asyncio.Task[None]] = {}
         self._clock = clock
         (run_dir / "private").mkdir(parents=True)
 
@@ -82,30 +83,43 @@ class System:
     async def run(self, timeout: float = 60.0) -> RunState:
         """Returns the state in which the run ended."""
         controller = self.make(CONTROLLER)
-        mains = [asyncio.create_task(controller.main())]
+        last = asyncio.create_task(controller.main())
         while not controller.ready:
             await asyncio.sleep(0.001)
-        mains += [asyncio.create_task(self._live(name)) for name in self.config.actors if name != CONTROLLER]
+        for name in self.config.actors:
+            if name != CONTROLLER:
+                self._lives[name] = asyncio.create_task(self._live(name))
         try:
             async with asyncio.timeout(timeout):
-                results = await asyncio.gather(*mains[1:], return_exceptions=True)
-                await mains[0]
+                while running := [life for life in self._lives.values() if not life.done()]:
+                    await asyncio.wait(running)
+                await last
         finally:
-            for main in mains:
-                main.cancel()
-            await asyncio.gather(*mains, return_exceptions=True)
-        failures = [result for result in results if isinstance(result, BaseException)]
+            for task in (last, *self._lives.values()):
+                task.cancel()
+            results = await asyncio.gather(last, *self._lives.values(), return_exceptions=True)
+        failures = [result for result in results if isinstance(result, Exception)]
         if failures:
             raise failures[0]
         state: RunState = controller._state(0)
         return state
 
+    async def replace(self, name: str) -> None:
+        """Let an actor die in the middle of whatever it does, and start its successor."""
+        life = self._lives[name]
+        life.cancel()
+        await asyncio.wait({life})
+        self._lives[name] = asyncio.create_task(self._live(name))
+
     async def _live(self, name: str) -> None:
         """An actor, and at its end the node agent's word of it."""
-        actor, exit_code = self.make(name), 1
+        actor, exit_code = self.make(name), -9
         try:
             await actor.main()
             exit_code = 0
+        except Exception:
+            exit_code = 1
+            raise
         finally:
             ended = ActorEnded(
                 name=name,

@@ -96,3 +96,48 @@ def test_a_stopped_run_drains_in_order_and_returns_what_is_in_flight(tmp_path):
         # A grant whose reply was on its way when its rollouter ended has never been seen.
         unseen = granted.number > rollouters[granted.rollouter]._seen
         assert in_learner or unreported or unseen, f"{uid} was neither delivered nor returned"
+
+
+@pytest.mark.parametrize("when", ["eval", "training"])
+def test_i1_a_rollouter_that_dies_again_and_again_loses_nothing_and_repeats_nothing(tmp_path, when):
+    evaluation = {"data": {"source": "synthetic", "size": 24}, "n": 2, "at_end": False}
+    config = sim_config(
+        eval={"held": evaluation} if when == "eval" else {},
+        run={"samples_per_step": 100},
+        learner={"steps": 12, "sim": {"step_s": 0.05}},
+        rollout={"sim": {"decode_step_s": 0.004}},
+    )
+
+    async def main():
+        system = System(config, tmp_path / "run")
+        running = asyncio.create_task(system.run())
+        learner = None
+        deaths = 0
+        while not running.done() and deaths < 3:
+            await asyncio.sleep(0.02)
+            rollouter, learner = system.actors.get("rollouter/0"), system.actors.get("learner/0")
+            generating = rollouter is not None and rollouter._generating > 0
+            evaluating = any("@" in uid for uid in rollouter._held) if rollouter is not None else False
+            if learner is not None and generating and (evaluating if when == "eval" else learner._step > 2 * deaths):
+                await system.replace("rollouter/0")
+                deaths += 1
+        return system, await running, deaths
+
+    system, state, deaths = asyncio.run(asyncio.wait_for(main(), 60))
+    assert deaths > 0
+    assert state.phase == "done"
+    uids = trained_uids(system)
+    assert len(uids) == len(set(uids)) == system.lines("train")[-1]["ledger/trained"] == 48
+    if when == "eval":
+        (line,) = system.lines("eval")
+        assert (line["eval/held/prompts"], line["eval/held/failed"]) == (24, 0)
+
+
+def test_a_reward_that_always_fails_ends_the_run_with_its_reason(tmp_path):
+    config = sim_config(
+        reward={"function": "exact", "options": {"answer_key": "absent"}},
+        rollout={"max_attempts": 1},
+        learner={"max_filtered_ratio": 2.0},
+    )
+    with pytest.raises(Exception, match="no signal: .* groups failed since the last step, the last one because"):
+        run(config, tmp_path)

@@ -49,13 +49,11 @@ def warm_up(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % settings.check_every == 0:
+            progress = f"  warm-up step {step}: loss {loss.item():.3f}"
             if loss.item() < settings.check_below:
                 solved = solved_share(model, tokenizer, probes)
-            seconds = time.monotonic() - start
-            print(
-                f"  warm-up step {step}: loss {loss.item():.3f}, {solved:.0%} of samples right ({seconds:.0f} s)",
-                flush=True,
-            )
+                progress += f", {solved:.0%} of samples right"
+            print(f"{progress} ({time.monotonic() - start:.0f} s)", flush=True)
             if solved >= settings.signal:
                 return solved
     raise RuntimeError(
