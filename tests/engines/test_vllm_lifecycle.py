@@ -197,7 +197,6 @@ def test_start_says_what_is_wrong(tmp_path: Path) -> None:
 
     check(config_for(tmp_path / "absent"), "model.path: .* is no folder")
     check(config_for(tmp_path, vllm={"cpu_kv_cache_bytes": 1000}), "cpu_kv_cache_bytes: is 1000")
-    check(config_for(tmp_path, temperature=2.5), "rollout.temperature")
     check(config_for(tmp_path, gpus_per_replica=1), "rollout.gpus_per_replica")
     check(config_for(tmp_path, max_tokens=4096, vllm={"max_model_len": 8192}), "vLLM refuses")
     check(config_for(tmp_path, vllm={"extra": {"no_such_argument": 1}}), "no_such_argument")

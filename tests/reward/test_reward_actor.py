@@ -31,6 +31,11 @@ def act(*, completion):
 """
 
 
+def workers() -> list[psutil.Process]:
+    """The pool's processes; other tests' helpers may live beside them."""
+    return [p for p in psutil.Process().children(recursive=True) if "asyncrl reward worker" in " ".join(p.cmdline())]
+
+
 @pytest.fixture(autouse=True)
 def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "actor_rewards.py").write_text(MODULE)
@@ -72,7 +77,7 @@ async def serving(config: Config, run_dir: Path) -> AsyncIterator[tuple[RewardAc
         net.register(ActorRecord(name="reward/0", incarnation=1, address=actor.address))
         yield actor, net.client("reward/0", "rollouter/0")
         actor.begin_drain()
-    assert psutil.Process().children(recursive=True) == []
+    assert workers() == []
 
 
 def request(text: str) -> Score:
@@ -136,7 +141,7 @@ def test_a_function_that_cannot_be_called_ends_the_actor_before_it_is_ready(tmp_
         assert not actor.ready
 
     asyncio.run(body())
-    assert psutil.Process().children(recursive=True) == []
+    assert workers() == []
 
 
 def test_the_pool_that_cannot_go_on_ends_the_actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,12 +153,12 @@ def test_the_pool_that_cannot_go_on_ends_the_actor(tmp_path: Path, monkeypatch: 
         life = asyncio.create_task(actor.main())
         await until_ready(actor, life)
         (tmp_path / "actor_rewards.py").write_text("")
-        psutil.Process().children()[0].kill()
+        workers()[0].kill()
         with pytest.raises(RewardFailed, match="no worker process left"):
             await asyncio.wait_for(life, 60)
 
     asyncio.run(body())
-    assert psutil.Process().children(recursive=True) == []
+    assert workers() == []
 
 
 def test_the_role_is_found_by_name() -> None:

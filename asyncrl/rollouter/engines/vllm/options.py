@@ -17,8 +17,6 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.rollouter.engines.vllm.checkpoint import text_config
 
-MAX_TEMPERATURE = 2.0
-"""vLLM refuses more."""
 SOCKET_PATH_LIMIT = 107
 """Longest path of a Unix socket (unix(7)), without the final zero."""
 CPU_BATCHED_TOKENS = 4096
@@ -141,15 +139,7 @@ def check_model(config: Config, model: dict[str, Any], cpu_head_sizes: Sequence[
 
     ``cpu_head_sizes`` are the head dimensions that vLLM's CPU attention knows.
     """
-    temperatures = {f"eval.{name}": evaluation.temperature for name, evaluation in config.eval.items()}
-    temperatures["rollout"] = config.rollout.temperature
-    problems = [
-        f"{section}.temperature: is {temperature}, but vLLM samples up to {MAX_TEMPERATURE}"
-        for section, temperature in temperatures.items()
-        if temperature > MAX_TEMPERATURE
-    ]
-    if on_cpu(config):
-        problems += _cpu_problems(config, text_config(model), cpu_head_sizes)
+    problems = _cpu_problems(config, text_config(model), cpu_head_sizes) if on_cpu(config) else []
     if problems:
         raise ConfigError(problems)
 
