@@ -119,7 +119,8 @@ class EngineHost:
         False if that takes longer than ``timeout`` seconds; to be asked again. It ends because every response does: the
         engine hands over tokens in time or is declared dead.
         """
-        if self._open.is_set():
+        if self._open.is_set() or self.version < 0:
+            # An engine's first load costs no generation time: there was none to lose.
             self._shut_since = self._clock.now()
         if self._config.rollout.on_update != "drain":
             return True
