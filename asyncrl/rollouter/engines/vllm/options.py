@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import getpass
 import os
+import shutil
 import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import psutil
 import xxhash
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.rollouter.engines.vllm.checkpoint import text_config
 
+SCRATCH_PREFIX = "asyncrl-engine-"
 SOCKET_PATH_LIMIT = 107
 """Longest path of a Unix socket (unix(7)), without the final zero."""
 CPU_BATCHED_TOKENS = 4096
@@ -56,12 +60,21 @@ def environment(config: Config) -> dict[str, str]:
 
 def make_scratch_folder() -> str:
     """A new folder for an engine's sockets and temporary files; its name says whose: asyncrl-engine-PID-..."""
-    prefix = f"asyncrl-engine-{os.getpid()}-"
+    _remove_scratch_of_the_dead()
+    prefix = f"{SCRATCH_PREFIX}{os.getpid()}-"
     parent = tempfile.gettempdir()
     # 8 random characters, and 36 for a socket's name.
     if len(parent) + len(prefix) + 8 + 36 + 2 > SOCKET_PATH_LIMIT:
         parent = "/tmp"
     return tempfile.mkdtemp(prefix=prefix, dir=parent)
+
+
+def _remove_scratch_of_the_dead() -> None:
+    """What engines left whose process was killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{SCRATCH_PREFIX}*"):
+        pid = folder.name.removeprefix(SCRATCH_PREFIX).partition("-")[0]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def scratch_environment(folder: str) -> dict[str, str]:

@@ -1,0 +1,73 @@
+"""The command line, and a tiny run of the benchmark of calls with real processes."""
+
+import asyncio
+import json
+import tomllib
+
+import pytest
+
+from asyncrl.config import config_to_json, validate_config
+from tools.bench import calls, overlap
+from tools.bench.__main__ import parser
+from tools.bench.report import Report
+
+
+def test_the_commands():
+    chosen = parser().parse_args(["calls", "--vs", "ray", "--json"])
+    assert (chosen.bench, chosen.vs, chosen.json, chosen.pairs) == ("calls", "ray", True, 30)
+    assert parser().parse_args(["calls"]).vs is None
+    assert parser().parse_args(["rollout", "--pairs", "3"]).pairs == 3
+    assert parser().parse_args(["overlap", "--steps", "5", "--json"]).steps == 5
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["sleep"], ["calls", "--pairs", "0"], ["calls", "--vs", "dask"], ["rollout", "--vs", "ray"]]
+)
+def test_wrong_usage(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        parser().parse_args(arguments)
+    assert caught.value.code == 2
+    assert "usage" in capsys.readouterr().err
+
+
+def test_a_tiny_run_of_calls(monkeypatch):
+    monkeypatch.setattr(calls, "ROUND_TRIPS", 5)
+    monkeypatch.setattr(calls, "LARGE_BYTES", 1 << 20)
+    report = Report("calls")
+    asyncio.run(calls.measure(report, pairs=2, vs_ray=False))
+    found = json.loads(report.to_json())
+    assert set(found["ratios"]) == {
+        "call_vs_raw",
+        "call_by_task_vs_raw",
+        "payload_vs_raw",
+        "shared_memory_vs_memcpy",
+    }
+    assert all(ratio > 0 for ratio in found["ratios"].values())
+    assert all(f"{row}_aa" in found["figures"] for row in ("call_vs_raw", "payload_vs_raw", "shared_memory_vs_memcpy"))
+
+
+def test_a_run_is_summed_up_over_its_steady_part(tmp_path):
+    edge = {"time/step_s": 99.0, "time/train_s": 99.0, "time/wait_for_groups_s": 99.0, "staleness/limit": 99.0}
+    edge |= {"rollout/length_mean": 99.0, "staleness/token_mean": 99.0, "kind": "train"}
+    steady = [
+        {
+            "kind": "train",
+            "time/step_s": 2.0,
+            "time/train_s": 1.0,
+            "time/wait_for_groups_s": 0.5,
+            "staleness/limit": 2.0,
+            "rollout/length_mean": length,
+            "staleness/token_mean": staleness,
+        }
+        for length, staleness in ((100.0, 1.0), (300.0, 3.0))
+    ]
+    lines = [edge] * overlap.WARM_UP_STEPS + [{"kind": "eval"}, *steady] + [edge] * overlap.LAST_STEPS
+    run = overlap.summarize(lines)
+    assert (run.step_s, run.train_s, run.wait_for_groups_s, run.limit, run.steps) == (2.0, 1.0, 0.5, 2.0, 2)
+    assert run.token_staleness == pytest.approx((100 * 1 + 300 * 3) / 400)
+
+
+def test_a_configuration_survives_being_written_as_toml(tmp_path):
+    chosen = overlap.config(folder=tmp_path, train_s=0.5, staleness_max=4, adapt=True, steps=8)
+    written = tomllib.loads(overlap.to_toml(json.loads(config_to_json(chosen))))
+    assert validate_config(written) == chosen

@@ -1,0 +1,62 @@
+"""Deadlines on one timer."""
+
+import asyncio
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.runtime.clock import run_virtual
+from asyncrl.runtime.deadlines import TICK_S, Deadlines
+
+times = st.lists(st.tuples(st.floats(0.0, 2.0), st.floats(0.0, 2.0)), max_size=30)
+
+
+@given(times)
+def test_each_expires_once_unless_removed_before_and_no_later_than_a_tick(items):
+    """(when it expires, when it is removed)."""
+
+    async def main():
+        loop, came = asyncio.get_running_loop(), {}
+
+        def expire(item):
+            assert item not in came
+            came[item] = loop.time()
+
+        deadlines = Deadlines(loop, expire)
+        start = loop.time()
+        for item, (when, removed) in enumerate(items):
+            tick = deadlines.add(item, start + when)
+            loop.call_at(start + removed, lambda item=item, tick=tick: deadlines.remove(item, tick))
+        await asyncio.sleep(3.0)
+        for item, (when, removed) in enumerate(items):
+            if item in came:
+                assert when <= came[item] - start + 1e-9
+                assert came[item] - start <= when + TICK_S + 1e-6
+                assert removed >= came[item] - start - 1e-9
+            else:
+                assert removed <= when + TICK_S + 1e-6
+        assert not deadlines._ticks
+        assert deadlines._timer is None or deadlines._timer.cancelled() or deadlines._timer.when() <= loop.time()
+
+    run_virtual(main())
+
+
+def test_an_item_may_be_added_again_when_it_expires_and_nothing_comes_after_the_close():
+    async def main():
+        loop, came = asyncio.get_running_loop(), []
+
+        def expire(item):
+            came.append(item)
+            if len(came) < 3:
+                deadlines.add(item, loop.time() + 0.1)
+
+        deadlines = Deadlines(loop, expire)
+        deadlines.add("a", loop.time() + 0.1)
+        await asyncio.sleep(1.0)
+        assert came == ["a"] * 3
+        deadlines.add("b", loop.time() + 0.1)
+        deadlines.close()
+        await asyncio.sleep(1.0)
+        assert came == ["a"] * 3
+
+    run_virtual(main())
