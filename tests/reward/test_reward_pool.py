@@ -402,10 +402,11 @@ def test_a_cancelled_task_that_runs_loses_its_worker_after_a_grace(monkeypatch: 
 
 def test_quick_tasks_are_sent_ahead_and_given_back_when_one_of_them_is_not() -> None:
     async def body() -> None:
-        async with started(workers=2) as pool:
+        async with started(workers=2, timeout_s=5.0) as pool:
             await asyncio.gather(*(pool.score(request("abc")) for _ in range(50)))
+            quick = [pool.score(request("abc")) for _ in range(100)]
             slow = pool.score(request("sleep 1000"))
-            quick = [pool.score(request("abc")) for _ in range(200)]
+            quick += [pool.score(request("abc")) for _ in range(100)]
             deepest = 0
             while not all(task.done() for task in quick):
                 deepest = max(deepest, *(len(slot.given) for slot in pool._slots))
