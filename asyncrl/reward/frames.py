@@ -15,7 +15,7 @@ import msgspec
 
 MAX_RESULT_BYTES = 1 << 20
 MAX_TASK_BYTES = 1 << 30
-READ_BYTES = 1 << 18
+READ_BYTES = 1 << 16
 _LENGTH = struct.Struct("<I")
 
 

@@ -25,6 +25,8 @@ def read_outcome(value: Any) -> Outcome:
     A number is the reward. A mapping has components: the reward is its "reward" if it has one, else their
     sum.
     """
+    if type(value) is float and math.isfinite(value):
+        return value, {}
     if not isinstance(value, Mapping):
         return _read_number(value, "returned", value), {}
     if not value:

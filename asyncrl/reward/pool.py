@@ -50,13 +50,14 @@ LONGEST_BACKOFF_S = 10.0
 
 
 class _Pending(asyncio.Future[Scores]):
-    """A task from its submission to its rewards."""
+    """A task from its submission to its rewards. ``size`` is in bytes, as it goes to the worker ``slot``."""
+
+    __slots__ = ("pool", "request", "size", "slot")
 
     pool: RewardPool
     request: Score
-    slot: _Slot | None = None
-    size: int = 0
-    """Bytes on the way to the worker."""
+    slot: _Slot | None
+    size: int
 
     def fail(self, error: AsyncRLError) -> None:
         if not self.done():
@@ -82,10 +83,12 @@ class _Slot:
     given_bytes: int = 0
     pace: float = math.inf
     """Recent seconds of a task."""
+    low: int = 0
+    """It is fed when it is given no more than this."""
     began: float = 0.0
     """When the first of the given could begin."""
-    deadline: float = 0.0
-    """When the first of the given is to be over."""
+    forsaken: float = math.inf
+    """When the first of the given could begin or was cancelled, whichever came later, if nobody waits for it."""
     late: bool = False
     """Whether it has given back what was sent ahead."""
     timer: asyncio.TimerHandle | None = None
@@ -93,11 +96,6 @@ class _Slot:
     """When the timer comes."""
     failed_starts: int = 0
     restart: asyncio.TimerHandle | None = None
-
-    @property
-    def may_have(self) -> int:
-        """Tasks that the worker may be given at once."""
-        return max(1, min(AHEAD_TASKS, int(AHEAD_S / max(self.pace, AHEAD_S / AHEAD_TASKS))))
 
 
 @dataclass(slots=True)
@@ -124,6 +122,7 @@ class RewardPool:
     def __init__(self, config: RewardConfig, *, max_tokens: int, start_timeout_s: float = 120.0) -> None:
         self._config, self._max_tokens, self._start_timeout_s = config, max_tokens, start_timeout_s
         self._loop = loop = asyncio.get_running_loop()
+        self._penalty = config.truncated == "penalty"
         self._setup = Setup(config.function, config.per, config.options)
         self._encoder = msgspec.msgpack.Encoder()
         self._queue: deque[_Pending] = deque()
@@ -262,7 +261,9 @@ class RewardPool:
 
     def _feed(self, slot: _Slot) -> None:
         """Give a worker the oldest tasks that wait, as many as it may have, or note it as idle."""
-        room = slot.may_have - len(slot.given)
+        may_have = max(1, min(AHEAD_TASKS, int(AHEAD_S / max(slot.pace, AHEAD_S / AHEAD_TASKS))))
+        slot.low = may_have // 2
+        room = may_have - len(slot.given)
         new: list[_Pending] = []
         bodies: list[bytes] = []
         while self._queue and len(new) < room and slot.given_bytes < AHEAD_BYTES:
@@ -282,7 +283,7 @@ class RewardPool:
                 self._put_back(new)
                 return
             if not slot.given:
-                self._begin(slot, new[0])
+                slot.began, slot.forsaken, slot.late = time.monotonic(), math.inf, False
             for pending in new:
                 pending.slot = slot
             slot.given.extend(new)
@@ -316,12 +317,9 @@ class RewardPool:
         while self._queue and self._idle:
             self._feed(self._idle.pop())
 
-    def _begin(self, slot: _Slot, pending: _Pending) -> None:
-        """The worker is at this task now."""
-        slot.began, slot.late = time.monotonic(), False
-        # Nobody waits for a task that is answered already: it was cancelled, or is done by another worker.
-        grace = CANCEL_GRACE_S if pending.done() else math.inf
-        slot.deadline = slot.began + min(self._config.timeout_s, grace)
+    def _deadline(self, slot: _Slot) -> float:
+        """When the first of the given is to be over."""
+        return min(slot.began + self._config.timeout_s, slot.forsaken + CANCEL_GRACE_S)
 
     def _answered(self, slot: _Slot, result: Result) -> None:
         pending = slot.given[0] if slot.given else None
@@ -329,11 +327,14 @@ class RewardPool:
             raise ValueError("an answer to nothing that was asked")
         slot.given.popleft()
         slot.given_bytes -= pending.size
-        recent = slot.pace if math.isfinite(slot.pace) else result.run_s
-        slot.pace = recent + PACE_WEIGHT * (result.run_s - recent)
-        if slot.given:
-            self._begin(slot, slot.given[0])
-        if len(slot.given) <= slot.may_have // 2 and slot.given_bytes <= AHEAD_BYTES // 2:
+        if slot.pace == math.inf:
+            slot.pace = result.run_s
+        slot.pace += PACE_WEIGHT * (result.run_s - slot.pace)
+        slot.began, slot.forsaken, slot.late = time.monotonic(), math.inf, False
+        if slot.given and slot.given[0].done():
+            slot.forsaken = slot.began
+            self._set_timer(slot)
+        if len(slot.given) <= slot.low and slot.given_bytes <= AHEAD_BYTES // 2:
             self._feed(slot)
         if result.error:
             pending.fail(self._failure(result.error, retryable=True))
@@ -370,7 +371,7 @@ class RewardPool:
 
     def _set_timer(self, slot: _Slot) -> None:
         """For what is due next of this worker. It may come too early, and is then set again."""
-        due = slot.deadline
+        due = self._deadline(slot)
         if len(slot.given) > 1 and not slot.late:
             due = min(due, slot.began + LATE_S)
         if slot.timer is not None:
@@ -385,7 +386,7 @@ class RewardPool:
         if not slot.given or slot.process is None or slot.process.ended:
             return
         now = time.monotonic()
-        if now >= slot.deadline:
+        if now >= self._deadline(slot):
             if not slot.given[0].done():
                 self.counters.timed_out += 1
             slot.process.kill(
@@ -416,18 +417,18 @@ class RewardPool:
             with contextlib.suppress(ValueError):
                 self._queue.remove(pending)
         elif slot.given and slot.given[0] is pending:
-            slot.deadline = min(slot.deadline, time.monotonic() + CANCEL_GRACE_S)
+            slot.forsaken = time.monotonic()
             self._set_timer(slot)
 
     def _pending(self, request: Score) -> _Pending:
         pending = _Pending(loop=self._loop)
-        pending.pool, pending.request = self, request
+        pending.pool, pending.request, pending.slot, pending.size = self, request, None, 0
         return pending
 
     def _scores(self, request: Score, result: Result) -> Scores:
         rewards, components = result.rewards, result.components
         # An eval set has its own limit of length and is judged by the plain reward.
-        if self._config.truncated == "penalty" and "@" not in request.uid:
+        if self._penalty and "@" not in request.uid:
             rewards, components = self._shape(request, result)
         return Scores(rewards=rewards, components=components, run_s=result.run_s)
 

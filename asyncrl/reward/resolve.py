@@ -68,6 +68,8 @@ def resolve(setup: Setup, runner: asyncio.Runner) -> Scorer:
 
     def call(**values: Any) -> Any:
         value = function(**{name: values[name] for name in names if name in values}, **passed)
+        if type(value) is float:
+            return value
         return runner.run(_awaited(value)) if inspect.isawaitable(value) else value
 
     def score_each(task: Task) -> list[Outcome]:

@@ -82,6 +82,8 @@ class Endpoint:
 
 def size_of(frames: list[Any]) -> int:
     """Bytes of a message's body and buffers."""
+    if len(frames) == 1:
+        return len(frames[0])
     return sum(frame.nbytes if isinstance(frame, memoryview) else len(frame) for frame in frames)
 
 

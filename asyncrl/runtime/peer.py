@@ -16,6 +16,7 @@ from typing import Any
 
 from asyncrl.errors import DeadlineExceeded, PeerRestarted, ProtocolError, Refused, RemoteError
 from asyncrl.messages import ActorRecord, Message, Request
+from asyncrl.runtime.deadlines import Deadlines
 from asyncrl.runtime.endpoint import Endpoint, size_of
 from asyncrl.wire.envelope import ErrorBody, Header, Kind, Refuse, Welcome, decode_header
 from asyncrl.wire.transport import Client, Frames
@@ -27,6 +28,8 @@ REPEAT_S = 5.0
 class CallFuture(asyncio.Future[Any]):
     """A call in flight. Cancelling it tells the other side."""
 
+    __slots__ = ("deadline", "frames", "id", "kind", "on_wire", "peer", "sent", "started", "tick")
+
     peer: Peer
     id: int
     kind: type[Request]
@@ -37,7 +40,8 @@ class CallFuture(asyncio.Future[Any]):
     """Whether this incarnation of the peer may have seen it."""
     on_wire: bool
     """Whether it uses credit of the present connection."""
-    timer: asyncio.TimerHandle | None
+    tick: int
+    """Of its deadline or its repeat, whichever comes first."""
 
     def cancel(self, msg: Any = None) -> bool:
         if not self.done():
@@ -67,6 +71,7 @@ class Peer:
         self._hello_timer: asyncio.TimerHandle | None = None
         self._resolving: asyncio.Task[None] | None = None
         self._pending: dict[int, CallFuture] = {}
+        self._deadlines = Deadlines(self._loop, self._on_timer)
         self._waiting: deque[CallFuture] = deque()
         """Calls that wait for the connection or for credit."""
         self._closed = False
@@ -86,7 +91,6 @@ class Peer:
         self._next_id += 1
         future.started = now = self._loop.time()
         future.deadline = now + timeout
-        future.timer = None
         if size_of(future.frames) > self._limit:
             future.set_exception(self._too_large(kind.__name__, future.frames))
             return future
@@ -94,12 +98,12 @@ class Peer:
             future.set_exception(self._expired(future))
             return future
         self._pending[future.id] = future
+        future.tick = self._deadlines.add(future, min(future.deadline, now + REPEAT_S))
         if self.ready and self._on_wire < self._credit:
             self._transmit(future)
         else:
             self._waiting.append(future)
             self._connect()
-        future.timer = self._loop.call_at(min(future.deadline, now + REPEAT_S), self._on_timer, future)
         return future
 
     def cast(self, message: Message) -> bool:
@@ -125,6 +129,7 @@ class Peer:
             self._resolving.cancel()
         for future in list(self._pending.values()):
             self._finish(future).set_exception(self._expired(future))
+        self._deadlines.close()
 
     def oldest_call(self) -> tuple[str, float] | None:
         """(request type, seconds waited) of the call in flight for longest."""
@@ -232,7 +237,7 @@ class Peer:
             self._connect()
         elif future.on_wire:
             self._transmit(future)
-        future.timer = self._loop.call_at(min(future.deadline, now + REPEAT_S), self._on_timer, future)
+        future.tick = self._deadlines.add(future, min(future.deadline, now + REPEAT_S))
 
     def _receive(self, frames: Frames) -> None:
         try:
@@ -331,9 +336,7 @@ class Peer:
         del self._pending[future.id]
         if future.on_wire:
             self._on_wire -= 1
-        if future.timer is not None:
-            future.timer.cancel()
-            future.timer = None
+        self._deadlines.remove(future, future.tick)
         return future
 
     def _expired(self, future: CallFuture) -> DeadlineExceeded:

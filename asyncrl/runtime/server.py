@@ -18,6 +18,7 @@ from typing import Any
 
 from asyncrl.errors import AsyncRLError, ProtocolError
 from asyncrl.messages import Message, Request
+from asyncrl.runtime.deadlines import Deadlines
 from asyncrl.runtime.endpoint import CREDIT, Endpoint, size_of
 from asyncrl.wire.envelope import (
     PROTOCOL_VERSION,
@@ -65,8 +66,6 @@ class _Session:
     incarnation: int
     limit: int
     running: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
-    expired: set[int] = field(default_factory=set)
-    """Those of the running whose deadline is over."""
     stored: dict[int, list[Any]] = field(default_factory=dict)
     """Replies to calls that may not be repeated, until the caller has them."""
 
@@ -107,6 +106,9 @@ class CallServer:
         self._handlers = _handlers_of(owner)
         self._sessions: dict[bytes, _Session] = {}
         self._newest: dict[str, int] = {}
+        self._deadlines: Deadlines[asyncio.Future[Any]] = Deadlines(self._loop, self._expire)
+        self._expired: set[asyncio.Future[Any]] = set()
+        """Those of the running calls whose deadline is over."""
         self._bound: BoundSocket | None = None
 
     def bind(self, address: str) -> str:
@@ -116,6 +118,7 @@ class CallServer:
 
     def close(self) -> None:
         """Unbind."""
+        self._deadlines.close()
         if self._bound is not None:
             self._bound.close()
 
@@ -231,8 +234,8 @@ class CallServer:
             task = self._endpoint.spawn(self._run_call(session, header, found, request, caller))
             session.running[header.id] = task
             # Also for a task that is cancelled before it has begun.
-            timer = self._loop.call_at(deadline, self._expire, session, header.id)
-            task.add_done_callback(lambda task: self._call_over(session, header, task, timer))
+            tick = self._deadlines.add(task, deadline)
+            task.add_done_callback(lambda task: self._call_over(session, header, task, tick))
             return
         try:
             reply = found.function(request, caller)
@@ -243,8 +246,8 @@ class CallServer:
             self._failed(session, header, error)
             return
         session.running[header.id] = reply
-        timer = self._loop.call_at(deadline, self._expire, session, header.id)
-        reply.add_done_callback(lambda reply: self._future_over(session, header, found, reply, timer))
+        tick = self._deadlines.add(reply, deadline)
+        reply.add_done_callback(lambda reply: self._future_over(session, header, found, reply, tick))
 
     async def _run_call(
         self, session: _Session, header: Header, found: _Handler, request: Message, caller: Caller
@@ -254,9 +257,9 @@ class CallServer:
         except Exception as error:
             self._failed(session, header, error)
 
-    def _expire(self, session: _Session, id: int) -> None:
-        session.expired.add(id)
-        session.running[id].cancel()
+    def _expire(self, running: asyncio.Future[Any]) -> None:
+        self._expired.add(running)
+        running.cancel()
 
     def _future_over(
         self,
@@ -264,9 +267,9 @@ class CallServer:
         header: Header,
         found: _Handler,
         reply: asyncio.Future[Message],
-        timer: asyncio.TimerHandle,
+        tick: int,
     ) -> None:
-        self._call_over(session, header, reply, timer)
+        self._call_over(session, header, reply, tick)
         if reply.cancelled():
             return
         try:
@@ -274,18 +277,15 @@ class CallServer:
         except Exception as error:
             self._failed(session, header, error)
 
-    def _call_over(
-        self, session: _Session, header: Header, task: asyncio.Future[Any], timer: asyncio.TimerHandle
-    ) -> None:
-        timer.cancel()
+    def _call_over(self, session: _Session, header: Header, task: asyncio.Future[Any], tick: int) -> None:
+        self._deadlines.remove(task, tick)
         del session.running[header.id]
-        if header.id in session.expired:
-            session.expired.remove(header.id)
-            code, message = "deadline", "the handler ran past the caller's deadline"
-        else:
-            code, message = "cancelled", "the call was cancelled"
         if task.cancelled():
+            code, message = "cancelled", "the call was cancelled"
+            if task in self._expired:
+                code, message = "deadline", "the handler ran past the caller's deadline"
             self._error(session.routing_id, header, code, message, retryable=code == "cancelled")
+        self._expired.discard(task)
 
     def _on_cast(self, session: _Session, header: Header, frames: Frames) -> None:
         found = self._handlers.get(header.type)

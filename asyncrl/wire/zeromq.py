@@ -127,7 +127,7 @@ class _ZmqSocket:
         # The method that zmq.Socket.send wraps with options of no use here.
         self._put_frame = super(zmq.Socket, socket).send  # type: ignore[misc]
         self._loop = asyncio.get_running_loop()
-        self._outgoing: list[list[Any]] = []
+        self._outgoing: list[Frames] = []
         """Not empty only while a look is scheduled."""
         self._look_scheduled = False
         self._closed = False
@@ -168,7 +168,7 @@ class _ZmqSocket:
             parts.append(socket.recv(NOW, len(parts) < copied))
         return parts
 
-    def _send(self, frames: list[Any]) -> bool:
+    def _send(self, frames: Frames) -> bool:
         if self._closed:
             return False
         if not self._look_scheduled:
@@ -184,7 +184,7 @@ class _ZmqSocket:
             self._put(frames)
         self._outgoing.clear()
 
-    def _put(self, frames: list[Any]) -> bool:
+    def _put(self, frames: Frames) -> bool:
         try:
             # What has no arrays costs less to copy than to keep track of.
             put, copy, last = self._put_frame, len(frames) <= self._plain, len(frames) - 1
@@ -270,7 +270,7 @@ class ZmqClient(_ZmqSocket):
             self._on_lost()
 
     def send(self, frames: Frames) -> bool:
-        return self._send(list(frames))
+        return self._send(frames)
 
     def close(self) -> None:
         if not self._closed:

@@ -1,1 +1,1 @@
-"""Benchmarks: what asyncrl costs above the floor, and what it saves against Ray (docs/performance.md)."""
+"""Benchmarks: what asyncrl costs above the floor, and what it saves against Ray."""

@@ -1,4 +1,4 @@
-"""``python -m tools.bench {calls,rollout,overlap}``: measure asyncrl against the floor (docs/performance.md).
+"""``python -m tools.bench {calls,rollout,overlap}``: measure asyncrl against the floor.
 
 A table goes to stderr; with ``--json`` the last line of stdout is one JSON object whose last key is ``ratios``.
 The exit code says nothing of the targets: 0 when everything was measured.
@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
         bench.add_argument("--pairs", type=_positive, default=pairs, help=f"pairs of each comparison ({pairs})")
     benches.choices["calls"].add_argument("--vs", choices=["ray"], help="also measure against Ray")
     bench = benches.add_parser("overlap", help="throughput of the whole system against max(T_generate, T_train)")
-    bench.add_argument("--steps", type=_positive, default=60, help="steps measured in each run (60)")
+    bench.add_argument("--steps", type=_positive, default=48, help="steps measured in each run (48)")
     for bench in benches.choices.values():
         bench.add_argument("--json", action="store_true", help="print the figures as JSON")
     return found

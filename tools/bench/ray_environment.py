@@ -56,7 +56,8 @@ class Ray:
 
     async def measure(self, what: str, **arguments: Any) -> float:
         """One figure. Raises ActorFailed when the process is gone, TimeoutError when it does not answer."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.write(json.dumps({"do": what, **arguments}).encode() + b"\n")
         async with asyncio.timeout(ANSWER_S):
             line = await self._process.stdout.readline()

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Ray's side of the benchmark of calls; runs in Ray's own environment and imports nothing of asyncrl.
 
 Reads one JSON object a line from stdin, ``{"do": NAME, ...}``, and answers each with ``{"value": FIGURE}`` on the

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -222,10 +222,9 @@ async def living(settings: Config, folder: Path, exchange: Exchange) -> AsyncIte
     live(controller.main())
     try:
         await until_ready([controller], lives)
-        for role in ("dataloader", "reward", "learner", "parameter_server"):
-            actors.append(Counterpart(context(f"{role}/0", controller.address), exchange))
         rollouter = Rollouter(context("rollouter/0", controller.address))
-        actors.append(rollouter)
+        roles = ("dataloader", "reward", "learner", "parameter_server")
+        actors = [*(Counterpart(context(f"{role}/0", controller.address), exchange) for role in roles), rollouter]
         for actor in actors:
             live(actor.main())
         await until_ready(actors, lives)
@@ -240,7 +239,7 @@ async def living(settings: Config, folder: Path, exchange: Exchange) -> AsyncIte
         await asyncio.gather(*lives, return_exceptions=True)
 
 
-async def until_ready(actors: list[Actor], lives: list[asyncio.Task[None]]) -> None:
+async def until_ready(actors: Sequence[Actor], lives: list[asyncio.Task[None]]) -> None:
     """Raises what ended one of them."""
     while not all(actor.ready for actor in actors):
         for life in lives:

@@ -118,10 +118,9 @@ async def serve(role: str, secret: str, config: str) -> None:
             for name, copy in (("raw", True), ("raw_views", False)):
                 router = context.socket(zmq.ROUTER)
                 router.linger = 0
-                router.bind("tcp://127.0.0.1:*")
-                addresses[name] = router.last_endpoint.decode()
+                addresses[name] = f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
                 echoes.append(tasks.create_task(raw_echo(router, copy=copy)))
-            while not actor.ready and not life.done():
+            while not actor.ready and not life.done():  # noqa: ASYNC110 - an actor tells nobody that it is ready
                 await asyncio.sleep(0.01)
             sys.stdout.write(json.dumps({"actor": actor.address, **addresses}) + "\n")
             sys.stdout.flush()
@@ -139,7 +138,9 @@ def _at_end_of_stdin(end: Callable[[], None]) -> None:
 
 def main() -> None:
     """See the module."""
-    first = json.loads(sys.stdin.buffer.raw.readline())  # type: ignore[attr-defined]
+    # Without a buffer, so that the end of stdin is left for the loop to see.
+    with open(0, "rb", buffering=0, closefd=False) as stdin:
+        first = json.loads(stdin.readline())
     configure_logging("warning")
     tune_collector()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

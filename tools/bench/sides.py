@@ -40,7 +40,8 @@ def server(role: str, config: Config) -> Iterator[tuple[dict[str, str], str]]:
     process = subprocess.Popen(
         [sys.executable, "-m", "tools.bench.served"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
-    assert process.stdin is not None and process.stdout is not None
+    assert process.stdin is not None
+    assert process.stdout is not None
     try:
         first = {"role": role, "secret": secret, "config": config_to_json(config)}
         process.stdin.write(json.dumps(first).encode() + b"\n")

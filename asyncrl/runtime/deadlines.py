@@ -1,0 +1,73 @@
+"""Many deadlines on one timer.
+
+A timer of the event loop for each call costs more than all else that is done for its deadline, and nearly every call
+is over long before. Here deadlines fall into ticks; what is over is removed from its tick, and one timer waits for the
+earliest tick that is not empty. Invariant: each item that is not removed is handed to ``expire`` once, late by no more
+than TICK_S, early by no more than a loop's own timers are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+T = TypeVar("T", bound=Hashable)
+
+TICK_S = 0.01
+EARLY_TICKS = 0.06
+"""uvloop rounds its timers to milliseconds."""
+
+
+class Deadlines(Generic[T]):
+    """Deadlines on the loop's clock. ``add`` gives the tick that ``remove`` takes."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, expire: Callable[[T], None]) -> None:
+        self._loop = loop
+        self._expire = expire
+        self._ticks: dict[int, dict[T, None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._armed: float = math.inf
+        """The tick that the timer waits for."""
+
+    def add(self, item: T, when: float) -> int:
+        """Have ``item`` expire at ``when`` (s)."""
+        tick = int(when / TICK_S) + 1
+        items = self._ticks.get(tick)
+        if items is None:
+            items = self._ticks[tick] = {}
+            if tick < self._armed:
+                self._arm(tick)
+        items[item] = None
+        return tick
+
+    def remove(self, item: T, tick: int) -> None:
+        """It is over, or has expired."""
+        items = self._ticks.get(tick)
+        if items is not None:
+            items.pop(item, None)
+            if not items:
+                del self._ticks[tick]
+
+    def close(self) -> None:
+        """Nothing expires any more."""
+        self._ticks.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _arm(self, tick: int) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._armed = tick
+        self._timer = self._loop.call_at(tick * TICK_S, self._run)
+
+    def _run(self) -> None:
+        self._timer, self._armed = None, math.inf
+        now = self._loop.time() / TICK_S
+        for tick in sorted(tick for tick in self._ticks if tick <= now + EARLY_TICKS):
+            for item in self._ticks.pop(tick, ()):
+                self._expire(item)
+        if self._ticks and self._timer is None:
+            self._arm(min(self._ticks))
