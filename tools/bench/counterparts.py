@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+import msgspec
+
 from asyncrl.messages import (
     Deliver,
     Delivered,
@@ -44,6 +46,8 @@ class Exchange:
     parked: ParkingLot = field(default_factory=ParkingLot)
     delivered: ParkingLot = field(default_factory=ParkingLot)
     granted: int = 0
+    unseen: list[Ticket] = field(default_factory=list)
+    """Granted, and not known to have reached the rollouter."""
 
     async def generate(self, tickets: list[Ticket], timeout: float) -> list[Group]:
         """Have these groups generated, scored and delivered. Raises TimeoutError."""
@@ -67,16 +71,22 @@ class Counterpart(Actor):
 
     @handler
     async def lease(self, request: Lease, caller: Caller) -> Leased:
-        """As many tickets as there is room for."""
-        return await self.exchange.parked.until(lambda: self._grant(request.free_groups), caller.park_s) or Leased()
+        """As many tickets as there is room for; those that the rollouter has not seen are granted again first."""
+        return await self.exchange.parked.until(lambda: self._grant(request), caller.park_s) or Leased()
 
-    def _grant(self, free: int) -> Leased | None:
+    def _grant(self, request: Lease) -> Leased | None:
         exchange = self.exchange
-        taken, exchange.tickets = exchange.tickets[:free], exchange.tickets[free:]
-        if not taken:
-            return None
-        exchange.granted += len(taken)
-        return Leased(tickets=taken)
+        exchange.unseen = [ticket for ticket in exchange.unseen if ticket.grant > request.seen]
+        again = exchange.unseen[: request.free_groups]
+        free = request.free_groups - len(again)
+        fresh = [
+            msgspec.structs.replace(ticket, grant=exchange.granted + number)
+            for number, ticket in enumerate(exchange.tickets[:free], 1)
+        ]
+        del exchange.tickets[:free]
+        exchange.granted += len(fresh)
+        exchange.unseen += fresh
+        return Leased(tickets=again + fresh) if again or fresh else None
 
     @handler
     def score(self, request: Score, caller: Caller) -> Scores:
