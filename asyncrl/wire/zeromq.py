@@ -124,8 +124,9 @@ class _ZmqSocket:
     def __init__(self, socket: RawSocket, closed: Callable[[_ZmqSocket], None]) -> None:
         self._socket = socket
         self._on_closed = closed
-        # The method that zmq.Socket.send wraps with options of no use here.
+        # Looking up an attribute of a socket is slow; and zmq.Socket.send only adds options of no use here.
         self._put_frame = super(zmq.Socket, socket).send  # type: ignore[misc]
+        self._take_frame, self._option = socket.recv, socket.getsockopt
         self._loop = asyncio.get_running_loop()
         self._outgoing: list[Frames] = []
         """Not empty only while a look is scheduled."""
@@ -163,9 +164,9 @@ class _ZmqSocket:
 
     def _rest(self, parts: list[Any], copied: int) -> list[Any]:
         """The further frames of a message: the first ``copied`` as bytes, the others as views."""
-        socket = self._socket
-        while socket.getsockopt(zmq.RCVMORE):
-            parts.append(socket.recv(NOW, len(parts) < copied))
+        take, option = self._take_frame, self._option
+        while option(zmq.RCVMORE):
+            parts.append(take(NOW, len(parts) < copied))
         return parts
 
     def _send(self, frames: Frames) -> bool:
@@ -221,13 +222,13 @@ class ZmqServer(_ZmqSocket):
         super().__init__(socket, closed)
 
     def _receive_one(self) -> None:
-        routing_id = self._socket.recv(NOW)
+        routing_id = self._take_frame(NOW)
         owner: str | None = None
         # A routing id is always followed by something.
         if not self._curve:
-            frames = self._rest([self._socket.recv(NOW)], 2)
+            frames = self._rest([self._take_frame(NOW)], 2)
         else:
-            header = self._socket.recv(NOW, copy=False)
+            header = self._take_frame(NOW, copy=False)
             owner = header.get("User-Id")
             frames = self._rest([header.bytes], 2)
         self._on_message(routing_id, frames, owner)
@@ -259,7 +260,7 @@ class ZmqClient(_ZmqSocket):
         self._loop.call_soon(self._read_monitor)
 
     def _receive_one(self) -> None:
-        self._on_message(self._rest([self._socket.recv(NOW)], 2))
+        self._on_message(self._rest([self._take_frame(NOW)], 2))
 
     def _read_monitor(self) -> None:
         while not self._closed:

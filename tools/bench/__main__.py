@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import uvloop
 
-from asyncrl.runtime.process import tune_collector
+from asyncrl.runtime.process import tune_memory
 from tools.bench.report import Report
 
 
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure; returns the exit code."""
     chosen = parser().parse_args(arguments)
     report = Report(chosen.bench)
-    tune_collector()
+    tune_memory()
     if chosen.bench == "calls":
         from tools.bench import calls
 

@@ -37,7 +37,7 @@ def config() -> Config:
             "rollout": {"engine": "sim"},
             "learner": {"backend": "sim"},
             "data": {"source": "synthetic"},
-            "reward": {"function": "exact", "workers": WORKERS},
+            "reward": {"function": "tools.bench.reward_function:same", "workers": WORKERS},
             "network": {"call_timeout_s": CALL_TIMEOUT_S},
         }
     )

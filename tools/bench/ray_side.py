@@ -28,9 +28,9 @@ class EchoActor:
 
 
 @ray.remote
-def exact(completion: str, answer: str) -> float:
-    """The reward function of the other side."""
-    return float(completion.strip() == answer.strip())
+def same(completion: str, row: dict[str, str]) -> float:
+    """As tools/bench/reward_function.py."""
+    return float(completion.strip() == row["answer"].strip())
 
 
 class Sides:
@@ -64,7 +64,7 @@ class Sides:
         """Seconds until ``tasks`` texts of ``size`` bytes are scored; each is a task of its own."""
         texts = ["y" * size for _ in range(tasks)]
         began = time.perf_counter()
-        rewards = ray.get([exact.remote(text, "x") for text in texts])
+        rewards = ray.get([same.remote(text, {"answer": "x"}) for text in texts])
         seconds = time.perf_counter() - began
         assert rewards == [0.0] * tasks
         return seconds

@@ -26,7 +26,7 @@ from asyncrl.messages import Done, Message, Request
 from asyncrl.monitor.logging import configure_logging
 from asyncrl.reward.actor import RewardActor
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
-from asyncrl.runtime.process import tune_collector
+from asyncrl.runtime.process import tune_memory
 from asyncrl.wire.keys import Credentials
 from asyncrl.wire.zeromq import ZmqTransport
 
@@ -142,7 +142,7 @@ def main() -> None:
     with open(0, "rb", buffering=0, closefd=False) as stdin:
         first = json.loads(stdin.readline())
     configure_logging("warning")
-    tune_collector()
+    tune_memory()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(first["role"], first["secret"], first["config"]))
 
