@@ -35,9 +35,17 @@ bench: $(STAMP) ## Measure the overheads against their floors
 	$(BIN)/python -m tools.bench calls --vs ray
 	$(BIN)/python -m tools.bench rollout
 	$(BIN)/python -m tools.bench overlap
+	$(BIN)/python -m tools.bench weights
+	$(BIN)/python -m tools.bench stall
+
+chaos: $(STAMP) ## Kill and freeze the processes of a simulated run, 30 times
+	$(BIN)/python -m tools.chaos
+
+soak: $(STAMP) ## Update the real vLLM after every step, in every mode and by every transport
+	$(BIN)/python -m tools.soak
 
 clean: ## Remove the environment and what was made; runs/ stays
 	rm -rf $(VENV) .bench .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
 	find asyncrl tests tools -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help setup quickstart test check bench clean
+.PHONY: help setup quickstart test check bench chaos soak clean

@@ -281,12 +281,29 @@ class StalenessConfig(Section):
 class WeightsConfig(Section):
     """Weight updates."""
 
+    transport: Literal["auto", "nccl", "gloo", "shm", "stream"] = "auto"
+    """How new weights reach the engines: broadcast (nccl on GPU, gloo on CPU), shared memory, or chunks over the wire.
+    auto is nccl where learner and engines are on GPUs, else shm on the learner's host and stream elsewhere. Whoever
+    misses a broadcast, and an engine on another host under shm, is served by stream."""
     max_paused_fraction: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Share of the replicas that may pause for an update at once; at least one always may."""
+    """Share of the replicas that may pause at once for an update by shm or stream; at least one always may."""
     bucket_bytes: Positive = 256 << 20
     """Size of a bucket of parameters."""
+    chunk_bytes: Annotated[int, Field(ge=4096)] = 4 << 20
+    """Size of a chunk under stream."""
+    chunks_in_flight: Positive = 8
+    """Chunks that a replica has asked for and not yet received under stream."""
+    delta: bool = False
+    """Under shm and stream send what has changed since the replica's version, compressed, where that is less. Each
+    host keeps another copy of the weights for it."""
+    verify: Literal["checksum", "full"] = "checksum"
+    """checksum compares every bucket before it is loaded; full also has every replica score the learner's probe after
+    each load, and an engine that disagrees loads again."""
     deadline_s: Seconds = 120.0
     """Longest time from a pause to its commit; a replica past it is restarted."""
+    broadcast_timeout_s: Seconds = 30.0
+    """Longest time that the members of a broadcast wait for one another; past it the group is broken up, and its
+    members are served by stream."""
     max_attempts: Positive = 3
     """Attempts at an update before the engine is restarted."""
 
@@ -344,6 +361,9 @@ class SupervisionConfig(Section):
 
     heartbeat_s: Seconds = 1.0
     """Interval of heartbeats."""
+    stall_s: Seconds = 60.0
+    """Silence of an actor on a living host after which it counts as frozen: it is killed and started again, or ends
+    the run if its role is not restarted."""
     start_timeout_s: Seconds = 300.0
     """Longest time from an actor's start to its being ready."""
     max_restarts: NonNegative = 3
@@ -513,6 +533,8 @@ def cross_check(config: Config) -> list[tuple[str, str]]:
         for key in ("temperature", "top_p", "top_k", "min_p", "logprobs_mode", "weight_transfer_config")
         if key in rollout.vllm.extra
     ]
+    if config.weights.transport == "nccl" and (rollout.engine != "vllm" or not rollout.gpus_per_replica):
+        found.append(("weights.transport", "nccl reaches engines on GPUs only; take auto, shm, stream or gloo"))
     if reward.truncated == "penalty" and reward.overlong.margin_tokens >= rollout.max_tokens:
         found.append(("reward.overlong.margin_tokens", f"must be below rollout.max_tokens = {rollout.max_tokens}"))
     if reward.function == "reasoning_gym" and config.data.source != "reasoning_gym":
@@ -534,6 +556,11 @@ def cross_check(config: Config) -> list[tuple[str, str]]:
             found.append(("rollout.vllm.max_model_len", f"is {length}, less than eval.{name} needs: {longest}"))
         if evaluation.n > rollout.concurrency:
             found.append((f"eval.{name}.n", f"is more than rollout.concurrency = {rollout.concurrency}"))
+    supervision = config.supervision
+    if supervision.stall_s < 3 * supervision.heartbeat_s:
+        found.append(
+            ("supervision.stall_s", f"must be at least 3 * supervision.heartbeat_s = {3 * supervision.heartbeat_s:g}")
+        )
     low, _, high = config.network.ports.partition("-")
     if high and not 0 < int(low) <= int(high) <= 65535:
         found.append(("network.ports", f"{config.network.ports!r} is not a range LOW-HIGH within 1-65535"))

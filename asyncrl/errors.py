@@ -11,6 +11,10 @@ wrong, where, and what to do. Wrong input is a ValueError; our own broken invari
     ├── ActorFailed (RuntimeError)        an actor ended the run
     ├── EngineDied (RuntimeError)         an inference engine is gone; its partial tokens are not
     ├── WeightsCorrupt (ValueError)       a manifest or a bucket is not what was published
+    ├── VersionGone (LookupError)         a version of the weights is no longer held
+    ├── VersionReused (ValueError)        a version of the weights is older than what is there
+    ├── InvalidRequest (ValueError)       a call asks for what there is not
+    ├── BroadcastFailed (ConnectionError) a broadcast of weights broke off
     ├── NonFiniteStep (ArithmeticError)   the loss or the gradient of a step is not finite
     ├── RewardFailed (RuntimeError)       a reward function raised, timed out or returned nonsense
     └── WireError (ConnectionError)
@@ -97,6 +101,40 @@ class WeightsCorrupt(AsyncRLError, ValueError):
         self.version, self.bucket = version, bucket
         where = f"version {version}" + ("" if bucket is None else f", bucket {bucket}")
         super().__init__(f"weights of {where}: {what}")
+
+
+class VersionGone(AsyncRLError, LookupError):
+    """The weights of ``version`` are no longer held; whoever wants weights asks which there are."""
+
+    code = "version_gone"
+
+    def __init__(self, version: int, why: str = "") -> None:
+        self.version = version
+        super().__init__(f"version {version} of the weights is no longer held" + (f": {why}" if why else ""))
+
+
+class VersionReused(AsyncRLError, ValueError):
+    """``version`` was published, and ``newest`` is there: versions only grow, and a number is never used twice."""
+
+    code = "version_reused"
+
+    def __init__(self, version: int, newest: int) -> None:
+        self.version, self.newest = version, newest
+        super().__init__(f"version {version} of the weights is not above {newest}; a number is never reused")
+
+
+class InvalidRequest(AsyncRLError, ValueError):
+    """A call that was read asks for what there is not, as for bytes past the end."""
+
+    code = "invalid"
+
+
+class BroadcastFailed(AsyncRLError, ConnectionError):
+    """A broadcast of weights broke off, or never began; any of its members may be to blame."""
+
+    def __init__(self, version: int, reason: str) -> None:
+        self.version, self.reason = version, reason
+        super().__init__(f"broadcast of version {version}: {reason}")
 
 
 class NonFiniteStep(AsyncRLError, ArithmeticError):

@@ -185,6 +185,14 @@ class WatchRun(Request, frozen=True, kw_only=True):
     """With 0 or more, also answered when there are metrics lines past this number."""
 
 
+class Stalled(Struct, frozen=True, array_like=True):
+    """An actor that does not beat any more though its process lives: this incarnation of it is to be killed."""
+
+    name: str
+    incarnation: int
+    silent_s: float
+
+
 class RunState(Message, frozen=True, kw_only=True):
     """The state of the run."""
 
@@ -201,6 +209,8 @@ class RunState(Message, frozen=True, kw_only=True):
     lines: list[dict[str, Any]] = []
     waiting_for: list[str] = []
     """While starting: the actors that are not ready yet."""
+    stalled: list[Stalled] = []
+    """The actors that are to be killed so that they are started again."""
 
 
 WatchRun.reply = RunState
@@ -411,15 +421,28 @@ Holds.reply = Held
 
 
 class UpdateTimes(Struct, frozen=True, kw_only=True):
-    """What one weight update cost one replica, in seconds."""
+    """What one weight update cost one replica: seconds and bytes."""
 
     version: int
+    transport: str = ""
+    """nccl, gloo, shm or stream."""
     stage_s: float = 0.0
+    """Until the bytes were there and verified; under a rolling transport while the engine generated."""
     pause_s: float = 0.0
+    """From the pause until the engine was idle."""
     load_s: float = 0.0
+    """Under a collective with the transfer."""
     resume_s: float = 0.0
     stall_s: float = 0.0
     """Generation time lost: from the pause until the first request runs again."""
+    bytes: int = 0
+    """Size of the weights."""
+    encoded_bytes: int = 0
+    """What was read or received for them; less than ``bytes`` when deltas paid."""
+    probe_kl: float | None = None
+    """Mean of (learner's - engine's log-prob) over the probe's tokens (nats); None where it was not measured."""
+    checksum: str = ""
+    """Of the engine's own copy of the weights, under weights.verify = full; equal in all engines of one kind."""
 
 
 class RolloutStats(Message, frozen=True, kw_only=True):
@@ -448,15 +471,36 @@ class TensorSpec(Struct, frozen=True, array_like=True):
     """Byte offset in the bucket; aligned to 64."""
 
 
+class Delta(Struct, frozen=True, kw_only=True):
+    """A bucket encoded against the same bucket of version ``base``; see weights/delta.py."""
+
+    base: Count
+    path: str
+    """As Bucket.path."""
+    size: Count
+
+
 class Bucket(Struct, frozen=True, kw_only=True):
-    """A run of parameters in one sealed memory segment."""
+    """A run of parameters."""
 
     path: str
-    """/proc/PID/fd/N of a sealed memfd, readable by processes of the same user on the same host."""
+    """/proc/PID/fd/N of a sealed memfd, readable by processes of the same user on the same host; empty where the bytes
+    are to be fetched."""
     size: Count
     checksum: int
     """xxh3_64 over the whole bucket."""
     tensors: list[TensorSpec]
+    delta: Delta | None = None
+    """The same bytes in fewer, for whoever holds the base."""
+
+
+class Probe(Struct, frozen=True, kw_only=True):
+    """What the learner's weights of a version make of a few fixed sequences; an engine that serves them agrees."""
+
+    tokens: np.ndarray
+    """int32 [sequences, length]."""
+    logprobs: np.ndarray
+    """float32 [sequences, length - 1]: of each token but the first, given those before it, at temperature 1 (nats)."""
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
@@ -464,30 +508,167 @@ class Manifest(Struct, frozen=True, kw_only=True):
 
     version: Count
     buckets: list[Bucket]
+    probe: Probe | None = None
+
+
+class BucketLayout(Struct, frozen=True, kw_only=True):
+    """A bucket before it is filled; the same in every version."""
+
+    size: Count
+    tensors: list[TensorSpec]
+
+
+CollectiveBackend = Literal["nccl", "gloo"]
+Transport = Literal["nccl", "gloo", "shm", "stream"]
+
+
+class CollectiveGroup(Struct, frozen=True, kw_only=True):
+    """Who takes part in a broadcast. Rank 0 is the learner; a replica has ``workers`` consecutive ranks."""
+
+    backend: CollectiveBackend
+    epoch: Count
+    """Number of the membership. A group is used for as long as nobody joins, leaves or fails."""
+    world_size: Annotated[int, Meta(ge=2)]
+    host: str
+    """Where the learner's rendezvous store listens."""
+    port: Annotated[int, Meta(ge=1, le=65535)]
+
+
+class Collective(Struct, frozen=True, kw_only=True):
+    """A replica's part in a broadcast."""
+
+    group: CollectiveGroup
+    first_rank: Annotated[int, Meta(ge=1)]
+    """Of the replica's first worker."""
+    buckets: list[BucketLayout]
+    probe: Probe | None = None
+
+
+class Offer(Struct, frozen=True, kw_only=True):
+    """A version for one replica, and the way to it: ``manifest`` under shm and stream, else ``collective``."""
+
+    version: Count
+    transport: Transport
+    manifest: Manifest | None = None
+    collective: Collective | None = None
+    probe: bool = False
+    """Whether this replica is to be measured against the probe, if there is one."""
 
 
 class Publish(Request, frozen=True, kw_only=True):
-    """Learner to parameter server: version ``manifest.version`` is there. Answered once it is held for good."""
+    """Learner to parameter server: version ``manifest.version`` is there. Answered once it is held for good.
+
+    A version that is there already is acknowledged again. Error ``version_reused`` for an older one.
+    """
 
     reply = Done
     manifest: Manifest
     gather_s: float = 0.0
 
 
+class KeepPublished(Request, frozen=True, kw_only=True):
+    """Learner to parameter server, parked while version ``version`` is held there."""
+
+    reply: ClassVar[type[Message]]
+    version: Count
+
+
+class Published(Message, frozen=True, kw_only=True):
+    """``held`` False: the parameter server is another one and does not know the version; publish it again."""
+
+    held: bool
+    corrupt: bool = False
+    """What is held is no longer what was sealed: its weights are to be published anew, under another number."""
+
+
+KeepPublished.reply = Published
+
+
+class Announce(Request, frozen=True, kw_only=True):
+    """Learner to parameter server: ``version`` is being gathered and could be broadcast.
+
+    Parked until every member of the group is paused for it, or it is clear that there will be no broadcast.
+    """
+
+    reply: ClassVar[type[Message]]
+    version: Count
+    backend: CollectiveBackend
+    host: str
+    port: int
+    """Of the learner's rendezvous store."""
+    buckets: list[BucketLayout]
+    probe: Probe | None = None
+
+
+class Announced(Message, frozen=True, kw_only=True):
+    """``decided`` False: not in time, ask again. Else broadcast to ``group``; to nobody if it is None."""
+
+    decided: bool
+    group: CollectiveGroup | None = None
+
+
+Announce.reply = Announced
+
+
+class BroadcastEnded(Request, frozen=True, kw_only=True):
+    """Learner to parameter server: the broadcast of ``version`` is over; an ``error`` breaks the group."""
+
+    reply = Done
+    version: Count
+    epoch: Count
+    error: str = ""
+
+
 class NextUpdate(Request, frozen=True, kw_only=True):
-    """Rollouter to parameter server, parked until there is a version above ``serving``."""
+    """Rollouter to parameter server, parked until there is a version above ``serving`` to be had.
+
+    Whoever asks this has nothing staged and nothing paused any more, but for an engine that failed to load.
+    """
 
     reply: ClassVar[type[Message]]
     serving: int
+    host: str
+    """See weights/place.py: replicas of the same value as the parameter server's can open its segments."""
+    workers: Annotated[int, Meta(ge=1)] = 1
+    """Processes of the engine that take part in a broadcast."""
+    on_gpu: bool = False
+    base: int = -1
+    """Version whose bytes are kept here, to apply deltas to; -1 for none."""
 
 
 class Update(Message, frozen=True, kw_only=True):
-    """``manifest`` is None when nothing newer came in time."""
+    """``offer`` is None when nothing newer came in time."""
 
-    manifest: Manifest | None = None
+    offer: Offer | None = None
 
 
 NextUpdate.reply = Update
+
+
+class FetchChunk(Request, frozen=True, kw_only=True):
+    """Rollouter to parameter server: bytes [offset, offset + size) of a bucket, or of its delta against ``base``.
+
+    Error ``version_gone`` when the version is no longer held.
+    """
+
+    reply: ClassVar[type[Message]]
+    version: Count
+    bucket: Count
+    offset: Count
+    size: Annotated[int, Meta(ge=1)]
+    base: int = -1
+
+
+class Chunk(Message, frozen=True, kw_only=True):
+    """The bytes asked for."""
+
+    data: np.ndarray
+    """uint8 [size]."""
+    checksum: int
+    """xxh3_64 of ``data``."""
+
+
+FetchChunk.reply = Chunk
 
 
 class RequestPause(Request, frozen=True, kw_only=True):
@@ -506,6 +687,27 @@ class PauseGranted(Message, frozen=True, kw_only=True):
 RequestPause.reply = PauseGranted
 
 
+class JoinBroadcast(Request, frozen=True, kw_only=True):
+    """Rollouter to parameter server: this replica is paused for the broadcast of ``version``.
+
+    Parked until all members are, or it is called off.
+    """
+
+    reply: ClassVar[type[Message]]
+    version: Count
+    epoch: Count
+
+
+class BroadcastBegins(Message, frozen=True, kw_only=True):
+    """``decided`` False: not in time, ask again. ``begins`` False: called off; ask for the next update."""
+
+    decided: bool
+    begins: bool = False
+
+
+JoinBroadcast.reply = BroadcastBegins
+
+
 class ReportUpdate(Request, frozen=True, kw_only=True):
     """Rollouter to parameter server: the update to ``version`` ended here."""
 
@@ -514,3 +716,5 @@ class ReportUpdate(Request, frozen=True, kw_only=True):
     committed: bool
     times: UpdateTimes
     error: str = ""
+    corrupt: bool = False
+    """The bytes were not what the manifest says, before anything was loaded."""

@@ -40,6 +40,8 @@ def sim_config(**tables: dict[str, Any]) -> Config:
             "sim": {"step_s": 0.01, "publish_bytes": 4096},
         },
         "staleness": {"max": 2},
+        # Nobody beats here: heartbeats come from the thread of a process.
+        "supervision": {"stall_s": 1e6},
     }
     for name, table in tables.items():
         merged = dict(tree.get(name, {}))

@@ -4,7 +4,7 @@ import mmap
 import os
 
 from asyncrl.errors import WeightsCorrupt
-from asyncrl.wire.segments import open_segment, size_of, verify_segment
+from asyncrl.weights.segments import open_segment, size_of, verify_segment
 
 
 def map_segment(bucket, *, version, index):

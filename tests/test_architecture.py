@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "asyncrl"
 CONTRACT = {"errors", "config", "messages", "tokenizer"}
 ACTORS = {"dataloader", "rollouter", "reward", "learner", "parameter_server", "controller"}
-FOR_ACTORS = CONTRACT | {"wire", "runtime", "monitor"}
+FOR_ACTORS = CONTRACT | {"wire", "runtime", "monitor", "weights"}
 
 MAY_IMPORT = {
     "errors": set(),
@@ -16,6 +16,7 @@ MAY_IMPORT = {
     "messages": set(),
     "tokenizer": {"errors"},
     "wire": {"errors", "messages"},
+    "weights": {"errors", "messages"},
     "monitor": {"errors", "messages"},
     "runtime": {"errors", "config", "messages", "wire", "monitor"},
     "launcher": FOR_ACTORS,
@@ -24,7 +25,7 @@ MAY_IMPORT = {
 }
 HEAVY = {
     "vllm": ("rollouter/engines/vllm/",),
-    "torch": ("learner/", "rollouter/engines/vllm/"),
+    "torch": ("learner/", "rollouter/engines/vllm/", "weights/collective/"),
     "transformers": ("learner/", "rollouter/engines/vllm/", "tokenizer.py"),
 }
 MODULES = sorted(ROOT.rglob("*.py"))

@@ -60,6 +60,10 @@ def test_every_problem_is_reported_at_once():
         ({"rollout": {"engine": "sim", "concurrency": 4}}, "rollout.concurrency: is 4, less than one prompt group"),
         ({"learner": {"backend": "sim", "steps": 5, "steps_per_version": 2}}, "learner.steps: must be a multiple"),
         ({"learner": {"backend": "sim", "steps": 5, "warmup_steps": 6}}, "learner.warmup_steps: is more"),
+        (
+            {"weights": {"transport": "nccl"}, "rollout": {"engine": "sim"}},
+            "weights.transport: nccl reaches engines on GPUs",
+        ),
         ({"network": {"ports": "9-2"}}, "network.ports: '9-2' is not a range"),
         ({"network": {"host": "10.0.0.1"}, "security": {"curve": "off"}}, "security.curve: may be off on loopback"),
         ({"reward": {"truncated": "penalty", "overlong": {"margin_tokens": 9999}}}, "overlong.margin_tokens"),

@@ -73,6 +73,7 @@ class Controller(Actor):
 
     async def run(self) -> None:
         """Let time act on the run until its state is final."""
+        self.tasks.create_task(self._watch_heartbeats())
         while not self._run.final:
             deadline = self._run.next_deadline()
             try:
@@ -84,6 +85,16 @@ class Controller(Actor):
             if self._run.tick(self.clock.now()):
                 self._tell()
         await asyncio.sleep(FAREWELL_S)
+
+    async def _watch_heartbeats(self) -> None:
+        supervision = self.config.supervision
+        while True:
+            await asyncio.sleep(supervision.heartbeat_s)
+            now = self.clock.now()
+            stalled = self._registry.silent(now, supervision.stall_s)
+            if self._run.silent(stalled, now):
+                self.log.error("actors are frozen", actors={actor.name: actor.silent_s for actor in stalled})
+                self._tell()
 
     # --- registry ---
 
@@ -102,7 +113,7 @@ class Controller(Actor):
 
     @handler
     def heartbeat_of(self, request: Heartbeat, caller: Caller) -> None:
-        """Note a heartbeat. Its absence is a stall, never a death."""
+        """Note a heartbeat. Its absence is a stall: its process is killed before anybody counts it as dead."""
         if not self._registry.heartbeat(caller.name, caller.incarnation, request, self.clock.now()):
             self.counters["heartbeats/ignored"] = self.counters.get("heartbeats/ignored", 0) + 1
 
@@ -193,6 +204,7 @@ class Controller(Actor):
             last_line=last,
             lines=lines,
             waiting_for=self._run.waiting_for,
+            stalled=self._run.stalled,
         )
 
     def _tell(self) -> None:

@@ -6,7 +6,7 @@
 and never changes afterwards, so the first failure is the one that is reported; the drain rank only grows; a
 rank of roles is told to end when every actor of the lower ranks has ended or their share of ``drain_s`` is
 over, so draining takes at most ``drain_s``. The controller has the last rank: the state is final once it is
-reached.
+reached. An actor that has stalled stays to be killed until its end is known, even if it is heard of again.
 
 Every method returns whether the state changed; each change has a new ``number``. The caller brings the time
 (monotonic, s) and calls ``tick`` no later than ``next_deadline`` says.
@@ -17,8 +17,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from asyncrl.messages import RunPhase
-from asyncrl.runtime.supervision import ROLES, STOPPED_EXIT_CODE, UNHEALABLE_EXITS, describe_exit, drain_rank
+from asyncrl.messages import RunPhase, Stalled
+from asyncrl.runtime.supervision import (
+    ROLES,
+    STOPPED_EXIT_CODE,
+    UNHEALABLE_EXITS,
+    describe_exit,
+    drain_rank,
+    role_of,
+)
 
 DRAIN_SHARES: dict[int, float] = {1: 0.5, 2: 0.2, 3: 0.25}
 """The share of ``drain_s`` that each rank has; what is left is the controller's own."""
@@ -52,6 +59,7 @@ class RunStateMachine:
     _ended: set[str] = field(default_factory=set)
     _awaited_since: dict[str, float] = field(default_factory=dict)
     """Since when each actor that is not ready has been waited for."""
+    _stalled: dict[str, Stalled] = field(default_factory=dict)
     _rank_until: float = 0.0
 
     def __post_init__(self) -> None:
@@ -67,6 +75,11 @@ class RunStateMachine:
     def draining(self) -> list[str]:
         """The roles that are to end now."""
         return sorted(role for role, policy in ROLES.items() if policy.drain_rank <= self.drain)
+
+    @property
+    def stalled(self) -> list[Stalled]:
+        """Whom to kill. Nobody while the run drains, which has deadlines of its own."""
+        return [] if self.drain else list(self._stalled.values())
 
     @property
     def final(self) -> bool:
@@ -94,6 +107,7 @@ class RunStateMachine:
         if name not in self.expected:
             return False
         before = self.waiting_for
+        stalled = self._stalled.pop(name, None)
         self._ready.discard(name)
         self._ended.add(name)
         self._awaited_since[name] = now
@@ -102,7 +116,23 @@ class RunStateMachine:
         if fatal:
             code = exit_code if exit_code in UNHEALABLE_EXITS else 1
             return self.fail(name, reason or describe_exit(exit_code), log, code, now)
-        return self.waiting_for != before and self._changed()
+        return (self.waiting_for != before or stalled is not None) and self._changed()
+
+    def silent(self, stalled: Iterable[Stalled], now: float) -> bool:
+        """These actors do not beat any more, though nobody has said that they ended."""
+        if self.drain:
+            return False
+        changed = False
+        for actor in stalled:
+            known = self._stalled.get(actor.name)
+            if actor.name not in self.expected or (known is not None and known.incarnation >= actor.incarnation):
+                continue
+            if not ROLES[role_of(actor.name)].restart:
+                reason = f"frozen: it did not beat for {actor.silent_s:.0f} s (supervision.stall_s)"
+                return self.fail(actor.name, reason, "", 1, now)
+            self._stalled[actor.name] = actor
+            changed = True
+        return changed and self._changed()
 
     def fail(self, actor: str, reason: str, log: str, exit_code: int, now: float) -> bool:
         """The run cannot go on because of ``actor``."""

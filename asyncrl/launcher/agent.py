@@ -25,7 +25,7 @@ import msgspec
 from asyncrl.config import Config, config_from_json
 from asyncrl.errors import AsyncRLError
 from asyncrl.launcher.child import Child
-from asyncrl.launcher.host import Announce, AskStop, Host, Instruction, KillAll, Report, Spawn
+from asyncrl.launcher.host import Announce, AskStop, Host, Instruction, Kill, KillAll, Report, Spawn
 from asyncrl.launcher.link import ControllerLink, make_link
 from asyncrl.launcher.processes import become_subreaper, die_with_parent, end_children
 from asyncrl.launcher.spec import (
@@ -66,7 +66,6 @@ class Agent:
         self._host = Host(logs, config.supervision)
         self._children: dict[str, Child] = {}
         self._starts: dict[str, int] = {}
-        self._incarnations: dict[str, int] = {}
         self._address = ""
         self._link: ControllerLink | None = None
         self._news = asyncio.Event()
@@ -114,6 +113,9 @@ class Agent:
                     self._report(name, exit_code, fatal, reason)
                 case Announce(name, reason):
                     self._emit(RestartEvent(name=name, reason=reason))
+                case Kill(name):
+                    self._log.warning("frozen actor is killed", actor=name, pid=self._children[name].pid)
+                    self._children[name].kill()
                 case AskStop(reason):
                     self._tasks.create_task(self._ask_stop(reason))
                 case KillAll():
@@ -180,7 +182,7 @@ class Agent:
         log = Path(self._host.logs[name])
         child = Child.spawn(name, incarnation, argv, {**os.environ, **actor.env}, log)
         self._children[name] = child
-        self._incarnations[name] = incarnation
+        self._host.spawned(name, incarnation)
         self._log.info("spawned", actor=name, pid=child.pid, incarnation=incarnation)
         self._tasks.create_task(self._wait(child))
 
@@ -197,7 +199,7 @@ class Agent:
         if self._link is not None:
             message = ActorEnded(
                 name=name,
-                incarnation=self._incarnations[name],
+                incarnation=self._host.incarnations[name],
                 exit_code=exit_code,
                 fatal=fatal,
                 reason=reason,

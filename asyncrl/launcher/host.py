@@ -1,8 +1,9 @@
 """What a node agent decides, without sockets, clocks or processes.
 
 Events go in, instructions come out. The controller is started first and the others once it can be reached;
-a death is followed by a restart or by the end of the run, as the policy has it. Invariants: nothing is
-started once the run is ending; from then on ``deadline`` says when everything that is left is killed, never
+a death is followed by a restart or by the end of the run, as the policy has it; who has stalled is killed, and dies
+as any other. Invariants: only the very process that has stalled is killed for it; nothing is started once the run
+is ending; from then on ``deadline`` says when everything that is left is killed, never
 later than ``drain_s`` after; the first failure that this host or the controller knows of is the one that is
 reported; the host is finished only when no process is left. The caller brings the time (monotonic, s).
 """
@@ -47,6 +48,13 @@ class Announce:
 
 
 @dataclass(frozen=True, slots=True)
+class Kill:
+    """Kill an actor's process group; its end is reported as any other."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class AskStop:
     """Ask the controller to end the run in good order."""
 
@@ -58,7 +66,7 @@ class KillAll:
     """Kill every process that is left."""
 
 
-Instruction = Spawn | Report | Announce | AskStop | KillAll
+Instruction = Spawn | Report | Announce | Kill | AskStop | KillAll
 
 
 @dataclass(slots=True)
@@ -76,8 +84,12 @@ class Host:
     deadline: float | None = None
     """When everything that is left is killed."""
     living: set[str] = field(default_factory=set)
+    incarnations: dict[str, int] = field(default_factory=dict)
+    """Of the process of each actor that was spawned last."""
     _due: dict[str, tuple[float, str]] = field(default_factory=dict)
     """When, and after which death, an actor is started again."""
+    _frozen: dict[str, str] = field(default_factory=dict)
+    """Who is being killed because it has stalled, with the reason."""
     _reachable: bool = False
     """Whether the controller has been found."""
     _has_run: bool = False
@@ -117,9 +129,14 @@ class Host:
             self._fail(self.controller, reason, 1)
         return self._kill(now)
 
+    def spawned(self, name: str, incarnation: int) -> None:
+        """A process was started."""
+        self.incarnations[name] = incarnation
+
     def exited(self, name: str, exit_code: int, hint: str, now: float) -> list[Instruction]:
         """A process and all of its group are gone. ``hint`` is the last line of its log."""
         self.living.discard(name)
+        hint = self._frozen.pop(name, hint)
         if name == self.controller:
             self._reachable = False
             if not self.ending:
@@ -143,7 +160,7 @@ class Host:
         self._heard = now
         self._has_run |= state.phase == "running"
         if state.phase in ("starting", "running"):
-            return []
+            return self._kill_stalled(state)
         if actor := state.failed_actor:
             # What an actor said of itself is worth more than what its end looks like from here.
             log = state.log or self.logs.get(actor)
@@ -199,6 +216,16 @@ class Host:
         if self._launcher_gone and self._reachable:
             times.append(self._heard + self.policy.host_grace_s)
         return min(times, default=None)
+
+    def _kill_stalled(self, state: RunState) -> list[Instruction]:
+        instructions: list[Instruction] = []
+        for actor in state.stalled:
+            name = actor.name
+            current = name in self.living and self.incarnations.get(name) == actor.incarnation
+            if current and name not in self._frozen and not self.ending:
+                self._frozen[name] = f"it did not beat for {actor.silent_s:.0f} s"
+                instructions.append(Kill(name))
+        return instructions
 
     def _spawn(self, name: str) -> list[Instruction]:
         self.living.add(name)

@@ -1,8 +1,13 @@
 """The learner's shell: sockets on the event loop, training on a thread of its own.
 
 Rank 0 alone is on the data paths. It takes delivered groups (each uid once), decides what they are (trained,
-filtered, quarantined), trains a step whenever there are enough, publishes, and reports every outcome. It waits for
-groups and never for a replica. The other ranks follow its collectives and keep only their control channel.
+filtered, quarantined), trains a step whenever there are enough, gathers a new version, and reports every outcome. It
+waits for groups, never for a replica and never for the parameter server: what was gathered is handed to the
+publisher and the broadcaster, which have their own tasks. The other ranks follow its collectives and keep only their
+control channel.
+
+A version that cannot be written, as on a full disk, is owed: training goes on with the groups that the last one
+admits, and the run ends with the reason only when those are used up and nothing can be published for UNPUBLISHED_S.
 """
 
 from __future__ import annotations
@@ -11,19 +16,19 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from asyncrl.errors import ActorFailed, DeadlineExceeded, NonFiniteStep, RemoteError
+from asyncrl.errors import ActorFailed, AsyncRLError, DeadlineExceeded, NonFiniteStep, RemoteError
 from asyncrl.learner.backend import Backend, create
 from asyncrl.learner.batch import build_step, check_group, has_signal
 from asyncrl.learner.buffer import GroupBuffer
 from asyncrl.learner.evals import EvalCollector, eval_metrics
-from asyncrl.learner.generation_log import GenerationLog
 from asyncrl.learner.ledger import Kind, Ledger
 from asyncrl.learner.outcomes import OutcomeQueue
 from asyncrl.learner.records import RecordFiles
+from asyncrl.learner.step_lines import StepLines, TrainedStep
+from asyncrl.learner.version_mark import VersionMark
+from asyncrl.learner.versions import Versions
 from asyncrl.messages import (
     Deliver,
     Delivered,
@@ -33,7 +38,6 @@ from asyncrl.messages import (
     MetricsLine,
     Outcome,
     OutcomesSeen,
-    Publish,
     Resolve,
     Resolved,
     RolloutStats,
@@ -46,22 +50,12 @@ from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller, handl
 DATALOADER, PARAMETER_SERVER, RANK_0 = "dataloader/0", "parameter_server/0", "learner/0"
 AWAY_S = 0.5
 """Pause before a peer that did not answer is asked again."""
-STATS_WAIT_S = 3.0
-"""Longest that a metrics line waits for the rollouters' statistics of its step."""
-LINES_PENDING = 64
+OWED_RETRY_S = 5.0
+"""Pause before a version that could not be published is tried again."""
+UNPUBLISHED_S = 120.0
+"""Longest that no version can be published while there is nothing left to train."""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
-    """What a metrics line needs of its step."""
-
-    line: dict[str, Any]
-    began: float
-    train_began: float
-    train_ended: float
-    groups: list[Group]
 
 
 class Learner(Actor):
@@ -81,21 +75,24 @@ class Learner(Actor):
         self._quarantined = 0
         """Groups quarantined since the last step."""
         self._evals = EvalCollector()
-        self._generation = GenerationLog()
         self._outcomes = OutcomeQueue()
         self._outcomes_changed = asyncio.Event()
         self._outcomes_acknowledged = asyncio.Event()
         self._rounds_changed = asyncio.Event()
         self._delivered = asyncio.Event()
-        self._stats_came = asyncio.Event()
         self._supply = Supply(number=-1, exhausted=False, outstanding=0)
         self._supply_changed = asyncio.Event()
         self._limit = 0.0
         self._delivered_lengths: list[int] = []
         self._step = 0
         """Steps trained so far."""
-        self._steps: asyncio.Queue[_Step] = asyncio.Queue(LINES_PENDING)
-        self._records: RecordFiles
+        self._unpublished = 0
+        """Steps trained since the newest version."""
+        self._not_published = ""
+        """Why the last attempt to publish failed."""
+        self._first_version = -1
+        self._lines: StepLines
+        self._versions: Versions
 
     @property
     def _is_rank_0(self) -> bool:
@@ -107,13 +104,34 @@ class Learner(Actor):
         self.states.enter("starting", "imports")
         self._backend = await self._on_thread(lambda: create(self.config, self.context.index))
         if self._is_rank_0:
-            self._records = await asyncio.to_thread(RecordFiles, self.context.run_dir, self.context.attempt)
+            # Before anything slow: without it nothing can be published.
+            mark = await asyncio.to_thread(VersionMark, self.context.run_dir)
+            self._lines = StepLines(
+                await asyncio.to_thread(RecordFiles, self.context.run_dir, self.context.attempt),
+                samples_per_step=self.config.run.samples_per_step,
+                tell=lambda line: self.peer(CONTROLLER).cast(MetricsLine(line=line)),
+                counters=self.counters,
+                clock=self.clock,
+                log=self.log,
+            )
             host, port = await self._on_thread(lambda: self._backend.open_store(self.config.network.host))
             self.facts = {"store_host": host, "store_port": port}
             await self._register(address="")
         else:
             host, port = await self._find_store()
         await self._on_thread(lambda: self._backend.setup(host, port))
+        if self._is_rank_0:
+            self._versions = Versions(
+                self.config,
+                self._backend,
+                self._thread,
+                mark,
+                call=lambda request: self.peer(PARAMETER_SERVER).call(request),
+                tasks=self.tasks,
+                log=self.log,
+                on_spoiled=self._another_version_is_owed,
+            )
+            await self._versions.start()
 
     async def _find_store(self) -> tuple[str, int]:
         loop = asyncio.get_running_loop()
@@ -134,7 +152,12 @@ class Learner(Actor):
             self._backend.interrupt()
             await following
             return
-        for work in (self._report_outcomes(), self._watch_supply(), self._conclude_rounds(), self._write_lines()):
+        for work in (
+            self._report_outcomes(),
+            self._watch_supply(),
+            self._conclude_rounds(),
+            self._lines.run(),
+        ):
             self.tasks.create_task(work)
         training = self.tasks.create_task(self._train())
         draining = self.tasks.create_task(self.drained())
@@ -154,6 +177,8 @@ class Learner(Actor):
         if hasattr(self, "_backend"):
             self._backend.interrupt()
             await self._on_thread(self._backend.stop)
+        if hasattr(self, "_versions"):
+            await self._versions.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _on_thread(self, work: Callable[[], T]) -> T:
@@ -195,8 +220,8 @@ class Learner(Actor):
     @handler
     def rollout_stats(self, request: RolloutStats, caller: Caller) -> None:
         """What a rollouter did since its last report."""
-        self._generation.add(caller.name, caller.incarnation, request, self.clock.wall())
-        self._stats_came.set()
+        if self._is_rank_0 and self.ready:
+            self._lines.stats(caller.name, caller.incarnation, request)
 
     def _has(self, uid: str) -> bool:
         if "@" in uid:
@@ -215,32 +240,34 @@ class Learner(Actor):
 
     async def _train(self) -> None:
         learner = self.config.learner
-        version = 0
-        await self._publish(version)
+        if await self._try_to_publish() is None:
+            raise ActorFailed(self.name, f"the weights at the start cannot be published: {self._not_published}")
+        self._first_version = self.param_version
         while self._step < learner.steps:
-            step = await self._train_step(version)
+            began = self.clock.now()
+            step = await self._train_step(began)
             self._step += 1
-            if self._step % learner.steps_per_version == 0:
+            self._unpublished += 1
+            if self._unpublished >= learner.steps_per_version:
                 publish_began = self.clock.now()
-                version += 1
-                await self._publish(version)
+                step.line.update(await self._try_to_publish() or {})
                 step.line["time/publish_s"] = self.clock.now() - publish_began
-            step.line["weights/version"] = version
-            step.line["time/step_s"] = self.clock.now() - step.began
-            await self._steps.put(step)
+            step.line["weights/version"] = self.param_version
+            step.line["time/step_s"] = self.clock.now() - began
+            await self._lines.put(step)
             self.progress()
         await self._finish()
 
-    async def _train_step(self, version: int) -> _Step:
+    async def _train_step(self, began: float) -> TrainedStep:
         learner = self.config.learner
-        began = self.clock.now()
         self.states.enter("waiting", "groups")
         waited = len(self._buffer) < learner.groups_per_step
         await self._wait_for_groups()
+        version = self.param_version
         groups = self._buffer.take(learner.groups_per_step)
         filtered, self._filtered, self._quarantined = self._filtered, [], 0
         self._in_training = {group.ticket.uid for group in groups}
-        self._outcomes.step_began(len(self._buffer), waited=waited and version > 0)
+        self._outcomes.step_began(len(self._buffer), waited=waited and version > self._first_version)
         self._outcomes_changed.set()
         train_began, train_wall = self.clock.now(), self.clock.wall()
         self.states.enter("training")
@@ -249,7 +276,7 @@ class Learner(Actor):
                 groups,
                 filtered=filtered,
                 version=version,
-                fresh=self._step % learner.steps_per_version == 0,
+                fresh=self._unpublished == 0,
                 config=self.config,
                 world_size=learner.ranks,
                 packed=self._backend.packed,
@@ -277,33 +304,77 @@ class Learner(Actor):
             "ledger/filtered": self._ledger.count("filtered"),
             "ledger/quarantined": self._ledger.count("quarantined"),
         }
-        return _Step(line=line, began=began, train_began=train_wall, train_ended=self.clock.wall(), groups=groups)
+        return TrainedStep(line=line, train_began=train_wall, train_ended=self.clock.wall(), groups=groups)
 
     async def _wait_for_groups(self) -> None:
         """Until a step's groups are there, or all that are ever to come are."""
         learner = self.config.learner
+        owed_until = self.clock.now() + UNPUBLISHED_S
         while len(self._buffer) < learner.groups_per_step:
             if len(self._filtered) + self._quarantined > learner.max_filtered_ratio * learner.groups_per_step:
                 raise ActorFailed(self.name, _no_signal(self._filtered, self._quarantined, self._last_problem))
             if self._supply.exhausted and self._supply.outstanding == len(self._buffer) > 0:
                 return
             self._delivered.clear()
-            await self._delivered.wait()
+            if not self._owes_version:
+                await self._delivered.wait()
+                continue
+            try:
+                async with asyncio.timeout(OWED_RETRY_S):
+                    await self._delivered.wait()
+            except TimeoutError:
+                await self._try_to_publish(until=owed_until)
+                self.states.enter("waiting", "groups")
 
-    async def _publish(self, version: int) -> None:
-        self.states.enter("publishing")
-        publication = await self._on_thread(lambda: self._backend.publish(version))
+    @property
+    def _owes_version(self) -> bool:
+        return self._unpublished >= self.config.learner.steps_per_version or self._versions.spoiled
+
+    def _another_version_is_owed(self) -> None:
+        """Whoever waits looks again."""
+        self._delivered.set()
+        self._supply_changed.set()
+
+    async def _try_to_publish(self, until: float | None = None) -> dict[str, float] | None:
+        """The figures of a new version; None when it could not be written and is owed.
+
+        Raises ActorFailed when that is so after ``until``.
+        """
         try:
-            request = Publish(manifest=publication.manifest, gather_s=publication.gather_s)
-            await self._until_answered(lambda: self.peer(PARAMETER_SERVER).call(request))
-        finally:
-            publication.release()
-        self.param_version = version
-        self._outcomes.published(version, self._ledger.count("trained"))
+            return await self._publish()
+        except OSError as error:
+            if isinstance(error, AsyncRLError):
+                # Not a disk or memory that is full: the ranks are out of step.
+                raise
+            self._not_published = str(error)
+            self.counters["weights/not_published"] = self.counters.get("weights/not_published", 0) + 1
+            self.log.error("no version published; training goes on as long as it can", error=str(error))
+            if until is not None and self.clock.now() >= until:
+                reason = f"no version could be published for {UNPUBLISHED_S:g} s: {error}"
+                raise ActorFailed(self.name, reason) from error
+            return None
+
+    async def _publish(self) -> dict[str, float]:
+        """Make a version of the present weights; the rest of its way needs nobody here. Raises OSError."""
+        self.states.enter("publishing")
+        made = await self._versions.make()
+        self._unpublished = 0
+        self.param_version = made.version
+        # Harmless before the parameter server has it: the gate counts with what engines serve.
+        self._outcomes.published(made.version, self._ledger.count("trained"))
         self._outcomes_changed.set()
+        return made.metrics
 
     async def _finish(self) -> None:
-        """The last step is trained: what is left are the last evaluations and what the user keeps."""
+        """The last step is trained: what is left are the last evaluations and what the user keeps.
+
+        A round at the end is granted only to engines that serve the last version, so it is the one that waits for
+        the parameter server to have it.
+        """
+        owed_until = self.clock.now() + UNPUBLISHED_S
+        while self._unpublished:
+            if await self._try_to_publish(until=owed_until) is None:
+                await asyncio.sleep(OWED_RETRY_S)
         self._outcomes_acknowledged.clear()
         self._outcomes.finished()
         self._outcomes_changed.set()
@@ -311,11 +382,14 @@ class Learner(Actor):
         await self._outcomes_acknowledged.wait()
         while not await self._rounds_over():
             self._supply_changed.clear()
-            await self._supply_changed.wait()
+            if self._versions.spoiled:
+                await self._try_to_publish(until=self.clock.now() + UNPUBLISHED_S)
+            else:
+                await self._supply_changed.wait()
         self.states.enter("exporting")
         if self.config.checkpoint.export_at_end:
             await self._on_thread(lambda: self._backend.export(self.context.run_dir / "export"))
-        await self._steps.join()
+        await self._lines.finish()
         await self._until_answered(lambda: self.peer(CONTROLLER).call(RunFinished()))
         self.states.enter("done")
 
@@ -374,51 +448,10 @@ class Learner(Actor):
             for round, groups in self._evals.complete():
                 name = round.rpartition("@")[0]
                 line = {"kind": "eval", "step": self._step, "weights/version": self.param_version}
-                await self._emit(line | eval_metrics(name, groups))
+                await self._lines.emit(line | eval_metrics(name, groups))
                 for group in groups:
                     self._outcomes.outcome(Outcome(group.ticket.uid, "evaluated"))
                 self._outcomes_changed.set()
-
-    # --- records ---
-
-    async def _write_lines(self) -> None:
-        """One line a step, once the rollouters have said what they did while it was trained."""
-        self._counted_at = self.clock.now()
-        while True:
-            step = await self._steps.get()
-            try:
-                async with asyncio.timeout(STATS_WAIT_S):
-                    while not self._generation.covers(step.train_ended, now=self.clock.wall(), patience_s=STATS_WAIT_S):
-                        self._stats_came.clear()
-                        await self._stats_came.wait()
-            except TimeoutError:
-                self.log.warning("statistics of a step are incomplete", step=step.line["step"])
-            tokens, updates = self._generation.take()
-            now = self.clock.now()
-            since, self._counted_at = self._counted_at, now
-            line = step.line | {
-                "rollout/tokens": tokens,
-                "rollout/tokens_per_s": tokens / (now - since),
-                "perf/overlap": self._generation.overlap(step.train_began, step.train_ended),
-                "weights/stall_s": sum(update.stall_s for update in updates),
-                "weights/updates": len(updates),
-            }
-            await self._emit(line)
-            kept = step.groups[: self.config.run.samples_per_step]
-            await self._write(partial(self._records.samples, line["step"], line["weights/version"], kept))
-            self._steps.task_done()
-
-    async def _emit(self, line: dict[str, Any]) -> None:
-        await self._write(lambda: self._records.metrics(line))
-        self.peer(CONTROLLER).cast(MetricsLine(line=line))
-
-    async def _write(self, write: Callable[[], None]) -> None:
-        """A record that cannot be written is lost and counted; training goes on."""
-        try:
-            await asyncio.to_thread(write)
-        except OSError as error:
-            self.counters["records/lost"] = self.counters.get("records/lost", 0) + 1
-            self.log.error("record not written", error=str(error))
 
 
 def _no_signal(filtered: list[Group], quarantined: int, last_problem: str) -> str:

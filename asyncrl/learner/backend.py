@@ -9,7 +9,8 @@ Order of calls, rank 0::
     backend = create(config, rank=0)
     host, port = backend.open_store(host)       # at once; the other ranks are told the two values
     backend.setup(host, port)                   # blocks until every rank is there and the model is checked
-    publication = backend.publish(version=0)    # hand publication.manifest on, then publication.release()
+    probe = backend.probe()
+    publication = backend.publish(0, probe)     # hand publication.manifest on, then publication.release()
     plan = build_step(groups, ..., world_size=config.learner.ranks, packed=backend.packed)
     metrics = backend.train(plan)               # one optimizer step; then plan.metrics and these are one line
     backend.export(folder)
@@ -34,7 +35,8 @@ from typing import Protocol
 
 from asyncrl.config import Config
 from asyncrl.learner.batch import StepPlan
-from asyncrl.learner.publication import Publication
+from asyncrl.learner.publication import OnSealed, Publication
+from asyncrl.messages import Probe
 
 
 class Backend(Protocol):
@@ -42,6 +44,8 @@ class Backend(Protocol):
 
     packed: bool
     """Whether several sequences may share a row; settled by ``setup``, the same on all ranks."""
+    on_gpu: bool
+    """Whether the weights are on a GPU; settled by ``setup``."""
 
     def open_store(self, host: str) -> tuple[str, int]:
         """Rank 0: bind the rendezvous of the ranks to a free port of ``host``. Returns (host, port)."""
@@ -63,10 +67,16 @@ class Backend(Protocol):
         gradient is not finite: nothing was changed then.
         """
 
-    def publish(self, version: int) -> Publication:
+    def probe(self) -> Probe | None:
+        """Rank 0: what the current weights make of a few fixed sequences; None if there is no model to ask.
+
+        The same sequences in every run of the same seed and vocabulary. Training is not disturbed.
+        """
+
+    def publish(self, version: int, probe: Probe | None = None, on_sealed: OnSealed | None = None) -> Publication:
         """Rank 0: the current weights as sealed segments of shared memory; the caller releases them.
 
-        Raises OSError when they cannot be written.
+        ``probe`` goes along with them. Raises OSError when they cannot be written.
         """
 
     def export(self, folder: Path) -> None:

@@ -1,11 +1,13 @@
-"""What the rollouters say they did, so that a step can be held against it: tokens, stalls, overlap. Pure.
+"""What the rollouters say they did, so that a step can be held against it: tokens, updates, overlap. Pure.
 
 Statistics arrive up to an interval late; ``covers`` tells whether everything up to a time has arrived.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from asyncrl.messages import RolloutStats, UpdateTimes
 
@@ -24,7 +26,7 @@ class GenerationLog:
     _sources: dict[str, _Source] = field(default_factory=dict)
     _tokens: int = 0
     _intervals: list[tuple[float, float]] = field(default_factory=list)
-    _updates: list[UpdateTimes] = field(default_factory=list)
+    _updates: list[tuple[str, UpdateTimes]] = field(default_factory=list)
 
     def add(self, name: str, incarnation: int, stats: RolloutStats, now: float) -> None:
         """Take a rollouter's statistics, which came at ``now``."""
@@ -34,14 +36,14 @@ class GenerationLog:
         self._tokens += stats.sampled_tokens - source.tokens
         source.tokens, source.heard = stats.sampled_tokens, now
         self._intervals += stats.sampling
-        self._updates += stats.updates
+        self._updates += [(name, update) for update in stats.updates]
 
     def covers(self, time: float, *, now: float, patience_s: float) -> bool:
         """Whether every rollouter has been heard of since ``time``; one silent for ``patience_s`` is not waited for."""
         return all(source.heard >= time or source.heard < now - patience_s for source in self._sources.values())
 
-    def take(self) -> tuple[int, list[UpdateTimes]]:
-        """(tokens sampled, updates) since the last call."""
+    def take(self) -> tuple[int, list[tuple[str, UpdateTimes]]]:
+        """(tokens sampled, updates as (rollouter, times)) since the last call."""
         taken = (self._tokens, self._updates)
         self._tokens, self._updates = 0, []
         return taken
@@ -62,3 +64,38 @@ def merge(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
         else:
             merged.append((start, end))
     return merged
+
+
+MEANS = ("stage_s", "pause_s", "load_s", "resume_s")
+SUMS = ("stall_s", "bytes", "encoded_bytes")
+
+
+def update_metrics(updates: Sequence[UpdateTimes]) -> dict[str, float]:
+    """Figures of the weight updates of a step: means over the updates and, for what is lost or moved, sums.
+
+    A mean is absent when there was nothing to take it over.
+    """
+    found: dict[str, float] = {"weights/updates": len(updates)}
+    found |= {f"weights/{key}": sum(getattr(times, key) for times in updates) for key in SUMS}
+    if updates:
+        found |= {f"weights/{key}": sum(getattr(times, key) for times in updates) / len(updates) for key in MEANS}
+    measured = [times.probe_kl for times in updates if times.probe_kl is not None]
+    if measured:
+        found["policy/probe_kl"] = sum(measured) / len(measured)
+    return found
+
+
+def update_line(replica: str, times: UpdateTimes) -> dict[str, Any]:
+    """The line of one replica's update."""
+    line: dict[str, Any] = {
+        "kind": "update",
+        "replica": replica,
+        "weights/version": times.version,
+        "weights/transport": times.transport,
+    }
+    line |= {f"weights/{key}": getattr(times, key) for key in (*MEANS, *SUMS)}
+    if times.checksum:
+        line["weights/checksum"] = times.checksum
+    if times.probe_kl is not None:
+        line["policy/probe_kl"] = times.probe_kl
+    return line

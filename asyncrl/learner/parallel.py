@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
 
 from asyncrl.errors import ActorFailed, DeadlineExceeded
-from asyncrl.wire.segments import ALIGNMENT
+from asyncrl.weights.segments import ALIGNMENT
 
 IDLE_WAIT_S = 300.0
 """One wait of a rank for its next command."""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from asyncrl.messages import Manifest
+from asyncrl.messages import Bucket, Manifest
+
+OnSealed = Callable[[Bucket, int], None]
+"""Told of each bucket, in order, with the descriptor of its segment, as soon as it is sealed. Called on the thread that
+gathers: it must neither wait nor raise, and duplicates the descriptor to keep it."""
 
 
 @dataclass

@@ -23,14 +23,20 @@ from torch.distributed.tensor import DTensor, Shard
 
 from asyncrl.learner.parallel import Ranks
 from asyncrl.learner.policy import Policy
-from asyncrl.learner.publication import Publication, fill_buckets
-from asyncrl.messages import Bucket, Manifest
-from asyncrl.wire.segments import Segment, layout
+from asyncrl.learner.publication import OnSealed, Publication, fill_buckets
+from asyncrl.messages import Bucket, Manifest, Probe
+from asyncrl.weights.segments import Segment, layout
 
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 
-def publish(gathered: Iterator[dict[str, Tensor]], version: int) -> Publication:
+def publish(
+    gathered: Iterator[dict[str, Tensor]],
+    version: int,
+    *,
+    probe: Probe | None = None,
+    on_sealed: OnSealed | None = None,
+) -> Publication:
     """Rank 0: what gather_buckets gives as sealed segments. Raises OSError when one cannot be written."""
     began = time.monotonic()
     buckets: list[Bucket] = []
@@ -45,8 +51,12 @@ def publish(gathered: Iterator[dict[str, Tensor]], version: int) -> Publication:
             else:
                 buckets.append(bucket)
                 fds.append(fd)
+                if on_sealed is not None:
+                    on_sealed(bucket, fd)
     publication = Publication(
-        manifest=Manifest(version=version, buckets=buckets), gather_s=time.monotonic() - began, fds=fds
+        manifest=Manifest(version=version, buckets=buckets, probe=probe),
+        gather_s=time.monotonic() - began,
+        fds=fds,
     )
     if problem is not None:
         publication.release()

@@ -24,10 +24,10 @@ class RecordFiles:
         self._start = start
         self._samples.mkdir(exist_ok=True)
 
-    def metrics(self, line: dict[str, Any]) -> None:
-        """Append a line to metrics.jsonl."""
+    def metrics(self, *lines: dict[str, Any]) -> None:
+        """Append lines to metrics.jsonl."""
         with self._metrics.open("a") as file:
-            file.write(json.dumps(finite(line | {"start": self._start})) + "\n")
+            file.writelines(json.dumps(finite(line | {"start": self._start})) + "\n" for line in lines)
 
     def samples(self, step: int, version: int, groups: Sequence[Group]) -> None:
         """Write the trajectories of some groups of a step."""

@@ -11,16 +11,17 @@ from pathlib import Path
 
 from asyncrl.config import Config
 from asyncrl.learner.batch import StepPlan
-from asyncrl.learner.publication import Publication
+from asyncrl.learner.publication import OnSealed, Publication
 from asyncrl.learner.schedule import learning_rate
-from asyncrl.messages import Manifest
-from asyncrl.wire.segments import Segment, layout
+from asyncrl.messages import Manifest, Probe
+from asyncrl.weights.segments import Segment, layout
 
 
 class SimTrainer:
     """See Backend."""
 
     packed = True
+    on_gpu = False
 
     def __init__(self, config: Config, rank: int) -> None:
         self._config = config
@@ -38,18 +39,31 @@ class SimTrainer:
         self._steps += 1
         return {"learner/lr": learning_rate(self._steps, self._config.learner)}
 
-    def publish(self, version: int) -> Publication:
+    def probe(self) -> Probe | None:
+        """Nothing could be asked."""
+        return None
+
+    def publish(self, version: int, probe: Probe | None = None, on_sealed: OnSealed | None = None) -> Publication:
         began = time.monotonic()
-        tensors, size = layout([("weights", "uint8", (self._config.learner.sim.publish_bytes,))])
-        segment = Segment(f"asyncrl-v{version}", size)
-        # Different bytes for each version, so that a mix-up shows in the checksum.
-        segment.memory[:8] = version.to_bytes(8, "little")
-        bucket = segment.seal(tensors)
-        return Publication(
-            manifest=Manifest(version=version, buckets=[bucket]),
-            gather_s=time.monotonic() - began,
-            fds=[segment.fd],
-        )
+        publication = Publication(manifest=Manifest(version=version, buckets=[], probe=probe), gather_s=0.0)
+        left, limit = self._config.learner.sim.publish_bytes, self._config.weights.bucket_bytes
+        try:
+            while left:
+                index, count = len(publication.fds), min(left, limit)
+                tensors, size = layout([(f"weights.{index}", "uint8", (count,))])
+                segment = Segment(f"asyncrl-v{version}-{index}", size)
+                publication.fds.append(segment.fd)
+                # Different bytes for each version, so that a mix-up shows in the checksum.
+                segment.memory[: min(8, count)] = version.to_bytes(8, "little")[:count]
+                publication.manifest.buckets.append(segment.seal(tensors))
+                if on_sealed is not None:
+                    on_sealed(publication.manifest.buckets[-1], segment.fd)
+                left -= count
+        except OSError:
+            publication.release()
+            raise
+        publication.gather_s = time.monotonic() - began
+        return publication
 
     def export(self, folder: Path) -> None:
         """There are no weights to write."""

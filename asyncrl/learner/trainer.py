@@ -1,7 +1,7 @@
 """One rank of the learner: FSDP2 on torch.distributed (the ``fsdp2`` backend; its interface is in
 backend.py).
 
-Rank 0 plans and gives commands (train, gather, stop); the other ranks follow. In a step every rank
+Rank 0 plans and gives commands (train, score the probe, gather, stop); the other ranks follow. In a step every rank
 runs the same number of micro-batches over its share of the batch; one collective then gathers everyone's
 sums, from which each rank computes the same loss, gradient norm and metrics, and takes or refuses the same
 step.
@@ -34,10 +34,12 @@ from asyncrl.learner.export import export
 from asyncrl.learner.losses import TokenSums, decoupled_loss, token_sums
 from asyncrl.learner.parallel import Ranks, open_store, pack_parcel, unpack_parcel
 from asyncrl.learner.policy import Policy, make_row, model_folder
-from asyncrl.learner.publication import Publication
+from asyncrl.learner.probe import score_probe
+from asyncrl.learner.publication import OnSealed, Publication
 from asyncrl.learner.publish import gather_buckets, publish
 from asyncrl.learner.schedule import learning_rate
 from asyncrl.learner.sharding import build_policy, choose_device, compute_dtype, prepare_device
+from asyncrl.messages import Probe
 
 
 class Train(msgspec.Struct, frozen=True, tag=True):
@@ -56,18 +58,22 @@ class Gather(msgspec.Struct, frozen=True, tag=True):
     """Take part in gathering the weights, for a publication or an export."""
 
 
+class Score(msgspec.Struct, frozen=True, tag=True):
+    """Take part in scoring the probe."""
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Nothing more will come."""
 
 
-_COMMANDS = msgspec.msgpack.Decoder(Train | Gather | Stop)
+_COMMANDS = msgspec.msgpack.Decoder(Train | Gather | Score | Stop)
 
 
 class Trainer:
     """See Backend."""
 
     def __init__(self, config: Config, rank: int) -> None:
-        self.packed = False
+        self.packed = self.on_gpu = False
         self.steps = 0
         """Optimizer steps taken."""
         self._config = config
@@ -92,6 +98,7 @@ class Trainer:
             timeout_s=self._learner.collective_timeout_s,
             store=self._store,
         )
+        self.on_gpu = device.type == "cuda"
         self._dtype = compute_dtype(self._learner, device)
         self._policy, scoring = build_policy(self._config, self._ranks, self._dtype)
         self.packed = scoring.packed
@@ -115,9 +122,13 @@ class Trainer:
             uids = [plan.sequences[i].uid for i in error.sequences]
             raise NonFiniteStep(error.what, step=self.steps + 1, uids=list(dict.fromkeys(uids)) or plan.uids) from None
 
-    def publish(self, version: int) -> Publication:
+    def probe(self) -> Probe:
+        self._tell(Score())
+        return self._score_probe()
+
+    def publish(self, version: int, probe: Probe | None = None, on_sealed: OnSealed | None = None) -> Publication:
         self._tell(Gather())
-        return publish(self._gather(), version)
+        return publish(self._gather(), version, probe=probe, on_sealed=on_sealed)
 
     def export(self, folder: Path) -> None:
         self._tell(Gather())
@@ -137,6 +148,8 @@ class Trainer:
             elif isinstance(command, Gather):
                 for _ in self._gather():
                     pass
+            elif isinstance(command, Score):
+                self._score_probe()
             else:
                 return
 
@@ -152,7 +165,7 @@ class Trainer:
             self._ranks = None
         self._store = None
 
-    def _tell(self, command: Train | Gather | Stop) -> Ranks:
+    def _tell(self, command: Train | Gather | Score | Stop) -> Ranks:
         assert self._ranks is not None
         self._ranks.command(msgspec.msgpack.encode(command))
         return self._ranks
@@ -162,6 +175,12 @@ class Trainer:
         return gather_buckets(
             self._policy, self._ranks, dtype=self._dtype, bucket_bytes=self._config.weights.bucket_bytes
         )
+
+    def _score_probe(self) -> Probe:
+        ranks = self._ranks
+        assert ranks is not None
+        with ranks.waiting("scoring the probe"):
+            return score_probe(self._policy, seed=self._config.run.seed, packed=self.packed, device=ranks.device)
 
     def _step(self, command: Train, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
         """This rank's part of an optimizer step. Raises _NotFinite, on all ranks alike."""

@@ -1,26 +1,46 @@
 """The parameter server: takes publications, holds the newest versions, and conducts how replicas take them over.
 
 The learner waits for nothing here but that its segments are held. Replicas ask; their calls are parked and answered
-by events, never polled.
+by events, never polled. What is decided is decided by the conductor: here are its sockets, clock, segments and log.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import TypeVar
 
+import msgspec
+
+from asyncrl.errors import VersionGone, WeightsCorrupt
 from asyncrl.messages import (
+    Announce,
+    Announced,
+    BroadcastBegins,
+    BroadcastEnded,
+    Chunk,
     Done,
+    FetchChunk,
+    JoinBroadcast,
+    KeepPublished,
     NextUpdate,
+    Offer,
     PauseGranted,
     Publish,
+    Published,
     ReportUpdate,
     RequestPause,
     Update,
 )
 from asyncrl.parameter_server.conductor import Conductor
-from asyncrl.parameter_server.snapshots import Snapshot, hold
+from asyncrl.parameter_server.held import HeldVersions
+from asyncrl.parameter_server.offers import manifest_for
+from asyncrl.parameter_server.snapshots import hold
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.runtime.parking import ParkingLot
+from asyncrl.weights.place import host_id
+
+T = TypeVar("T")
 
 
 class ParameterServer(Actor):
@@ -30,79 +50,238 @@ class ParameterServer(Actor):
 
     def __init__(self, context: ActorContext) -> None:
         super().__init__(context)
-        weights = self.config.weights
-        self._conductor = Conductor(max_paused_fraction=weights.max_paused_fraction, deadline_s=weights.deadline_s)
-        self._snapshots: dict[int, Snapshot] = {}
-        self._published = ParkingLot()
-        self._pause_freed = ParkingLot()
+        # Incarnations are times in ns: no predecessor can have come as far with its epochs.
+        self._conductor = Conductor(self.config.weights, first_epoch=context.incarnation)
+        self._held = HeldVersions()
+        self._lots: dict[str, ParkingLot] = {}
+        """Each caller's parked question."""
+        self._condemned = ParkingLot()
+        """The learner, for as long as what it has published is whole."""
+        self._suspect = asyncio.Event()
+        """A replica has found the newest version corrupt."""
+        self._accepted = asyncio.Event()
+        """A version waits for its deltas."""
+        self._sooner = asyncio.Event()
+        """The conductor's deadline is before the one waited for."""
+        self._timer: float | None = None
+
+    async def run(self) -> None:
+        self.tasks.create_task(self._keep_time(), name="keep_time")
+        self.tasks.create_task(self._verify_suspects(), name="verify_suspects")
+        if self.config.weights.delta:
+            self.tasks.create_task(self._encode_deltas(), name="encode_deltas")
+        await self.drained()
 
     async def close(self) -> None:
-        for snapshot in self._snapshots.values():
-            snapshot.release()
-        self._snapshots.clear()
+        await self._held.close()
 
     def peer_replaced(self, name: str, incarnation: int) -> None:
-        """A dead replica stages nothing and pauses for nothing."""
-        self._conductor.left(name, incarnation)
-        self._release_unneeded()
-        self._pause_freed.wake()
+        """What is dead stages nothing, pauses for nothing, and takes part in nothing."""
+        self._conductor.left(name, incarnation, self._now())
+        self._changed()
+
+    # --- the learner ---
 
     @handler
     def publish(self, request: Publish, caller: Caller) -> Done:
-        """A new version; repeated with the same number it is acknowledged again."""
+        """A new version; repeated with the same number it is acknowledged again. Raises VersionReused."""
         version = request.manifest.version
-        if version == self._conductor.newest:
+        if not self._conductor.is_new(version):
             return Done()
-        snapshot = hold(request.manifest)
-        self._conductor.published(version)
-        self._snapshots[version] = snapshot
+        self._held.add(hold(request.manifest))
+        self._conductor.accept(version)
         self.param_version = version
-        self._release_unneeded()
         self.progress()
         self.log.info("published", version=version, gather_s=request.gather_s, publisher=caller.name)
-        self._published.wake()
+        if self.config.weights.delta and self._conductor.newest >= 0:
+            self._accepted.set()
+        else:
+            self._conductor.publish(version)
+        self._changed()
         return Done()
+
+    @handler
+    async def keep_published(self, request: KeepPublished, caller: Caller) -> Published:
+        """Parked while the version, or a newer one, is held and whole."""
+
+        def lost() -> Published | None:
+            corrupt = request.version <= self._conductor.condemned
+            held = request.version <= self._conductor.accepted and not corrupt
+            return None if held else Published(held=False, corrupt=corrupt)
+
+        return await self._condemned.until(lost, caller.park_s) or Published(held=True)
+
+    @handler
+    async def announce(self, request: Announce, caller: Caller) -> Announced:
+        """Parked until the members are paused, or there will be no broadcast."""
+        number = self._conductor.announce(caller.name, caller.incarnation, request, self._now())
+        found = await self._parked(caller, number, lambda: self._conductor.decided(request.version))
+        return found or Announced(decided=False)
+
+    @handler
+    def broadcast_ended(self, request: BroadcastEnded, caller: Caller) -> Done:
+        """With an error it is over for all who have not committed."""
+        self.log.info("broadcast sent", version=request.version, epoch=request.epoch, error=request.error)
+        self._conductor.broadcast_ended(request.version, request.epoch, request.error, self._now())
+        self._changed()
+        return Done()
+
+    # --- replicas ---
 
     @handler
     async def next_update(self, request: NextUpdate, caller: Caller) -> Update:
         """Parked until there is something newer than what the replica serves."""
+        number = self._conductor.next_update(
+            caller.name,
+            caller.incarnation,
+            serving=request.serving,
+            same_host=request.host == host_id(),
+            workers=request.workers,
+            on_gpu=request.on_gpu,
+            now=self._now(),
+        )
+        offer = await self._parked(caller, number, lambda: self._conductor.offer(caller.name))
+        if offer is None or offer.collective is not None:
+            return Update(offer=offer)
+        return Update(offer=self._with_manifest(offer, request.base))
 
-        def offer() -> int | None:
-            return self._conductor.offer(caller.name, caller.incarnation, request.serving)
+    def _with_manifest(self, offer: Offer, base: int) -> Offer:
+        manifest = manifest_for(self._held.manifest(offer.version), offer.transport, base)
+        return msgspec.structs.replace(offer, manifest=manifest, probe=offer.probe and manifest.probe is not None)
 
-        version = await self._published.until(offer, caller.park_s)
-        # Whoever asks this has nothing staged and nothing paused any more.
-        self._release_unneeded()
-        self._pause_freed.wake()
-        return Update(manifest=None if version is None else self._snapshots[version].manifest)
+    @handler
+    def fetch_chunk(self, request: FetchChunk, caller: Caller) -> Chunk:
+        """Bytes of a held version. Raises VersionGone, InvalidRequest."""
+        chunk = self._held.chunk(request)
+        self._count("weights/chunks_served", 1)
+        self._count("weights/bytes_served", request.size)
+        self.progress()
+        return chunk
 
     @handler
     async def request_pause(self, request: RequestPause, caller: Caller) -> PauseGranted:
         """Parked until the replica may pause."""
+        version = request.version
+        number = self._conductor.request_pause(caller.name, caller.incarnation, version, self._now())
+        granted = await self._parked(caller, number, lambda: self._conductor.may_pause(caller.name, version))
+        return PauseGranted(granted=granted is True)
 
-        def ask() -> bool | None:
-            now = asyncio.get_running_loop().time()
-            return self._conductor.ask_pause(caller.name, caller.incarnation, request.version, now) or None
-
-        return PauseGranted(granted=bool(await self._pause_freed.until(ask, caller.park_s)))
+    @handler
+    async def join_broadcast(self, request: JoinBroadcast, caller: Caller) -> BroadcastBegins:
+        """Parked until all members are paused, or the broadcast is called off."""
+        version, epoch = request.version, request.epoch
+        number = self._conductor.join(caller.name, caller.incarnation, version, epoch, self._now())
+        begins = await self._parked(caller, number, lambda: self._conductor.begins(caller.name, version, epoch))
+        return BroadcastBegins(decided=begins is not None, begins=begins is True)
 
     @handler
     def report_update(self, request: ReportUpdate, caller: Caller) -> Done:
         """The end of an update frees its pause for the next replica."""
-        self._conductor.ended(caller.name, caller.incarnation, request.version, committed=request.committed)
-        self._release_unneeded()
-        self._pause_freed.wake()
+        counted = self._conductor.report(
+            caller.name,
+            caller.incarnation,
+            request.version,
+            committed=request.committed,
+            error=request.error,
+            now=self._now(),
+        )
+        if counted:
+            facts = {"replica": caller.name, "version": request.version, "transport": request.times.transport}
+            if request.committed:
+                self.log.info("committed", stall_s=request.times.stall_s, **facts)
+            else:
+                self.log.warning("update failed", error=request.error, **facts)
+        if request.corrupt and request.version == self._conductor.newest > self._conductor.condemned:
+            self._suspect.set()
         self.progress()
-        if request.committed:
-            self.log.info("committed", replica=caller.name, version=request.version, stall_s=request.times.stall_s)
-        else:
-            self.log.warning("update failed", replica=caller.name, version=request.version, error=request.error)
+        self._changed()
         return Done()
 
-    def _release_unneeded(self) -> None:
-        needed = self._conductor.needed()
-        for version in [v for v in self._snapshots if v not in needed]:
-            self._snapshots.pop(version).release()
+    # --- the conductor's clock and effects ---
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
+    async def _parked(self, caller: Caller, number: int, answer: Callable[[], T | None]) -> T | None:
+        """The answer; None for "ask again", when the time is over or the caller has asked something else since."""
+
+        def ask() -> tuple[T | None] | None:
+            if not self._conductor.asks(caller.name, number):
+                return (None,)
+            found = answer()
+            return None if found is None else (found,)
+
+        self._changed()
+        lot = self._lots.setdefault(caller.name, ParkingLot())
+        try:
+            found = await lot.until(ask, caller.park_s)
+        except asyncio.CancelledError:
+            self._conductor.withdrew(caller.name, number, self._now())
+            self._changed()
+            raise
+        self._conductor.answered(caller.name, number, self._now())
+        self._changed()
+        return None if found is None else found[0]
+
+    def _changed(self) -> None:
+        """Do what follows from a change in the conductor."""
+        effects = self._conductor.take_effects()
+        for note in effects.notes:
+            getattr(self.log, note.level)(note.event, **note.facts)
+        for name in effects.wake:
+            if name in self._lots:
+                self._lots[name].wake()
+        self._held.keep(self._conductor.needed())
+        self.counters.update({f"weights/{name}": value for name, value in self._conductor.figures().items()})
+        deadline = self._conductor.next_deadline()
+        if deadline is not None and (self._timer is None or deadline < self._timer):
+            self._sooner.set()
+
+    async def _keep_time(self) -> None:
+        """Let the conductor know when its deadlines are over."""
+        while True:
+            self._sooner.clear()
+            self._timer = self._conductor.next_deadline()
+            try:
+                async with asyncio.timeout_at(self._timer):
+                    await self._sooner.wait()
+            except TimeoutError:
+                self._conductor.pass_time(self._now())
+                self._changed()
+
+    async def _verify_suspects(self) -> None:
+        """A reader may err; but what is no longer what was sealed can only be published anew."""
+        while True:
+            await self._suspect.wait()
+            self._suspect.clear()
+            version = self._conductor.newest
+            if version <= self._conductor.condemned:
+                continue
+            try:
+                await self._held.verify(version)
+            except WeightsCorrupt as error:
+                self.log.error("version is condemned", version=version, error=str(error))
+                self._conductor.condemn(version)
+                self._condemned.wake()
+            except VersionGone:
+                self.log.info("suspect version is gone", version=version)
+
+    async def _encode_deltas(self) -> None:
+        """Replicas are told of a version once it has its deltas; one that cannot have them goes without."""
+        while True:
+            await self._accepted.wait()
+            self._accepted.clear()
+            version = self._conductor.accepted
+            try:
+                await self._held.encode(version, base=self._conductor.newest)
+            except (OSError, VersionGone) as error:
+                self.log.warning("no deltas", version=version, error=str(error))
+            self._conductor.publish(version)
+            self._changed()
+
+    def _count(self, name: str, by: int) -> None:
+        self.counters[name] = self.counters.get(name, 0) + by
 
 
 ACTOR = ParameterServer

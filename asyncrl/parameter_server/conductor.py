@@ -1,115 +1,331 @@
-"""The conductor: which replica serves, stages and loads which version. Pure.
+"""The conductor: which replica takes over which version, by which way, and when it may pause. Pure.
 
-    serving ──announced──► staging ──pause granted──► loading ──► committed (serving the new version)
-                              ▲                          │
-                              └──────── failed ──────────┘
+Callers' words come in as methods and change phases by the table in replicas.py; their questions are opened with the
+word and answered by ``offer``, ``may_pause``, ``begins`` and ``decided``, which give None for as long as there is
+nothing to say. Times are given, in seconds on any monotonic clock; ``pass_time`` is due at ``next_deadline``.
 
-Invariants: at most ``max_paused_fraction`` of the replicas (at least one) are loading at once; a replica is given a
-newer version only while it is not yet staging an older one; versions only grow; a version stays held for as long as
-somebody stages or loads it. A replica that holds a pause past its deadline loses it: its rollouter has the same
-deadline and restarts the engine, and the others must not wait for it.
+Invariants: no pause is granted past ``max_paused``, and in the order of asking among those that wait just then; a
+replica is given a newer version only while no update is under way there; versions only grow; a version stays needed
+for as long as somebody stages or loads it. A replica that holds a pause past its deadline loses it: its rollouter has
+the same deadline and replaces the engine, and the others must not wait for it.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
 
-Phase = Literal["serving", "staging", "waiting", "loading"]
-
-
-@dataclass(slots=True)
-class Replica:
-    """One rollouter's engines, as the conductor sees them."""
-
-    name: str
-    incarnation: int
-    serving: int = -1
-    phase: Phase = "serving"
-    target: int = -1
-    """The version being staged or loaded."""
-    asked: float = 0.0
-    """When it asked for its pause."""
-    paused_since: float = 0.0
+from asyncrl.config import WeightsConfig
+from asyncrl.errors import VersionReused
+from asyncrl.messages import Announce, Announced, Offer
+from asyncrl.parameter_server.broadcasts import Broadcasts
+from asyncrl.parameter_server.fleet import COUNTED, SILENT, STALE, Effects, Fleet
+from asyncrl.parameter_server.offers import rolling_transport
+from asyncrl.parameter_server.replicas import IDLE_PHASES, ROLLING_PHASES, Event, Phase, Replica
 
 
 class Conductor:
-    """State of all replicas. Times are given, in seconds on any monotonic clock."""
+    """See the module. ``first_epoch`` is above every epoch of an earlier parameter server of this run."""
 
-    def __init__(self, *, max_paused_fraction: float, deadline_s: float) -> None:
-        self._fraction = max_paused_fraction
-        self._deadline_s = deadline_s
+    def __init__(self, weights: WeightsConfig, *, first_epoch: int = 1) -> None:
+        self._weights = weights
+        self._fleet = Fleet()
+        self._broadcasts = Broadcasts(weights, self._fleet, first_epoch=first_epoch)
+        self.accepted = -1
+        """The newest version that is held."""
         self.newest = -1
-        self.replicas: dict[str, Replica] = {}
+        """The newest version that replicas are told of."""
+        self.condemned = -1
+        """The newest version whose bytes went bad here."""
+        self._before = -1
+        """The one before ``newest``."""
+        self._probed = (-1, "")
+        """The newest version offered, and the replica that is measured against its probe."""
+        self._last_place = 0
 
-    def published(self, version: int) -> None:
-        """A version is there. Raises ValueError if it is not above the newest."""
-        if version <= self.newest:
-            raise ValueError(f"version {version} is not above {self.newest}; a number is never reused")
-        self.newest = version
+    # --- publications ---
 
-    def offer(self, name: str, incarnation: int, serving: int) -> int | None:
-        """What the replica is to stage next, given what it serves; None while there is nothing newer."""
-        replica = self._replica(name, incarnation)
-        replica.serving = serving
-        if self.newest <= serving:
-            replica.phase, replica.target = "serving", -1
-            return None
-        replica.phase, replica.target = "staging", self.newest
-        return self.newest
+    def is_new(self, version: int) -> bool:
+        """Whether a publication is to be taken; False if it is there already. Raises VersionReused."""
+        if version < self.accepted:
+            raise VersionReused(version, self.accepted)
+        return version > self.accepted
 
-    def ask_pause(self, name: str, incarnation: int, version: int, now: float) -> bool:
-        """Whether the replica may pause now; it is first in line among those that asked later."""
-        replica = self._replica(name, incarnation)
-        if replica.phase == "loading" and replica.target == version:
-            # Asking again keeps the pause: under ``drain`` it may take long before there is anything to load.
-            replica.paused_since = now
-            return True
-        if replica.phase != "waiting":
-            replica.phase, replica.target, replica.asked = "waiting", version, now
-        self._reclaim(now)
-        ahead = sum(r.phase == "waiting" and r.asked < replica.asked for r in self.replicas.values())
-        if self._paused() + ahead >= self.max_paused:
-            return False
-        replica.phase, replica.paused_since = "loading", now
-        return True
+    def accept(self, version: int) -> None:
+        """It is held. Raises VersionReused."""
+        if not self.is_new(version):
+            raise VersionReused(version, self.accepted)
+        self.accepted = version
 
-    def ended(self, name: str, incarnation: int, version: int, *, committed: bool) -> None:
-        """The replica's update is over; its pause is free again. A repeated word on an older one changes nothing."""
-        replica = self._replica(name, incarnation)
-        if replica.target != version:
-            return
-        replica.phase, replica.target = "serving", -1
-        if committed:
-            replica.serving = version
+    def publish(self, version: int) -> None:
+        """Tell the replicas of a version that was accepted."""
+        assert self.newest < version <= self.accepted
+        self._before, self.newest = self.newest, version
+        for replica in self._fleet.of(*IDLE_PHASES):
+            if replica.serving < version:
+                self._fleet.wake(replica.name)
 
-    def left(self, name: str, incarnation: int) -> None:
-        """The replica is gone."""
-        replica = self.replicas.get(name)
-        if replica is not None and replica.incarnation <= incarnation:
-            del self.replicas[name]
+    def condemn(self, version: int) -> None:
+        """What is held of it is not what was published: it is offered to nobody any more."""
+        self.condemned = max(self.condemned, version)
 
     def needed(self) -> set[int]:
-        """Versions that must stay held: the newest, and those being staged or loaded."""
-        targets = {r.target for r in self.replicas.values() if r.phase != "serving"}
-        return {v for v in targets | {self.newest} if v >= 0}
+        """Versions that must stay held."""
+        versions = {replica.target for replica in self._fleet.of(*ROLLING_PHASES)}
+        versions |= {self.newest, self.accepted}
+        if self._weights.delta:
+            versions.add(self._before)
+        return {version for version in versions if version >= 0}
+
+    # --- what replicas say and ask ---
+
+    def next_update(
+        self,
+        name: str,
+        incarnation: int,
+        *,
+        serving: int,
+        now: float,
+        same_host: bool = True,
+        workers: int = 1,
+        on_gpu: bool = False,
+    ) -> int:
+        """It serves ``serving`` and asks for more: see ``offer``. Returns the question's number."""
+        replica = self._hear(name, incarnation, now)
+        if replica is None:
+            return STALE
+        number = self._fleet.ask(name)
+        if serving == replica.target and serving >= 0:
+            # Its report was lost.
+            self._commit(replica, now)
+        replaced, changed = serving < replica.serving, serving != replica.serving
+        replica.serving, replica.same_host, replica.on_gpu = serving, same_host, on_gpu
+        if replaced:
+            replica.engine += 1
+        if replica.phase is Phase.ANNOUNCED and (changed or workers != replica.workers):
+            # Not the engine that was made a member.
+            self._word(replica, Event.FAILED, "has another engine")
+        else:
+            self._word(replica, Event.IDLE, "asked for the next update instead")
+        replica.workers = workers
+        self._grant(now)
+        return number
+
+    def offer(self, name: str) -> Offer | None:
+        """What the asking replica is to take over next; the manifest is to be filled in under shm and stream."""
+        replica = self._fleet.replicas[name]
+        if replica.phase is Phase.ANNOUNCED:
+            collective = self._broadcasts.collective(replica)
+            return Offer(
+                version=replica.target,
+                transport=collective.group.backend,
+                collective=collective,
+                probe=collective.probe is not None and self._measures(replica),
+            )
+        if replica.phase not in IDLE_PHASES or replica.serving >= self.newest or self.newest <= self.condemned:
+            return None
+        self._fleet.move(replica, Event.OFFERED)
+        replica.target = self.newest
+        transport = rolling_transport(self._weights.transport, same_host=replica.same_host)
+        return Offer(version=self.newest, transport=transport, probe=self._measures(replica))
+
+    def _measures(self, replica: Replica) -> bool:
+        """Whether this replica is measured against the probe of its target: the first one is, or all are."""
+        if replica.target > self._probed[0]:
+            self._probed = (replica.target, replica.name)
+        return self._weights.verify == "full" or self._probed == (replica.target, replica.name)
+
+    def request_pause(self, name: str, incarnation: int, version: int, now: float) -> int:
+        """It has ``version`` staged, and asks to pause: see ``may_pause``. Returns the question's number.
+
+        Asking again keeps a place in the line, and a pause: under ``drain`` it may take long before there is anything
+        to load.
+        """
+        replica = self._hear(name, incarnation, now)
+        if replica is None:
+            return STALE
+        number, before = self._fleet.ask(name), replica.phase
+        if version > replica.serving and self._word(replica, Event.ASKED, ""):
+            replica.target = version
+            if replica.phase is Phase.LOADING:
+                replica.paused_since = now
+            elif before is not Phase.WAITING:
+                self._last_place += 1
+                replica.place = self._last_place
+        self._grant(now)
+        return number
+
+    def may_pause(self, name: str, version: int) -> bool | None:
+        """True once the asking replica may pause to load ``version``."""
+        replica = self._fleet.replicas[name]
+        return (replica.phase is Phase.LOADING and replica.target == version) or None
+
+    def join(self, name: str, incarnation: int, version: int, epoch: int, now: float) -> int:
+        """It is paused for a broadcast: see ``begins``. Returns the question's number."""
+        replica = self._hear(name, incarnation, now)
+        if replica is None:
+            return STALE
+        number = self._fleet.ask(name)
+        if self._broadcasts.is_current(version, epoch):
+            self._word(replica, Event.JOINED, "")
+            self._broadcasts.advance(now)
+        return number
+
+    def begins(self, name: str, version: int, epoch: int) -> bool | None:
+        """Whether the broadcast that the asking replica has paused for begins; None while that is open."""
+        phase = self._fleet.replicas[name].phase
+        if not self._broadcasts.is_current(version, epoch):
+            return False
+        return None if phase is Phase.PAUSED else phase is Phase.RECEIVING
+
+    def report(
+        self, name: str, incarnation: int, version: int, *, committed: bool, now: float, error: str = ""
+    ) -> bool:
+        """An update ended there; False for a repeated or late word on one, which changes nothing."""
+        replica = self._hear(name, incarnation, now)
+        if replica is None or version <= replica.serving or replica.target not in (-1, version):
+            return False
+        replica.target = version
+        if not committed:
+            counted = self._word(replica, Event.FAILED, f"has failed: {error}")
+        elif counted := self._commit(replica, now):
+            replica.serving = version
+        self._grant(now)
+        return counted
+
+    # --- what the learner says and asks ---
+
+    def announce(self, name: str, incarnation: int, announcement: Announce, now: float) -> int:
+        """It could broadcast a version: see ``decided``. Returns the question's number."""
+        number = self._fleet.ask(name)
+        self._broadcasts.announce((name, incarnation), announcement, self.accepted, now)
+        return number
+
+    def decided(self, version: int) -> Announced | None:
+        """Whether ``version`` is broadcast, and to whom; None while that is open."""
+        return self._broadcasts.decided(version)
+
+    def broadcast_ended(self, version: int, epoch: int, error: str, now: float) -> None:
+        """It has sent everything, or failed to."""
+        self._broadcasts.ended(version, epoch, error)
+        self._grant(now)
+
+    # --- questions, deaths, time ---
+
+    def asks(self, name: str, number: int) -> bool:
+        """Whether the question of this number is still waiting for its answer."""
+        return self._fleet.asks(name, number)
+
+    def answered(self, name: str, number: int, now: float) -> None:
+        """The question is answered, be it with the request to ask again."""
+        if self._fleet.asks(name, number):
+            self._fleet.close(name)
+            if (replica := self._fleet.replicas.get(name)) is not None:
+                replica.heard = now
+
+    def withdrew(self, name: str, number: int, now: float) -> None:
+        """The caller has cancelled its question, so whatever it was about is over there: its engine died, say."""
+        if not self._fleet.asks(name, number):
+            return
+        self._fleet.close(name)
+        replica = self._fleet.replicas.get(name)
+        if replica is None:
+            self._broadcasts.withdrew(name)
+            return
+        replica.heard = SILENT
+        if replica.phase not in IDLE_PHASES:
+            self._word(replica, Event.FAILED, "has given up")
+        self._grant(now)
+
+    def left(self, name: str, incarnation: int, now: float) -> None:
+        """This incarnation of a replica, or of the learner, is dead."""
+        replica = self._fleet.replicas.get(name)
+        if replica is None or replica.incarnation <= incarnation:
+            self._fleet.close(name)
+        if replica is not None and replica.incarnation <= incarnation:
+            del self._fleet.replicas[name]
+            self._broadcasts.member_lost(replica, replica.phase, "is gone")
+        self._broadcasts.left(name, incarnation)
+        self._grant(now)
+
+    def next_deadline(self) -> float | None:
+        """When time alone will change something."""
+        deadlines = [replica.paused_since + self._weights.deadline_s for replica in self._fleet.of(Phase.LOADING)]
+        if (deadline := self._broadcasts.deadline()) is not None:
+            deadlines.append(deadline)
+        return min(deadlines, default=None)
+
+    def pass_time(self, now: float) -> None:
+        """Take back pauses, and end a broadcast, that are past their deadline."""
+        for replica in list(self._fleet.of(Phase.LOADING)):
+            if now >= replica.paused_since + self._weights.deadline_s:
+                self._fleet.counts["pauses_taken_back"] += 1
+                self._fleet.note("pause taken back", level="warning", replica=replica.name, version=replica.target)
+                self._fleet.move(replica, Event.OVERDUE)
+        self._broadcasts.pass_time(now)
+        self._grant(now)
+
+    # --- what the shell shows and does ---
 
     @property
     def max_paused(self) -> int:
-        """How many replicas may load at once."""
-        return max(1, math.floor(self._fraction * len(self.replicas)))
+        """How many replicas may load by a rolling transport at once."""
+        return max(1, math.floor(self._weights.max_paused_fraction * len(self._fleet.replicas)))
 
-    def _paused(self) -> int:
-        return sum(r.phase == "loading" for r in self.replicas.values())
+    def replicas(self) -> dict[str, Replica]:
+        """All of them, to be looked at."""
+        return self._fleet.replicas
 
-    def _reclaim(self, now: float) -> None:
-        for replica in self.replicas.values():
-            if replica.phase == "loading" and now - replica.paused_since >= self._deadline_s:
-                replica.phase, replica.target = "serving", -1
+    def take_effects(self) -> Effects:
+        """Whom to wake and what to log, since the last call."""
+        return self._fleet.take_effects()
 
-    def _replica(self, name: str, incarnation: int) -> Replica:
-        replica = self.replicas.get(name)
-        if replica is None or replica.incarnation < incarnation:
-            replica = self.replicas[name] = Replica(name, incarnation)
+    def figures(self) -> dict[str, float]:
+        """What has happened since the start, and how things stand."""
+        replicas = self._fleet.replicas.values()
+        return {
+            **{name: self._fleet.counts[name] for name in COUNTED},
+            "replicas": len(replicas),
+            "replicas_behind": sum(replica.phase is Phase.BEHIND for replica in replicas),
+            "replicas_paused": sum(replica.phase is Phase.LOADING for replica in replicas),
+            "failed_attempts": max((replica.failed_attempts for replica in replicas), default=0),
+        }
+
+    # --- the inside ---
+
+    def _hear(self, name: str, incarnation: int, now: float) -> Replica | None:
+        """The replica that speaks; None if it has been replaced."""
+        replica = self._fleet.replicas.get(name)
+        if replica is not None and replica.incarnation < incarnation:
+            self.left(name, replica.incarnation, now)
+            replica = None
+        if replica is None:
+            replica = self._fleet.replicas[name] = Replica(name, incarnation)
+        elif replica.incarnation > incarnation:
+            return None
+        replica.heard = now
         return replica
+
+    def _commit(self, replica: Replica, now: float) -> bool:
+        if not self._fleet.move(replica, Event.COMMITTED):
+            return False
+        self._broadcasts.advance(now)
+        return True
+
+    def _word(self, replica: Replica, event: Event, why: str) -> bool:
+        """A replica's own word; a broadcast that it leaves with it is over for all."""
+        before = replica.phase
+        if not self._fleet.move(replica, event):
+            return False
+        if replica.phase is Phase.BEHIND:
+            self._broadcasts.member_lost(replica, before, why)
+        return True
+
+    def _grant(self, now: float) -> None:
+        free = self.max_paused - sum(1 for _ in self._fleet.of(Phase.LOADING))
+        if free <= 0:
+            return
+        # Whoever is between two questions keeps its place, but nobody waits for it.
+        asking = [replica for replica in self._fleet.of(Phase.WAITING) if self._fleet.asks(replica.name)]
+        for replica in sorted(asking, key=lambda replica: replica.place)[:free]:
+            self._fleet.move(replica, Event.GRANTED)
+            replica.paused_since = now

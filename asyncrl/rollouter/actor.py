@@ -8,35 +8,28 @@ version, since that is what the gate counts with.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from asyncrl.errors import ActorFailed, DeadlineExceeded, EngineDied, RemoteError, WeightsCorrupt, WireError
+from asyncrl.errors import DeadlineExceeded, RemoteError, WireError
 from asyncrl.messages import (
     Deliver,
     Group,
     Lease,
     Leased,
-    Manifest,
-    NextUpdate,
-    PauseGranted,
-    ReportUpdate,
-    RequestPause,
     ReturnTickets,
     RolloutStats,
     Score,
     Scores,
     Ticket,
     Trajectory,
-    Update,
     UpdateTimes,
 )
 from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.episodes import EpisodeEngine, single_turn
 from asyncrl.rollouter.groups import GroupRunner
+from asyncrl.rollouter.updates import UpdateFollower
 from asyncrl.runtime.actor import Actor, ActorContext
-from asyncrl.runtime.supervision import RestartBudget
 from asyncrl.tokenizer import Tokenizer, load_tokenizer
 
 T = TypeVar("T")
@@ -66,8 +59,15 @@ class Rollouter(Actor):
             generated=self._trajectory_generated,
             clock=self.clock,
         )
-        supervision = self.config.supervision
-        self._restarts = RestartBudget(supervision.max_restarts, supervision.restart_window_s, supervision.backoff_s)
+        self._follower = UpdateFollower(
+            self.config,
+            self.name,
+            host=self._host,
+            call=lambda request: self.peer(PARAMETER_SERVER).call(request),
+            committed=self._committed,
+            clock=self.clock,
+            log=self.log,
+        )
         self._held: dict[str, Ticket] = {}
         self._running: set[asyncio.Task[None]] = set()
         self._seen = 0
@@ -76,8 +76,6 @@ class Rollouter(Actor):
         self._slots = asyncio.Semaphore(self.config.rollout.concurrency)
         self._room = asyncio.Event()
         self._ask_again = asyncio.Event()
-        self._failed_loads = 0
-        """Since the last commit."""
         self._updates: list[UpdateTimes] = []
         self._sampling: list[tuple[float, float]] = []
 
@@ -92,7 +90,7 @@ class Rollouter(Actor):
         await self._host.start()
 
     async def run(self) -> None:
-        work = [self._keep_serving(), self._lease_tickets(), self._report_stats()]
+        work = [self._follower.run(), self._lease_tickets(), self._report_stats()]
         tasks = [self.tasks.create_task(item) for item in work]
         await self.drained()
         ending = [*tasks, *self._running]
@@ -197,107 +195,12 @@ class Rollouter(Actor):
 
     # --- weights ---
 
-    async def _keep_serving(self) -> None:
-        """Follow the versions of the parameter server; replace the engine when it dies."""
-        watch: asyncio.Task[bool] = self.tasks.create_task(self._host.died.wait())
-        while True:
-            if self._host.died.is_set():
-                await self._replace_engine()
-                watch = self.tasks.create_task(self._host.died.wait())
-            manifest = await self._or_death(self._next_update(), watch)
-            if manifest is not None:
-                await self._or_death(self._update_to(manifest), watch)
-
-    async def _or_death(self, work: Coroutine[Any, Any, T], watch: asyncio.Task[bool]) -> T | None:
-        """The result of ``work``; None when the engine died before it came."""
-        task = self.tasks.create_task(work)
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        task.cancel()
-        await asyncio.wait({task})
-        return None
-
-    async def _replace_engine(self) -> None:
-        pause_s = self._restarts.next(self.clock.now())
-        if pause_s is None:
-            supervision = self.config.supervision
-            raise ActorFailed(
-                self.name,
-                f"its engine died again after {supervision.max_restarts} restarts within "
-                f"{supervision.restart_window_s:g} s (supervision.max_restarts)",
-            )
-        self.log.warning("engine is replaced", restarts=self._host.restarts + 1, pause_s=pause_s)
-        await asyncio.sleep(pause_s)
-        await self._host.replace()
-        self.counters["rollout/engine_restarts"] = self._host.restarts
-
-    async def _next_update(self) -> Manifest | None:
-        try:
-            reply: Update = await self.peer(PARAMETER_SERVER).call(NextUpdate(serving=self._host.version))
-        except (DeadlineExceeded, RemoteError) as error:
-            self.log.warning("parameter server is away", error=str(error))
-            await asyncio.sleep(AWAY_S)
-            return None
-        return reply.manifest
-
-    async def _update_to(self, manifest: Manifest) -> None:
-        """Take over a version. After a failed load the engine stays paused until the next one, which is asked for anew;
-        an engine that fails ``weights.max_attempts`` times, or does not come back in time, is replaced.
-        """
-        weights, version = self.config.weights, manifest.version
-        try:
-            stage_s = await self._host.stage(manifest)
-        except WeightsCorrupt as error:
-            await self._report_update(version, None, str(error))
-            await asyncio.sleep(AWAY_S)
-            return
-        await self._wait_for_pause(version)
-        while not await self._host.quiesced(weights.deadline_s / 3):
-            await self._wait_for_pause(version)
-        try:
-            async with asyncio.timeout(weights.deadline_s):
-                times = await self._host.update(manifest, stage_s)
-        except (EngineDied, TimeoutError) as error:
-            self._host.lost()
-            await self._report_update(version, None, str(error) or f"not loaded within {weights.deadline_s:g} s")
-        except WeightsCorrupt as error:
-            self._failed_loads += 1
-            await self._report_update(version, None, f"attempt {self._failed_loads}: {error}")
-            if self._failed_loads >= weights.max_attempts:
-                self._host.lost()
-        else:
-            self._failed_loads = 0
-            self._updates.append(times)
-            self.param_version = version
-            self._ask_again.set()
-            self._room.set()
-            self.progress()
-            await self._report_update(version, times, "")
-
-    async def _wait_for_pause(self, version: int) -> None:
-        while True:
-            try:
-                reply: PauseGranted = await self.peer(PARAMETER_SERVER).call(RequestPause(version=version))
-            except (DeadlineExceeded, RemoteError) as error:
-                self.log.warning("parameter server is away", error=str(error))
-                await asyncio.sleep(AWAY_S)
-                continue
-            if reply.granted:
-                return
-
-    async def _report_update(self, version: int, times: UpdateTimes | None, error: str) -> None:
-        report = ReportUpdate(
-            version=version,
-            committed=times is not None,
-            times=times or UpdateTimes(version=version),
-            error=error,
-        )
-        try:
-            await self.peer(PARAMETER_SERVER).call(report)
-        except (DeadlineExceeded, RemoteError) as lost:
-            # The pause that was held there runs out by itself.
-            self.log.warning("update not reported", version=version, error=str(lost))
+    def _committed(self, times: UpdateTimes) -> None:
+        self._updates.append(times)
+        self.param_version = times.version
+        self._ask_again.set()
+        self._room.set()
+        self.progress()
 
     # --- statistics ---
 
@@ -317,6 +220,7 @@ class Rollouter(Actor):
             del self._updates[:-STATS_KEPT], self._sampling[:-STATS_KEPT]
             self.counters["rollout/sampled_tokens"] = self._host.sampled_tokens
             self.counters["rollout/in_flight"] = self._generating
+            self.counters["rollout/engine_restarts"] = self._host.restarts
 
 
 ACTOR = Rollouter

@@ -11,11 +11,14 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 
 from asyncrl.config import Config
-from asyncrl.errors import EngineDied
-from asyncrl.messages import Manifest, UpdateTimes
+from asyncrl.errors import EngineDied, WeightsCorrupt
+from asyncrl.messages import Probe
 from asyncrl.monitor.states import StateLedger
+from asyncrl.rollouter.drift import Drift, measure_drift
 from asyncrl.rollouter.engines.base import Delta, Engine, GenerationRequest
 from asyncrl.runtime.clock import Clock
+from asyncrl.weights.broadcast import Broadcast
+from asyncrl.weights.staging import Staged
 
 
 class EngineHost:
@@ -40,6 +43,8 @@ class EngineHost:
         self.restarts = 0
         self.commits = 0
         """Updates committed, over all engines: it tells whether the version has changed between two moments."""
+        self._loaded: int | None = None
+        """The version that the engine holds complete; None before its first load and after one that failed."""
         self._shut_since = 0.0
         self.sampling: list[tuple[float, float]] = []
         """Closed intervals (wall clock) in which requests were running, since they were last taken."""
@@ -61,6 +66,7 @@ class EngineHost:
         self._states.enter("restarting", "engine")
         await self.close()
         self.version = -1
+        self._loaded = None
         self.restarts += 1
         self.died.clear()
         await self.start()
@@ -106,12 +112,16 @@ class EngineHost:
 
     # --- updates ---
 
-    async def stage(self, manifest: Manifest) -> float:
-        """Let the engine fetch a version while it generates; returns the seconds it took."""
+    @property
+    def workers(self) -> int:
+        """Processes of the engine that take part in a broadcast."""
         assert self._engine is not None
-        began = self._clock.now()
-        await self._engine.stage(manifest)
-        return self._clock.now() - began
+        return self._engine.workers
+
+    async def accept(self, staged: Staged) -> None:
+        """See Engine."""
+        assert self._engine is not None
+        await self._engine.accept(staged)
 
     async def quiesced(self, timeout: float) -> bool:
         """Whether an update may begin. Under on_update = drain nothing more is admitted and what runs ends first.
@@ -132,36 +142,81 @@ class EngineHost:
             return False
         return True
 
-    async def update(self, manifest: Manifest, stage_s: float) -> UpdateTimes:
-        """Pause, load, resume. Raises what the engine raises; the engine is paused then."""
-        engine, rollout = self._engine, self._config.rollout
-        assert engine is not None
+    async def pause(self, version: int) -> float:
+        """Stop for the update to ``version``; returns the seconds until the engine was idle."""
+        assert self._engine is not None
         self._shut()
-        self._states.enter("paused", f"weights v{manifest.version}")
+        self._states.enter("paused", f"weights v{version}")
         began = self._clock.now()
-        mode = {"abort_resume": "abort", "keep": "keep", "drain": "wait"}[rollout.on_update]
-        await engine.pause(mode)  # type: ignore[arg-type]
-        paused = self._clock.now()
-        await engine.load(manifest, recompute_kv=rollout.on_update != "keep" or rollout.keep_kv == "recompute")
-        loaded = self._clock.now()
-        await engine.resume()
-        resumed = self._clock.now()
-        self.version = manifest.version
+        mode = {"abort_resume": "abort", "keep": "keep", "drain": "wait"}[self._config.rollout.on_update]
+        await self._engine.pause(mode)  # type: ignore[arg-type]
+        return self._clock.now() - began
+
+    async def load(self, weights: Staged | Broadcast) -> float:
+        """Replace the weights of the paused engine; returns the seconds it took. Raises what the engine raises.
+
+        It stays paused: ``commit`` follows, or after a failure another load.
+        """
+        assert self._engine is not None
+        rollout = self._config.rollout
+        began = self._clock.now()
+        self._loaded = None
+        await self._engine.load(weights, recompute_kv=rollout.on_update != "keep" or rollout.keep_kv == "recompute")
+        self._loaded = weights.version
+        return self._clock.now() - began
+
+    async def commit(self, probe: Probe | None = None) -> float:
+        """Go on, under the weights that were loaded; returns the seconds until the engine did.
+
+        With a probe nothing is admitted before the engine has agreed with it; else it is paused again, and
+        WeightsCorrupt raised: the load is to be repeated.
+        """
+        assert self._engine is not None
+        version = self._loaded
+        assert version is not None, "nothing complete is loaded"
+        began = self._clock.now()
+        await self._engine.resume()
+        if probe is not None:
+            drift = await self.drift(probe)
+            if not drift.agrees:
+                self._loaded = None
+                await self._engine.pause("abort")
+                raise WeightsCorrupt(f"the engine does not compute what the learner does: {drift}", version=version)
+        self.version = version
         self.commits += 1
+        self._admit()
+        return self._clock.now() - began
+
+    async def call_off(self) -> None:
+        """Go on under the old weights. Not after a load has failed: the engine then waits for one that succeeds."""
+        assert self._engine is not None
+        if self._loaded is not None and self._loaded == self.version:
+            await self._engine.resume()
+            self._admit()
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds since requests were last admitted; for an update that was just committed, what it cost."""
+        return self._clock.now() - self._shut_since
+
+    async def checksum(self) -> str:
+        """See Engine."""
+        assert self._engine is not None
+        return await self._engine.checksum()
+
+    async def drift(self, probe: Probe) -> Drift:
+        """How far the engine, under the weights that it serves, is from the learner's word on them."""
+        assert self._engine is not None
+        scores = [await self._engine.score(tokens) for tokens in probe.tokens.tolist()]
+        return measure_drift(probe, scores)
+
+    def _admit(self) -> None:
         self._open.set()
         if self._running:
             self._sampling_since = self._clock.wall()
             self._states.enter("generating")
         else:
             self._states.enter("waiting", "tickets")
-        return UpdateTimes(
-            version=manifest.version,
-            stage_s=stage_s,
-            pause_s=paused - began,
-            load_s=loaded - paused,
-            resume_s=resumed - loaded,
-            stall_s=resumed - self._shut_since,
-        )
 
     # --- measuring ---
 

@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import gc
 import platform
+import resource
 import sys
 from pathlib import Path
 
@@ -38,6 +39,9 @@ def run_actor(
 ) -> int:
     """Live as this actor; returns the exit code of the process."""
     tune_memory()
+    # Each held bucket of a version takes one or two descriptors, and shells allow no more than 1,024.
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     config = config_from_json((run_dir / "config.json").read_text())
     configure_logging(config.log.level)
     credentials = load_credentials(run_dir / "private", name, attempt)

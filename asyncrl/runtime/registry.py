@@ -2,8 +2,8 @@
 
 Invariant: for each name only the largest incarnation ever seen is heard; whatever an older one says is
 refused (fencing), and a name whose actor has ended resolves to nothing until a larger incarnation
-registers. A missed heartbeat changes nothing here: silence is a stall, and only the end of a process or of
-a host is a death. Pure: the caller brings the time.
+registers. A missed heartbeat changes no record: silence is a stall (``silent``), and only the end of a process or
+of a host is a death. Pure: the caller brings the time.
 
 Fails with Refused (code ``incarnation``), which names both incarnations.
 """
@@ -13,7 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from asyncrl.errors import Refused
-from asyncrl.messages import ActorRecord, Heartbeat
+from asyncrl.messages import ActorRecord, Heartbeat, Stalled
+
+LONGEST_GAP = 0.25
+"""Share of the time after which silence is a stall: who looks less often than this may not have listened himself."""
 
 
 @dataclass(slots=True)
@@ -41,6 +44,8 @@ class Registry:
     """Entries by actor name."""
 
     entries: dict[str, Entry] = field(default_factory=dict)
+    _looked: float = 0.0
+    _listening_since: float = 0.0
 
     def register(self, record: ActorRecord, now: float) -> None:
         """Take in a record. Raises Refused for an incarnation that is not the newest, or has ended."""
@@ -73,6 +78,21 @@ class Registry:
         if incarnation == entry.record.incarnation:
             entry.ended = True
         return entry.ended
+
+    def silent(self, now: float, stall_s: float) -> list[Stalled]:
+        """The living actors that were not heard of for ``stall_s``; to be asked regularly.
+
+        After a gap between two questions silence counts from the second one on: this process was stopped itself, or
+        its host was, and what was said meanwhile is still to be read.
+        """
+        if now - self._looked > LONGEST_GAP * stall_s:
+            self._listening_since = now
+        self._looked = now
+        return [
+            Stalled(name, entry.record.incarnation, now - entry.heard)
+            for name, entry in self.entries.items()
+            if not entry.ended and now - max(entry.heard, self._listening_since) >= stall_s
+        ]
 
     def resolve(self, name: str, above: int = 0, *, unready: bool = False) -> ActorRecord | None:
         """The record of the living incarnation, if it is larger than ``above`` and can be called.

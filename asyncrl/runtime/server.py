@@ -321,7 +321,7 @@ class CallServer:
         self._error(
             session.routing_id,
             header,
-            type(error).__name__,
+            getattr(type(error), "code", type(error).__name__),
             str(error) or repr(error),
             retryable=bool(getattr(error, "retryable", False)),
         )

@@ -32,7 +32,7 @@ class RolePolicy:
 ROLES: dict[str, RolePolicy] = {
     "rollouter": RolePolicy(drain_rank=1, restart=True),
     "reward": RolePolicy(drain_rank=1, restart=True),
-    "parameter_server": RolePolicy(drain_rank=2, restart=False),
+    "parameter_server": RolePolicy(drain_rank=2, restart=True),
     "dataloader": RolePolicy(drain_rank=2, restart=False),
     "learner": RolePolicy(drain_rank=3, restart=False),
     "controller": RolePolicy(drain_rank=4, restart=False),

@@ -43,15 +43,16 @@ OTHERS = [name for name in CONFIG.actors if name != CONTROLLER]
 class Cluster:
     """A controller and whoever calls it."""
 
-    def __init__(self, run_dir):
+    def __init__(self, run_dir, config):
         (run_dir / "private").mkdir()
         self.run_dir = run_dir
+        self.config = config
         self.network = MemoryNetwork()
         self.peers = []
 
     async def __aenter__(self):
         context = ActorContext(
-            config=CONFIG,
+            config=self.config,
             name=CONTROLLER,
             incarnation=7,
             run_dir=self.run_dir,
@@ -97,9 +98,9 @@ class Cluster:
             await self.register(name)
 
 
-def run(tmp_path, scenario):
+def run(tmp_path, scenario, config=CONFIG):
     async def main():
-        async with asyncio.timeout(20), Cluster(tmp_path) as cluster:
+        async with asyncio.timeout(20), Cluster(tmp_path, config) as cluster:
             await scenario(cluster)
 
     asyncio.run(main())
@@ -206,6 +207,46 @@ def test_heartbeats_of_strangers_are_counted_and_ignored(tmp_path):
         assert cluster.controller.counters["heartbeats/ignored"] == 1
 
     run(tmp_path, scenario)
+
+
+async def beats(peer, *, until):
+    await peer.call(WatchRun())
+    beat = 0
+    while not until.is_set():
+        beat += 1
+        peer.cast(Heartbeat(beat=beat, progress=0, state="ready"))
+        await asyncio.sleep(0.05)
+
+
+def test_who_stops_beating_is_told_to_be_killed_until_its_end_is_reported(tmp_path):
+    async def scenario(cluster):
+        froze, over = asyncio.Event(), asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            for name, until in (("rollouter/0", froze), ("learner/0", over)):
+                await cluster.register(name)
+                tasks.create_task(beats(cluster.caller(name), until=until))
+            watcher = cluster.caller()
+            state = await watcher.call(WatchRun())
+            call = watcher.call(WatchRun(seen=state.number))
+            await asyncio.sleep(0.6)
+            assert not call.done()
+            froze.set()
+            state = await call
+            assert [(actor.name, actor.incarnation) for actor in state.stalled] == [("rollouter/0", 1)]
+            assert state.stalled[0].silent_s >= 0.4
+            assert state.failed_actor == ""
+            await watcher.call(
+                ActorEnded(name="rollouter/0", incarnation=1, exit_code=-9, fatal=False, reason="killed by SIGKILL")
+            )
+            state = await watcher.call(WatchRun(seen=state.number))
+            assert state.stalled == []
+            over.set()
+            state = await watcher.call(WatchRun(seen=state.number))
+        assert (state.failed_actor, state.phase) == ("learner/0", "draining")
+        assert "did not beat" in state.reason
+
+    tree = CONFIG.model_dump() | {"supervision": {"heartbeat_s": 0.05, "stall_s": 0.4}}
+    run(tmp_path, scenario, validate_config(tree))
 
 
 def test_a_run_that_finishes_drains_by_ranks_and_ends_the_controller(tmp_path, monkeypatch):

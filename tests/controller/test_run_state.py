@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.controller.run_state import LAST_RANK, RunStateMachine
+from asyncrl.messages import Stalled
 from asyncrl.runtime.supervision import drain_rank
 
 ACTORS = ("dataloader/0", "reward/0", "parameter_server/0", "learner/0", "learner/1", "rollouter/0", "rollouter/1")
@@ -146,6 +147,52 @@ def test_a_restart_has_its_own_time_to_get_ready():
     assert run.outcome.actor == "rollouter/0"
 
 
+@pytest.mark.parametrize("running", [True, False])
+@pytest.mark.parametrize("name", ["rollouter/1", "reward/0", "parameter_server/0"])
+def test_a_frozen_actor_is_to_be_killed_until_its_end_is_known(name, running):
+    run = machine(running=running)
+    number, stall = run.number, Stalled(name, 7, 61.0)
+    assert run.silent([stall], 100.0 if running else 50.0)
+    assert (run.stalled, run.number, run.drain) == ([stall], number + 1, 0)
+    # It stays so, whether it is silent for longer or heard of again.
+    assert not run.silent([Stalled(name, 7, 62.0)], 101.0)
+    assert not run.silent([], 102.0)
+    assert run.stalled == [stall]
+    assert run.ended(name, -9, False, "", "", 103.0)
+    assert run.stalled == []
+
+
+def test_a_successor_may_freeze_too():
+    run = machine()
+    run.silent([Stalled("rollouter/0", 7, 61.0)], 100.0)
+    assert run.silent([Stalled("rollouter/0", 8, 61.0)], 200.0)
+    assert run.stalled == [Stalled("rollouter/0", 8, 61.0)]
+
+
+@pytest.mark.parametrize("name", ["learner/1", "dataloader/0"])
+def test_the_run_does_not_outlive_a_frozen_actor_that_is_not_restarted(name):
+    run = machine()
+    assert run.silent([Stalled("rollouter/0", 6, 70.0), Stalled(name, 7, 61.4)], 100.0)
+    assert (run.phase, run.outcome.actor, run.outcome.exit_code) == ("draining", name, 1)
+    assert run.outcome.reason == "frozen: it did not beat for 61 s (supervision.stall_s)"
+    assert run.stalled == []
+
+
+def test_draining_has_deadlines_of_its_own():
+    run = machine()
+    run.silent([Stalled("rollouter/0", 6, 70.0)], 100.0)
+    run.finish(101.0)
+    assert run.stalled == []
+    assert not run.silent([Stalled("rollouter/1", 6, 70.0), Stalled("learner/0", 6, 70.0)], 102.0)
+    assert (run.stalled, run.outcome.exit_code) == ([], 0)
+
+
+def test_strangers_are_not_looked_after():
+    run = machine()
+    assert not run.silent([Stalled("rollouter/9", 6, 70.0)], 100.0)
+    assert run.stalled == []
+
+
 def test_a_run_can_be_stopped_before_it_runs():
     run = machine(running=False)
     assert run.stop("Ctrl-C", 1.0)
@@ -159,6 +206,7 @@ events = st.one_of(
     st.tuples(st.just("ready"), st.sets(st.sampled_from(ACTORS))),
     st.tuples(st.just("ended"), st.sampled_from(ACTORS), st.booleans()),
     st.tuples(st.just("started"), st.sampled_from(ACTORS)),
+    st.tuples(st.just("silent"), st.sampled_from(ACTORS), st.integers(1, 3)),
     st.tuples(st.sampled_from(["stop", "finish", "fail", "tick"])),
 )
 
@@ -169,7 +217,7 @@ def test_invariants(history):
     now, drain_began, outcome = 0.0, None, None
     for gap, (kind, *arguments) in history:
         now += gap
-        before = (run.number, run.phase, run.drain, run.waiting_for, run.outcome)
+        before = (run.number, run.phase, run.drain, run.waiting_for, run.outcome, run.stalled)
         match kind:
             case "ready":
                 changed = run.ready(arguments[0], now)
@@ -177,6 +225,8 @@ def test_invariants(history):
                 changed = run.ended(arguments[0], 1, arguments[1], "why", "", now)
             case "started":
                 changed = run.started(arguments[0]) or False
+            case "silent":
+                changed = run.silent([Stalled(*arguments, 61.0)], now)
             case "stop":
                 changed = run.stop("why", now)
             case "finish":
@@ -185,7 +235,7 @@ def test_invariants(history):
                 changed = run.fail("learner/0", "why", "", 1, now)
             case _:
                 changed = run.tick(now)
-        after = (run.number, run.phase, run.drain, run.waiting_for, run.outcome)
+        after = (run.number, run.phase, run.drain, run.waiting_for, run.outcome, run.stalled)
         assert changed == (after[0] > before[0])
         if not changed:
             assert after == before

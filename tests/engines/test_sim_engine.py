@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from contextlib import closing
 from statistics import median
 from typing import Any
 
@@ -14,12 +17,15 @@ from hypothesis import strategies as st
 from tiny_models import Publisher
 
 from asyncrl.config import Config, SimEngineConfig, validate_config
-from asyncrl.errors import EngineDied, WeightsCorrupt
-from asyncrl.messages import Bucket, Manifest, VersionSpan
+from asyncrl.errors import BroadcastFailed, EngineDied, WeightsCorrupt
+from asyncrl.messages import BucketLayout, Collective, CollectiveGroup, Manifest, VersionSpan
 from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.engines.base import Delta, Engine, GenerationRequest
 from asyncrl.rollouter.engines.sim_model import Batch, content, response_length
 from asyncrl.runtime.clock import run_virtual
+from asyncrl.weights.broadcast import Broadcast
+from asyncrl.weights.collective.sender import Sender
+from asyncrl.weights.staging import stage
 
 
 def request(id: str, *, prompt: int = 10, max_tokens: int = 10_000, **fields: Any) -> GenerationRequest:
@@ -235,10 +241,10 @@ class Weights:
         self.publisher, self._engine = Publisher(), engine
 
     async def load(self, version: int, mode: str = "abort", *, recompute_kv: bool = True) -> None:
-        manifest = self.publisher.publish(version, {"w": torch.full((64,), version)})
-        await self._engine.stage(manifest)
-        await self._engine.pause(mode)  # type: ignore[arg-type]
-        await self._engine.load(manifest, recompute_kv=recompute_kv)
+        with closing(stage(self.publisher.publish(version, {"w": torch.full((64,), version)}))) as staged:
+            await self._engine.accept(staged)
+            await self._engine.pause(mode)  # type: ignore[arg-type]
+            await self._engine.load(staged, recompute_kv=recompute_kv)
         await self._engine.resume()
 
 
@@ -304,9 +310,9 @@ def test_requests_submitted_in_a_pause_run_after_it() -> None:
         stream = asyncio.ensure_future(collect(engine, request("a")))
         await asyncio.sleep(10.0)
         assert not stream.done()
-        manifest = weights.publisher.publish(5, {"w": torch.zeros(64, dtype=torch.int64)})
-        await engine.stage(manifest)
-        await engine.load(manifest, recompute_kv=False)
+        with closing(stage(weights.publisher.publish(5, {"w": torch.zeros(64, dtype=torch.int64)}))) as staged:
+            await engine.accept(staged)
+            await engine.load(staged, recompute_kv=False)
         await engine.resume()
         return (await stream)[1]
 
@@ -326,15 +332,13 @@ def test_cancelled_reader_frees_its_place() -> None:
     assert on_engine(config_for(), body) == 0.0
 
 
-def test_corrupt_and_changed_weights_are_refused() -> None:
+def test_other_weights_are_refused() -> None:
     async def body(engine: Engine, weights: Weights) -> None:
-        manifest = weights.publisher.publish(1, {"w": torch.ones(64, dtype=torch.int64)})
-        wrong = [Bucket(path=b.path, size=b.size, checksum=b.checksum ^ 1, tensors=b.tensors) for b in manifest.buckets]
-        with pytest.raises(WeightsCorrupt, match="checksum"):
-            await engine.stage(Manifest(version=1, buckets=wrong))
-        with pytest.raises(WeightsCorrupt, match="missing"):
-            await engine.stage(weights.publisher.publish(1, {"v": torch.ones(64, dtype=torch.int64)}))
-        await engine.stage(manifest)
+        other = stage(weights.publisher.publish(1, {"v": torch.ones(64, dtype=torch.int64)}))
+        with closing(other), pytest.raises(WeightsCorrupt, match="missing"):
+            await engine.accept(other)
+        with closing(stage(weights.publisher.publish(1, {"w": torch.ones(64, dtype=torch.int64)}))) as same:
+            await engine.accept(same)
 
     on_engine(config_for(), body)
 
@@ -345,8 +349,101 @@ def test_crash_ends_streams_and_calls() -> None:
             *(collect(engine, request(f"r{i}")) for i in range(3)), engine.pause("wait"), return_exceptions=True
         )
         assert [type(outcome) for outcome in outcomes] == [EngineDied] * 4
-        for call in (engine.check(), engine.pause("keep"), engine.resume(), engine.abort(["r0"])):
+        for call in (engine.checksum(), engine.pause("keep"), engine.resume(), engine.abort(["r0"])):
             with pytest.raises(EngineDied, match="rollouter/0: crashed"):
                 await call
 
     on_engine(config_for(crash_probability=1.0), body)
+
+
+# --- the engine in a broadcast ------------------------------------------------------------------------------
+
+
+class Learner:
+    """Rank 0 of a group of two, sending from a thread."""
+
+    def __init__(self, timeout_s: float = 60.0) -> None:
+        self.publisher = Publisher()
+        self.sender = Sender("gloo", "127.0.0.1", timeout_s)
+
+    def published(self, version: int) -> Manifest:
+        return self.publisher.publish(version, {"w": torch.full((64,), version), "v": torch.zeros(3)})
+
+    def offered(self, epoch: int, manifest: Manifest) -> Broadcast:
+        group = CollectiveGroup(backend="gloo", epoch=epoch, world_size=2, host="127.0.0.1", port=self.sender.port)
+        layouts = [BucketLayout(size=bucket.size, tensors=bucket.tensors) for bucket in manifest.buckets]
+        collective = Collective(group=group, first_rank=1, buckets=layouts)
+        return Broadcast(version=manifest.version, collective=collective, timeout_s=60.0)
+
+    def send(self, epoch: int, manifest: Manifest) -> None:
+        collective = self.offered(epoch, manifest).collective
+        buckets = ((bucket, int(bucket.path.rpartition("/")[2])) for bucket in manifest.buckets)
+        self.sender.send(collective.group, manifest.version, collective.buckets, buckets)
+
+    def close(self) -> None:
+        self.sender.close()
+        self.publisher.close()
+
+
+def in_broadcast(body: Callable[[Engine, Learner], Awaitable[None]]) -> None:
+    """Run ``body`` on a paused engine that has served nothing, and a learner."""
+
+    async def go() -> None:
+        engine, learner = make_engine(config_for(load_s=0.0), "rollouter/0"), Learner()
+        try:
+            await engine.start()
+            await engine.pause("abort")
+            await body(engine, learner)
+        finally:
+            await engine.close()
+            learner.close()
+
+    threads = threading.active_count()
+    asyncio.run(go())
+    assert threading.active_count() == threads
+
+
+def test_broadcast_loads_what_shared_memory_does() -> None:
+    async def body(engine: Engine, learner: Learner) -> None:
+        for version in range(3):
+            manifest = learner.published(version)
+            sending = asyncio.create_task(asyncio.to_thread(learner.send, 1, manifest))
+            await engine.load(learner.offered(1, manifest), recompute_kv=False)
+            await sending
+            received = await engine.checksum()
+            with closing(stage(manifest)) as staged:
+                await engine.load(staged, recompute_kv=False)
+            assert await engine.checksum() == received
+            await engine.resume()
+            assert (await collect(engine, request(f"r{version}")))[1].spans == [VersionSpan(version, 0, 40)]
+            await engine.pause("abort")
+
+    in_broadcast(body)
+
+
+def test_failed_broadcast_leaves_the_engine_to_the_next_load() -> None:
+    async def body(engine: Engine, learner: Learner) -> None:
+        manifest, other = learner.published(1), learner.published(2)
+        sending = asyncio.create_task(asyncio.to_thread(learner.send, 1, other))
+        with pytest.raises(BroadcastFailed, match="expected OPEN"):
+            await engine.load(learner.offered(1, manifest), recompute_kv=False)
+        with pytest.raises(BroadcastFailed, match="rank 1: expected OPEN"):
+            await sending
+        with closing(stage(manifest)) as staged:
+            await engine.load(staged, recompute_kv=False)
+        await engine.resume()
+        assert (await collect(engine, request("r")))[1].spans == [VersionSpan(1, 0, 40)]
+
+    in_broadcast(body)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.2])
+def test_close_ends_a_broadcast_that_nobody_sends(after_s: float) -> None:
+    async def body(engine: Engine, learner: Learner) -> None:
+        load = asyncio.create_task(engine.load(learner.offered(1, learner.published(1)), recompute_kv=False))
+        await asyncio.sleep(after_s)
+        await engine.close()
+        with pytest.raises(EngineDied, match="it was closed"):
+            await load
+
+    in_broadcast(body)

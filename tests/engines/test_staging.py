@@ -17,8 +17,8 @@ from tiny_models import Publisher
 
 from asyncrl.errors import WeightsCorrupt
 from asyncrl.messages import Bucket, Manifest, TensorSpec
-from asyncrl.rollouter.engines.staging import check_complete, layout_of, stage, staging
-from asyncrl.wire.segments import ITEM_BYTES, size_of
+from asyncrl.weights.segments import ITEM_BYTES, size_of
+from asyncrl.weights.staging import check_complete, layout_of, stage, staging
 
 
 @pytest.fixture

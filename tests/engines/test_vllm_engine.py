@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +14,13 @@ import torch
 from tiny_models import EOS, Publisher, logprobs_of, make_model, parameters_of, save_model
 
 from asyncrl.config import Config, validate_config
-from asyncrl.errors import WeightsCorrupt
-from asyncrl.messages import Bucket, Manifest, VersionSpan
+from asyncrl.errors import BroadcastFailed, WeightsCorrupt
+from asyncrl.messages import Bucket, BucketLayout, Collective, CollectiveGroup, Manifest, VersionSpan
 from asyncrl.rollouter.engines.base import GenerationRequest
 from asyncrl.rollouter.engines.vllm.engine import VllmEngine
+from asyncrl.weights.broadcast import Broadcast
+from asyncrl.weights.collective.sender import Sender
+from asyncrl.weights.staging import stage
 
 pytestmark = [
     # vLLM leaves its ZeroMQ contexts to the garbage collector.
@@ -58,10 +62,10 @@ class Served:
 
     async def load(self, model, *, mode: str = "abort", recompute_kv: bool = True) -> int:
         version = next(self.versions)
-        manifest = self.publisher.publish_model(version, model)
-        await self.engine.stage(manifest)
-        await self.engine.pause(mode)
-        await self.engine.load(manifest, recompute_kv=recompute_kv)
+        with closing(stage(self.publisher.publish_model(version, model))) as staged:
+            await self.engine.accept(staged)
+            await self.engine.pause(mode)
+            await self.engine.load(staged, recompute_kv=recompute_kv)
         await self.engine.resume()
         return version
 
@@ -288,25 +292,6 @@ def test_prefix_cache_does_not_outlive_the_weights(served: Served, models: list[
         assert worst(answer.logprobs, expected) < TOLERANCE
 
 
-def test_corrupt_bucket_is_found_while_staging(served: Served, models: list[Any]) -> None:
-    served.run(served.load(models[0]))
-    manifest = served.publisher.publish_model(next(served.versions), models[1])
-    bucket = manifest.buckets[1]
-    with open(bucket.path, "rb") as file:
-        content = bytearray(file.read())
-    content[len(content) // 2] ^= 1
-    flipped = Bucket(
-        path=served.publisher.segment(bytes(content)),
-        size=bucket.size,
-        checksum=bucket.checksum,
-        tensors=bucket.tensors,
-    )
-    with pytest.raises(WeightsCorrupt, match=r"bucket 1: its checksum") as caught:
-        served.run(served.engine.stage(Manifest(version=manifest.version, buckets=[manifest.buckets[0], flipped])))
-    assert caught.value.bucket == 1
-    assert worst(served.run(served.engine.score(PROMPT)), logprobs_of(models[0], PROMPT)) < TOLERANCE
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -321,54 +306,136 @@ def test_wrong_sets_are_refused_before_the_load(
     served.run(served.load(models[0]))
     tensors = parameters_of(models[1])
     change(tensors)
-    with pytest.raises(WeightsCorrupt, match=words):
-        served.run(served.engine.stage(served.publisher.publish(next(served.versions), tensors)))
+    staged = stage(served.publisher.publish(next(served.versions), tensors))
+    with closing(staged), pytest.raises(WeightsCorrupt, match=words):
+        served.run(served.engine.accept(staged))
     assert worst(served.run(served.engine.score(PROMPT)), logprobs_of(models[0], PROMPT)) < TOLERANCE
 
 
 @pytest.mark.parametrize("missing", ["model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.down_proj.weight"])
 def test_failed_load_is_repeated_whole(served: Served, models: list[Any], missing: str) -> None:
     served.run(served.load(models[0]))
-    engine = served.engine
-    complete = served.publisher.publish_model(next(served.versions), models[1])
+    engine, version = served.engine, next(served.versions)
     tensors = parameters_of(models[1])
+    complete = stage(served.publisher.publish(version, tensors))
     del tensors[missing]
-    partial = served.publisher.publish(complete.version, tensors)
+    # Past the check that stands before every load, to the one in the worker.
+    partial = stage(served.publisher.publish(version, tensors))
 
     async def go() -> list[float]:
-        # Past the check that stands before every load, to the one in the worker.
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine, "_layout", None)
-            patch.setattr("asyncrl.rollouter.engines.vllm.checkpoint.weight_shapes", lambda _: None)
-            await engine.stage(partial)
         await engine.pause("abort")
         for _ in range(2):
             with pytest.raises(WeightsCorrupt, match="incomplete weights"):
                 await engine.load(partial, recompute_kv=True)
-        await engine.stage(complete)
         await engine.load(complete, recompute_kv=True)
         await engine.resume()
         return await engine.score(PROMPT)
 
-    assert worst(served.run(go()), logprobs_of(models[1], PROMPT)) < TOLERANCE
+    with closing(complete), closing(partial):
+        assert worst(served.run(go()), logprobs_of(models[1], PROMPT)) < TOLERANCE
 
 
 def test_publisher_may_die_once_staged(served: Served, models: list[Any]) -> None:
     served.run(served.load(models[0]))
     publisher = Publisher()
-    manifest = publisher.publish_model(next(served.versions), models[1])
+    staged = stage(publisher.publish_model(next(served.versions), models[1]))
+    publisher.close()
 
     async def go() -> list[float]:
-        await served.engine.stage(manifest)
-        publisher.close()
         await served.engine.pause("abort")
-        await served.engine.load(manifest, recompute_kv=True)
+        await served.engine.load(staged, recompute_kv=True)
+        await served.engine.resume()
+        return await served.engine.score(PROMPT)
+
+    with closing(staged):
+        assert worst(served.run(go()), logprobs_of(models[1], PROMPT)) < TOLERANCE
+
+
+# --- by broadcast -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sender() -> Iterator[Sender]:
+    made = Sender("gloo", "127.0.0.1", 60.0)
+    yield made
+    made.close()
+
+
+def offered(sender: Sender, epoch: int, manifest: Manifest) -> Broadcast:
+    """The engine's part in a broadcast to it alone."""
+    group = CollectiveGroup(backend="gloo", epoch=epoch, world_size=2, host=sender.host, port=sender.port)
+    layouts = [BucketLayout(size=bucket.size, tensors=bucket.tensors) for bucket in manifest.buckets]
+    collective = Collective(group=group, first_rank=1, buckets=layouts)
+    return Broadcast(version=manifest.version, collective=collective, timeout_s=60.0)
+
+
+def with_descriptors(manifest: Manifest) -> Iterator[tuple[Bucket, int]]:
+    return ((bucket, int(bucket.path.rpartition("/")[2])) for bucket in manifest.buckets)
+
+
+async def broadcast(
+    served: Served, sender: Sender, epoch: int, manifest: Manifest, buckets: Iterator[tuple[Bucket, int]]
+) -> list[BaseException | None]:
+    """Send ``buckets`` to the paused engine; what became of sending and loading."""
+    weights = offered(sender, epoch, manifest)
+    collective = weights.collective
+    return await asyncio.gather(
+        asyncio.to_thread(sender.send, collective.group, manifest.version, collective.buckets, buckets),
+        served.engine.load(weights, recompute_kv=True),
+        return_exceptions=True,
+    )
+
+
+def test_broadcast_brings_the_new_weights(served: Served, models: list[Any], sender: Sender) -> None:
+    served.run(served.load(models[1]))
+
+    async def go() -> None:
+        # Twice over the same group.
+        for model in models:
+            manifest = served.publisher.publish_model(next(served.versions), model)
+            await served.engine.pause("abort")
+            assert await broadcast(served, sender, 1, manifest, with_descriptors(manifest)) == [None, None]
+            await served.engine.resume()
+            answer = await collect(served.engine, ask(seed=5))
+            assert answer.spans == [VersionSpan(manifest.version, 0, len(answer.tokens))]
+            expected = logprobs_of(model, PROMPT + answer.tokens)[len(PROMPT) - 1 :]
+            assert worst(answer.logprobs, expected) < TOLERANCE
+
+    served.run(go())
+
+
+def test_broken_broadcast_is_made_good_from_shared_memory(served: Served, models: list[Any], sender: Sender) -> None:
+    served.run(served.load(models[0]))
+    manifest = served.publisher.publish_model(next(served.versions), models[1])
+    tensors = parameters_of(models[1])
+    del tensors["model.layers.1.self_attn.k_proj.weight"]
+    partial = served.publisher.publish(manifest.version, tensors)
+
+    def breaking() -> Iterator[tuple[Bucket, int]]:
+        buckets = with_descriptors(manifest)
+        yield next(buckets)
+        sender.abort("enough")
+        yield from buckets
+
+    async def go() -> list[float]:
+        await served.engine.pause("abort")
+        for failed in await broadcast(served, sender, 1, manifest, breaking()):
+            assert isinstance(failed, BroadcastFailed)
+            assert "enough" in str(failed)
+        # Whole and verified, but not all of the model: the worker finds it when half of it is loaded.
+        sent, failed = await broadcast(served, sender, 2, partial, with_descriptors(partial))
+        assert sent is None
+        assert isinstance(failed, BroadcastFailed)
+        assert "incomplete weights" in str(failed)
+        with closing(stage(manifest)) as staged:
+            await served.engine.load(staged, recompute_kv=True)
         await served.engine.resume()
         return await served.engine.score(PROMPT)
 
     assert worst(served.run(go()), logprobs_of(models[1], PROMPT)) < TOLERANCE
-    with pytest.raises(WeightsCorrupt, match="cannot be opened"):
-        served.run(served.engine.stage(manifest))
+
+
+# --- requests -----------------------------------------------------------------------------------------------
 
 
 def test_impossible_requests_are_value_errors(served: Served, models: list[Any]) -> None:

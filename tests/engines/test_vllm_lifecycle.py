@@ -8,6 +8,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from asyncrl.errors import ConfigError, EngineDied
 from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.engines.base import GenerationRequest
 from asyncrl.rollouter.engines.vllm.engine import VllmEngine
+from asyncrl.weights.staging import stage
 
 pytestmark = [
     # vLLM leaves its ZeroMQ contexts to the garbage collector.
@@ -73,11 +75,7 @@ async def with_engine(config: Config, model, body: Callable[[VllmEngine, Publish
     publisher, engine = Publisher(), VllmEngine(config, "rollouter/7")
     try:
         await engine.start()
-        manifest = publisher.publish_model(0, model)
-        await engine.stage(manifest)
-        await engine.pause("abort")
-        await engine.load(manifest, recompute_kv=False)
-        await engine.resume()
+        await load(engine, publisher, 0, model)
         await body(engine, publisher)
     finally:
         await engine.close()
@@ -85,7 +83,15 @@ async def with_engine(config: Config, model, body: Callable[[VllmEngine, Publish
         publisher.close()
     assert set(children()) == before
     with pytest.raises(EngineDied):
-        await engine.check()
+        await engine.pause("abort")
+
+
+async def load(engine: VllmEngine, publisher: Publisher, version: int, model) -> None:
+    with closing(stage(publisher.publish_model(version, model))) as staged:
+        await engine.accept(staged)
+        await engine.pause("abort")
+        await engine.load(staged, recompute_kv=True)
+    await engine.resume()
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -106,11 +112,7 @@ def test_tied_embeddings_follow_the_weights(tmp_path: Path) -> None:
 
     async def body(engine: VllmEngine, publisher: Publisher) -> None:
         for version, model in enumerate(models, start=1):
-            manifest = publisher.publish_model(version, model)
-            await engine.stage(manifest)
-            await engine.pause("abort")
-            await engine.load(manifest, recompute_kv=True)
-            await engine.resume()
+            await load(engine, publisher, version, model)
             pairs = zip(await engine.score(PROMPT), logprobs_of(model, PROMPT), strict=True)
             assert max(abs(found - expected) for found, expected in pairs) < 1e-4
 
@@ -135,7 +137,7 @@ def test_killed_core_is_noticed_everywhere(tmp_path: Path) -> None:
             for outcome in await asyncio.gather(*streams, call, return_exceptions=True):
                 assert isinstance(outcome, EngineDied)
                 assert outcome.engine == "rollouter/7"
-            for action in (engine.check(), engine.resume(), engine.abort(["s0"]), engine.score(PROMPT)):
+            for action in (engine.checksum(), engine.resume(), engine.abort(["s0"]), engine.score(PROMPT)):
                 with pytest.raises(EngineDied, match="engine core ended"):
                     await action
             with pytest.raises(EngineDied):

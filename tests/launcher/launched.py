@@ -87,6 +87,15 @@ class Launched:
         code = self.process.wait(WAIT_S)
         return code, self.shown.splitlines()
 
+    def actor(self, name: str) -> int:
+        """Pid of an actor's process, once there is one."""
+
+        def find() -> int | None:
+            return next((pid for pid, words in marked(self.run_dir).items() if f" {name} --run " in words), None)
+
+        found: int = wait_until(find, name)
+        return found
+
     def pid(self, module: str) -> int:
         """Of the guard or the agent."""
 

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config import SupervisionConfig
-from asyncrl.launcher.host import NEVER_RAN_GRACE_S, Announce, AskStop, Host, KillAll, Report, Spawn
-from asyncrl.messages import RunState
+from asyncrl.launcher.host import NEVER_RAN_GRACE_S, Announce, AskStop, Host, Kill, KillAll, Report, Spawn
+from asyncrl.messages import RunState, Stalled
 
 NAMES = ("controller/0", "dataloader/0", "learner/0", "rollouter/0", "rollouter/1")
 POLICY = SupervisionConfig(max_restarts=2, backoff_s=1.0, restart_window_s=1000.0, drain_s=10.0, host_grace_s=60.0)
@@ -22,6 +22,8 @@ def host(*, running=True):
     if running:
         assert found.controller_found(0.0) == [Spawn(name) for name in NAMES[1:]]
         found.state(state("running"), 0.0)
+    for incarnation, name in enumerate(NAMES, 1):
+        found.spawned(name, incarnation)
     return found
 
 
@@ -42,6 +44,40 @@ def test_a_death_is_followed_by_a_restart_after_a_pause():
     found.exited("rollouter/0", 3, "out of memory", 7.0)
     assert found.next_deadline() == 9.0
     assert found.tick(9.0)[0] == Announce("rollouter/0", "exit code 3: out of memory")
+
+
+ROLLOUTER = NAMES.index("rollouter/0") + 1
+
+
+def stalled(*actors):
+    return state("running", stalled=[Stalled(name, incarnation, 61.0) for name, incarnation in actors])
+
+
+def test_a_frozen_actor_is_killed_once_and_started_again_as_after_any_death():
+    found = host()
+    assert found.state(stalled(("rollouter/0", ROLLOUTER)), 5.0) == [Kill("rollouter/0")]
+    assert found.state(stalled(("rollouter/0", ROLLOUTER)), 5.1) == []
+    (report,) = found.exited("rollouter/0", -9, "last words", 5.2)
+    assert report == Report("rollouter/0", -9, False, "killed by SIGKILL: it did not beat for 61 s")
+    assert found.state(stalled(("rollouter/0", ROLLOUTER)), 5.3) == []
+    assert found.tick(6.2) == [Announce("rollouter/0", report.reason), Spawn("rollouter/0")]
+    found.spawned("rollouter/0", 100)
+    assert found.state(stalled(("rollouter/0", ROLLOUTER)), 6.3) == []
+    assert found.state(stalled(("rollouter/0", 100)), 70.0) == [Kill("rollouter/0")]
+    assert found.exited("rollouter/0", -9, "", 70.1)[0].reason == report.reason
+
+
+@pytest.mark.parametrize("actor", [("rollouter/0", ROLLOUTER - 1), ("rollouter/0", ROLLOUTER + 1), ("rollouter/9", 1)])
+def test_only_the_process_that_is_frozen_is_killed(actor):
+    found = host()
+    assert found.state(stalled(actor), 5.0) == []
+    assert found.exited("rollouter/0", -9, "", 6.0)[0].reason == "killed by SIGKILL"
+
+
+def test_nobody_is_killed_for_a_stall_while_the_run_ends():
+    found = host()
+    found.state(state("draining"), 5.0)
+    assert found.state(stalled(("rollouter/0", ROLLOUTER)), 5.1) == []
 
 
 def test_giving_up_ends_the_run_with_its_reason():

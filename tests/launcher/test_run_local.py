@@ -61,6 +61,33 @@ def test_an_actor_that_keeps_dying_ends_the_run(launched):
     assert_all_gone(run)
 
 
+def test_a_frozen_actor_is_killed_and_started_again_and_the_run_goes_on(launched):
+    run = launched({"rollouter/0": {"children": True}}, heartbeat_s=0.2, stall_s=1.5, restart_window_s=60.0)
+    run.wait_to_show("running")
+    frozen = run.actor("rollouter/0")
+    os.kill(frozen, signal.SIGSTOP)
+    run.wait_to_show("rollouter/0 died (killed by SIGKILL: it did not beat for ")
+    wait_until(lambda: run.actor("rollouter/0") != frozen, "its successor")
+    assert "rollouter/1 died" not in run.shown
+    # Its successor is left alone: it beats.
+    time.sleep(2.5)
+    run.process.send_signal(signal.SIGINT)
+    code, shown = run.end()
+    assert code == 130
+    assert sum(" died " in line for line in shown) == 1, shown
+    assert_all_gone(run)
+
+
+def test_a_frozen_actor_that_is_not_restarted_ends_the_run(launched):
+    run = launched({}, heartbeat_s=0.2, stall_s=1.5, drain_s=1.0)
+    run.wait_to_show("running")
+    os.kill(run.actor("learner/0"), signal.SIGSTOP)
+    code, shown = run.end()
+    assert code == 1
+    assert shown[-1].startswith("learner/0: frozen: it did not beat for ")
+    assert_all_gone(run)
+
+
 def test_what_an_actor_says_of_its_failure_is_the_last_line(launched):
     run = launched({"dataloader/0": {"raise": "no column 'prompt'"}})
     code, shown = run.end()

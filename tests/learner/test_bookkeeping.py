@@ -7,7 +7,7 @@ from test_messages import make_group
 
 from asyncrl.learner.buffer import GroupBuffer
 from asyncrl.learner.evals import EvalCollector, eval_metrics
-from asyncrl.learner.generation_log import GenerationLog, merge
+from asyncrl.learner.generation_log import GenerationLog, merge, update_line, update_metrics
 from asyncrl.learner.ledger import IntervalSet, Ledger
 from asyncrl.learner.outcomes import OutcomeQueue
 from asyncrl.messages import Group, Outcome, RolloutStats, UpdateTimes
@@ -128,5 +128,60 @@ def test_tokens_are_counted_over_restarts_of_a_rollouter():
     assert log.covers(3.0, now=4.0, patience_s=3.0)
     assert not log.covers(3.1, now=4.0, patience_s=3.0)
     assert log.covers(3.1, now=6.1, patience_s=3.0)
-    assert log.take() == (180, [update])
+    assert log.take() == (180, [("rollouter/0", update)])
     assert log.take() == (0, [])
+
+
+FIRST = UpdateTimes(
+    version=3,
+    transport="shm",
+    stage_s=1.0,
+    pause_s=0.25,
+    load_s=0.5,
+    resume_s=0.125,
+    stall_s=0.75,
+    bytes=1000,
+    encoded_bytes=400,
+    probe_kl=0.02,
+)
+SECOND = UpdateTimes(version=4, transport="gloo", load_s=1.5, stall_s=2.0, bytes=1000, encoded_bytes=1000)
+
+
+def test_a_step_has_the_means_of_its_updates_and_the_sums_of_what_they_cost():
+    assert update_metrics([FIRST, SECOND]) == {
+        "weights/updates": 2,
+        "weights/stage_s": 0.5,
+        "weights/pause_s": 0.125,
+        "weights/load_s": 1.0,
+        "weights/resume_s": 0.0625,
+        "weights/stall_s": 2.75,
+        "weights/bytes": 2000,
+        "weights/encoded_bytes": 1400,
+        # Of those that were measured.
+        "policy/probe_kl": 0.02,
+    }
+    assert update_metrics([]) == {
+        "weights/updates": 0,
+        "weights/stall_s": 0,
+        "weights/bytes": 0,
+        "weights/encoded_bytes": 0,
+    }
+
+
+def test_each_update_has_a_line_of_its_own():
+    line = update_line("rollouter/1", FIRST)
+    assert line == {
+        "kind": "update",
+        "replica": "rollouter/1",
+        "weights/version": 3,
+        "weights/transport": "shm",
+        "weights/stage_s": 1.0,
+        "weights/pause_s": 0.25,
+        "weights/load_s": 0.5,
+        "weights/resume_s": 0.125,
+        "weights/stall_s": 0.75,
+        "weights/bytes": 1000,
+        "weights/encoded_bytes": 400,
+        "policy/probe_kl": 0.02,
+    }
+    assert "policy/probe_kl" not in update_line("rollouter/1", SECOND)

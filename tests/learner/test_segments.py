@@ -18,7 +18,7 @@ from asyncrl.errors import WeightsCorrupt
 from asyncrl.learner.backend import create
 from asyncrl.learner.publication import Publication, fill_buckets
 from asyncrl.messages import Bucket, Manifest
-from asyncrl.wire.segments import ALIGNMENT, SEALS, Segment, layout
+from asyncrl.weights.segments import ALIGNMENT, SEALS, Segment, layout
 
 
 def _publish(values: np.ndarray, version: int = 3) -> Publication:

@@ -1,173 +1,303 @@
 """The conductor: versions only grow, few pause at once, nobody waits for a replica that is gone."""
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from conductor_play import Play
 
-from asyncrl.parameter_server.conductor import Conductor
+from asyncrl.errors import VersionReused
 
 
 def test_a_replica_is_offered_what_is_newer_than_what_it_serves():
-    conductor = Conductor(max_paused_fraction=0.5, deadline_s=10)
-    assert conductor.offer("r/0", 1, -1) is None
-    conductor.published(0)
-    assert conductor.offer("r/0", 1, -1) == 0
-    assert conductor.ask_pause("r/0", 1, 0, now=0)
-    conductor.ended("r/0", 1, 0, committed=True)
-    assert conductor.offer("r/0", 1, 0) is None
-    assert conductor.replicas["r/0"].serving == 0
+    play = Play()
+    assert play.next("r/0", -1) is None
+    play.publish(0)
+    assert play.conductor.take_effects().wake == {"r/0"}
+    offer = play.look("r/0")
+    assert (offer.version, offer.transport, offer.collective) == (0, "stream", None)
+    assert play.pause("r/0", 0)
+    assert play.report("r/0", 0)
+    assert play.next("r/0", 0) is None
+    assert play.replica("r/0").serving == 0
+    assert play.phases() == {"r/0": "serving"}
 
 
 def test_a_version_number_is_never_reused():
-    conductor = Conductor(max_paused_fraction=0.5, deadline_s=10)
-    conductor.published(3)
-    for version in (3, 2):
-        with pytest.raises(ValueError, match="never reused"):
-            conductor.published(version)
+    play = Play()
+    play.publish(3)
+    assert not play.conductor.is_new(3)
+    assert play.conductor.is_new(4)
+    with pytest.raises(VersionReused, match="2 of the weights is not above 3; a number is never reused") as caught:
+        play.conductor.is_new(2)
+    assert (caught.value.code, caught.value.version, caught.value.newest) == ("version_reused", 2, 3)
+    with pytest.raises(ValueError, match="never reused"):
+        play.conductor.accept(3)
 
 
-def test_a_version_stays_held_while_somebody_stages_it():
-    conductor = Conductor(max_paused_fraction=0.5, deadline_s=10)
-    conductor.published(0)
-    conductor.offer("r/0", 1, -1)
-    conductor.published(1)
-    conductor.published(2)
-    assert conductor.needed() == {0, 2}
-    conductor.ask_pause("r/0", 1, 0, now=0)
-    conductor.ended("r/0", 1, 0, committed=True)
-    assert conductor.needed() == {2}
+def test_a_newer_version_replaces_only_one_whose_staging_has_not_begun():
+    play = Play()
+    play.publish(0)
+    assert play.next("r/0", -1).version == 0
+    play.publish(1)
+    # It goes on with what it was offered, and then takes the newest.
+    play.publish(2)
+    assert play.pause("r/0", 0)
+    assert play.report("r/0", 0)
+    assert play.next("r/0", 0).version == 2
+
+
+def test_a_version_stays_held_while_somebody_takes_it_over():
+    play = Play()
+    play.publish(0)
+    play.next("r/0", -1)
+    for version in (1, 2):
+        play.publish(version)
+    assert play.conductor.needed() == {0, 2}
+    play.pause("r/0", 0)
+    assert play.conductor.needed() == {0, 2}
+    play.report("r/0", 0)
+    assert play.conductor.needed() == {2}
+
+
+def test_with_deltas_the_base_of_the_newest_stays_held():
+    play = Play(delta=True)
+    for version in (0, 3, 7):
+        play.publish(version)
+    assert play.conductor.needed() == {3, 7}
+
+
+def test_what_waits_for_its_deltas_is_held_and_not_offered():
+    play = Play(delta=True)
+    play.serve("r/0")
+    play.conductor.accept(1)
+    assert play.conductor.needed() == {0, 1}
+    assert play.look("r/0") is None
+    play.conductor.accept(2)
+    assert play.conductor.needed() == {0, 2}
+    play.conductor.publish(2)
+    assert play.conductor.needed() == {0, 2}
+    assert play.look("r/0").version == 2
 
 
 @pytest.mark.parametrize(("replicas", "fraction", "at_once"), [(1, 0.1, 1), (4, 0.5, 2), (5, 0.5, 2), (4, 1.0, 4)])
 def test_only_a_fraction_pauses_at_once_first_come_first_served(replicas, fraction, at_once):
-    conductor = Conductor(max_paused_fraction=fraction, deadline_s=10)
-    conductor.published(0)
+    play = Play(max_paused_fraction=fraction)
+    play.publish(0)
     names = [f"r/{i}" for i in range(replicas)]
     for name in names:
-        conductor.offer(name, 1, -1)
-    granted = [name for i, name in enumerate(names) if conductor.ask_pause(name, 1, 0, now=i)]
+        play.next(name, -1)
+    names.reverse()
+    granted = [name for name in names if play.pause(name, 0)]
     assert granted == names[:at_once]
+    assert play.conductor.figures()["replicas_paused"] == at_once
     for i in range(at_once, replicas):
-        conductor.ended(names[i - at_once], 1, 0, committed=True)
-        assert not any(conductor.ask_pause(name, 1, 0, now=50 + i) for name in names[i + 1 :]) or at_once > 1
-        assert conductor.ask_pause(names[i], 1, 0, now=5)
+        # Asking again keeps the place.
+        play.pause(names[i], 0)
+        play.conductor.take_effects()
+        play.report(names[i - at_once], 0)
+        assert play.conductor.take_effects().wake == {names[i]}
+        assert [name for name in names[i:] if play.look(name)] == [names[i]]
+
+
+def test_a_replica_between_two_questions_keeps_its_place_and_blocks_nobody():
+    play = Play(max_paused_fraction=0.1)
+    play.publish(0)
+    for name in ("r/0", "r/1", "r/2", "r/3"):
+        play.next(name, -1)
+        play.pause(name, 0)
+    play.end_of_park("r/1")
+    play.report("r/0", 0)
+    assert not play.look("r/3")
+    assert play.look("r/2")
+    play.pause("r/1", 0)
+    play.report("r/2", 0)
+    assert play.look("r/1")
+    assert not play.look("r/3")
 
 
 def test_a_pause_past_its_deadline_is_free_again():
-    conductor = Conductor(max_paused_fraction=0.1, deadline_s=10)
-    conductor.published(0)
+    play = Play(max_paused_fraction=0.1)
+    play.publish(0)
     for name in ("r/0", "r/1"):
-        conductor.offer(name, 1, -1)
-    assert conductor.ask_pause("r/0", 1, 0, now=0)
-    assert not conductor.ask_pause("r/1", 1, 0, now=9)
-    assert conductor.ask_pause("r/1", 1, 0, now=10)
-    assert not conductor.ask_pause("r/0", 1, 0, now=11)
+        play.next(name, -1)
+    assert play.pause("r/0", 0)
+    assert play.conductor.next_deadline() == play.now + 10
+    play.pause("r/1", 0)
+    play.later(9.9)
+    assert not play.look("r/1")
+    play.later(0.1)
+    assert play.look("r/1")
+    assert play.phases() == {"r/0": "behind", "r/1": "loading"}
+    # It has to ask for its turn like everybody else.
+    assert not play.pause("r/0", 0)
+    assert play.phases()["r/0"] == "waiting"
+    assert play.conductor.figures()["pauses_taken_back"] == 1
 
 
-def test_asking_again_keeps_a_pause_and_an_old_report_changes_nothing():
-    conductor = Conductor(max_paused_fraction=0.1, deadline_s=10)
-    conductor.published(0)
+def test_a_commit_after_the_pause_was_taken_back_counts():
+    play = Play(max_paused_fraction=0.1)
+    play.publish(0)
+    play.next("r/0", -1)
+    assert play.pause("r/0", 0)
+    play.later(20)
+    assert play.phases() == {"r/0": "behind"}
+    assert play.report("r/0", 0)
+    assert play.phases() == {"r/0": "serving"}
+    assert play.replica("r/0").serving == 0
+
+
+def test_asking_again_keeps_a_pause_and_a_late_report_changes_nothing():
+    play = Play(max_paused_fraction=0.1)
+    play.publish(0)
     for name in ("r/0", "r/1"):
-        conductor.offer(name, 1, -1)
-    assert conductor.ask_pause("r/0", 1, 0, now=0)
-    assert conductor.ask_pause("r/0", 1, 0, now=8)
-    assert not conductor.ask_pause("r/1", 1, 0, now=12)
-    conductor.ended("r/0", 1, 0, committed=True)
-    conductor.published(1)
-    conductor.offer("r/0", 1, 0)
-    conductor.published(2)
-    conductor.ended("r/0", 1, 0, committed=True)
-    assert conductor.needed() == {0, 1, 2}
+        play.next(name, -1)
+    assert play.pause("r/0", 0)
+    play.pause("r/1", 0)
+    for _ in range(4):
+        play.later(8)
+        assert play.pause("r/0", 0)
+        assert not play.look("r/1")
+    assert play.report("r/0", 0)
+    for committed in (True, False):
+        assert not play.report("r/0", 0, committed=committed)
+        assert play.phases()["r/0"] == "serving"
+    assert play.conductor.figures()["updates_committed"] == 1
+    play.publish(1)
+    assert play.next("r/0", 0).version == 1
+    assert not play.report("r/0", 0)
+    assert not play.report("r/0", 0, committed=False)
+    assert play.phases()["r/0"] == "staging"
+    # Nor does a late question for the pause.
+    assert not play.pause("r/0", 0)
+    assert play.phases()["r/0"] == "staging"
 
 
-def test_a_dead_replica_blocks_nobody():
-    conductor = Conductor(max_paused_fraction=0.1, deadline_s=10)
-    conductor.published(0)
+@pytest.mark.parametrize("phase", ["staging", "waiting", "loading"])
+def test_a_failure_leaves_a_replica_behind_until_it_commits(phase):
+    play = Play(max_paused_fraction=0.1)
+    play.serve("r/0", "r/1")
+    play.publish(1)
+    if phase == "waiting":
+        play.next("r/1", 0)
+        assert play.pause("r/1", 1)
+    for attempt in (1, 2):
+        assert play.next("r/0", 0).version == 1
+        if phase != "staging":
+            play.pause("r/0", 1)
+        assert play.phases()["r/0"] == phase
+        for _ in range(2):
+            # Repeated, it is still one failure.
+            play.report("r/0", 1, committed=False)
+            assert play.phases()["r/0"] == "behind"
+            assert play.conductor.figures()["failed_attempts"] == attempt
+            assert play.conductor.figures()["updates_failed"] == attempt
+            assert play.conductor.figures()["replicas_behind"] == 1
+    if phase == "waiting":
+        play.report("r/1", 1)
+    play.commit("r/0", 1, serving=0)
+    assert play.phases()["r/0"] == "serving"
+    assert play.conductor.figures()["failed_attempts"] == 0
+
+
+def test_a_lost_report_is_made_good_by_the_next_question():
+    play = Play(max_paused_fraction=0.1)
+    play.publish(0)
+    for name in ("r/0", "r/1"):
+        play.next(name, -1)
+    assert play.pause("r/0", 0)
+    assert not play.pause("r/1", 0)
+    assert play.next("r/0", 0) is None
+    assert play.phases()["r/0"] == "serving"
+    assert play.look("r/1")
+    # That of a failure is, too.
+    assert play.next("r/1", -1).version == 0
+    assert play.conductor.figures()["updates_failed"] == 1
+
+
+def test_a_replica_that_cancels_its_question_gives_back_its_pause():
+    play = Play(max_paused_fraction=0.1)
+    play.publish(0)
     for name in ("r/0", "r/1", "r/2"):
-        conductor.offer(name, 1, -1)
-    assert conductor.ask_pause("r/0", 1, 0, now=0)
-    assert not conductor.ask_pause("r/1", 1, 0, now=1)
-    assert not conductor.ask_pause("r/2", 1, 0, now=2)
-    conductor.left("r/0", 1)
-    conductor.left("r/1", 1)
-    assert conductor.ask_pause("r/2", 1, 0, now=3)
+        play.next(name, -1)
+    assert play.pause("r/0", 0)
+    for name in ("r/1", "r/2"):
+        assert not play.pause(name, 0)
+    # Granted, and cancelled before it heard of it.
+    play.report("r/0", 0)
+    assert play.phases()["r/1"] == "loading"
+    play.cancel("r/1")
+    assert play.phases()["r/1"] == "behind"
+    assert play.look("r/2")
 
 
-class ConductorMachine(RuleBasedStateMachine):
-    """Any order of publications, requests, ends, deaths and time."""
-
-    def __init__(self):
-        super().__init__()
-        self.conductor = Conductor(max_paused_fraction=0.5, deadline_s=5)
-        self.now = 0.0
-        self.incarnations = dict.fromkeys(["r/0", "r/1", "r/2", "r/3"], 1)
-        self.serving = dict.fromkeys(self.incarnations, -1)
-        self.target = dict.fromkeys(self.incarnations, None)
-
-    names = st.sampled_from(["r/0", "r/1", "r/2", "r/3"])
-
-    @rule()
-    def publish(self):
-        self.conductor.published(self.conductor.newest + 1)
-
-    @rule(name=names)
-    def offer(self, name):
-        if self.target[name] is None:
-            version = self.conductor.offer(name, self.incarnations[name], self.serving[name])
-            assert version is None or version == self.conductor.newest > self.serving[name]
-            self.target[name] = version
-
-    @rule(name=names)
-    def ask(self, name):
-        if self.target[name] is not None:
-            assert self.target[name] in self.conductor.needed()
-            self.conductor.ask_pause(name, self.incarnations[name], self.target[name], self.now)
-
-    @rule(name=names, committed=st.booleans())
-    def end(self, name, committed):
-        if self.target[name] is not None:
-            self.conductor.ended(name, self.incarnations[name], self.target[name], committed=committed)
-            if committed:
-                self.serving[name] = self.target[name]
-            self.target[name] = None
-
-    @rule(name=names)
-    def restart(self, name):
-        self.conductor.left(name, self.incarnations[name])
-        self.incarnations[name] += 1
-        self.serving[name], self.target[name] = -1, None
-
-    @rule(seconds=st.floats(0, 10))
-    def pass_time(self, seconds):
-        self.now += seconds
-
-    @invariant()
-    def few_are_paused(self):
-        paused = [r for r in self.conductor.replicas.values() if r.phase == "loading"]
-        assert len(paused) <= max(1, len(self.conductor.replicas)) and len(paused) <= 2
-
-    @invariant()
-    def the_newest_is_held(self):
-        if self.conductor.newest >= 0:
-            assert self.conductor.newest in self.conductor.needed()
-
-    def teardown(self):
-        """Whatever happened, everybody reaches the newest version."""
-        self.conductor.published(self.conductor.newest + 1)
-        for name in self.incarnations:
-            self.target[name] = None
-        for _ in range(20):
-            self.now += 1
-            for name in self.incarnations:
-                if self.serving[name] == self.conductor.newest:
-                    continue
-                if self.target[name] is None:
-                    self.target[name] = self.conductor.offer(name, self.incarnations[name], self.serving[name])
-                elif self.conductor.ask_pause(name, self.incarnations[name], self.target[name], self.now):
-                    self.end(name, True)
-        assert set(self.serving.values()) == {self.conductor.newest}
+def test_only_the_last_question_of_a_caller_is_open():
+    play = Play()
+    first = play.conductor.next_update("r/0", 1, serving=-1, now=0)
+    play.conductor.take_effects()
+    second = play.conductor.next_update("r/0", 1, serving=-1, now=0)
+    # Whoever handles the first one is to look at it, and see that it is over.
+    assert play.conductor.take_effects().wake == {"r/0"}
+    assert not play.conductor.asks("r/0", first)
+    assert play.conductor.asks("r/0", second)
+    # The end of a superseded question is nobody's.
+    play.conductor.withdrew("r/0", first, 0)
+    play.conductor.answered("r/0", first, 0)
+    assert play.conductor.asks("r/0", second)
 
 
-TestConductor = ConductorMachine.TestCase
-TestConductor.settings = settings(max_examples=100, deadline=None)
+@pytest.mark.parametrize("phase", ["waiting", "loading"])
+def test_a_dead_replica_blocks_nobody(phase):
+    play = Play(max_paused_fraction=0.1)
+    play.publish(0)
+    for name in ("r/0", "r/1", "r/2"):
+        play.next(name, -1)
+    assert play.pause("r/0", 0)
+    assert not play.pause("r/1", 0)
+    assert not play.pause("r/2", 0)
+    if phase == "waiting":
+        play.left("r/1")
+        play.report("r/0", 0)
+    else:
+        play.left("r/0")
+        play.left("r/1")
+    assert not play.conductor.asks("r/1", play.asked["r/1"][0])
+    assert play.look("r/2")
+
+
+def test_a_new_incarnation_starts_over_and_the_old_one_is_not_heard_any_more():
+    play = Play(max_paused_fraction=0.1)
+    play.serve("r/0", "r/1")
+    play.publish(1)
+    assert play.next("r/0", 0).version == 1
+    assert play.pause("r/0", 1)
+    # Its first word is enough, should the news of its predecessor's death be late.
+    assert play.next("r/0", -1, incarnation=2).version == 1
+    assert play.phases()["r/0"] == "staging"
+    assert play.next("r/1", 0).version == 1
+    assert play.pause("r/1", 1)
+    assert not play.report("r/0", 1, incarnation=1)
+    assert play.pause("r/0", 1, incarnation=1) is None
+    assert play.next("r/0", 0, incarnation=1) is None
+    assert play.join("r/0", 1, 1, incarnation=1) is None
+    play.left("r/0", incarnation=1)
+    assert play.phases()["r/0"] == "staging"
+    assert play.replica("r/0").serving == -1
+
+
+def test_a_new_parameter_server_takes_up_what_is_under_way():
+    play = Play(max_paused_fraction=0.1)
+    # Staged with its predecessor; the version is not published here yet.
+    assert play.pause("r/0", 7)
+    assert play.phases() == {"r/0": "loading"}
+    assert play.report("r/0", 7)
+    assert play.report("r/1", 7)
+    assert play.report("r/2", 7, committed=False)
+    assert play.next("r/3", 7) is None
+    assert play.next("r/4", 6) is None
+    assert play.join("r/5", 7, 3) is False
+    assert play.phases() == {
+        "r/0": "serving", "r/1": "serving", "r/2": "behind", "r/3": "serving", "r/4": "serving", "r/5": "serving",
+    }  # fmt: skip
+    play.publish(7)
+    for name in ("r/0", "r/1", "r/3"):
+        assert play.next(name, 7) is None
+    assert play.next("r/2", 6).version == 7
+    assert play.look("r/4").version == 7

@@ -1,6 +1,7 @@
 """Parked calls are answered by events; virtual time jumps, and shows a deadlock as one."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -60,3 +61,17 @@ def test_virtual_time_jumps_and_a_deadlock_is_an_error():
 
     with pytest.raises(RuntimeError, match="deadlock"):
         run_virtual(stuck())
+
+
+def test_virtual_time_stands_still_while_a_thread_works():
+    async def main():
+        loop = asyncio.get_running_loop()
+        timer = loop.create_task(asyncio.sleep(3600))
+        before = loop.time()
+        await asyncio.to_thread(time.sleep, 0.05)
+        assert loop.time() == before
+        assert not timer.done()
+        await timer
+        assert loop.time() == pytest.approx(before + 3600)
+
+    run_virtual(main())

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import Refused
-from asyncrl.messages import ActorRecord, Heartbeat
-from asyncrl.runtime.registry import Registry
+from asyncrl.messages import ActorRecord, Heartbeat, Stalled
+from asyncrl.runtime.registry import LONGEST_GAP, Registry
 
 
 def record(incarnation, address="tcp://127.0.0.1:1", name="rollouter/0", **changes):
@@ -86,6 +86,60 @@ def test_silence_is_no_death():
     registry.heartbeat("rollouter/0", 9, beat(1), 0.0)
     registry.register(record(1, name="reward/0"), 1e9)
     assert registry.ready() == {"rollouter/0", "reward/0"}
+
+
+STALL_S = 40.0
+
+
+def beaten(*, at):
+    """An actor of incarnation 9 that beat last ``at`` this time, in a registry that has listened from 0 on."""
+    registry = Registry()
+    registry.silent(0.0, STALL_S)
+    registry.register(record(9), 0.0)
+    registry.heartbeat("rollouter/0", 9, beat(1), at)
+    return registry
+
+
+def look(registry, *, start=0.0, until):
+    """Ask as often as one has to; what the last answer says."""
+    now = start
+    while now < until:
+        registry.silent(now, STALL_S)
+        now += LONGEST_GAP * STALL_S
+    return registry.silent(until, STALL_S)
+
+
+def test_who_does_not_beat_any_more_is_silent():
+    assert look(beaten(at=5.0), until=44.9) == []
+    assert look(beaten(at=5.0), until=45.0) == [Stalled("rollouter/0", 9, 40.0)]
+
+
+def test_any_word_of_it_ends_the_silence():
+    registry = beaten(at=5.0)
+    registry.heartbeat("rollouter/0", 9, beat(2), 44.0)
+    assert look(registry, until=60.0) == []
+    registry = beaten(at=5.0)
+    registry.register(record(9, address="tcp://127.0.0.1:2"), 44.0)
+    assert look(registry, until=60.0) == []
+
+
+def test_who_has_ended_is_not_silent_and_its_successor_has_its_own_time():
+    registry = beaten(at=5.0)
+    registry.ended("rollouter/0", 9, 6.0)
+    assert look(registry, until=100.0) == []
+    registry.register(record(10), 100.0)
+    assert look(registry, start=100.0, until=139.9) == []
+    # It has never beaten at all.
+    assert look(registry, start=139.9, until=140.0) == [Stalled("rollouter/0", 10, 40.0)]
+
+
+def test_silence_counts_only_while_somebody_listens():
+    """A controller that was stopped itself, with everything else on its host, must not have everybody killed."""
+    registry = beaten(at=5.0)
+    assert look(registry, until=30.0) == []
+    assert registry.silent(1000.0, STALL_S) == []
+    assert look(registry, start=1000.0, until=1039.9) == []
+    assert look(registry, start=1039.9, until=1040.0) == [Stalled("rollouter/0", 9, 1035.0)]
 
 
 @given(

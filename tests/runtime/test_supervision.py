@@ -30,7 +30,7 @@ def supervisor(**changes):
         ("reward/0", 2, False),
         ("learner/0", -9, False),
         ("dataloader/0", 1, False),
-        ("parameter_server/0", 1, False),
+        ("parameter_server/0", -9, True),
         ("controller/0", 1, False),
     ],
 )

@@ -14,6 +14,7 @@ import uvloop
 
 from asyncrl.runtime.process import tune_memory
 from tools.bench.report import Report
+from tools.bench.weights_layouts import LAYOUTS
 
 
 def parser() -> argparse.ArgumentParser:
@@ -29,6 +30,10 @@ def parser() -> argparse.ArgumentParser:
     benches.choices["calls"].add_argument("--vs", choices=["ray"], help="also measure against Ray")
     bench = benches.add_parser("overlap", help="throughput of the whole system against max(T_generate, T_train)")
     bench.add_argument("--steps", type=_positive, default=48, help="steps measured in each run (48)")
+    bench = benches.add_parser("stall", help="generation time lost to an update in each mode, simulated")
+    bench.add_argument("--steps", type=_positive, default=20, help="steps, and updates, of each run (20)")
+    bench = benches.add_parser("weights", help="bytes/s of each weight transport against memcpy, TCP and bare gloo")
+    bench.add_argument("--up-to", choices=list(LAYOUTS), default="2B", help="largest layout (2B)")
     for bench in benches.choices.values():
         bench.add_argument("--json", action="store_true", help="print the figures as JSON")
     return found
@@ -54,6 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from tools.bench import rollout
 
         uvloop.run(rollout.measure(report, pairs=chosen.pairs))
+    elif chosen.bench == "stall":
+        from tools.bench import stall
+
+        stall.measure(report, steps=chosen.steps)
+    elif chosen.bench == "weights":
+        from tools.bench import weights
+
+        uvloop.run(weights.measure(report, weights.sizes_up_to(chosen.up_to)))
     else:
         from tools.bench import overlap
 

@@ -1,4 +1,4 @@
-"""The process on the other side of the benchmark of calls: ``python -m tools.bench.served``.
+"""The process on the other side of the benchmarks of calls and of weights: ``python -m tools.bench.served``.
 
 It runs one real actor without a controller, on an event loop as every actor has it, and beside it on the same loop
 what raw pyzmq needs to do the same work. Its first line of stdin says which actor and with which secret; its first
@@ -24,6 +24,7 @@ import zmq.asyncio
 from asyncrl.config import config_from_json
 from asyncrl.messages import Done, Message, Request
 from asyncrl.monitor.logging import configure_logging
+from asyncrl.parameter_server.actor import ParameterServer
 from asyncrl.reward.actor import RewardActor
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.runtime.process import tune_memory
@@ -82,7 +83,11 @@ class EchoActor(Actor):
         return Done()
 
 
-ACTORS: dict[str, type[Actor]] = {"echo": EchoActor, "reward": RewardActor}
+ACTORS: dict[str, type[Actor]] = {
+    "echo": EchoActor,
+    "reward": RewardActor,
+    "parameter_server": ParameterServer,
+}
 
 
 async def raw_echo(router: Any, *, copy: bool) -> None:

@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -80,6 +80,11 @@ class Ours:
         """Close the connection."""
         self._peer.close()
         self._transport.close()
+
+    @property
+    def call(self) -> Callable[..., asyncio.Future[Any]]:
+        """Of the peer."""
+        return self._peer.call
 
     async def round_trip(self, calls: int, kind: type[Echo | EchoTask] = Echo) -> float:
         """Median of ``calls`` round trips, one after the other (s)."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from asyncrl.learner.publication import Publication
 from asyncrl.messages import Manifest
-from asyncrl.wire.segments import Segment, layout
+from asyncrl.weights.segments import Segment, layout
 
 CHARACTERS = "".join(chr(code) for code in range(32, 127))
 EOS = "<eos>"

@@ -3,10 +3,11 @@
 An engine samples tokens and has its weights replaced while it lives. It knows nothing of prompt groups, rewards
 or other actors; the rollouter owns its pause and keeps the tokens it has handed over.
 
-Order of an update: ``stage`` (while it generates) → ``pause`` → ``load`` → ``resume``. Between the start and the
-end of a load the engine is never stepped; after a load that failed it stays paused until one succeeds. A method
-that talks to the engine raises EngineDied when the engine is gone or does not answer in time; after EngineDied
-only ``close`` may be called.
+Order of an update: ``pause`` → ``load`` → ``resume``; what is loaded is either staged already, and was shown to
+``accept`` while the engine generated, or is received by broadcast within ``load``. Between the start and the end of a
+load the engine is never stepped; after a load that failed it stays paused until one succeeds. A method that talks to
+the engine raises EngineDied when the engine is gone or does not answer in time; after EngineDied only ``close`` may be
+called.
 
 Strings that end a response are the caller's business: it sees the whole joined text, an engine only the tokens of
 one submission. It calls ``abort`` when it has found one.
@@ -18,7 +19,9 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from asyncrl.messages import Manifest, VersionSpan
+from asyncrl.messages import VersionSpan
+from asyncrl.weights.broadcast import Broadcast
+from asyncrl.weights.staging import Staged
 
 PauseMode = Literal["abort", "keep", "wait"]
 
@@ -65,6 +68,8 @@ class Engine(Protocol):
     """An inference engine."""
 
     name: str
+    workers: int
+    """Processes that take part in a broadcast."""
 
     async def start(self) -> None:
         """Bring it up. It serves no version yet and generates nothing before its first load.
@@ -84,15 +89,16 @@ class Engine(Protocol):
     async def pause(self, mode: PauseMode) -> None:
         """Stop stepping. ``abort`` ends all requests, ``keep`` freezes them, ``wait`` finishes them first."""
 
-    async def stage(self, manifest: Manifest) -> None:
-        """Fetch and verify a version's weights while generation goes on. Raises WeightsCorrupt before any load."""
+    async def accept(self, staged: Staged) -> None:
+        """Raise WeightsCorrupt unless these are all of the model's weights, in the right shapes. At any time."""
 
-    async def load(self, manifest: Manifest, *, recompute_kv: bool) -> None:
-        """Replace the weights by the version staged last. Paused engines only.
+    async def load(self, weights: Staged | Broadcast, *, recompute_kv: bool) -> None:
+        """Replace the weights. Paused engines only; the caller keeps what is staged open meanwhile.
 
-        Complete or failed (WeightsCorrupt); after a failure it is repeated whole. ``recompute_kv`` drops every
-        cache block, so that kept requests recompute theirs under the new weights; without it the tokens that kept
-        requests sample from here on are marked ``mixed_kv`` in their spans.
+        Complete or failed (WeightsCorrupt; BroadcastFailed when the other members of the broadcast are to blame); after
+        a failure it is repeated whole. ``recompute_kv`` drops every cache block, so that kept requests recompute theirs
+        under the new weights; without it the tokens that kept requests sample from here on are marked ``mixed_kv`` in
+        their spans.
         """
 
     async def resume(self) -> None:
@@ -101,8 +107,8 @@ class Engine(Protocol):
     async def score(self, ids: Sequence[int]) -> list[float]:
         """Log-prob (nats, temperature 1) of each token of ``ids`` given those before it; the first is absent."""
 
-    async def check(self) -> None:
-        """Raise EngineDied if it is gone."""
+    async def checksum(self) -> str:
+        """Of the weights as the engine holds them; equal in all engines of one kind that serve the same version."""
 
     async def close(self) -> None:
         """End it and everything it started. Never raises because it is gone already."""

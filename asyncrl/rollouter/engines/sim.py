@@ -2,10 +2,10 @@
 
 The thin shell around the timing model (sim_model.py): one timer, and for each request a stream that merges what
 its reader has not fetched yet. It waits only on its event loop's clock, so that it also runs on a virtual one.
-Weights are staged and verified as every engine does it, and thrown away.
+Weights that are broadcast are received and verified as every engine does it, and thrown away.
 
-Fails with EngineDied when it crashes, which happens by chance and is not reproducible; with WeightsCorrupt as the
-staging does.
+Fails with EngineDied when it crashes, which happens by chance and is not reproducible; with WeightsCorrupt and
+BroadcastFailed as staging and broadcasts do.
 """
 
 from __future__ import annotations
@@ -14,13 +14,19 @@ import asyncio
 import math
 import random
 from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING
+
+import xxhash
 
 from asyncrl.config import Config
-from asyncrl.errors import ConfigError, EngineDied
-from asyncrl.messages import Manifest
+from asyncrl.errors import BroadcastFailed, ConfigError, EngineDied
 from asyncrl.rollouter.engines.base import Delta, GenerationRequest, PauseMode
 from asyncrl.rollouter.engines.sim_model import Batch, content
-from asyncrl.rollouter.engines.staging import Layout, Staged, check_complete, staging
+from asyncrl.weights.broadcast import Broadcast
+from asyncrl.weights.staging import Layout, Staged, check_complete
+
+if TYPE_CHECKING:
+    from asyncrl.weights.collective.receiver import Receiver
 
 
 class _Stream:
@@ -67,6 +73,7 @@ class SimEngine:
 
     def __init__(self, config: Config, name: str) -> None:
         self.name = name
+        self.workers = 1
         self._sim = config.rollout.sim
         self._seed = config.run.seed
         self._batch = Batch(
@@ -80,7 +87,8 @@ class SimEngine:
         self._drained: asyncio.Future[None] | None = None
         self._paused = False
         self._dead: EngineDied | None = None
-        self._staged: Staged | None = None
+        self._receiver: Receiver | None = None
+        self._checksum = ""
         self._layout: Layout | None = None
 
     # --- life ---
@@ -91,16 +99,12 @@ class SimEngine:
             raise ConfigError(["rollout.sim.decode_step_s: a decoding step must take some time"])
         self._loop = asyncio.get_running_loop()
 
-    async def check(self) -> None:
-        """See Engine."""
-        self._require_alive()
-
     async def close(self) -> None:
         """See Engine."""
         self._die("it was closed")
-        if self._staged is not None:
-            self._staged.close()
-            self._staged = None
+        if self._receiver is not None:
+            await asyncio.to_thread(self._receiver.close)
+            self._receiver = None
 
     def _require_alive(self) -> None:
         if self._dead is not None:
@@ -181,36 +185,46 @@ class SimEngine:
         self._paused = False
         self._step()
 
-    async def stage(self, manifest: Manifest) -> None:
+    async def accept(self, staged: Staged) -> None:
         """See Engine."""
         self._require_alive()
-        steps = staging(manifest)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as done:
-                staged: Staged = done.value
-                break
-            await asyncio.sleep(0)
         if self._layout is not None:
-            check_complete(manifest.version, staged.layout, self._layout)
-        if self._staged is not None:
-            self._staged.close()
-        self._staged = staged
+            check_complete(staged.version, staged.layout, self._layout)
 
-    async def load(self, manifest: Manifest, *, recompute_kv: bool) -> None:
+    async def load(self, weights: Staged | Broadcast, *, recompute_kv: bool) -> None:
         """See Engine."""
         self._require_alive()
-        staged = self._staged
         assert self._paused, "only a paused engine may load"
-        assert staged is not None, "nothing is staged"
-        assert staged.manifest.version == manifest.version, f"version {manifest.version} is not staged"
+        if isinstance(weights, Staged):
+            self._layout = weights.layout
+            checksums = [bucket.checksum for bucket in weights.manifest.buckets]
+        else:
+            try:
+                checksums = await asyncio.to_thread(self._receive, weights)
+            except BroadcastFailed:
+                self._require_alive()
+                raise
+            self._require_alive()
         await asyncio.sleep(self._sim.load_s)
         self._require_alive()
-        self._batch.load(manifest.version, recompute_kv=recompute_kv)
-        self._layout = staged.layout
-        self._staged = None
-        staged.close()
+        self._batch.load(weights.version, recompute_kv=recompute_kv)
+        self._checksum = xxhash.xxh3_64_hexdigest(repr(checksums).encode())
+
+    async def checksum(self) -> str:
+        """See Engine."""
+        self._require_alive()
+        return self._checksum
+
+    def _receive(self, weights: Broadcast) -> list[int]:
+        # torch, which nothing else of this engine needs.
+        from asyncrl.weights.collective.receiver import Receiver
+
+        receiver = self._receiver = self._receiver or Receiver()
+        if self._dead is not None:
+            # Closed before there was anything to close.
+            receiver.close()
+        # Verified as in any engine; it has no other use for them.
+        return [xxhash.xxh3_64_intdigest(bucket.numpy().data) for bucket in receiver.receive(weights, worker=0)]
 
     # --- time ---
 

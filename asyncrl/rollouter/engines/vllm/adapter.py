@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -27,6 +28,8 @@ from asyncrl.errors import ConfigError, EngineDied
 from asyncrl.rollouter.engines.base import GenerationRequest
 from asyncrl.rollouter.engines.vllm import options
 from asyncrl.rollouter.engines.vllm.plugin import BACKEND
+from asyncrl.weights.broadcast import Broadcast
+from asyncrl.weights.staging import Staged
 
 __all__ = [
     "AsyncLLM",
@@ -40,6 +43,7 @@ __all__ = [
     "sampling",
     "scoring",
     "tokens_input",
+    "update_info",
 ]
 
 
@@ -96,6 +100,18 @@ def sampling(request: GenerationRequest, stop_token_ids: list[int], stream_inter
         stream_interval=stream_interval,
         skip_clone=True,
     )
+
+
+def update_info(weights: Staged | Broadcast) -> dict[str, Any]:
+    """What the workers need for a load; see weights.py."""
+    if isinstance(weights, Staged):
+        manifest = msgspec.structs.replace(weights.manifest, probe=None)
+        return {"manifest": msgspec.json.encode(manifest).decode()}
+    collective = msgspec.structs.replace(weights.collective, probe=None)
+    return {
+        "collective": msgspec.json.encode(collective).decode(),
+        "timeout_s": weights.timeout_s,
+    }
 
 
 def scoring() -> SamplingParams:

@@ -10,6 +10,7 @@ requests are in flight; with WeightsCorrupt when a version cannot be staged or l
 from __future__ import annotations
 
 import asyncio
+import json
 import multiprocessing
 import os
 import shutil
@@ -20,17 +21,18 @@ from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-import msgspec
+import xxhash
 
 from asyncrl.config import Config
-from asyncrl.errors import WeightsCorrupt
-from asyncrl.messages import Manifest, VersionSpan
+from asyncrl.errors import BroadcastFailed, WeightsCorrupt
+from asyncrl.messages import VersionSpan
 from asyncrl.rollouter.engines.base import Delta, GenerationRequest, PauseMode
-from asyncrl.rollouter.engines.staging import Layout, Staged, check_complete, stage
 from asyncrl.rollouter.engines.vllm import checkpoint
 from asyncrl.rollouter.engines.vllm.options import environment, make_scratch_folder
 from asyncrl.rollouter.engines.vllm.processes import Processes
 from asyncrl.rollouter.engines.vllm.watch import Watch
+from asyncrl.weights.broadcast import Broadcast
+from asyncrl.weights.staging import Layout, Staged, check_complete
 
 CLOSE_GRACE_S = 5.0
 """Time that a healthy engine with several workers gets to end by itself before it is killed."""
@@ -50,6 +52,7 @@ class VllmEngine:
     def __init__(self, config: Config, name: str) -> None:
         assert config.model.path is not None
         self.name = name
+        self.workers = max(1, config.rollout.gpus_per_replica)
         self._config = config
         self._model_path = config.model.path
         self._timeout_s = config.rollout.engine_timeout_s
@@ -60,7 +63,6 @@ class VllmEngine:
         self._heard = 0.0
         self._paused = False
         self._version = -1
-        self._staged: Staged | None = None
         self._layout: Layout | None = None
         self._update_open = False
         self._scores = 0
@@ -108,13 +110,6 @@ class VllmEngine:
     def _launch(self, model: dict[str, Any]) -> Any:
         return self._vllm.launch(self._config, self.name, model, self._folder)
 
-    async def check(self) -> None:
-        """See Engine."""
-        self._watch.require_alive()
-        if self._llm is not None and self._llm.errored:
-            self._watch.declare_dead("vLLM says that its engine core is dead")
-        self._watch.require_alive()
-
     async def close(self) -> None:
         """See Engine."""
         self._processes.look()
@@ -128,9 +123,6 @@ class VllmEngine:
             self._llm.output_handler.cancel()
         await asyncio.to_thread(self._end, grace_s)
         self._llm = self._launching = None
-        if self._staged is not None:
-            self._staged.close()
-            self._staged = None
 
     def _end(self, grace_s: float) -> None:
         launching = self._launching
@@ -273,39 +265,27 @@ class VllmEngine:
         self._heard = self._loop.time()
         self._paused = False
 
-    async def stage(self, manifest: Manifest) -> None:
+    async def accept(self, staged: Staged) -> None:
         """See Engine."""
         self._watch.require_alive()
-        staged = await asyncio.to_thread(self._stage, manifest)
-        if self._staged is not None:
-            self._staged.close()
-        self._staged = staged
+        await asyncio.to_thread(self._check_layout, staged)
 
-    def _stage(self, manifest: Manifest) -> Staged:
-        staged = stage(manifest)
-        try:
-            if self._layout is not None:
-                check_complete(manifest.version, staged.layout, self._layout)
-            else:
-                shapes = checkpoint.weight_shapes(self._model_path)
-                if shapes is not None:
-                    optional = checkpoint.optional_names(
-                        checkpoint.read_config(self._model_path), shapes.keys() | staged.layout.keys()
-                    )
-                    check_complete(manifest.version, staged.layout, shapes, optional=optional, dtypes=False)
-        except BaseException:
-            staged.close()
-            raise
-        return staged
+    def _check_layout(self, staged: Staged) -> None:
+        if self._layout is not None:
+            check_complete(staged.version, staged.layout, self._layout)
+            return
+        shapes = checkpoint.weight_shapes(self._model_path)
+        if shapes is not None:
+            config = checkpoint.read_config(self._model_path)
+            optional = checkpoint.optional_names(config, shapes.keys() | staged.layout.keys())
+            check_complete(staged.version, staged.layout, shapes, optional=optional, dtypes=False)
 
-    async def load(self, manifest: Manifest, *, recompute_kv: bool) -> None:
+    async def load(self, weights: Staged | Broadcast, *, recompute_kv: bool) -> None:
         """See Engine."""
-        staged, version = self._staged, manifest.version
+        version = weights.version
         assert self._paused, "only a paused engine may load"
-        assert staged is not None, "nothing is staged"
-        assert staged.manifest.version == version, f"version {version} is not staged"
-        info = {"manifest": msgspec.json.encode(staged.manifest).decode()}
-        async with self._control(f"the load of version {version}", self._timeout_s):
+        info = {"version": version, **self._vllm.update_info(weights)}
+        async with self._control(f"the load of version {version}", self._load_deadline_s(weights)):
             try:
                 if not self._update_open:
                     self._update_open = True
@@ -319,15 +299,28 @@ class VllmEngine:
             except Exception as error:
                 # vLLM has closed its update, and says what happened only in words.
                 self._update_open = False
+                if isinstance(weights, Broadcast):
+                    raise BroadcastFailed(version, f"engine {self.name}: {error}") from error
                 raise WeightsCorrupt(f"engine {self.name} could not load them: {error}", version=version) from error
         self._update_open = False
-        self._layout = staged.layout
+        if isinstance(weights, Staged):
+            self._layout = weights.layout
         if not recompute_kv:
             for flight in self._flights.values():
                 flight.stale.add(version)
         self._version = version
-        self._staged = None
-        staged.close()
+
+    async def checksum(self) -> str:
+        """See Engine. Layers that the CPU backend packs are not in it."""
+        async with self._control("its checksums", self._timeout_s):
+            workers: list[dict[str, str]] = await self._llm.compute_weight_checksums()
+        return xxhash.xxh3_64_hexdigest(json.dumps(workers, sort_keys=True).encode())
+
+    def _load_deadline_s(self, weights: Staged | Broadcast) -> float:
+        if isinstance(weights, Staged):
+            return self._timeout_s
+        # Its own deadlines, one for the group and one for each bucket, end it first.
+        return self._timeout_s + self._config.weights.deadline_s
 
 
 def _import_adapter() -> Any:

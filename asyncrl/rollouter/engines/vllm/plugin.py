@@ -6,7 +6,7 @@ transfer itself is loaded by the worker that uses it.
 
 from __future__ import annotations
 
-BACKEND = "asyncrl_shm"
+BACKEND = "asyncrl"
 """Name of the weight transfer backend."""
 
 
@@ -15,6 +15,4 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(
-            BACKEND, "asyncrl.rollouter.engines.vllm.weights", "SharedMemoryTransfer"
-        )
+        WeightTransferEngineFactory.register_engine(BACKEND, "asyncrl.rollouter.engines.vllm.weights", "WeightTransfer")

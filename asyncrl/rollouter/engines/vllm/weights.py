@@ -1,18 +1,20 @@
-"""The worker's side of a weight update: a vLLM weight transfer backend that loads from sealed shared memory.
+"""The worker's side of a weight update: vLLM's weight transfer backend ``asyncrl``.
 
-It runs in vLLM's worker processes. The manifest names memory that the engine's owner has verified and holds open;
-each worker maps it and feeds it to the model's own checkpoint loader, layer by layer.
+It runs in vLLM's worker processes. A version comes either in sealed memory, which the engine's owner has verified and
+holds open, or by broadcast: over gloo it is received and verified whole before the model is touched, over NCCL every
+bucket is loaded as it comes (nccl.py). It is fed to the model's own checkpoint loader, layer by layer.
 
-A whole update happens in ``receive_weights``: either every parameter has its new value afterwards, or it raises
-and the model must not be stepped until an update has succeeded. Any number of failed updates may come before.
+A whole update happens in ``receive_weights``: either every parameter has its new value afterwards, or it raises and
+the model must not be stepped until an update, of either kind, has succeeded. Any number of failed updates may come
+before. Every wait on others has the timeout of its broadcast.
 """
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +32,14 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
-from asyncrl.messages import Bucket, Manifest
+from asyncrl.messages import Bucket, Collective, Manifest, TensorSpec
+from asyncrl.rollouter.engines.vllm.nccl import NcclReceiver
+from asyncrl.weights.broadcast import Broadcast
+from asyncrl.weights.collective.receiver import Receiver
+from asyncrl.weights.segments import size_of
+
+Named = Iterable[tuple[str, torch.Tensor]]
+"""Checkpoint names and tensors, which may be views of memory that is gone after the load."""
 
 
 @dataclass
@@ -40,13 +49,18 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """``manifest``: a Manifest as JSON, its paths openable by this process."""
+    """``manifest``: a Manifest as JSON, its paths openable by this process; or ``collective``: a Collective as JSON,
+    with the seconds for each wait in ``timeout_s``.
+    """
 
-    manifest: str
+    version: int
+    manifest: str | None = None
+    collective: str | None = None
+    timeout_s: float = 0.0
 
 
-class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Loads complete sets of weights from sealed memory."""
+class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Loads complete sets of weights."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -56,6 +70,8 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         # While a reload is under way tied parameters look like two.
         self._names = frozenset(name for name, _ in self.model.named_parameters())
         self._pending = False
+        self._gloo = Receiver()
+        self._nccl = NcclReceiver(self.config, self.vllm_config, self.device)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Nothing to do."""
@@ -68,20 +84,54 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         assert not self._pending, "a failed update must be repeated before it is finished"
 
     def shutdown(self) -> None:
-        """Nothing to release."""
+        """Leave all broadcasts."""
+        self._gloo.close()
+        self._nccl.close()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load one complete version. Raises RuntimeError when a parameter was left without a new value."""
-        manifest = msgspec.json.decode(update_info.manifest, type=Manifest)
+        """Load one complete version.
+
+        Raises RuntimeError when a parameter was left without a new value, and what receiving it raises.
+        """
+        if update_info.manifest is not None:
+            manifest = msgspec.json.decode(update_info.manifest, type=Manifest)
+            with self._reload() as load:
+                load(named for bucket in manifest.buckets for named in _tensors(_mapped(bucket), bucket.tensors))
+            return
+        assert update_info.collective is not None, "an update has a manifest or a collective"
+        collective = msgspec.json.decode(update_info.collective, type=Collective)
+        weights = Broadcast(version=update_info.version, collective=collective, timeout_s=update_info.timeout_s)
+        worker = self.parallel_config.rank
+        if collective.group.backend == "gloo":
+            memory = self._gloo.receive(weights, worker)
+            with self._reload() as load:
+                buckets = zip(memory, collective.buckets, strict=True)
+                load(named for received, layout in buckets for named in _tensors(received, layout.tensors))
+        else:
+            with self._reload() as load:
+                self._nccl.receive(weights, worker, load)
+
+    @contextmanager
+    def _reload(self) -> Iterator[Callable[[Named], None]]:
+        """All of the model's weights are to be given to the function inside, in one call or several."""
         model: Any = self.model
         if self._pending:
             # Layers that a failed update left half received would count its tensors together with the new ones.
             finalize_layerwise_reload(model, self.model_config)  # type: ignore[no-untyped-call]
         self._pending = True
         initialize_layerwise_reload(model)
+        loaded: set[str] = set()
+        unknown = False
+
+        def load(tensors: Named) -> None:
+            nonlocal unknown
+            names = model.load_weights(tensors)
+            unknown = unknown or names is None
+            loaded.update(names or ())
+
         with disable_mtp_completeness_check():
-            loaded = model.load_weights(_tensors(manifest))
-        self._require_complete(loaded)
+            yield load
+        self._require_complete(None if unknown else loaded)
         finalize_layerwise_reload(model, self.model_config)  # type: ignore[no-untyped-call]
         self._repack_tied_heads()
         self._pending = False
@@ -110,23 +160,23 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
                 layer.quant_method.process_weights_after_loading(layer)
 
 
-def _tensors(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-    for bucket in manifest.buckets:
-        mapping = _map(bucket)
-        for spec in bucket.tensors:
-            dtype = getattr(torch, spec.dtype)
-            count = math.prod(spec.shape)
-            if count:
-                flat = torch.frombuffer(mapping, dtype=dtype, count=count, offset=spec.offset)
-            else:
-                flat = torch.empty(0, dtype=dtype)
-            yield spec.name, flat.view(spec.shape)
+def _tensors(memory: torch.Tensor, specs: list[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a bucket, as views of its bytes."""
+    for spec in specs:
+        dtype = getattr(torch, spec.dtype)
+        size = size_of(spec)
+        if size:
+            yield spec.name, memory[spec.offset : spec.offset + size].view(dtype).view(spec.shape)
+        else:
+            yield spec.name, torch.empty(spec.shape, dtype=dtype)
 
 
-def _map(bucket: Bucket) -> mmap.mmap:
+def _mapped(bucket: Bucket) -> torch.Tensor:
+    """The bytes of a bucket's segment: uint8 [size]."""
     descriptor = os.open(bucket.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         # Copy on write: a loader that works in place changes pages of its own.
-        return mmap.mmap(descriptor, bucket.size, access=mmap.ACCESS_COPY)
+        mapping = mmap.mmap(descriptor, bucket.size, access=mmap.ACCESS_COPY)
     finally:
         os.close(descriptor)
+    return torch.frombuffer(mapping, dtype=torch.uint8)

@@ -4,6 +4,8 @@ The bytes that a Staged version names cannot change any more: their memory is se
 manifest after the seals were seen, and stays open here, so that the publisher may die without harm. Whoever loads
 it, in whatever process of this user, maps the same pages and need not verify them again.
 
+What is not opened but made here, out of chunks or of a delta, is sealed and verified before it counts as well.
+
 Fails with WeightsCorrupt, before anything is handed to an engine.
 """
 
@@ -13,10 +15,25 @@ import math
 import os
 import weakref
 from collections.abc import Generator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from asyncrl.errors import WeightsCorrupt
-from asyncrl.messages import Bucket, Manifest, TensorSpec
-from asyncrl.wire.segments import ALIGNMENT, ITEM_BYTES, open_segment, size_of, verify_segment
+from asyncrl.messages import Bucket, Delta, Manifest, TensorSpec
+from asyncrl.weights.delta import decode
+from asyncrl.weights.segments import (
+    ALIGNMENT,
+    ITEM_BYTES,
+    Segment,
+    map_segment,
+    open_segment,
+    size_of,
+    verify_segment,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 Layout = Mapping[str, tuple[str, tuple[int, ...]]]
 """Parameter name to dtype and shape."""
@@ -102,23 +119,23 @@ class Staged:
     def __init__(self, manifest: Manifest, layout: Layout, descriptors: list[int]) -> None:
         here = os.getpid()
         self.layout = layout
-        self.manifest = Manifest(
-            version=manifest.version,
+        self.manifest = msgspec.structs.replace(
+            manifest,
             buckets=[
-                Bucket(
-                    path=f"/proc/{here}/fd/{descriptor}",
-                    size=bucket.size,
-                    checksum=bucket.checksum,
-                    tensors=bucket.tensors,
-                )
+                msgspec.structs.replace(bucket, path=f"/proc/{here}/fd/{descriptor}", delta=None)
                 for bucket, descriptor in zip(manifest.buckets, descriptors, strict=True)
             ],
         )
         # A result that nobody came to fetch (the waiting task was cancelled) closes itself.
         self._finalizer = weakref.finalize(self, _close_all, descriptors)
 
+    @property
+    def version(self) -> int:
+        """Of the weights."""
+        return self.manifest.version
+
     def close(self) -> None:
-        """Let the memory go. May be repeated."""
+        """Let the memory go. May be repeated. A GiB that nobody else holds takes some 0.1 s."""
         self._finalizer()
 
 
@@ -145,6 +162,58 @@ def staging(manifest: Manifest) -> Generator[None, None, Staged]:
         _close_all(descriptors)
         raise
     return Staged(manifest, layout, descriptors)
+
+
+def delta_against(base: Staged | None, bucket: Bucket, index: int) -> Delta | None:
+    """The bucket's delta, if it can be applied to what is held here."""
+    delta = bucket.delta
+    if base is None or delta is None or delta.base != base.version or index >= len(base.manifest.buckets):
+        return None
+    held = base.manifest.buckets[index]
+    same = held.size == bucket.size and held.tensors == bucket.tensors
+    return delta if same and 0 < delta.size <= bucket.size else None
+
+
+def seal_verified(segment: Segment, bucket: Bucket, *, version: int, index: int) -> int:
+    """Seal what was written, compare it with the manifest, and return the descriptor. Raises WeightsCorrupt.
+
+    The segment is the descriptor's from here on, or gone.
+    """
+    try:
+        found = segment.seal(bucket.tensors)
+        if (found.size, found.checksum) != (bucket.size, bucket.checksum):
+            raise WeightsCorrupt(
+                f"its {found.size} bytes have the checksum {found.checksum:#018x}, instead of {bucket.size} bytes with "
+                f"{bucket.checksum:#018x}",
+                version=version,
+                bucket=index,
+            )
+    except BaseException:
+        segment.discard()
+        raise
+    return segment.fd
+
+
+def apply_delta(encoded: Buffer, base: Staged, bucket: Bucket, *, version: int, index: int) -> int:
+    """Decode a delta against ``base`` into a segment of this process, and verify that.
+
+    Returns its descriptor. Raises WeightsCorrupt.
+    """
+    held = open_segment(base.manifest.buckets[index], version=base.version, index=index)
+    try:
+        before = map_segment(held, bucket.size)
+    finally:
+        os.close(held)
+    segment = Segment("asyncrl-weights", bucket.size)
+    try:
+        decode(encoded, before, segment.memory)
+    except BaseException as error:
+        segment.discard()
+        if isinstance(error, ValueError):
+            problem = f"its delta against version {base.version} cannot be read: {error}"
+            raise WeightsCorrupt(problem, version=version, bucket=index) from None
+        raise
+    return seal_verified(segment, bucket, version=version, index=index)
 
 
 def _close_all(descriptors: list[int]) -> None:

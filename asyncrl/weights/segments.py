@@ -15,11 +15,16 @@ import mmap
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import xxhash
 
 from asyncrl.errors import WeightsCorrupt
 from asyncrl.messages import Bucket, TensorSpec
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 ALIGNMENT = 64
 """Bytes to which every tensor's offset is aligned."""
@@ -62,6 +67,14 @@ class Segment:
             os.close(self.fd)
             raise
 
+    def write(self, offset: int, data: Buffer) -> None:
+        """Put ``data`` at byte ``offset``, without the interpreter's lock. Raises OSError when memory runs out."""
+        left = memoryview(data).cast("B")
+        assert offset + left.nbytes <= self.size, "past the end"
+        while left:
+            written = os.pwrite(self.fd, left, offset)
+            left, offset = left[written:], offset + written
+
     def seal(self, tensors: Sequence[TensorSpec]) -> Bucket:
         """Checksum, unmap, seal. The descriptor is the caller's from here on."""
         checksum = xxhash.xxh3_64_intdigest(self.memory)
@@ -76,7 +89,10 @@ class Segment:
         )
 
     def discard(self) -> None:
-        """Give up: the segment is gone. Only instead of ``seal``."""
+        """Give up: the segment is gone. Only instead of ``seal``, or when that failed."""
+        # Whoever still has a view of it keeps its pages until the view is dropped.
+        with suppress(BufferError):
+            self.memory.close()
         os.close(self.fd)
 
 
@@ -128,14 +144,24 @@ def _check_sealed(descriptor: int, bucket: Bucket, version: int, index: int) -> 
         raise WeightsCorrupt(f"holds {size} bytes instead of {bucket.size}", version=version, bucket=index)
 
 
+def map_segment(descriptor: int, size: int) -> mmap.mmap:
+    """The content of a segment, read-only. The descriptor may be closed afterwards."""
+    return mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+
+
 def verify_segment(descriptor: int, bucket: Bucket, *, version: int, index: int) -> Iterator[None]:
     """Compare the checksum, in steps of CHUNK_BYTES. Raises WeightsCorrupt at the last one."""
+    with map_segment(descriptor, bucket.size) as mapping, memoryview(mapping) as view:
+        yield from verify_bytes(view, bucket, version=version, index=index)
+
+
+def verify_bytes(view: memoryview, bucket: Bucket, *, version: int, index: int) -> Iterator[None]:
+    """As verify_segment, of what is mapped already."""
     digest = xxhash.xxh3_64()
-    with mmap.mmap(descriptor, bucket.size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ) as mapping:
-        for start in range(0, bucket.size, CHUNK_BYTES):
-            with memoryview(mapping) as view, view[start : min(start + CHUNK_BYTES, bucket.size)] as chunk:
-                digest.update(chunk)
-            yield
+    for start in range(0, bucket.size, CHUNK_BYTES):
+        with view[start : min(start + CHUNK_BYTES, bucket.size)] as chunk:
+            digest.update(chunk)
+        yield
     found = digest.intdigest()
     if found != bucket.checksum:
         raise WeightsCorrupt(

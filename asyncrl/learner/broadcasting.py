@@ -1,0 +1,254 @@
+"""Broadcasts new versions to the engines, bucket after bucket as they are sealed, off the training path.
+
+A version is announced to the parameter server when its gathering begins. Once every member of the group is paused the
+sender's thread sends what has been sealed so far and then the rest, so that gathering a bucket overlaps sending the
+one before. The training thread hands its buckets over and waits for nobody.
+
+Invariants: one version at a time is announced or sent, and what comes meanwhile is left to the rolling transports;
+a descriptor is this module's own and stays open until the send is over, whatever becomes of the publication; the
+parameter server is told how each send ended. A broadcast that fails is logged and changes nothing else: its members
+are served from the snapshot. Where they keep failing, as where no group can be formed at all, versions are left out
+in between, since each attempt holds up all of its members.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from structlog.typing import FilteringBoundLogger
+
+from asyncrl.config import Config
+from asyncrl.errors import AsyncRLError, BroadcastFailed, DeadlineExceeded, RemoteError
+from asyncrl.messages import (
+    Announce,
+    Announced,
+    BroadcastEnded,
+    Bucket,
+    BucketLayout,
+    CollectiveBackend,
+    CollectiveGroup,
+    Manifest,
+    Probe,
+    Request,
+)
+
+AWAY_S = 0.5
+"""Pause before a parameter server that did not answer is asked again."""
+LEFT_OUT_MAX = 63
+"""Versions left out between two attempts, at most."""
+
+SealedBucket = tuple[Bucket, int]
+"""A bucket and a descriptor of its segment, valid until the send is over."""
+
+
+class BucketSender(Protocol):
+    """Rank 0 of every group; see weights/collective. Only ``abort`` may be called from another thread."""
+
+    host: str
+    port: int
+    """Of the rendezvous store."""
+
+    def send(
+        self, group: CollectiveGroup, version: int, layouts: list[BucketLayout], buckets: Iterator[SealedBucket]
+    ) -> None:
+        """Send all buckets to all members; blocks. Raises AsyncRLError, OSError or RuntimeError."""
+
+    def abort(self) -> None:
+        """Break the group up: the other members see an error at once."""
+
+    def close(self) -> None:
+        """End."""
+
+
+def collective_backend(config: Config, *, on_gpu: bool) -> CollectiveBackend | None:
+    """What versions are broadcast with, if they are; ``on_gpu`` says whether the learner's weights are."""
+    transport = config.weights.transport
+    if transport in ("nccl", "gloo"):
+        return transport
+    engines_on_gpu = config.rollout.engine == "vllm" and config.rollout.gpus_per_replica > 0
+    return "nccl" if transport == "auto" and on_gpu and engines_on_gpu else None
+
+
+class Sending:
+    """The buckets of one version: put in on the training thread, taken out on the sender's."""
+
+    def __init__(self, version: int, layouts: list[BucketLayout], timeout_s: float) -> None:
+        self.version, self.layouts = version, layouts
+        self._timeout_s = timeout_s
+        self._queue: queue.Queue[SealedBucket | None] = queue.Queue(len(layouts) + 1)
+        self._lock = threading.Lock()
+        self._descriptors: list[int] = []
+        self._problem = ""
+        self._closed = False
+
+    def put(self, bucket: Bucket, descriptor: int) -> None:
+        """The next bucket is sealed. Returns at once; what is wrong with it fails the broadcast alone."""
+        with self._lock:
+            if self._closed or self._problem:
+                return
+            index = len(self._descriptors)
+            if BucketLayout(size=bucket.size, tensors=bucket.tensors) not in self.layouts[index : index + 1]:
+                self._fail(f"bucket {index} is not what was announced")
+                return
+            try:
+                own = os.dup(descriptor)
+            except OSError as error:
+                self._fail(f"bucket {index}: {error}")
+                return
+            self._descriptors.append(own)
+            self._queue.put_nowait((bucket, own))
+
+    def fail(self, reason: str) -> None:
+        """From any thread: no further bucket will come."""
+        with self._lock:
+            self._fail(reason)
+
+    def _fail(self, reason: str) -> None:
+        if not self._problem:
+            self._problem = reason
+            self._queue.put_nowait(None)
+
+    def buckets(self) -> Iterator[SealedBucket]:
+        """All of them in order, each as soon as it is there. Raises BroadcastFailed when one will not come."""
+        for index in range(len(self.layouts)):
+            try:
+                sealed = self._queue.get(timeout=self._timeout_s)
+            except queue.Empty:
+                reason = f"the learner waited {self._timeout_s:g} s for its own bucket {index}"
+                raise BroadcastFailed(self.version, reason) from None
+            if sealed is None or self._problem:
+                raise BroadcastFailed(self.version, self._problem)
+            yield sealed
+
+    def close(self) -> None:
+        """The send is over, or will never begin."""
+        with self._lock:
+            self._closed = True
+            while self._descriptors:
+                os.close(self._descriptors.pop())
+
+
+class Broadcaster:
+    """``call`` asks the parameter server; ``make_sender`` is called on the sender's thread."""
+
+    def __init__(
+        self,
+        backend: CollectiveBackend,
+        make_sender: Callable[[], BucketSender],
+        *,
+        timeout_s: float,
+        call: Callable[[Request], asyncio.Future[Any]],
+        log: FilteringBoundLogger,
+    ) -> None:
+        self._backend = backend
+        self._make_sender = make_sender
+        self._timeout_s = timeout_s
+        self._call = call
+        self._log = log
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="broadcast")
+        self._sender: BucketSender | None = None
+        self._layouts: list[BucketLayout] = []
+        self._sending: Sending | None = None
+        self._failures = 0
+        """In a row."""
+        self._left_out = 0
+        """Versions still to be left out."""
+
+    async def start(self) -> None:
+        """Bind the rendezvous store. Raises what the sender raises."""
+        self._sender = await self._on_thread(self._make_sender)
+
+    def published(self, manifest: Manifest) -> None:
+        """A version was gathered; the next one has the same layout."""
+        self._layouts = [BucketLayout(size=bucket.size, tensors=bucket.tensors) for bucket in manifest.buckets]
+
+    def begin(self, version: int, probe: Probe | None, tasks: asyncio.TaskGroup) -> Sending | None:
+        """Announce a version whose gathering begins, and send what is put into the result.
+
+        None if it is not broadcast: it is the first, one before it is still on its way, or too many have failed.
+        """
+        if self._sender is None or not self._layouts:
+            return None
+        if self._sending is not None:
+            self._log.info("not broadcast: another version is", version=version, other=self._sending.version)
+            return None
+        if self._left_out:
+            self._left_out -= 1
+            return None
+        self._sending = Sending(version, self._layouts, self._timeout_s)
+        tasks.create_task(self._conduct(self._sending, self._sender, probe), name=f"broadcast of version {version}")
+        return self._sending
+
+    async def close(self) -> None:
+        """End; a send under way is broken off. The tasks that ``begin`` made have ended."""
+        if self._sender is not None:
+            if self._sending is not None:
+                self._sending.fail("the learner ends")
+                await asyncio.to_thread(self._sender.abort)
+            await self._on_thread(self._sender.close)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._sending is not None:
+            self._sending.close()
+
+    async def _conduct(self, sending: Sending, sender: BucketSender, probe: Probe | None) -> None:
+        announcement = Announce(
+            version=sending.version,
+            backend=self._backend,
+            host=sender.host,
+            port=sender.port,
+            buckets=sending.layouts,
+            probe=probe,
+        )
+        group = await self._decision(announcement)
+        if group is not None:
+            error = ""
+            try:
+                await self._on_thread(lambda: _send(sender, group, sending))
+            except (AsyncRLError, OSError, RuntimeError) as problem:
+                error = str(problem) or type(problem).__name__
+                self._log.warning("broadcast failed", version=sending.version, epoch=group.epoch, error=error)
+            self._failures = self._failures + 1 if error else 0
+            self._left_out = min(2 ** max(0, self._failures - 1) - 1, LEFT_OUT_MAX)
+            await self._answer(BroadcastEnded(version=sending.version, epoch=group.epoch, error=error))
+        sending.close()
+        self._sending = None
+
+    async def _decision(self, announcement: Announce) -> CollectiveGroup | None:
+        while True:
+            reply: Announced | None = await self._answer(announcement)
+            if reply is None or reply.decided:
+                return None if reply is None else reply.group
+
+    async def _answer(self, request: Request) -> Any:
+        """The reply, whenever it comes; None when the parameter server refuses."""
+        while True:
+            try:
+                return await self._call(request)
+            except (DeadlineExceeded, RemoteError) as error:
+                what = type(request).__name__
+                if isinstance(error, RemoteError) and not (error.retryable or error.code == "deadline"):
+                    self._log.error("broadcast is refused", request=what, error=str(error))
+                    return None
+                self._log.warning("parameter server is away", request=what, error=str(error))
+                await asyncio.sleep(AWAY_S)
+
+    async def _on_thread(self, work: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _send(sender: BucketSender, group: CollectiveGroup, sending: Sending) -> None:
+    try:
+        sender.send(group, sending.version, sending.layouts, sending.buckets())
+    except BaseException:
+        # The members wait for buckets that will not come.
+        sender.abort()
+        raise
+    finally:
+        # Not before: what is sent lies behind these descriptors, whoever has stopped waiting for it.
+        sending.close()

@@ -1,0 +1,120 @@
+"""The lines of metrics.jsonl and the samples of each step, written in order and off the training path.
+
+A step's line waits, for a limited time, until the rollouters have said what they did while it was trained; with it
+go the lines of the weight updates that ended meanwhile. A line that cannot be written is lost and counted; training
+goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from structlog.typing import FilteringBoundLogger
+
+from asyncrl.learner.generation_log import GenerationLog, update_line, update_metrics
+from asyncrl.learner.records import RecordFiles
+from asyncrl.messages import Group, RolloutStats
+from asyncrl.runtime.clock import Clock
+
+STATS_WAIT_S = 3.0
+"""Longest that a metrics line waits for the rollouters' statistics of its step."""
+LINES_PENDING = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedStep:
+    """What a metrics line needs of its step. The times are wall clock, in seconds."""
+
+    line: dict[str, Any]
+    train_began: float
+    train_ended: float
+    groups: list[Group]
+
+
+class StepLines:
+    """``tell`` is given each line of a step or an evaluation that was written."""
+
+    def __init__(
+        self,
+        records: RecordFiles,
+        *,
+        samples_per_step: int,
+        tell: Callable[[dict[str, Any]], object],
+        counters: dict[str, float],
+        clock: Clock,
+        log: FilteringBoundLogger,
+    ) -> None:
+        self._records = records
+        self._samples_per_step = samples_per_step
+        self._tell = tell
+        self._counters = counters
+        self._clock = clock
+        self._log = log
+        self._generation = GenerationLog()
+        self._stats_came = asyncio.Event()
+        self._steps: asyncio.Queue[TrainedStep] = asyncio.Queue(LINES_PENDING)
+        self._counted_at = clock.now()
+
+    def stats(self, name: str, incarnation: int, stats: RolloutStats) -> None:
+        """What a rollouter did since its last report."""
+        self._generation.add(name, incarnation, stats, self._clock.wall())
+        self._stats_came.set()
+
+    async def put(self, step: TrainedStep) -> None:
+        """Write the line of this step; waits only when too many are pending."""
+        await self._steps.put(step)
+
+    async def emit(self, line: dict[str, Any]) -> None:
+        """Write a line now."""
+        await self._write(lambda: self._records.metrics(line))
+        self._tell(line)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        self._counted_at = self._clock.now()
+        while True:
+            step = await self._steps.get()
+            try:
+                async with asyncio.timeout(STATS_WAIT_S):
+                    while not self._covered(step):
+                        self._stats_came.clear()
+                        await self._stats_came.wait()
+            except TimeoutError:
+                self._log.warning("statistics of a step are incomplete", step=step.line["step"])
+            await self._write_step(step)
+            self._steps.task_done()
+
+    async def finish(self) -> None:
+        """Until all lines are written, with the updates that ended after the last step."""
+        await self._steps.join()
+        _, updates = self._generation.take()
+        await self._write(lambda: self._records.metrics(*(update_line(*update) for update in updates)))
+
+    def _covered(self, step: TrainedStep) -> bool:
+        return self._generation.covers(step.train_ended, now=self._clock.wall(), patience_s=STATS_WAIT_S)
+
+    async def _write_step(self, step: TrainedStep) -> None:
+        tokens, updates = self._generation.take()
+        now = self._clock.now()
+        since, self._counted_at = self._counted_at, now
+        line = step.line | {
+            "rollout/tokens": tokens,
+            "rollout/tokens_per_s": tokens / (now - since),
+            "perf/overlap": self._generation.overlap(step.train_began, step.train_ended),
+            **update_metrics([times for _, times in updates]),
+        }
+        await self._write(lambda: self._records.metrics(*(update_line(*update) for update in updates)))
+        await self.emit(line)
+        kept = step.groups[: self._samples_per_step]
+        await self._write(partial(self._records.samples, line["step"], line["weights/version"], kept))
+
+    async def _write(self, write: Callable[[], None]) -> None:
+        try:
+            await asyncio.to_thread(write)
+        except OSError as error:
+            self._counters["records/lost"] = self._counters.get("records/lost", 0) + 1
+            self._log.error("record not written", error=str(error))

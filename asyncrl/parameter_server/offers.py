@@ -1,0 +1,41 @@
+"""By which transport a version goes to a replica, and what it is told of it. Pure."""
+
+from __future__ import annotations
+
+import msgspec
+
+from asyncrl.messages import Bucket, CollectiveBackend, Manifest, Transport
+
+
+def may_broadcast(configured: str, backend: CollectiveBackend, *, on_gpu: bool) -> bool:
+    """Whether a replica can be a member when the learner offers to broadcast over ``backend``.
+
+    ``configured`` is weights.transport; under auto only nccl is worth pausing all replicas at once.
+    """
+    if backend == "nccl" and not on_gpu:
+        return False
+    return configured == backend or (configured == "auto" and backend == "nccl")
+
+
+def rolling_transport(configured: str, *, same_host: bool) -> Transport:
+    """The way to a replica that is served by itself."""
+    return "shm" if same_host and configured in ("auto", "shm") else "stream"
+
+
+def manifest_for(manifest: Manifest, transport: Transport, base: int) -> Manifest:
+    """What a replica that keeps the bytes of version ``base`` (-1 for none) is told of a held version.
+
+    Paths lead it to nothing but under shm; a delta helps it only against what it has.
+    """
+    return msgspec.structs.replace(manifest, buckets=[_bucket_for(b, transport, base) for b in manifest.buckets])
+
+
+def _bucket_for(bucket: Bucket, transport: Transport, base: int) -> Bucket:
+    delta = bucket.delta
+    if delta is not None and delta.base != base:
+        delta = None
+    if transport == "shm":
+        return bucket if delta is bucket.delta else msgspec.structs.replace(bucket, delta=None)
+    if delta is not None:
+        delta = msgspec.structs.replace(delta, path="")
+    return msgspec.structs.replace(bucket, path="", delta=delta)

@@ -1,0 +1,290 @@
+"""Follows the versions of the parameter server and brings the engine to them; replaces the engine when it dies.
+
+Two ways lead to a version. Rolling (shm, stream): the bytes are fetched and verified while the engine generates, then
+a pause is asked for, which holds only the load. By broadcast (gloo, nccl): the engine pauses with those of all other
+members and receives what it loads.
+
+Invariants: an engine is loaded only from a complete, verified set; after a failed load it stays paused until one
+succeeds, at most ``weights.max_attempts`` in a row before it is replaced; a pause for a broadcast that is called off
+ends at once; nothing here waits for another replica longer than the parameter server lets it.
+
+Fails with ActorFailed when the engine has died too often; whatever else goes wrong is reported and tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from structlog.typing import FilteringBoundLogger
+
+from asyncrl.config import Config
+from asyncrl.errors import (
+    ActorFailed,
+    BroadcastFailed,
+    DeadlineExceeded,
+    EngineDied,
+    RemoteError,
+    VersionGone,
+    WeightsCorrupt,
+    WireError,
+)
+from asyncrl.messages import (
+    BroadcastBegins,
+    JoinBroadcast,
+    NextUpdate,
+    Offer,
+    PauseGranted,
+    Probe,
+    ReportUpdate,
+    Request,
+    RequestPause,
+    Update,
+    UpdateTimes,
+)
+from asyncrl.rollouter.engine_host import EngineHost
+from asyncrl.rollouter.fetch import fetch
+from asyncrl.runtime.clock import Clock
+from asyncrl.runtime.supervision import RestartBudget
+from asyncrl.weights.broadcast import Broadcast
+from asyncrl.weights.place import host_id
+from asyncrl.weights.staging import Staged
+
+AWAY_S = 0.5
+"""Pause before a parameter server that did not answer, or what failed, is tried again."""
+
+
+class UpdateFollower:
+    """One rollouter's updates. ``call`` asks the parameter server; ``committed`` is told of each new version."""
+
+    def __init__(
+        self,
+        config: Config,
+        name: str,
+        *,
+        host: EngineHost,
+        call: Callable[[Request], Awaitable[Any]],
+        committed: Callable[[UpdateTimes], None],
+        clock: Clock,
+        log: FilteringBoundLogger,
+    ) -> None:
+        self._config = config
+        self._name = name
+        self._host = host
+        self._call = call
+        self._committed = committed
+        self._clock = clock
+        self._log = log
+        supervision = config.supervision
+        self._restarts = RestartBudget(supervision.max_restarts, supervision.restart_window_s, supervision.backoff_s)
+        self._base: Staged | None = None
+        """The version last loaded, kept for deltas."""
+        self._taking: Offer | None = None
+        """What is being taken up."""
+        self._failed_loads = 0
+        """Since the last commit."""
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            while True:
+                async with asyncio.TaskGroup() as tasks:
+                    following = tasks.create_task(self._follow())
+                    # Ended by the engine's death, from whatever it is waiting for.
+                    await self._host.died.wait()
+                    following.cancel()
+                if self._taking is not None:
+                    # Nobody need wait for a pause, or for a member, that is no more.
+                    await self._report_failure(self._taking, "its engine died")
+                await self._replace_engine()
+        finally:
+            if self._base is not None:
+                self._base.close()
+
+    async def _follow(self) -> None:
+        while True:
+            self._taking = await self._next_offer()
+            if self._taking is not None:
+                await self._take(self._taking)
+                self._taking = None
+
+    async def _replace_engine(self) -> None:
+        pause_s = self._restarts.next(self._clock.now())
+        if pause_s is None:
+            supervision = self._config.supervision
+            raise ActorFailed(
+                self._name,
+                f"its engine died again after {supervision.max_restarts} restarts within "
+                f"{supervision.restart_window_s:g} s (supervision.max_restarts)",
+            )
+        self._log.warning("engine is replaced", restarts=self._host.restarts + 1, pause_s=pause_s)
+        await asyncio.sleep(pause_s)
+        await self._host.replace()
+        self._failed_loads = 0
+
+    async def _next_offer(self) -> Offer | None:
+        request = NextUpdate(
+            serving=self._host.version,
+            host=host_id(),
+            workers=self._host.workers,
+            on_gpu=self._config.rollout.engine == "vllm" and self._config.rollout.gpus_per_replica > 0,
+            base=-1 if self._base is None else self._base.version,
+        )
+        reply: Update | None = await self._ask(request)
+        return None if reply is None else reply.offer
+
+    async def _take(self, offer: Offer) -> None:
+        try:
+            if offer.collective is None:
+                await self._take_rolling(offer)
+            else:
+                await self._take_broadcast(offer)
+        except VersionGone as error:
+            self._log.info("version is gone", version=offer.version, error=str(error))
+        except WireError as error:
+            await self._report_failure(offer, str(error))
+            await asyncio.sleep(AWAY_S)
+        except (EngineDied, TimeoutError) as error:
+            await self._report_failure(offer, str(error) or f"not loaded within {self._config.weights.deadline_s:g} s")
+            self._host.lost()
+        except BroadcastFailed as error:
+            # Any member may be to blame; this engine is loaded by the other way next.
+            await self._report_failure(offer, str(error))
+        except WeightsCorrupt as error:
+            self._failed_loads += 1
+            await self._report_failure(offer, f"attempt {self._failed_loads}: {error}")
+            if self._failed_loads >= self._config.weights.max_attempts:
+                self._host.lost()
+            await asyncio.sleep(AWAY_S)
+
+    # --- rolling ---
+
+    async def _take_rolling(self, offer: Offer) -> None:
+        """Raises what fetching and loading raise."""
+        weights, manifest = self._config.weights, offer.manifest
+        assert manifest is not None, "an offer has a manifest or a collective"
+        began = self._clock.now()
+        try:
+            fetched = await fetch(offer, self._base, call=self._call, weights=weights, who=self._name)
+        except WeightsCorrupt as error:
+            # Not this engine's fault, which goes on with what it has.
+            await self._report_failure(offer, str(error), corrupt=True)
+            await asyncio.sleep(AWAY_S)
+            return
+        staged = fetched.staged
+        unneeded: Staged | None = staged
+        try:
+            await self._host.accept(staged)
+            stage_s = self._clock.now() - began
+            await self._wait_for_pause(offer.version)
+            while not await self._host.quiesced(weights.deadline_s / 3):
+                await self._wait_for_pause(offer.version)
+            async with asyncio.timeout(weights.deadline_s):
+                pause_s = await self._host.pause(offer.version)
+                await self._load(
+                    offer,
+                    staged,
+                    UpdateTimes(
+                        version=offer.version,
+                        transport=offer.transport,
+                        stage_s=stage_s,
+                        pause_s=pause_s,
+                        bytes=sum(bucket.size for bucket in manifest.buckets),
+                        encoded_bytes=fetched.encoded_bytes,
+                    ),
+                    manifest.probe if offer.probe else None,
+                )
+            if weights.delta:
+                unneeded, self._base = self._base, staged
+        finally:
+            if unneeded is not None:
+                # The kernel takes a tenth of a second for each gigabyte that it gets back.
+                await asyncio.to_thread(unneeded.close)
+
+    async def _wait_for_pause(self, version: int) -> None:
+        while True:
+            reply: PauseGranted | None = await self._ask(RequestPause(version=version))
+            if reply is not None and reply.granted:
+                return
+
+    # --- by broadcast ---
+
+    async def _take_broadcast(self, offer: Offer) -> None:
+        """Raises what loading raises."""
+        weights, collective = self._config.weights, offer.collective
+        assert collective is not None
+        while not await self._host.quiesced(weights.deadline_s):
+            self._log.info("still draining", version=offer.version)
+        pause_s = await self._host.pause(offer.version)
+        if not await self._broadcast_begins(offer.version, collective.group.epoch):
+            self._log.info("broadcast is called off", version=offer.version)
+            await self._host.call_off()
+            return
+        times = UpdateTimes(
+            version=offer.version,
+            transport=offer.transport,
+            pause_s=pause_s,
+            bytes=sum(bucket.size for bucket in collective.buckets),
+            encoded_bytes=sum(bucket.size for bucket in collective.buckets),
+        )
+        async with asyncio.timeout(weights.deadline_s):
+            await self._load(
+                offer,
+                Broadcast(version=offer.version, collective=collective, timeout_s=weights.broadcast_timeout_s),
+                times,
+                collective.probe if offer.probe else None,
+            )
+
+    async def _broadcast_begins(self, version: int, epoch: int) -> bool:
+        while True:
+            reply: BroadcastBegins | None = await self._ask(JoinBroadcast(version=version, epoch=epoch))
+            if reply is not None and reply.decided:
+                return reply.begins
+
+    # --- both ---
+
+    async def _load(self, offer: Offer, weights: Staged | Broadcast, times: UpdateTimes, probe: Probe | None) -> None:
+        """Load and commit. ``probe`` is what the engine is to be measured against."""
+        host = self._host
+        load_s = await host.load(weights)
+        full = self._config.weights.verify == "full"
+        checksum = await host.checksum() if full else ""
+        resume_s = await host.commit(probe if full else None)
+        stall_s = host.stall_s
+        self._failed_loads = 0
+        times = msgspec.structs.replace(
+            times,
+            load_s=load_s,
+            resume_s=resume_s,
+            stall_s=stall_s,
+            probe_kl=None if probe is None else (await host.drift(probe)).kl,
+            checksum=checksum,
+        )
+        self._committed(times)
+        await self._report(ReportUpdate(version=offer.version, committed=True, times=times))
+
+    async def _report_failure(self, offer: Offer, error: str, *, corrupt: bool = False) -> None:
+        self._log.warning("update failed", version=offer.version, transport=offer.transport, error=error)
+        times = UpdateTimes(version=offer.version, transport=offer.transport)
+        await self._report(
+            ReportUpdate(version=offer.version, committed=False, times=times, error=error, corrupt=corrupt)
+        )
+        self._taking = None
+
+    async def _report(self, report: ReportUpdate) -> None:
+        try:
+            await self._call(report)
+        except (DeadlineExceeded, RemoteError) as lost:
+            # The pause that was held there runs out by itself.
+            self._log.warning("update not reported", version=report.version, error=str(lost))
+
+    async def _ask(self, request: Request) -> Any:
+        """The reply; None after a while when the parameter server does not answer."""
+        try:
+            return await self._call(request)
+        except (DeadlineExceeded, RemoteError) as error:
+            self._log.warning("parameter server is away", error=str(error))
+            await asyncio.sleep(AWAY_S)
+            return None

@@ -1,0 +1,17 @@
+"""A version that reaches an engine by broadcast while it is paused. Pure description; see collective/."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncrl.messages import Collective
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast:
+    """What an engine needs to take its part: every one of its workers receives every bucket, in order."""
+
+    version: int
+    collective: Collective
+    timeout_s: float
+    """Longest that a member waits for the others to come, or for the next bucket."""

@@ -1,0 +1,104 @@
+"""The plan of a fetch: which chunks are still to be asked for, which are in flight, which have arrived. Pure.
+
+    waiting ──take──► in flight ──accept──► arrived
+       ▲                  │
+       └── lost, corrupt ─┘
+
+Invariants: never more than ``credit`` chunks are in flight; each chunk is accepted once; whatever the order of
+arrivals and failures, all that was not dropped is arrived in the end, as long as each chunk comes intact before it
+was corrupt ATTEMPTS times in a row. What was lost with its connection may be asked for again without end: the caller
+has a deadline for that.
+
+Fails with WeightsCorrupt, naming version, bucket and chunk.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from asyncrl.errors import WeightsCorrupt
+
+ATTEMPTS = 3
+"""How often in a row a chunk may arrive corrupt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes [offset, offset + size) of what is fetched of a bucket."""
+
+    bucket: int
+    offset: int
+    size: int
+
+
+class ChunkPlan:
+    """One fetch. ``sizes`` maps bucket indices to the bytes to be fetched of each: its own, or its delta's."""
+
+    def __init__(self, version: int, sizes: Mapping[int, int], *, chunk_bytes: int, credit: int) -> None:
+        self._version = version
+        self._credit = credit
+        self._waiting = deque(
+            Piece(bucket, offset, min(chunk_bytes, size - offset))
+            for bucket, size in sizes.items()
+            for offset in range(0, size, chunk_bytes)
+        )
+        self._in_flight: set[Piece] = set()
+        self._corrupt: dict[Piece, int] = {}
+        """How often in a row."""
+        self._missing = dict(sizes)
+        """Bytes of each bucket that have not arrived."""
+        self.chunks = len(self._waiting)
+        self.bytes_done = 0
+
+    def take(self) -> Piece | None:
+        """The next chunk to ask for, in flight from here on; None while there is none or no credit for it."""
+        if not self._waiting or len(self._in_flight) >= self._credit:
+            return None
+        piece = self._waiting.popleft()
+        self._in_flight.add(piece)
+        return piece
+
+    def accept(self, piece: Piece) -> bool:
+        """It is here, intact. False if nobody waits for it any more."""
+        if piece not in self._in_flight:
+            return False
+        self._in_flight.remove(piece)
+        self._missing[piece.bucket] -= piece.size
+        self.bytes_done += piece.size
+        return True
+
+    def lost(self, piece: Piece) -> None:
+        """Its call has failed; it is the next to be asked for again."""
+        if piece in self._in_flight:
+            self._in_flight.remove(piece)
+            self._waiting.appendleft(piece)
+
+    def corrupt(self, piece: Piece, what: str) -> None:
+        """It came, but is not what was sent. Raises WeightsCorrupt when that has happened too often."""
+        if piece not in self._in_flight:
+            return
+        times = self._corrupt[piece] = self._corrupt.get(piece, 0) + 1
+        if times >= ATTEMPTS:
+            raise WeightsCorrupt(
+                f"its chunk at {piece.offset} arrived corrupt {times} times in a row: {what}",
+                version=self._version,
+                bucket=piece.bucket,
+            )
+        self.lost(piece)
+
+    def drop(self, bucket: int) -> None:
+        """What is still missing of this bucket is no longer wanted."""
+        self._waiting = deque(piece for piece in self._waiting if piece.bucket != bucket)
+        self._in_flight = {piece for piece in self._in_flight if piece.bucket != bucket}
+        self._missing.pop(bucket, None)
+
+    def whole(self, bucket: int) -> bool:
+        """Whether all of this bucket has arrived."""
+        return self._missing.get(bucket) == 0
+
+    @property
+    def done(self) -> bool:
+        """Whether everything that is wanted has arrived."""
+        return not self._waiting and not self._in_flight

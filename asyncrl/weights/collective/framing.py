@@ -1,0 +1,168 @@
+"""What the members of a broadcast say to one another, byte by byte, and what may be said when. Pure.
+
+Frames travel over the links (links.py) between rank 0 and each member; the weights themselves do not. A frame is
+
+    magic, kind, bytes of text, index, number, size, checksum     HEADER.size bytes, little-endian
+    text                                                          at most MAX_TEXT bytes
+
+and a broadcast is
+
+    member → rank 0   HELLO    number: epoch, index: rank, size: members of the group
+    rank 0 → member   BEGIN    number: epoch, text: what is needed to join the group     (both once in an epoch)
+    rank 0 → member   OPEN     number: version, index: buckets, size: bytes, checksum: xxh3_64 of the layouts
+    rank 0 → member   BUCKET   number: version, index: of the bucket, size, checksum: xxh3_64; then its bytes.
+                               LAST instead of BUCKET for the last one
+    member → rank 0   DONE     number: version; it has verified what it received
+    any time, either  ABORT    text: the reason; nothing follows
+
+so that neither side can take the bytes of one bucket, version or set of layouts for those of another. Nothing is
+unpickled. Fails with ValueError for frames that are none, and for those that are not the next one.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import msgspec
+import xxhash
+
+from asyncrl.messages import Bucket, BucketLayout
+
+MAX_TEXT = 1024
+HEADER = struct.Struct("<4sBxHIQQQ")
+MAGIC = b"axw1"
+
+
+class Kind(IntEnum):
+    """Of a frame; see above."""
+
+    HELLO = 1
+    BEGIN = 2
+    OPEN = 3
+    BUCKET = 4
+    LAST = 5
+    DONE = 6
+    ABORT = 7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """See above for what the fields mean under each kind."""
+
+    kind: Kind
+    number: int = 0
+    index: int = 0
+    size: int = 0
+    checksum: int = 0
+    text: bytes = b""
+
+
+def encode(frame: Frame) -> bytes:
+    """The bytes of a frame; a longer text is cut."""
+    text = frame.text[:MAX_TEXT]
+    header = HEADER.pack(MAGIC, frame.kind, len(text), frame.index, frame.number, frame.size, frame.checksum)
+    return header + text
+
+
+class Decoder:
+    """Takes bytes as they come and gives whole frames. Holds at most one frame's bytes beyond what it was fed."""
+
+    def __init__(self) -> None:
+        self._held = bytearray()
+
+    def feed(self, data: bytes) -> list[Frame]:
+        """The frames that ``data`` completes, in order. Raises ValueError for what is no frame."""
+        self._held += data
+        frames = []
+        while len(self._held) >= HEADER.size:
+            magic, kind, length, index, number, size, checksum = HEADER.unpack_from(self._held)
+            if magic != MAGIC or kind not in Kind._value2member_map_ or length > MAX_TEXT:
+                raise ValueError(f"{bytes(self._held[: HEADER.size]).hex()} begins no frame of a broadcast")
+            end = HEADER.size + length
+            if len(self._held) < end:
+                break
+            text = bytes(self._held[HEADER.size : end])
+            frames.append(Frame(kind=Kind(kind), number=number, index=index, size=size, checksum=checksum, text=text))
+            del self._held[:end]
+        return frames
+
+
+def abort(reason: str) -> Frame:
+    """The frame that ends everything."""
+    return Frame(kind=Kind.ABORT, text=reason.encode()[:MAX_TEXT])
+
+
+def bytes_of(layout: BucketLayout) -> int:
+    """What is transferred of a bucket: as its segment, it has at least one byte."""
+    return max(layout.size, 1)
+
+
+def opening(version: int, layouts: Sequence[BucketLayout]) -> Frame:
+    """The frame before the first bucket."""
+    return Frame(
+        kind=Kind.OPEN,
+        number=version,
+        index=len(layouts),
+        size=sum(map(bytes_of, layouts)),
+        checksum=xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(list(layouts))),
+    )
+
+
+def heading(version: int, index: int, bucket: Bucket, layouts: Sequence[BucketLayout]) -> Frame:
+    """The frame before bucket ``index``. Raises ValueError for a bucket that is not laid out as announced."""
+    if index >= len(layouts):
+        raise ValueError(f"there is a bucket {index}, but {len(layouts)} were announced")
+    layout = layouts[index]
+    if bucket.size != bytes_of(layout) or bucket.tensors != layout.tensors:
+        raise ValueError(
+            f"bucket {index} has {bucket.size} bytes and {len(bucket.tensors)} tensors, not the {bytes_of(layout)} "
+            f"bytes and {len(layout.tensors)} tensors that were announced, or others"
+        )
+    kind = Kind.LAST if index == len(layouts) - 1 else Kind.BUCKET
+    return Frame(kind=kind, number=version, index=index, size=bucket.size, checksum=bucket.checksum)
+
+
+def check_opening(frame: Frame, version: int, layouts: Sequence[BucketLayout]) -> None:
+    """Raise ValueError unless ``frame`` opens the broadcast that is expected."""
+    expected = opening(version, layouts)
+    if frame != expected:
+        raise ValueError(f"expected {_shown(expected)}, not {_shown(frame)}")
+
+
+def check_heading(frame: Frame, version: int, index: int, layouts: Sequence[BucketLayout]) -> None:
+    """Raise ValueError unless ``frame`` announces bucket ``index``."""
+    expected = Frame(
+        kind=Kind.LAST if index == len(layouts) - 1 else Kind.BUCKET,
+        number=version,
+        index=index,
+        size=bytes_of(layouts[index]),
+        checksum=frame.checksum,
+    )
+    if frame != expected:
+        raise ValueError(f"expected {_shown(expected)}, not {_shown(frame)}")
+
+
+def check_done(frame: Frame, version: int) -> None:
+    """Raise ValueError unless ``frame`` says that a member has everything."""
+    expected = Frame(kind=Kind.DONE, number=version)
+    if frame != expected:
+        raise ValueError(f"expected {_shown(expected)}, not {_shown(frame)}")
+
+
+def _shown(frame: Frame) -> str:
+    match frame.kind:
+        case Kind.OPEN:
+            what = f"version {frame.number} in {frame.index} buckets of {frame.size} bytes, {frame.checksum:#018x}"
+        case Kind.BUCKET | Kind.LAST:
+            what = f"version {frame.number}, bucket {frame.index} of {frame.size} bytes"
+        case _:
+            what = f"{frame.number}, {frame.index}, {frame.size}"
+    return f"{frame.kind.name} ({what})"
+
+
+def pieces(size: int, piece_bytes: int) -> list[tuple[int, int]]:
+    """[start, end) of the parts that ``size`` bytes are transferred in, none larger than ``piece_bytes``."""
+    return [(start, min(start + piece_bytes, size)) for start in range(0, size, piece_bytes)]

@@ -1,0 +1,123 @@
+"""gloo: the bytes of a broadcast over TCP, between the CPU memory of rank 0 and of every member.
+
+A group is a ProcessGroupGloo of its own, apart from any default one, formed through a store that lives as long as it
+does: groups of different epochs share nothing. All connections are made when it is formed, on the addresses that its
+members' links use.
+
+ProcessGroupGloo has no abort that works, and does not notice a connection that breaks in the middle of a transfer:
+whoever waits here watches the links, and a group that failed is taken apart in the background, where what is stuck in
+it ends at its timeout.
+
+Fails with RuntimeError (gloo's own), and as the waiter does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+
+from asyncrl.messages import BucketLayout
+from asyncrl.weights.collective.framing import pieces
+from asyncrl.weights.collective.links import Link, listen
+from asyncrl.weights.collective.waiting import Waiter
+
+c10d: Any = torch.distributed
+"""Its types say little of what is used here."""
+PIECE_BYTES = 64 << 20
+"""Transferred in one operation, which has the timeout to itself."""
+LATER_S = 1.0
+UNUSED_TAG = 0x7FFFFFFF
+
+
+class Gloo:
+    """Rank 0's way to groups over gloo, bound to ``host``."""
+
+    endless = False
+
+    def __init__(self, host: str, timeout_s: float) -> None:
+        self._host = host
+        self._timeout_s = timeout_s
+
+    def invite(self, size: int) -> tuple[bytes, Callable[[], GlooGroup]]:
+        """What members need to join a new group of ``size``, and what forms it on this side, which blocks."""
+        with listen(self._host) as listener:
+            port = listener.getsockname()[1]
+            # The store takes the descriptor over: the port was never free for anybody else.
+            store = _store(self._host, port, self._timeout_s, master_listen_fd=listener.detach())
+        return str(port).encode(), lambda: GlooGroup(store, 0, size, self._host, self._timeout_s)
+
+
+def join(invitation: bytes, *, host: str, rank: int, size: int, address: str, timeout_s: float) -> GlooGroup:
+    """A member's side of a group to which rank 0 at ``host`` invited; ``address`` is one of this host's. Blocks."""
+    return GlooGroup(_store(host, int(invitation), timeout_s), rank, size, address, timeout_s)
+
+
+def _store(host: str, port: int, timeout_s: float, master_listen_fd: int | None = None) -> Any:
+    return c10d.TCPStore(
+        host,
+        port,
+        is_master=master_listen_fd is not None,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=master_listen_fd,
+    )
+
+
+class GlooGroup:
+    """A group in which one thread broadcasts. Blocks until all are there."""
+
+    def __init__(self, store: Any, rank: int, size: int, address: str, timeout_s: float) -> None:
+        options = c10d.ProcessGroupGloo._Options()
+        # Whoever waits here gives up first, and says on whom.
+        options._timeout = timedelta(seconds=timeout_s + LATER_S)
+        options._threads = 1
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
+        self._peers = [peer for peer in range(size) if peer != rank]
+        self._group: Any = c10d.ProcessGroupGloo(store, rank, size, options)
+        self._work: Any = None
+
+    def send(self, memory: torch.Tensor, layout: BucketLayout, waiter: Waiter, watching: Sequence[Link]) -> None:
+        """Rank 0: the bytes of a bucket to all, out of where they lie."""
+        self.broadcast(memory, waiter, watching)
+
+    def flush(self, waiter: Waiter, watching: Sequence[Link]) -> None:
+        """Rank 0: wait until all that was sent has left; nothing is kept back here."""
+
+    def broadcast(self, memory: torch.Tensor, waiter: Waiter, watching: Sequence[Link]) -> None:
+        """All ranks together: ``memory`` (uint8, contiguous, equally large everywhere) of rank 0 into that of all."""
+        for start, end in pieces(memory.numel(), PIECE_BYTES):
+            options = c10d.BroadcastOptions()
+            options.rootRank = options.rootTensor = 0
+            work = self._work = self._group.broadcast([memory[start:end]], options)
+            future = work.get_future()
+            # The work says that it is completed only after the callbacks.
+            future.add_done_callback(lambda _: waiter.wake())
+            waiter.until(future.done, f"{end - start} bytes to be broadcast", watching=watching)
+            try:
+                work.wait()
+            except RuntimeError:
+                # gloo knows only which connection broke; the links say why.
+                waiter.explain(watching)
+                raise
+
+    def close(self) -> None:
+        """Leave the group. After a failure the others see their connections end. May be repeated."""
+        group, work, self._group, self._work = self._group, self._work, None, None
+        if group is not None and work is not None and not work.is_completed():
+            # No daemon: at the interpreter's end it would be torn out of gloo, which ends the process with an abort.
+            threading.Thread(target=_take_apart, args=(group, self._peers), name="asyncrl: end of gloo").start()
+
+
+def _take_apart(group: Any, peers: list[int]) -> None:
+    # A receive that times out makes gloo close all connections of its group at once.
+    for peer in peers:
+        with contextlib.suppress(RuntimeError):
+            group.recv([torch.empty(1)], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))
+    # The destructor then waits for the operation under way: as long as its timeout, where it was in the middle.
+    del group

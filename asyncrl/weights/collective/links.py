@@ -1,0 +1,182 @@
+"""The links of a broadcast: one TCP connection between rank 0 and each member, for frames and as a sign of life.
+
+The transports cannot be trusted with that: gloo leaves an operation whose peer dies in the middle of a transfer
+waiting for its whole timeout, and NCCL for ever. A link ends with its process, whatever killed it, and every wait
+watches it (waiting.py).
+
+Sockets never block. Fails with ConnectionError when the other side is gone, with what it gave as the reason; with
+ValueError for what is no frame; with TimeoutError when a peer does not come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import socket
+from collections import deque
+
+from asyncrl.weights.collective.framing import Decoder, Frame, Kind, abort, encode
+
+READ_BYTES = 1 << 16
+BACKLOG = 1024
+ENDED = select.POLLRDHUP | select.POLLHUP | select.POLLERR
+"""Events that say that the other side is gone; unread frames do not hide them."""
+
+
+class Link:
+    """One connection. ``name`` says who is at the other end."""
+
+    def __init__(self, connection: socket.socket, name: str) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.name = name
+        self._socket = connection
+        self._decoder = Decoder()
+        self._frames: deque[Frame] = deque()
+
+    def fileno(self) -> int:
+        """The socket's; -1 once closed."""
+        return self._socket.fileno()
+
+    @property
+    def local_address(self) -> str:
+        """Of this end: an address of this host by which the other end can be reached."""
+        address: str = self._socket.getsockname()[0]
+        return address
+
+    def send(self, frame: Frame) -> None:
+        """Hand a frame to the kernel. Raises ConnectionError; also where the peer has long read nothing."""
+        data = encode(frame)
+        try:
+            sent = self._socket.send(data, socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            raise ConnectionError(self.obituary() or f"{self.name} is gone ({error.strerror})") from error
+        if sent < len(data):
+            raise ConnectionError(f"{self.name} does not read what it is sent")
+
+    def receive(self) -> Frame | None:
+        """The next frame if it is there. Raises ConnectionError for its ABORT and at its end."""
+        if not self._frames:
+            self._read()
+        if not self._frames:
+            return None
+        frame = self._frames.popleft()
+        if frame.kind is Kind.ABORT:
+            raise ConnectionError(self._told(frame))
+        return frame
+
+    def _read(self) -> None:
+        try:
+            data = self._socket.recv(READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise ConnectionError(f"{self.name} is gone ({error.strerror})") from error
+        if not data:
+            raise ConnectionError(f"{self.name} is gone")
+        try:
+            self._frames += self._decoder.feed(data)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from None
+
+    @property
+    def has_done(self) -> bool:
+        """Whether a DONE is among the frames still to be received: whoever sent it may leave."""
+        self._drain()
+        return any(frame.kind is Kind.DONE for frame in self._frames)
+
+    def obituary(self) -> str:
+        """Why the other side has ended: its own word where it left one. Empty if nothing is known."""
+        self._drain()
+        return next((self._told(frame) for frame in self._frames if frame.kind is Kind.ABORT), "")
+
+    def _drain(self) -> None:
+        """Read all that has come."""
+        before = -1
+        with contextlib.suppress(ConnectionError, ValueError):
+            while len(self._frames) != before:
+                before = len(self._frames)
+                self._read()
+
+    def _told(self, frame: Frame) -> str:
+        return f"{self.name}: {frame.text.decode(errors='replace')}"
+
+    def hang_up(self, reason: str) -> None:
+        """Tell the other side why nothing follows, as far as that is still possible. From any thread."""
+        with contextlib.suppress(OSError):
+            self._socket.send(encode(abort(reason)), socket.MSG_NOSIGNAL)
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def end(self, reason: str) -> None:
+        """Hang up and close. May be repeated."""
+        self.hang_up(reason)
+        self._socket.close()
+
+
+class Listener:
+    """Where members find rank 0: a free port of ``host``, bound to that address alone."""
+
+    def __init__(self, host: str) -> None:
+        self._socket = listen(host)
+        self._socket.setblocking(False)
+        self.port: int = self._socket.getsockname()[1]
+
+    def fileno(self) -> int:
+        """The socket's."""
+        return self._socket.fileno()
+
+    def accept(self) -> Link | None:
+        """The next connection if there is one."""
+        try:
+            connection, address = self._socket.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return None
+        return Link(connection, f"{address[0]}:{address[1]}")
+
+    def close(self) -> None:
+        """Nobody is let in any more. May be repeated."""
+        self._socket.close()
+
+
+def listen(host: str) -> socket.socket:
+    """A socket that listens at a free port of ``host``, bound to that address alone."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.bind((host, 0))
+        listener.listen(BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def dial(host: str, port: int) -> socket.socket:
+    """A connection that is being made; see ``dialled``. Raises OSError."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    connection = socket.socket(family, kind, protocol)
+    try:
+        connection.setblocking(False)
+        error = connection.connect_ex(address)
+        if error not in (0, errno.EINPROGRESS):
+            raise OSError(error, os.strerror(error))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def dialled(connection: socket.socket) -> bool:
+    """Whether the connection is made. Raises OSError when it cannot be."""
+    poll = select.poll()
+    poll.register(connection, select.POLLOUT)
+    if not poll.poll(0):
+        return False
+    error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if error:
+        raise OSError(error, os.strerror(error))
+    return True

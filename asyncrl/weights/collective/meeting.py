@@ -1,0 +1,137 @@
+"""Rank 0 and the members of an epoch find one another.
+
+A member calls, says HELLO with epoch and rank, and waits; rank 0 lets all begin at once when all are there. Whoever
+calls for an epoch that is over is turned away; who comes early for a later one is kept for it.
+
+Fails with TimeoutError naming the ranks that did not come, ConnectionError, ValueError, and as the waiter does.
+"""
+
+from __future__ import annotations
+
+from asyncrl.messages import CollectiveGroup
+from asyncrl.weights.collective.framing import Frame, Kind
+from asyncrl.weights.collective.links import Link, Listener, dial, dialled
+from asyncrl.weights.collective.waiting import Waiter
+
+MAX_WAITING = 1024
+"""Connections that have not said HELLO, and as many that have said it for a later epoch."""
+
+
+class Meeting:
+    """Rank 0's place, over all epochs. One thread uses it."""
+
+    def __init__(self, host: str) -> None:
+        self._listener = Listener(host)
+        self.port = self._listener.port
+        self._strangers: list[Link] = []
+        self._early: dict[tuple[int, int], tuple[Link, int]] = {}
+        """Epoch and rank to the link and the size of the group that its caller knows."""
+
+    def close(self) -> None:
+        """Turn everybody away. May be repeated."""
+        self._listener.close()
+        for link in [*self._strangers, *(link for link, _ in self._early.values())]:
+            link.end("the learner has ended")
+        self._strangers.clear()
+        self._early.clear()
+
+    def gather(self, group: CollectiveGroup, waiter: Waiter) -> list[Link]:
+        """Links to all members, in the order of their ranks; they wait for a BEGIN."""
+        for key, (link, _) in list(self._early.items()):
+            if key[0] < group.epoch:
+                del self._early[key]
+                link.end(f"epoch {key[0]} is over, this is {group.epoch}")
+        found: dict[int, Link] = {}
+        deadline = waiter.deadline()
+        try:
+            while len(found) < group.world_size - 1:
+                waiter.until(
+                    lambda: self._admit(group, found),
+                    lambda: f"ranks {_few(set(range(1, group.world_size)) - found.keys())} of epoch {group.epoch}",
+                    watching=list(found.values()),
+                    reading=[self._listener, *self._strangers],
+                    deadline=deadline,
+                )
+        except BaseException as error:
+            for link in found.values():
+                link.end(str(error))
+            raise
+        return [found[rank] for rank in sorted(found)]
+
+    def _admit(self, group: CollectiveGroup, found: dict[int, Link]) -> bool:
+        """Take in what has come; whether that changed whom to wait on."""
+        before = len(self._strangers), len(found)
+        while (link := self._listener.accept()) is not None:
+            if len(self._strangers) >= MAX_WAITING:
+                self._strangers.pop(0).end("said nothing")
+            self._strangers.append(link)
+        for link in list(self._strangers):
+            try:
+                hello = link.receive()
+            except (ConnectionError, ValueError) as error:
+                self._strangers.remove(link)
+                link.end(str(error))
+                continue
+            if hello is not None:
+                self._strangers.remove(link)
+                self._greet(link, hello, group)
+        for key in [key for key in self._early if key[0] == group.epoch]:
+            link, size = self._early.pop(key)
+            if size != group.world_size or key[1] >= size or key[1] in found:
+                link.end(f"epoch {group.epoch} has {group.world_size} members, and no second rank {key[1]} of {size}")
+            else:
+                link.name = f"rank {key[1]}"
+                found[key[1]] = link
+        return (len(self._strangers), len(found)) != before
+
+    def _greet(self, link: Link, hello: Frame, group: CollectiveGroup) -> None:
+        if hello.kind is not Kind.HELLO or not 0 < hello.index < hello.size:
+            link.end("this is no HELLO")
+        elif hello.number < group.epoch:
+            link.end(f"epoch {hello.number} is over, this is {group.epoch}")
+        elif len(self._early) >= MAX_WAITING:
+            link.end("too many wait already")
+        else:
+            known = self._early.pop((hello.number, hello.index), None)
+            if known is not None:
+                known[0].end(f"another rank {hello.index} of epoch {hello.number} has come")
+            self._early[hello.number, hello.index] = link, hello.size
+
+
+def call(group: CollectiveGroup, rank: int, waiter: Waiter) -> tuple[Link, bytes]:
+    """A member: the link to rank 0, and the invitation that it sends when all are there."""
+    connection = dial(group.host, group.port)
+    try:
+        waiter.until(lambda: dialled(connection), "the learner to answer", writing=[connection])
+    except BaseException:
+        connection.close()
+        raise
+    link = Link(connection, "the learner")
+    try:
+        link.send(Frame(kind=Kind.HELLO, number=group.epoch, index=rank, size=group.world_size))
+        frame = next_frame(link, waiter, f"all members of epoch {group.epoch}")
+        if frame.kind is not Kind.BEGIN or frame.number != group.epoch:
+            raise ValueError(f"expected the beginning of epoch {group.epoch}, not {frame.kind.name} {frame.number}")
+    except BaseException as error:
+        link.end(str(error))
+        raise
+    return link, frame.text
+
+
+def _few(ranks: set[int]) -> str:
+    shown = ", ".join(map(str, sorted(ranks)[:8]))
+    return shown + (", ..." if len(ranks) > 8 else "")
+
+
+def next_frame(link: Link, waiter: Waiter, what: str) -> Frame:
+    """The next frame of a link."""
+    frames: list[Frame] = []
+
+    def came() -> bool:
+        frame = link.receive()
+        if frame is not None:
+            frames.append(frame)
+        return bool(frames)
+
+    waiter.until(came, what, reading=[link])
+    return frames[0]

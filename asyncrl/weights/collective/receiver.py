@@ -1,0 +1,219 @@
+"""A worker's side of a broadcast: it joins the group of an epoch and receives whole versions.
+
+What is handed out is complete: every bucket was announced as the layouts say, came in that order, and has the checksum
+that the learner's bucket has. Before that nothing is handed out; after a failure nothing of that epoch goes on, and the
+others know at once.
+
+Fails with BroadcastFailed, saying who or what is to blame; with WeightsCorrupt naming the bucket whose bytes are wrong.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+import xxhash
+
+from asyncrl.errors import BroadcastFailed, WeightsCorrupt
+from asyncrl.messages import BucketLayout, Collective
+from asyncrl.weights.broadcast import Broadcast
+from asyncrl.weights.collective import gloo
+from asyncrl.weights.collective.framing import Frame, Kind, check_heading, check_opening
+from asyncrl.weights.collective.links import Link
+from asyncrl.weights.collective.meeting import call, next_frame
+from asyncrl.weights.collective.waiting import Stopped, Waiter
+from asyncrl.weights.segments import CHUNK_BYTES
+
+
+class Group(Protocol):
+    """A member's end of a group that was formed."""
+
+    def close(self) -> None:
+        """Leave, whatever is under way. May be repeated."""
+
+
+G = TypeVar("G", bound=Group)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a member needs to join a group."""
+
+    invitation: bytes
+    """Rank 0's."""
+    collective: Collective
+    rank: int
+    address: str
+    """Of this host, as rank 0 sees it."""
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival(Generic[G]):
+    """A bucket whose bytes come next."""
+
+    group: G
+    frame: Frame
+    layout: BucketLayout
+    waiter: Waiter
+    watching: Sequence[Link]
+
+
+@dataclass(slots=True)
+class _Epoch(Generic[G]):
+    key: tuple[object, ...]
+    waiter: Waiter
+    link: Link | None = None
+    formed: G | None = None
+    over: str = ""
+
+    def end(self, reason: str) -> None:
+        self.over = self.over or reason
+        if self.link is not None:
+            self.link.end(reason)
+        if self.formed is not None:
+            self.formed.close()
+        self.link = self.formed = None
+        self.waiter.close()
+
+
+class Member(Generic[G]):
+    """A worker among those who receive. One thread takes part; ``close`` may come from another."""
+
+    def __init__(self, join: Callable[[Place], G], *, endless: bool = False) -> None:
+        """``join`` forms a group and blocks; ``endless`` where that may be for ever."""
+        self._join = join
+        self._endless = endless
+        self._lock = threading.Lock()
+        self._busy = threading.Lock()
+        self._epoch: _Epoch[G] | None = None
+        self._closed = False
+
+    def take_part(self, weights: Broadcast, worker: int, take: Callable[[Arrival[G]], T]) -> list[T]:
+        """What ``take`` makes of each bucket, in order, once it has all of them. ``worker`` counts within the replica.
+
+        Raises BroadcastFailed, and what ``take`` raises, which the others are told.
+        """
+        with self._busy:
+            epoch = self._enter(weights, worker)
+            try:
+                if epoch.formed is None:
+                    self._form(epoch, weights, worker)
+                return self._receive(epoch, weights, take)
+            except WeightsCorrupt as error:
+                epoch.end(str(error))
+                raise
+            except (Stopped, OSError, ValueError, RuntimeError) as error:
+                epoch.end(str(error))
+                raise BroadcastFailed(weights.version, str(error)) from error
+            except BaseException as error:
+                epoch.end(f"it failed: {error!r}")
+                raise
+
+    def _enter(self, weights: Broadcast, worker: int) -> _Epoch[G]:
+        group = weights.collective.group
+        key = (group, weights.collective.first_rank, worker)
+        with self._lock:
+            if self._closed:
+                raise BroadcastFailed(weights.version, "this worker has ended")
+            epoch = self._epoch
+            if epoch is not None and epoch.key == key and epoch.over:
+                raise BroadcastFailed(weights.version, f"epoch {group.epoch} is over: {epoch.over}")
+            if epoch is None or epoch.key != key:
+                if epoch is not None:
+                    epoch.end("it has left for another group")
+                epoch = self._epoch = _Epoch(key, Waiter(weights.timeout_s))
+            epoch.waiter.timeout_s = weights.timeout_s
+            return epoch
+
+    def _form(self, epoch: _Epoch[G], weights: Broadcast, worker: int) -> None:
+        collective = weights.collective
+        rank = collective.first_rank + worker
+        epoch.link, invitation = call(collective.group, rank, epoch.waiter)
+        place = Place(invitation, collective, rank, epoch.link.local_address, weights.timeout_s)
+        epoch.formed = epoch.waiter.call(
+            lambda: self._join(place),
+            f"the group of epoch {collective.group.epoch} to be formed",
+            discard=lambda formed: formed.close(),
+            watching=[epoch.link],
+            endless=self._endless,
+        )
+
+    def _receive(self, epoch: _Epoch[G], weights: Broadcast, take: Callable[[Arrival[G]], T]) -> list[T]:
+        link, formed, waiter = epoch.link, epoch.formed, epoch.waiter
+        assert link is not None
+        assert formed is not None
+        version, layouts = weights.version, weights.collective.buckets
+        check_opening(next_frame(link, waiter, f"version {version} to begin"), version, layouts)
+        taken = []
+        for index, layout in enumerate(layouts):
+            frame = next_frame(link, waiter, f"bucket {index} of version {version}")
+            check_heading(frame, version, index, layouts)
+            taken.append(take(Arrival(formed, frame, layout, waiter, [link])))
+        link.send(Frame(kind=Kind.DONE, number=version))
+        return taken
+
+    def close(self) -> None:
+        """Take no more part: what is under way ends at once, with BroadcastFailed. Waits for that. May be repeated."""
+        with self._lock:
+            self._closed = True
+            if self._epoch is not None:
+                self._epoch.waiter.stop("this worker has ended")
+        with self._busy:
+            if self._epoch is not None:
+                self._epoch.end("this worker has ended")
+
+
+class Receiver:
+    """Receives versions over gloo into memory of its own."""
+
+    def __init__(self) -> None:
+        self._member = Member(_join)
+
+    def receive(self, weights: Broadcast, worker: int) -> list[torch.Tensor]:
+        """The bytes of every bucket: uint8 [size of the bucket]. ``worker`` counts within the replica.
+
+        Blocks up to the broadcast's timeout for each thing it waits for. Raises BroadcastFailed, WeightsCorrupt.
+        """
+        if weights.collective.group.backend != "gloo":
+            raise ValueError(f"received over gloo, not over {weights.collective.group.backend}")
+
+        def take(arrival: Arrival[gloo.GlooGroup]) -> torch.Tensor:
+            memory = torch.empty(arrival.frame.size, dtype=torch.uint8)
+            arrival.group.broadcast(memory, arrival.waiter, arrival.watching)
+            _verify(memory, arrival.frame)
+            return memory
+
+        return self._member.take_part(weights, worker, take)
+
+    def close(self) -> None:
+        """End what is under way, and leave. From any thread; may be repeated."""
+        self._member.close()
+
+
+def _join(place: Place) -> gloo.GlooGroup:
+    return gloo.join(
+        place.invitation,
+        host=place.collective.group.host,
+        rank=place.rank,
+        size=place.collective.group.world_size,
+        address=place.address,
+        timeout_s=place.timeout_s,
+    )
+
+
+def _verify(memory: torch.Tensor, frame: Frame) -> None:
+    digest, whole = xxhash.xxh3_64(), memory.numpy()
+    for start in range(0, whole.size, CHUNK_BYTES):
+        digest.update(whole[start : start + CHUNK_BYTES].data)
+    found = digest.intdigest()
+    if found != frame.checksum:
+        raise WeightsCorrupt(
+            f"its checksum is {found:#018x} instead of {frame.checksum:#018x}",
+            version=frame.number,
+            bucket=frame.index,
+        )

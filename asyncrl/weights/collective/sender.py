@@ -1,0 +1,218 @@
+"""The learner's side of a broadcast: versions to all members of the present epoch, bucket after bucket.
+
+The members of an epoch are met once, and their group is kept for as long as the epoch stays. A broadcast either
+reaches every member, each of which has then verified all of it, or fails; after a failure nothing of that epoch goes
+on, and the members that did not finish know at once. Nothing is copied on the way: what is sent lies in the sealed
+memory of a bucket.
+
+Fails with BroadcastFailed, saying who or what is to blame; with ConfigError where the transport cannot be had.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from asyncrl.errors import BroadcastFailed
+from asyncrl.messages import Bucket, BucketLayout, CollectiveBackend, CollectiveGroup
+from asyncrl.weights.collective.framing import Frame, Kind, check_done, heading, opening
+from asyncrl.weights.collective.links import Link
+from asyncrl.weights.collective.meeting import Meeting, next_frame
+from asyncrl.weights.collective.waiting import Stopped, Waiter
+
+
+class Group(Protocol):
+    """Rank 0's end of a group that was formed. Only one thread uses it."""
+
+    def send(self, memory: torch.Tensor, layout: BucketLayout, waiter: Waiter, watching: Sequence[Link]) -> None:
+        """Broadcast a bucket; ``memory`` (uint8, CPU, all of it) may be read until ``flush``."""
+
+    def flush(self, waiter: Waiter, watching: Sequence[Link]) -> None:
+        """Wait until all that was sent has left."""
+
+    def close(self) -> None:
+        """Leave, whatever is under way. May be repeated."""
+
+
+class Backend(Protocol):
+    """Makes groups."""
+
+    endless: bool
+    """Whether forming one may take for ever, where a member does not come."""
+
+    def invite(self, size: int) -> tuple[bytes, Callable[[], Group]]:
+        """What members need to join a new group of ``size``, and what forms it on this side, which blocks."""
+
+
+class _Epoch:
+    """The members of an epoch, once they have been met."""
+
+    def __init__(self, group: CollectiveGroup, timeout_s: float) -> None:
+        self.group = group
+        self.waiter = Waiter(timeout_s)
+        self.links: list[Link] = []
+        self.formed: Group | None = None
+        self.over = ""
+        """Why nothing goes on in it."""
+
+    def call_off(self, reason: str) -> None:
+        """Make the sending thread and all members stop. From any thread."""
+        self.over = self.over or reason
+        self.waiter.stop(reason)
+        for link in self.links:
+            link.hang_up(reason)
+
+    def end(self) -> None:
+        """Let go of everything, once it is over. The sending thread, or any when nothing is being sent."""
+        for link in self.links:
+            link.end(self.over)
+        if self.formed is not None:
+            self.formed.close()
+        self.links, self.formed = [], None
+        self.waiter.close()
+
+
+class Sender:
+    """Rank 0 of every group. One thread sends; ``abort`` and ``close`` may come from others."""
+
+    def __init__(self, backend: CollectiveBackend, host: str, timeout_s: float) -> None:
+        """``host`` is an address of this host. Members wait for one another, and for a bucket, up to ``timeout_s``."""
+        self.host = host
+        self._timeout_s = timeout_s
+        self._backend = _backend(backend, host, timeout_s)
+        self._meeting = Meeting(host)
+        self.port = self._meeting.port
+        """Where members call."""
+        self._lock = threading.Lock()
+        self._epoch: _Epoch | None = None
+        self._sending = False
+        self._closed = False
+
+    def send(
+        self,
+        group: CollectiveGroup,
+        version: int,
+        layouts: Sequence[BucketLayout],
+        buckets: Iterator[tuple[Bucket, int]],
+    ) -> None:
+        """Broadcast ``version`` to ``group``: every bucket with the descriptor of its sealed memory, as they come.
+
+        Blocks until every member has verified what it received. The descriptors stay the caller's; the members wait
+        for each bucket as long as for one another. What ``buckets`` raises ends the epoch, too.
+        """
+        epoch = self._enter(group, version)
+        problem = ""
+        try:
+            if epoch.formed is None:
+                self._form(epoch)
+            self._broadcast(epoch, version, layouts, buckets)
+        except (Stopped, OSError, ValueError, RuntimeError) as error:
+            problem = str(error)
+            raise BroadcastFailed(version, problem) from error
+        except BaseException as error:
+            problem = f"the learner failed: {error!r}"
+            raise
+        finally:
+            self._leave(epoch, problem)
+
+    def _enter(self, group: CollectiveGroup, version: int) -> _Epoch:
+        with self._lock:
+            assert not self._sending, "one thread sends"
+            epoch = self._epoch
+            if self._closed:
+                raise BroadcastFailed(version, "the sender is closed")
+            if epoch is None or epoch.group.epoch < group.epoch:
+                if epoch is not None and not epoch.over:
+                    epoch.over = f"epoch {epoch.group.epoch} is over, the next is {group.epoch}"
+                    epoch.end()
+                epoch = self._epoch = _Epoch(group, self._timeout_s)
+            elif epoch.group != group:
+                raise BroadcastFailed(version, f"{group} cannot follow {epoch.group}")
+            elif epoch.over:
+                raise BroadcastFailed(version, f"epoch {group.epoch} is over: {epoch.over}")
+            self._sending = True
+            return epoch
+
+    def _leave(self, epoch: _Epoch, problem: str) -> None:
+        with self._lock:
+            self._sending = False
+            epoch.over = epoch.over or problem
+            if epoch.over:
+                epoch.end()
+            if self._closed:
+                self._meeting.close()
+
+    def _form(self, epoch: _Epoch) -> None:
+        epoch.links = self._meeting.gather(epoch.group, epoch.waiter)
+        invitation, form = self._backend.invite(epoch.group.world_size)
+        _tell(epoch.links, Frame(kind=Kind.BEGIN, number=epoch.group.epoch, text=invitation))
+        epoch.formed = epoch.waiter.call(
+            form,
+            f"the group of epoch {epoch.group.epoch} to be formed",
+            discard=lambda formed: formed.close(),
+            watching=epoch.links,
+            endless=self._backend.endless,
+        )
+
+    def _broadcast(
+        self, epoch: _Epoch, version: int, layouts: Sequence[BucketLayout], buckets: Iterator[tuple[Bucket, int]]
+    ) -> None:
+        waiter, links, formed = epoch.waiter, epoch.links, epoch.formed
+        assert formed is not None
+        waiter.check(links)
+        _tell(links, opening(version, layouts))
+        count = 0
+        for bucket, descriptor in buckets:
+            # Before the bytes of another bucket are spent on those who are left.
+            waiter.check(links)
+            _tell(links, heading(version, count, bucket, layouts))
+            formed.send(_mapped(descriptor, bucket.size), layouts[count], waiter, links)
+            count += 1
+        if count < len(layouts):
+            raise ValueError(f"{count} buckets instead of the {len(layouts)} that were announced")
+        formed.flush(waiter, links)
+        for link in links:
+            check_done(next_frame(link, waiter, f"{link.name} to verify version {version}"), version)
+
+    def abort(self, reason: str = "the learner called it off") -> None:
+        """End what is under way, and its epoch with it. From any thread; the next epoch may be sent to."""
+        with self._lock:
+            epoch = self._epoch
+            if epoch is None or epoch.over:
+                return
+            epoch.call_off(reason)
+            if not self._sending:
+                epoch.end()
+
+    def close(self) -> None:
+        """Send no more: what is under way fails. From any thread; may be repeated."""
+        self.abort("the learner has ended")
+        with self._lock:
+            self._closed = True
+            if not self._sending:
+                self._meeting.close()
+
+
+def _backend(backend: CollectiveBackend, host: str, timeout_s: float) -> Backend:
+    if backend == "gloo":
+        from asyncrl.weights.collective.gloo import Gloo
+
+        return Gloo(host, timeout_s)
+    from asyncrl.weights.collective.nccl import Nccl
+
+    return Nccl()
+
+
+def _tell(links: Sequence[Link], frame: Frame) -> None:
+    for link in links:
+        link.send(frame)
+
+
+def _mapped(descriptor: int, size: int) -> torch.Tensor:
+    """The bytes of a segment, where they lie: uint8 [size]."""
+    # Copy on write, because torch has no read-only tensors; nobody writes.
+    return torch.frombuffer(mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY), dtype=torch.uint8)

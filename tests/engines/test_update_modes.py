@@ -1,0 +1,221 @@
+"""Weights change again and again under running episodes, on the real vLLM, in each mode.
+
+Whatever the mode: the version spans say which weights sampled each token, and its log-prob is what those weights give
+it over the whole context before it; also where prompts and prefixes are shared, so that a cached block of other weights
+would show.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from test_messages import make_group
+from test_vllm_engine import TOLERANCE, VllmEngine, config_for
+from tiny_models import Publisher, logprobs_of, make_model, save_model
+
+from asyncrl.messages import Ticket
+from asyncrl.monitor.states import StateLedger
+from asyncrl.rollouter.engine_host import EngineHost
+from asyncrl.rollouter.episodes import EpisodeEngine, Generated
+from asyncrl.runtime.clock import LoopClock
+from asyncrl.weights.staging import stage
+
+pytestmark = [
+    # vLLM leaves its ZeroMQ contexts to the garbage collector.
+    pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning"),
+]
+
+EPISODES = 12
+UPDATES = 5
+MAX_TOKENS = 160
+PROMPTS = [[(7 * i + 3) % 90 for i in range(40)], [(5 * i + 1) % 90 for i in range(33)]]
+
+
+class Letters:
+    """A tokenizer of one character an id."""
+
+    eos_ids: set[int] = set()
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(chr(0x100 + id) for id in ids)
+
+
+class Borrowed:
+    """A running engine that its host neither starts nor ends; it writes down when it is given requests."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self._engine = engine
+        self.changing = False
+        self.submitted_while_changing = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def start(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    def generate(self, request: Any) -> Any:
+        self.submitted_while_changing += self.changing
+        return self._engine.generate(request)
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def engine(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
+    folder = save_model(tmp_path_factory.mktemp("model"), make_model(0))
+    engine = VllmEngine(config_for(folder), "rollouter/0")
+    try:
+        runner.run(engine.start())
+        yield engine
+    finally:
+        runner.run(engine.close())
+        gc.collect()
+
+
+@pytest.fixture(scope="module")
+def versions() -> Iterator[int]:
+    """Numbers that grow over all tests, as one engine sees them."""
+    return itertools.count()
+
+
+class Changing:
+    """A host whose weights change between two models."""
+
+    def __init__(self, engine: VllmEngine, versions: Iterator[int], **rollout: Any) -> None:
+        self.config = config_for("unused", **rollout)
+        self.borrowed = Borrowed(engine)
+        clock = LoopClock()
+        self.host = EngineHost(self.config, lambda: self.borrowed, clock, StateLedger(clock.now))  # type: ignore
+        self.models = [make_model(seed) for seed in (1, 2)]
+        self.of: dict[int, Any] = {}
+        self._versions, self._publisher = versions, Publisher()
+
+    async def update(self) -> None:
+        """As the update follower does it."""
+        version = next(self._versions)
+        model = self.of[version] = self.models[version % 2]
+        staged = await asyncio.to_thread(stage, self._publisher.publish_model(version, model))
+        try:
+            await self.host.accept(staged)
+            assert await self.host.quiesced(60.0)
+            self.borrowed.changing = True
+            await self.host.pause(version)
+            await self.host.load(staged)
+            self.borrowed.changing = False
+            await self.host.commit()
+        finally:
+            staged.close()
+
+    async def episode(self, number: int, max_tokens: int = MAX_TOKENS) -> Generated:
+        prompt = PROMPTS[number % len(PROMPTS)]
+        ticket: Ticket = msgspec.structs.replace(
+            make_group().ticket,
+            uid=f"0-{number}",
+            prompt_ids=np.array(prompt, np.int32),
+            temperature=1.0,
+            max_tokens=max_tokens,
+        )
+        return await EpisodeEngine(self.host, Letters(), self.config, ticket, number).generate(prompt)  # type: ignore
+
+    async def run(self, episodes: int = EPISODES, updates: int = UPDATES) -> list[Generated]:
+        """All episodes at once, and the updates while they run."""
+        await self.host.start()
+        await self.update()
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(self.episode(number)) for number in range(episodes)]
+            for _ in range(updates):
+                before = self.host.sampled_tokens
+                while self.host.sampled_tokens < before + 200 and not all(task.done() for task in running):
+                    await asyncio.sleep(0.002)
+                await self.update()
+        self._publisher.close()
+        return [task.result() for task in running]
+
+
+def check(changing: Changing, found: list[Generated], *, stale: bool = False) -> int:
+    """Everything that holds in every mode; returns how many responses met an update."""
+    assert changing.borrowed.submitted_while_changing == 0
+    mixed = 0
+    for number, generated in enumerate(found):
+        prompt = PROMPTS[number % len(PROMPTS)]
+        assert len(generated.tokens) == len(generated.logprobs) <= MAX_TOKENS
+        ends = [0, *(span.end for span in generated.spans)]
+        assert [span.start for span in generated.spans] == ends[:-1]
+        assert ends[-1] == len(generated.tokens)
+        versions = [span.version for span in generated.spans]
+        assert versions == sorted(set(versions)), "a span each version, in order"
+        mixed += len(versions) > 1
+        truth = {id(model): logprobs_of(model, prompt + generated.tokens) for model in changing.models}
+        for position, span in enumerate(generated.spans):
+            assert span.mixed_kv == (stale and position > 0)
+            if not span.mixed_kv:
+                expected = truth[id(changing.of[span.version])][len(prompt) - 1 :][span.start : span.end]
+                assert np.abs(np.array(generated.logprobs[span.start : span.end]) - expected).max() < TOLERANCE
+    return mixed
+
+
+@pytest.mark.parametrize(
+    ("on_update", "keep_kv"), [("abort_resume", "recompute"), ("keep", "recompute"), ("keep", "stale")]
+)
+def test_tokens_on_both_sides_of_each_update_are_those_of_their_own_weights(
+    runner: asyncio.Runner, engine: VllmEngine, versions: Iterator[int], on_update: str, keep_kv: str
+) -> None:
+    """I3: each token carries the log-prob and the version of the weights that sampled it."""
+
+    async def main() -> None:
+        changing = Changing(engine, versions, on_update=on_update, keep_kv=keep_kv)
+        found = await changing.run()
+        assert check(changing, found, stale=keep_kv == "stale") >= EPISODES / 2
+        assert any(len(generated.spans) > 2 for generated in found)
+
+    runner.run(main())
+
+
+def test_drained_responses_meet_no_update(runner: asyncio.Runner, engine: VllmEngine, versions: Iterator[int]) -> None:
+    async def main() -> None:
+        changing = Changing(engine, versions, on_update="drain")
+        assert check(changing, await changing.run(updates=2)) == 0
+
+    runner.run(main())
+
+
+def test_responses_end_at_their_limit_and_at_stop_strings_over_any_number_of_resumes(
+    runner: asyncio.Runner, engine: VllmEngine, versions: Iterator[int]
+) -> None:
+    async def main() -> None:
+        plain = Changing(engine, versions)
+        texts = [generated.text for generated in await plain.run(updates=0)]
+        # Strings that do occur, of two characters, so that updates fall into some of them.
+        stops = sorted({text[at : at + 2] for text in texts for at in range(20, min(len(text) - 2, 140), 40)})[:24]
+        changing = Changing(engine, versions, stop=stops)
+        found = await changing.run(episodes=24, updates=8)
+        assert check(changing, found) > 0
+        assert max(generated.resumes for generated in found) >= 2
+        stopped = 0
+        for generated in found:
+            first = min((at for stop in stops if (at := generated.text.find(stop)) >= 0), default=None)
+            if first is None:
+                assert len(generated.tokens) == MAX_TOKENS or generated.tokens[-1] == 95
+            else:
+                stopped += 1
+                assert len(generated.text) == first + 2, "nothing comes after a stop string, and none is missed"
+                assert generated.finish_reason == "stop"
+        assert stopped > 0
+
+    runner.run(main())

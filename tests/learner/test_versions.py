@@ -1,0 +1,242 @@
+"""How a version is made: what happens in which order, and what is left when it cannot be made."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import subprocess
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import Net
+from inprocess import sim_config
+from publications import make_publication, open_descriptors
+
+from asyncrl.learner.publication import OnSealed, Publication
+from asyncrl.learner.version_mark import VersionMark
+from asyncrl.learner.versions import Versions
+from asyncrl.messages import (
+    Announce,
+    Announced,
+    BroadcastEnded,
+    CollectiveGroup,
+    Done,
+    KeepPublished,
+    Probe,
+    Publish,
+    Published,
+)
+from asyncrl.monitor.logging import get_logger
+from asyncrl.runtime.actor import Caller, handler
+
+NAME = "parameter_server/0"
+WAIT_S = 20.0
+
+
+class Script:
+    """A backend, a sender and a parameter server that note in one list what reaches them, with the mark then."""
+
+    on_gpu = False
+    host, port = "127.0.0.1", 4711
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.events: list[tuple[str, int, int]] = []
+        """(what, version, the mark on disk)."""
+        self.errors: list[OSError] = []
+        self.gathering = threading.Event()
+        self.go_on = threading.Event()
+        self.go_on.set()
+
+    def note(self, what: str, version: int) -> None:
+        self.events.append((what, version, VersionMark(self._folder).version))
+
+    # --- backend ---
+
+    def probe(self) -> Probe | None:
+        self.note("probe", -1)
+        return None
+
+    def publish(self, version: int, probe: Probe | None = None, on_sealed: OnSealed | None = None) -> Publication:
+        self.note("gather", version)
+        self.gathering.set()
+        assert self.go_on.wait(WAIT_S)
+        publication = make_publication(version, on_sealed)
+        if self.errors:
+            publication.release()
+            raise self.errors.pop()
+        return publication
+
+    # --- sender ---
+
+    def send(self, group: CollectiveGroup, version: int, layouts: Any, buckets: Any) -> None:
+        self.note("send", version)
+        assert len(list(buckets)) == len(layouts)
+
+    def abort(self) -> None:
+        self.note("abort", -1)
+
+    def close(self) -> None:
+        self.note("close", -1)
+
+    # --- parameter server ---
+
+    @handler
+    def told(self, request: Publish, caller: Caller) -> Done:
+        self.note("publish", request.manifest.version)
+        return Done()
+
+    @handler
+    async def keep_published(self, request: KeepPublished, caller: Caller) -> Published:
+        await asyncio.sleep(caller.park_s)
+        return Published(held=True)
+
+    @handler
+    def announce(self, request: Announce, caller: Caller) -> Announced:
+        self.note("announce", request.version)
+        group = CollectiveGroup(backend="gloo", epoch=1, world_size=2, host=request.host, port=request.port)
+        return Announced(decided=True, group=group)
+
+    @handler
+    def broadcast_ended(self, request: BroadcastEnded, caller: Caller) -> Done:
+        self.note("failed" if request.error else "ended", request.version)
+        return Done()
+
+
+class Scene:
+    def __init__(self, net: Net, folder: Path) -> None:
+        self.script = Script(folder)
+        net.serve(self.script, NAME)
+        self.thread = ThreadPoolExecutor(1)
+        self.tasks: asyncio.TaskGroup
+        self._net, self._folder = net, folder
+
+    async def start(self) -> None:
+        self.versions = Versions(
+            sim_config(weights={"transport": "gloo"}),
+            self.script,  # type: ignore[arg-type]
+            self.thread,
+            VersionMark(self._folder),
+            call=self._net.client(NAME, "learner/0", call_timeout_s=2.0).call,
+            tasks=self.tasks,
+            log=get_logger("learner/0"),
+            on_spoiled=lambda: None,
+        )
+        assert self.versions._broadcaster is not None
+        self.versions._broadcaster._make_sender = lambda: self.script
+        await self.versions.start()
+
+    async def until(self, what: str, version: int) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not any(event[:2] == (what, version) for event in self.script.events):
+                await asyncio.sleep(0.002)
+
+
+def play(folder: Path, scenario: Callable[[Scene], Awaitable[None]]) -> Scene:
+    opened = open_descriptors()
+
+    async def main() -> Scene:
+        async with asyncio.timeout(2 * WAIT_S), Net(memory=True) as net:
+            scene = Scene(net, folder)
+            async with asyncio.TaskGroup() as scene.tasks:
+                await scene.start()
+                try:
+                    await scenario(scene)
+                finally:
+                    scene.script.go_on.set()
+                    for task in list(scene.tasks._tasks):
+                        task.cancel()
+            await asyncio.to_thread(scene.thread.shutdown)
+            await asyncio.sleep(0)
+            await scene.versions.close()
+            return scene
+
+    scene = asyncio.run(main())
+    assert open_descriptors() == opened
+    return scene
+
+
+def test_a_number_is_on_disk_before_anybody_hears_of_it(tmp_path) -> None:
+    async def scenario(scene: Scene) -> None:
+        for version in range(3):
+            made = await scene.versions.make()
+            assert made.version == version
+            assert made.metrics.keys() == {"weights/gather_s", "weights/publish_bytes"}
+            assert made.metrics["weights/publish_bytes"] == 3 * 4096
+            await scene.until("publish", version)
+            if version:
+                await scene.until("ended", version)
+
+    events = play(tmp_path, scenario).script.events
+    assert all(mark >= version for _, version, mark in events)
+    of_two = [what for what, version, mark in events if version == 2]
+    assert set(of_two) == {"announce", "gather", "send", "publish", "ended"}
+    assert of_two.index("announce") < of_two.index("send") < of_two.index("ended")
+    assert [version for what, version, _ in events if what == "announce"] == [1, 2]
+
+
+def test_what_cannot_be_gathered_is_sent_to_nobody_and_its_number_is_used_up(tmp_path) -> None:
+    async def scenario(scene: Scene) -> None:
+        await scene.versions.make()
+        scene.script.errors = [OSError(errno.ENOMEM, "no memory left")]
+        with pytest.raises(OSError, match="no memory left"):
+            await scene.versions.make()
+        await scene.until("failed", 1)
+        assert (await scene.versions.make()).version == 2
+        await scene.until("publish", 2)
+        await scene.until("ended", 2)
+
+    events = play(tmp_path, scenario).script.events
+    assert not [event for event in events if event[:2] == ("publish", 1)]
+    assert [event[0] for event in events].count("abort") == 1
+
+
+def test_what_cannot_be_marked_is_not_even_gathered(tmp_path, monkeypatch) -> None:
+    async def scenario(scene: Scene) -> None:
+        await scene.versions.make()
+        with monkeypatch.context() as patch:
+
+            def full(_self: VersionMark) -> int:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+            patch.setattr(VersionMark, "advance", full)
+            events = list(scene.script.events)
+            with pytest.raises(OSError, match="No space left"):
+                await scene.versions.make()
+            await asyncio.sleep(0.05)
+            assert [what for what, *_ in scene.script.events[len(events) :] if what != "publish"] == []
+        assert (await scene.versions.make()).version == 1
+
+    play(tmp_path, scenario)
+
+
+def test_a_learner_that_dies_between_the_mark_and_the_publication_leaves_its_number_out(tmp_path) -> None:
+    async def dies(scene: Scene) -> None:
+        await scene.versions.make()
+        scene.script.go_on.clear()
+        scene.script.gathering.clear()
+        making = asyncio.create_task(scene.versions.make())
+        assert await asyncio.to_thread(scene.script.gathering.wait, WAIT_S)
+        making.cancel()
+        await asyncio.gather(making, return_exceptions=True)
+
+    # What its thread makes after all is closed: ``play`` counts the descriptors.
+    events = play(tmp_path, dies).script.events
+    assert ("gather", 1, 1) in events
+    assert not [event for event in events if event[:2] == ("publish", 1)]
+
+    async def starts(scene: Scene) -> None:
+        assert (await scene.versions.make()).version == 2
+        await scene.until("publish", 2)
+
+    play(tmp_path, starts)
+
+
+def test_a_simulated_learner_does_without_torch() -> None:
+    look = "import sys, asyncrl.learner.actor; assert not {'torch', 'transformers'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", look], check=True)

@@ -1,0 +1,583 @@
+"""Broadcasts: who takes part, the barrier, what calls one off or breaks it, and what becomes of the members."""
+
+import pytest
+from conductor_play import Play
+
+R = ("r/0", "r/1", "r/2")
+
+
+def test_a_broadcast_begins_when_all_members_and_the_learner_are_there():
+    play = Play()
+    play.serve(*R)
+    assert play.announce(1) is None
+    assert set(play.phases().values()) == {"announced"}
+    assert play.conductor.take_effects().wake == {*R}
+    offers = [play.look(name) for name in R]
+    assert {offer.version for offer in offers} == {1}
+    assert [offer.collective.first_rank for offer in offers] == [1, 2, 3]
+    [group] = {offer.collective.group for offer in offers}
+    assert (group.world_size, group.host, group.port, group.backend) == (4, "127.0.0.1", 7000, "gloo")
+    for name in R[:2]:
+        assert play.join(name, 1, group.epoch) is None
+    assert play.look("learner/0") is None
+    assert play.join("r/2", 1, group.epoch) is True
+    assert play.conductor.take_effects().wake >= {"r/0", "r/1", "learner/0"}
+    assert [play.look(name) for name in R[:2]] == [True, True]
+    assert play.look("learner/0").group == group
+    assert set(play.phases().values()) == {"receiving"}
+    for name in R:
+        assert play.report(name, 1)
+        assert play.next(name, 1) is None
+    play.publish(1)
+    play.ended(1, group.epoch)
+    assert [play.look(name) for name in R] == [None] * 3
+    assert play.conductor.figures()["broadcasts_begun"] == 1
+    assert play.conductor.figures()["broadcasts_broken"] == 0
+
+
+def test_each_worker_has_a_rank():
+    play = Play()
+    play.publish(0)
+    for name, workers in (("r/2", 1), ("r/0", 4), ("r/1", 2)):
+        play.commit(name, 0, workers=workers)
+    play.announce(1)
+    offers = {name: play.look(name).collective for name in R}
+    assert {name: offer.first_rank for name, offer in offers.items()} == {"r/0": 1, "r/1": 5, "r/2": 7}
+    assert {offer.group.world_size for offer in offers.values()} == {8}
+
+
+def test_the_learner_is_waited_for_too():
+    play = Play()
+    play.serve(*R)
+    epoch = play.gather(1, *R)
+    play.end_of_park("learner/0")
+    # Nobody is to be paused for a learner that is not there.
+    assert play.join("r/2", 1, epoch) is None
+    assert play.announce(1).group.epoch == epoch
+    assert [play.look(name) for name in R] == [True] * 3
+
+
+@pytest.mark.parametrize("published", [False, True], ids=["before", "after"])
+def test_the_publication_may_come_before_or_after_the_end(published):
+    play = Play()
+    play.serve(*R)
+    epoch = play.gather(1, *R)
+    if published:
+        play.publish(1)
+    assert play.join("r/2", 1, epoch)
+    for name in R[:2]:
+        assert play.look(name)
+    for name in R:
+        assert play.report(name, 1)
+        assert play.next(name, 1) is None
+    if not published:
+        play.publish(1)
+    assert play.conductor.needed() == {1}
+    assert [play.look(name) for name in R] == [None] * 3
+
+
+# --- who takes part ---
+
+
+def test_nobody_serves_anything_yet():
+    play = Play()
+    assert play.announce(0).group is None
+    play.publish(0)
+    play.next("r/0", -1)
+    assert play.announce(1).group is None
+
+
+@pytest.mark.parametrize("phase", ["staging", "waiting", "loading", "behind"])
+def test_who_is_busy_or_behind_is_left_out(phase):
+    play = Play(max_paused_fraction=0.1)
+    play.serve(*R)
+    play.publish(1)
+    assert play.next("r/0", 0).version == 1
+    if phase == "waiting":
+        play.next("r/1", 0)
+        play.pause("r/1", 1)
+    if phase in ("waiting", "loading"):
+        play.pause("r/0", 1)
+    if phase == "behind":
+        play.report("r/0", 1, committed=False)
+    assert play.phases()["r/0"] == phase
+    assert play.announce(2) is None
+    assert play.phases()["r/0"] == phase
+    assert play.phases()["r/2"] == "announced"
+    # It is served by itself once the version is there.
+    play.publish(2)
+    if phase != "behind":
+        play.report("r/0", 1)
+    offer = play.next("r/0", 0 if phase == "behind" else 1)
+    assert (offer.version, offer.collective, offer.transport) == (2, None, "stream")
+
+
+def test_who_has_been_silent_is_not_waited_for():
+    play = Play()
+    play.serve(*R)
+    play.end_of_park("r/0")
+    play.later(6)
+    play.next("r/1", 0)
+    play.cancel("r/1")
+    assert play.announce(1) is None
+    assert play.phases() == {"r/0": "serving", "r/1": "serving", "r/2": "announced"}
+
+
+def test_who_is_between_two_questions_is_waited_for():
+    play = Play()
+    play.serve("r/0")
+    play.end_of_park("r/0")
+    play.later(1)
+    assert play.announce(1) is None
+    assert play.next("r/0", 0).collective is not None
+
+
+def test_who_serves_the_version_or_a_newer_one_is_left_out():
+    play = Play()
+    for name, serving in (("r/0", 4), ("r/1", 5), ("r/2", 6)):
+        play.next(name, serving)
+    assert play.announce(5) is None
+    assert play.phases() == {"r/0": "announced", "r/1": "serving", "r/2": "serving"}
+
+
+def test_what_is_published_is_not_broadcast_any_more():
+    play = Play()
+    play.serve("r/0")
+    play.end_of_park("r/0")
+    play.publish(1)
+    assert play.announce(1).group is None
+    assert play.phases() == {"r/0": "serving"}
+    assert play.next("r/0", 0).collective is None
+
+
+def test_what_was_called_off_once_is_not_announced_again():
+    play = Play()
+    play.serve("r/0")
+    for version in (1, 2):
+        assert play.announce(version) is None
+        play.next("r/0", 0)
+        play.cancel("learner/0")
+        play.next("r/0", 0)
+    for version in (1, 2):
+        assert play.announce(version).group is None
+        assert play.phases() == {"r/0": "serving"}
+
+
+def test_no_group_outlives_its_learner():
+    play = Play()
+    play.serve("r/0")
+    epoch = play.begin(1, "r/0")
+    play.report("r/0", 1)
+    play.left("learner/0")
+    assert play.announce(1, learner=("learner/0", 2)).group is None
+    assert play.join("r/0", 1, epoch) is False
+
+
+def test_one_broadcast_at_a_time():
+    play = Play()
+    play.serve(*R)
+    play.gather(1, *R)
+    assert play.announce(2).group is None
+    play.later(4)
+    assert play.phases()["r/0"] == "serving"
+    # Not even when it is asked again, and the first one is over.
+    assert play.announce(2).group is None
+    assert play.announce(3) is None
+
+
+def test_members_that_are_still_receiving_are_not_asked_for_the_next_one():
+    play = Play()
+    play.serve(*R)
+    epoch = play.begin(1, *R)
+    play.ended(1, epoch)
+    play.publish(1)
+    assert play.report("r/0", 1)
+    assert play.announce(2).group is None
+    assert play.phases()["r/1"] == "receiving"
+    for name in R[1:]:
+        play.report(name, 1)
+    for name in R:
+        play.next(name, 1)
+    assert play.begin(3, *R) == epoch
+
+
+def test_a_repeated_announcement_has_the_same_answer():
+    play = Play()
+    play.serve(*R)
+    epoch = play.gather(1, *R)
+    assert play.announce(1) is None
+    assert play.join("r/2", 1, epoch)
+    for _ in range(2):
+        assert play.announce(1).group.epoch == epoch
+    for name in R:
+        play.report(name, 1)
+    assert play.announce(1).group.epoch == epoch
+    play.publish(1)
+    assert play.announce(1).group.epoch == epoch
+    assert play.phases()["r/0"] == "serving"
+
+
+# --- epochs ---
+
+
+def test_an_epoch_lasts_for_as_long_as_nobody_joins_leaves_or_fails():
+    play = Play(first_epoch=5)
+    play.serve(*R)
+    for version in (1, 2, 3):
+        assert play.begin(version, *R) == 5
+        play.publish(version)
+        for name in R:
+            play.report(name, version)
+            play.next(name, version)
+
+
+def joins(play):
+    play.commit("r/3", 1)
+
+
+def leaves(play):
+    play.left("r/1")
+
+
+def comes_again(play):
+    play.left("r/1")
+    assert play.next("r/1", -1, incarnation=2).version == 1
+    assert play.pause("r/1", 1, incarnation=2)
+    assert play.report("r/1", 1, incarnation=2)
+    assert play.next("r/1", 1, incarnation=2) is None
+
+
+def has_another_engine(play):
+    play.next("r/1", -1)
+    play.report("r/1", 1, committed=False)
+    play.commit("r/1", 1, serving=-1)
+
+
+def has_more_workers(play):
+    play.next("r/1", 1, workers=2)
+
+
+def breaks_late(play):
+    play.ended(1, 1, "connection reset")
+
+
+@pytest.mark.parametrize("what", [joins, leaves, comes_again, has_another_engine, has_more_workers, breaks_late])
+def test_another_set_of_engines_has_another_epoch(what):
+    play = Play()
+    play.serve(*R)
+    assert play.begin(1, *R) == 1
+    play.publish(1)
+    for name in R:
+        play.report(name, 1)
+        play.next(name, 1)
+    what(play)
+    assert play.announce(2) is None
+    offers = [play.look(name) for name in play.conductor.replicas()]
+    assert {offer.collective.group.epoch for offer in offers} == {2}
+
+
+@pytest.mark.parametrize("changes", [{"port": 7001}, {"learner": ("learner/0", 2)}])
+def test_another_learner_has_another_epoch(changes):
+    play = Play()
+    play.serve(*R)
+    play.begin(1, *R)
+    for name in R:
+        play.report(name, 1)
+        play.next(name, 1)
+    if "learner" in changes:
+        play.left("learner/0", 1)
+    assert play.announce(2, **changes) is None
+    assert play.look("r/0").collective.group.epoch == 2
+
+
+def test_a_broadcast_that_was_called_off_spends_no_epoch():
+    play = Play()
+    play.serve(*R)
+    epoch = play.gather(1, *R)
+    play.cancel("learner/0")
+    for name in R:
+        play.next(name, 0)
+    assert play.begin(2, *R) == epoch
+
+
+# --- what calls it off ---
+
+
+def dies_announced(play, epoch):
+    play.left("r/2")
+
+
+def dies_paused(play, epoch):
+    play.left("r/0")
+
+
+def comes_back_announced(play, epoch):
+    assert play.next("r/2", -1, incarnation=2).version == 0
+
+
+def loses_its_engine_announced(play, epoch):
+    play.next("r/2", -1)
+
+
+def cancels_its_pause(play, epoch):
+    play.cancel("r/0")
+
+
+def asks_for_the_next_instead(play, epoch):
+    play.next("r/0", 0)
+
+
+def fails_announced(play, epoch):
+    play.report("r/2", 1, committed=False)
+
+
+def fails_paused(play, epoch):
+    play.report("r/0", 1, committed=False)
+
+
+def does_not_come(play, epoch):
+    play.later(4)
+
+
+def the_learner_dies(play, epoch):
+    play.left("learner/0")
+
+
+def the_learner_gives_up(play, epoch):
+    play.cancel("learner/0")
+
+
+def the_learner_cannot_send(play, epoch):
+    play.ended(1, epoch, "no memory")
+
+
+BLAMELESS = {
+    dies_announced: ("r/0", "r/1"),
+    dies_paused: ("r/1", "r/2"),
+    comes_back_announced: ("r/0", "r/1"),
+    loses_its_engine_announced: ("r/0", "r/1"),
+    cancels_its_pause: ("r/1", "r/2"),
+    asks_for_the_next_instead: ("r/1", "r/2"),
+    fails_announced: ("r/0", "r/1"),
+    fails_paused: ("r/1", "r/2"),
+    does_not_come: ("r/0", "r/1"),
+    the_learner_dies: R,
+    the_learner_gives_up: R,
+    the_learner_cannot_send: R,
+}
+
+
+@pytest.mark.parametrize("what", BLAMELESS, ids=lambda what: what.__name__)
+def test_who_is_missing_calls_it_off_for_all(what):
+    play = Play()
+    play.serve(*R)
+    epoch = play.gather(1, *R)
+    play.conductor.take_effects()
+    what(play, epoch)
+    blameless = BLAMELESS[what]
+    effects = play.conductor.take_effects()
+    assert {name for name in blameless if name != "r/2"} <= effects.wake
+    [note] = [note for note in effects.notes if note.event == "broadcast called off"]
+    assert note.level == "warning" and note.facts["reason"] and note.facts["version"] == 1
+    # Members that wait are told so, and go on; they are members of the next one.
+    for name in blameless:
+        assert play.phases()[name] == "serving"
+        if name != "r/2":
+            assert play.look(name) is False
+        # Whoever comes late, or again, is told the same.
+        assert play.join(name, 1, epoch) is False
+        assert play.next(name, 0) is None
+    for name in set(R) - set(blameless):
+        if name in play.conductor.replicas():
+            assert play.phases()[name] != "serving"
+    if not what.__name__.startswith("the_learner"):
+        assert play.look("learner/0").group is None
+        assert play.announce(1).group is None
+    # The version goes to all by itself, once it is published.
+    play.publish(1)
+    for name in blameless:
+        offer = play.look(name)
+        assert (offer.version, offer.transport, offer.collective) == (1, "stream", None)
+    assert play.conductor.figures()["broadcasts_called_off"] == 1
+    assert play.conductor.figures()["broadcasts_begun"] == 0
+
+
+def test_a_lost_offer_is_made_again():
+    play = Play()
+    play.serve(*R)
+    play.announce(1)
+    first = [play.look(name) for name in R]
+    assert [play.next(name, 0) for name in R] == first
+
+
+def test_a_lost_answer_at_the_barrier_is_given_again():
+    play = Play()
+    play.serve(*R)
+    epoch = play.gather(1, *R)
+    assert play.join("r/0", 1, epoch) is None
+    assert play.join("r/2", 1, epoch) is True
+    assert play.join("r/2", 1, epoch) is True
+    # It has come to the barrier, and is not there just now: it will be back.
+    play = Play()
+    play.serve(*R)
+    epoch = play.gather(1, *R)
+    play.end_of_park("r/0")
+    assert play.join("r/2", 1, epoch) is True
+    assert play.join("r/0", 1, epoch) is True
+
+
+def test_who_did_not_come_is_behind_until_it_has_committed_by_itself():
+    play = Play()
+    play.serve(*R)
+    epoch = play.gather(1, *R)
+    play.later(4)
+    assert play.phases() == {"r/0": "serving", "r/1": "serving", "r/2": "behind"}
+    assert play.join("r/2", 1, epoch) is False
+    for name in R:
+        play.next(name, 0)
+    play.begin(2, "r/0", "r/1")
+    assert play.look("r/2") is None
+    play.publish(2)
+    assert play.look("r/2").collective is None
+    assert play.pause("r/2", 2)
+    assert play.report("r/2", 2)
+    assert play.next("r/2", 2) is None
+    for name in R[:2]:
+        play.report(name, 2)
+        play.next(name, 2)
+    play.begin(3, *R)
+
+
+# --- what breaks it ---
+
+
+def breaks_dies(play, epoch):
+    play.left("r/0")
+
+
+def breaks_fails(play, epoch):
+    play.report("r/0", 1, committed=False)
+
+
+def breaks_asks_for_the_next(play, epoch):
+    play.next("r/0", 0)
+
+
+def breaks_has_another_engine(play, epoch):
+    play.next("r/0", -1)
+
+
+def breaks_takes_too_long(play, epoch):
+    play.later(10)
+
+
+def breaks_the_learner_says_so(play, epoch):
+    play.ended(1, epoch, "connection reset")
+
+
+def breaks_the_learner_dies(play, epoch):
+    play.left("learner/0")
+
+
+BREAKS = [
+    breaks_dies,
+    breaks_fails,
+    breaks_asks_for_the_next,
+    breaks_has_another_engine,
+    breaks_takes_too_long,
+    breaks_the_learner_says_so,
+    breaks_the_learner_dies,
+]
+
+
+@pytest.mark.parametrize("published", [False, True], ids=["unpublished", "published"])
+@pytest.mark.parametrize("what", BREAKS, ids=lambda what: what.__name__)
+def test_whoever_has_not_committed_when_it_breaks_falls_back(what, published):
+    play = Play()
+    play.serve(*R)
+    epoch = play.begin(1, *R)
+    assert play.report("r/2", 1)
+    assert play.next("r/2", 1) is None
+    if published:
+        play.publish(1)
+    play.conductor.take_effects()
+    what(play, epoch)
+    [note] = [note for note in play.conductor.take_effects().notes if note.event == "broadcast broken"]
+    assert note.level == "warning" and note.facts["reason"]
+    assert play.phases()["r/2"] == "serving"
+    assert play.phases()["r/1"] == "behind"
+    assert play.join("r/1", 1, epoch) is False
+    # A learner that has not begun to send is not to begin.
+    if what is not breaks_the_learner_dies:
+        assert play.announce(1).group is None
+    if not published:
+        assert play.next("r/1", 0) is None
+        play.publish(1)
+    play.commit("r/1", 1, serving=0)
+    assert play.look("r/2") is None
+    assert play.conductor.figures()["broadcasts_broken"] == 1
+    # Whoever is there then gets another epoch.
+    play.later(1)
+    if "r/0" in play.conductor.replicas():
+        play.commit("r/0", 1, serving=play.replica("r/0").serving)
+    play.next("r/2", 1)
+    play.announce(2, learner=("learner/0", 2 if what is breaks_the_learner_dies else 1))
+    assert play.look("r/1").collective.group.epoch > epoch
+
+
+def test_what_was_received_whole_before_the_break_counts():
+    play = Play()
+    play.serve(*R)
+    epoch = play.begin(1, *R)
+    play.left("r/0")
+    assert play.phases() == {"r/1": "behind", "r/2": "behind"}
+    assert play.report("r/1", 1)
+    assert play.next("r/1", 1) is None
+    assert play.phases()["r/1"] == "serving"
+    assert play.replica("r/1").serving == 1
+    assert epoch == 1
+
+
+def test_a_committed_member_that_dies_breaks_nothing():
+    play = Play()
+    play.serve(*R)
+    epoch = play.begin(1, *R)
+    play.report("r/0", 1)
+    play.left("r/0")
+    assert play.phases() == {"r/1": "receiving", "r/2": "receiving"}
+    for name in R[1:]:
+        play.report(name, 1)
+        play.next(name, 1)
+    assert play.begin(2, *R[1:]) == epoch + 1
+
+
+def test_a_broadcast_does_not_count_against_the_pauses_of_others():
+    play = Play(max_paused_fraction=0.1)
+    play.serve(*R)
+    play.begin(1, *R)
+    assert play.next("r/3", -1).version == 0
+    assert play.pause("r/3", 0)
+
+
+def test_words_on_other_broadcasts_change_nothing():
+    play = Play()
+    play.serve(*R)
+    epoch = play.gather(3, *R)
+    before = play.phases()
+    play.ended(2, epoch - 1, "late")
+    play.ended(3, epoch + 1, "of whom?")
+    assert play.join("r/2", 2, epoch) is False
+    assert play.join("r/2", 3, epoch + 1) is False
+    assert not play.report("r/0", 2, committed=False)
+    assert play.phases() == before
+    assert play.join("r/2", 3, epoch) is True
+
+
+def test_a_failure_known_only_afterwards_leaves_a_member_behind():
+    play = Play()
+    play.serve(*R)
+    play.gather(1, *R)
+    play.left("r/0")
+    # Called off, but its engine has died while it waited for the others.
+    assert play.report("r/1", 1, committed=False)
+    assert play.phases()["r/1"] == "behind"

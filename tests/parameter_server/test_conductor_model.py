@@ -1,0 +1,180 @@
+"""Any order of updates, failures, deaths and time: what must hold does, and nobody is left behind."""
+
+import random
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from update_world import World
+
+from asyncrl.parameter_server.replicas import TRANSITIONS, Replica
+
+NAMES = st.sampled_from(["r/0", "r/1", "r/2"])
+SELDOM = st.sampled_from([False, False, False, True])
+
+
+class Updates(RuleBasedStateMachine):
+    @initialize(transport=st.sampled_from(["gloo", "gloo", "shm"]), fraction=st.sampled_from([0.1, 0.7]))
+    def begin(self, transport, fraction):
+        self.world = World(transport=transport, max_paused_fraction=fraction)
+        self.world.begin_version()
+        # Most things happen when a run is well under way.
+        live(self.world, 2)
+
+    # --- as it should be ---
+
+    @rule(name=NAMES, lost=SELDOM)
+    def step(self, name, lost):
+        self.world.step(name, lost)
+
+    @rule(rounds=st.integers(1, 5))
+    def all_step(self, rounds):
+        for _ in range(rounds):
+            for name in self.world.replicas:
+                self.world.step(name)
+            self.world.step_learner()
+
+    @rule()
+    def begin_version(self):
+        self.world.forget_sent()
+        self.world.begin_version()
+        self.world.step_learner()
+
+    @rule()
+    def publish(self):
+        self.world.publish()
+
+    @rule(error=st.sampled_from(["", "", "connection reset"]))
+    def send(self, error):
+        self.world.send(error)
+
+    @rule(seconds=st.sampled_from([0.5, 0.5, 2, 6, 11]))
+    def later(self, seconds):
+        self.world.later(seconds)
+
+    # --- as it also happens ---
+
+    @rule(what=st.sampled_from(["step_learner", "learner_dies", "start_server", "cancel_learner"]))
+    def trouble(self, what):
+        if what == "step_learner":
+            self.world.step_learner(lost=True)
+        else:
+            getattr(self.world, what)()
+
+    @rule(what=st.sampled_from(["fail", "give_up", "lose_engine", "die"]), name=NAMES, lost=SELDOM)
+    def trouble_of_a_replica(self, what, name, lost):
+        getattr(self.world, what)(name, lost)
+
+    @rule(names=st.lists(st.sampled_from(["r/0", "r/1", "r/2", "learner/0"]), min_size=1, max_size=4, unique=True))
+    def end_of_park(self, names):
+        for caller in self.world.callers():
+            if caller.name in names:
+                self.world.end_of_park(caller)
+
+    @invariant()
+    def what_is_staged_is_held(self):
+        if hasattr(self, "world"):
+            what_is_staged_is_held(self.world)
+
+    def teardown(self):
+        if hasattr(self, "world"):
+            reaches_the_newest_version(self.world)
+
+
+TestUpdates = Updates.TestCase
+TestUpdates.settings = settings(max_examples=100, stateful_step_count=80, deadline=None)
+
+
+def live(world, seconds):
+    """Everybody asks, and nothing fails."""
+    for _ in range(seconds):
+        for _ in range(3):
+            for name in world.replicas:
+                world.step(name)
+            world.step_learner()
+            world.publish()
+            world.send()
+        for caller in world.replicas.values():
+            if caller.state[0] == "receiving" and caller.state[1:] != world.learner.state[1:]:
+                # Nothing comes: it has a deadline of its own.
+                world.fail(caller.name)
+        world.later(1)
+        for caller in world.callers():
+            world.end_of_park(caller)
+
+
+def reaches_the_newest_version(world):
+    """From wherever it is: while nothing fails all come to serve it, and the next ones are broadcast to all."""
+    live(world, 40)
+    assert {caller.serving for caller in world.replicas.values()} == {world.published}
+    world.forget_sent()
+    for _ in range(2):
+        begun = world.conductor.figures()["broadcasts_begun"]
+        world.begin_version()
+        live(world, 6)
+        assert {caller.serving for caller in world.replicas.values()} == {world.published}
+        world.forget_sent()
+        broadcasts = world.conductor.figures()["broadcasts_begun"] - begun
+        assert broadcasts == (world.weights.transport == "gloo")
+
+
+def test_long_runs_go_every_way_there_is(monkeypatch):
+    taken = set()
+    follow = Replica.follow
+
+    def noted(replica, event):
+        before = replica.phase
+        changed = follow(replica, event)
+        if changed:
+            taken.add((before, event))
+        return changed
+
+    monkeypatch.setattr(Replica, "follow", noted)
+    for seed in range(40):
+        long_run(random.Random(seed), transport="gloo" if seed % 3 else "stream", fraction=0.1 if seed % 2 else 0.7)
+    assert set(TRANSITIONS) == taken
+
+
+def long_run(dice, *, transport, fraction):
+    world = World(transport=transport, max_paused_fraction=fraction)
+    usual = {
+        lambda: world.step(dice.choice(names)): 40,
+        lambda: world.step_learner(): 15,
+        lambda: (world.forget_sent(), world.begin_version()): 4,
+        lambda: world.publish(): 4,
+        lambda: world.send(): 6,
+        lambda: world.later(dice.choice([0.1, 0.5, 1.0])): 8,
+        lambda: world.end_of_park(dice.choice(world.callers())): 8,
+    }
+    lost = lambda: dice.random() < 0.5  # noqa: E731
+    trouble = {
+        lambda: world.step(dice.choice(names), lost=True): 6,
+        lambda: world.step_learner(lost=True): 1,
+        lambda: world.send("connection reset"): 1,
+        lambda: world.fail(dice.choice(names), lost()): 3,
+        lambda: world.repeat_report(dice.choice(names)): 3,
+        lambda: world.lose_engine(dice.choice(names), lost()): 2,
+        lambda: world.give_up(dice.choice(names), lost()): 3,
+        lambda: world.die(dice.choice(names), lost()): 1,
+        lambda: world.later(dice.choice([5, 11])): 2,
+        lambda: world.cancel_learner(): 0.5,
+        lambda: world.learner_dies(): 0.5,
+        lambda: world.start_server(): 0.5,
+    }
+    names = list(world.replicas)
+    actions = {**usual, **{action: weight * 0.4 for action, weight in trouble.items()}}
+    for action in dice.choices(list(actions), weights=list(actions.values()), k=600):
+        action()
+        what_is_staged_is_held(world)
+    reaches_the_newest_version(world)
+
+
+def what_is_staged_is_held(world):
+    conductor = world.conductor
+    needed = conductor.needed()
+    assert conductor.newest in needed or conductor.newest < 0
+    for caller in world.replicas.values():
+        known = conductor.replicas().get(caller.name)
+        # Another server's offers, and a successor that has not said a word, are not known here.
+        if caller.state[0] in ("staging", "pause") and known and known.incarnation == caller.incarnation:
+            assert caller.state[1] in needed or known.target == -1

@@ -1,0 +1,319 @@
+"""Replicas and a learner as they are, beside a conductor that knows of them only what it is told.
+
+Callers do as rollouter and learner do: one question at a time, repeated when its reply is lost; a parked question is
+looked at again only when the conductor says so. What must hold is asserted as it happens.
+"""
+
+from dataclasses import dataclass, field
+
+from conductor_play import announcement
+
+from asyncrl.config import WeightsConfig
+from asyncrl.parameter_server.conductor import Conductor
+from asyncrl.parameter_server.replicas import IDLE_PHASES, Phase
+
+LEARNER = "learner/0"
+
+
+@dataclass
+class Caller:
+    name: str
+    incarnation: int = 1
+    number: int | None = None
+    """Of its parked question."""
+    woken: bool = False
+    state: tuple = ("idle",)
+
+
+@dataclass
+class Rollouter(Caller):
+    serving: int = -1
+    engine: int = 0
+    """Unique in the run."""
+    workers: int = 1
+    reported: tuple | None = None
+
+
+@dataclass
+class Group:
+    """What is known of an epoch from those who were offered it."""
+
+    world_size: int
+    learner: int
+    ranks: dict = field(default_factory=dict)
+    """Member to (its engine, its ranks)."""
+
+
+class World:
+    def __init__(self, *, workers=(1, 2, 1), **weights):
+        self.weights = WeightsConfig(**{"transport": "gloo", "deadline_s": 10, "broadcast_timeout_s": 4, **weights})
+        self.now = 0.0
+        self.servers = 0
+        self.engines = 0
+        self.replicas = {}
+        for i, count in enumerate(workers):
+            self.replicas[f"r/{i}"] = Rollouter(f"r/{i}", engine=self.new_engine(), workers=count)
+        self.learner = Caller(LEARNER)
+        self.announced = self.published = -1
+        self.groups = {}
+        """Epoch to Group, over all parameter servers."""
+        self.start_server()
+
+    def new_engine(self):
+        self.engines += 1
+        return self.engines
+
+    def callers(self):
+        return [*self.replicas.values(), self.learner]
+
+    # --- the parameter server ---
+
+    def start_server(self):
+        """A fresh one; calls in flight go to it."""
+        self.servers += 1
+        self.conductor = Conductor(self.weights, first_epoch=self.servers * 1000)
+        self.joined, self.declined, self.loading = set(), set(), set()
+        for caller in self.callers():
+            caller.number, caller.woken = None, False
+
+    def settle(self):
+        """After every word: what the shell does, and what must hold."""
+        for name in self.conductor.take_effects().wake:
+            caller = self.learner if name == LEARNER else self.replicas[name]
+            caller.woken = True
+        loading = {r.name for r in self.conductor.replicas().values() if r.phase is Phase.LOADING}
+        assert loading <= self.loading or len(loading) <= self.conductor.max_paused, "too many are paused"
+        self.loading = loading
+        for caller in self.callers():
+            if caller.number is not None and not caller.woken:
+                assert not self.has_answer(caller), f"{caller} waits in vain"
+
+    def has_answer(self, caller):
+        kind, *of = caller.state
+        if not self.conductor.asks(caller.name, caller.number):
+            return True
+        if kind == "next":
+            replica = self.conductor.replicas()[caller.name]
+            behind = replica.phase in IDLE_PHASES and replica.serving < self.conductor.newest
+            return behind or replica.phase is Phase.ANNOUNCED
+        if kind == "pause":
+            return self.conductor.may_pause(caller.name, *of) is not None
+        if kind == "join":
+            return self.conductor.begins(caller.name, *of) is not None
+        return self.conductor.decided(*of) is not None
+
+    def later(self, seconds):
+        self.now += seconds
+        deadline = self.conductor.next_deadline()
+        if deadline is not None and deadline <= self.now:
+            self.conductor.pass_time(self.now)
+        self.settle()
+        deadline = self.conductor.next_deadline()
+        assert deadline is None or deadline > self.now
+
+    # --- questions ---
+
+    def ask(self, caller):
+        """Say what the caller's state says, and look at the answer."""
+        kind, *of = caller.state
+        who = (caller.name, caller.incarnation)
+        if kind == "next":
+            place = {"serving": caller.serving, "workers": caller.workers}
+            caller.number = self.conductor.next_update(*who, now=self.now, **place)
+        elif kind == "pause":
+            caller.number = self.conductor.request_pause(*who, *of, self.now)
+        elif kind == "join":
+            if self.conductor.replicas().get(caller.name) and self.conductor.replicas()[caller.name].target == of[0]:
+                self.joined.add((caller.name, caller.engine, *of))
+            caller.number = self.conductor.join(*who, *of, self.now)
+        else:
+            caller.number = self.conductor.announce(*who, announcement(*of, port=7000 + caller.incarnation), self.now)
+        caller.woken = True
+        self.settle()
+
+    def look(self, caller, lost=False):
+        """The handler runs on: None for a question that stays parked."""
+        caller.woken = False
+        kind, *of = caller.state
+        if not self.conductor.asks(caller.name, caller.number):
+            caller.number = None
+            return None
+        found = {
+            "next": lambda: self.conductor.offer(caller.name),
+            "pause": lambda: self.conductor.may_pause(caller.name, *of),
+            "join": lambda: self.conductor.begins(caller.name, *of),
+            "announce": lambda: self.conductor.decided(*of),
+        }[kind]()
+        if found is None:
+            return None
+        self.conductor.answered(caller.name, caller.number, self.now)
+        caller.number = None
+        self.settle()
+        self.check(caller, found)
+        return None if lost else found
+
+    def end_of_park(self, caller):
+        if caller.number is not None:
+            self.conductor.answered(caller.name, caller.number, self.now)
+            caller.number = None
+            self.settle()
+
+    def cancel(self, caller, lost=False):
+        number, caller.number = caller.number, None
+        if number is not None and not lost:
+            self.conductor.withdrew(caller.name, number, self.now)
+
+    def check(self, caller, found):
+        kind, *of = caller.state
+        if kind == "next" and found.collective is not None:
+            self.check_offer(caller, found)
+        elif kind == "next":
+            assert caller.serving < found.version == self.conductor.newest
+        elif kind == "join" and found:
+            assert of[0] not in self.declined, "begun, and the learner was told that it would not"
+        elif kind == "announce" and found.group is None:
+            self.declined.add(of[0])
+        elif kind == "announce":
+            self.check_group(of[0], found.group)
+
+    def check_offer(self, caller, offer):
+        assert 0 <= caller.serving < offer.version
+        group, first = offer.collective.group, offer.collective.first_rank
+        known = self.groups.setdefault(group.epoch, Group(group.world_size, group.port - 7000))
+        assert (known.world_size, known.learner) == (group.world_size, group.port - 7000), "an epoch is shared"
+        entry = (caller.engine, range(first, first + caller.workers))
+        assert known.ranks.setdefault(caller.name, entry) == entry, "an epoch is shared by two engines"
+        ranks = [rank for _, ranks in known.ranks.values() for rank in ranks]
+        assert len(ranks) == len(set(ranks)) and min(ranks) >= 1 and max(ranks) < group.world_size
+
+    def check_group(self, version, group):
+        known = self.groups[group.epoch]
+        ranks = sorted(rank for _, ranks in known.ranks.values() for rank in ranks)
+        assert ranks == list(range(1, group.world_size)), "not all were offered it"
+        members = {(name, engine) for name, (engine, _) in known.ranks.items()}
+        assert members == {(n, engine) for n, engine, v, e in self.joined if (v, e) == (version, group.epoch)}
+        assert known.learner == self.learner.incarnation
+
+    # --- what callers do ---
+
+    def step(self, name, lost=False):
+        """A replica's next step; ``lost`` loses the reply, or the report."""
+        caller = self.replicas[name]
+        kind, *of = caller.state
+        if kind in ("next", "pause", "join"):
+            if caller.number is None:
+                self.ask(caller)
+            if caller.woken and (found := self.look(caller, lost)) is not None:
+                self.answered(caller, found)
+        elif kind == "loading":
+            self.report(caller, committed=True, lost=lost)
+        elif kind == "receiving":
+            if self.learner.state == ("sent", *of):
+                self.report(caller, committed=True, lost=lost)
+        else:
+            caller.state = {"idle": "next", "staging": "pause", "offered": "join"}[kind], *of
+
+    def answered(self, caller, found):
+        kind, *of = caller.state
+        if kind == "next" and found.collective is None:
+            caller.state = "staging", found.version
+        elif kind == "next":
+            caller.state = "offered", found.version, found.collective.group.epoch
+        elif kind == "pause":
+            caller.state = "loading", *of
+        else:
+            caller.state = ("receiving", *of) if found else ("idle",)
+
+    def report(self, caller, *, committed, lost=False):
+        version = caller.state[1]
+        if committed:
+            caller.serving = version
+        caller.state, caller.reported = ("idle",), (version, committed)
+        if not lost:
+            self.conductor.report(
+                caller.name, caller.incarnation, version, committed=committed, now=self.now, error="it failed"
+            )
+            self.settle()
+
+    def fail(self, name, lost=False):
+        caller = self.replicas[name]
+        if caller.state[0] in ("staging", "loading", "offered", "receiving"):
+            self.report(caller, committed=False, lost=lost)
+
+    def repeat_report(self, name):
+        """The last report comes again, whatever the replica does by now."""
+        caller = self.replicas[name]
+        if caller.reported is not None:
+            version, committed = caller.reported
+            self.conductor.report(name, caller.incarnation, version, committed=committed, now=self.now)
+            self.settle()
+
+    def give_up(self, name, lost=False):
+        """It no longer wants what it has asked for; ``lost``: without a word."""
+        caller = self.replicas[name]
+        self.cancel(caller, lost)
+        caller.state = ("idle",)
+        self.settle()
+
+    def lose_engine(self, name, lost=False):
+        caller = self.replicas[name]
+        self.cancel(caller, lost)
+        caller.state, caller.serving, caller.engine = ("idle",), -1, self.new_engine()
+        self.settle()
+
+    def die(self, name, lost=False):
+        """``lost``: the news of it comes with its successor's first word."""
+        caller = self.replicas[name]
+        old = caller.incarnation
+        self.replicas[name] = Rollouter(name, old + 1, engine=self.new_engine(), workers=caller.workers)
+        self.conductor.take_effects()
+        if not lost:
+            self.conductor.left(name, old, self.now)
+        self.settle()
+
+    # --- what the learner does ---
+
+    def begin_version(self):
+        if self.learner.state == ("idle",) and self.published == self.announced:
+            self.announced += 1
+            self.learner.state = "announce", self.announced
+            self.ask(self.learner)
+
+    def step_learner(self, lost=False):
+        kind, *of = self.learner.state
+        if kind != "announce":
+            return
+        if self.learner.number is None:
+            self.ask(self.learner)
+        if self.learner.woken and (found := self.look(self.learner, lost)) is not None:
+            self.learner.state = ("idle",) if found.group is None else ("sending", *of, found.group.epoch)
+
+    def publish(self):
+        if self.announced >= 0:
+            self.published = self.announced
+            if self.conductor.is_new(self.published):
+                self.conductor.accept(self.published)
+                self.conductor.publish(self.published)
+                self.settle()
+
+    def send(self, error=""):
+        kind, *of = self.learner.state
+        if kind == "sending":
+            self.learner.state = ("idle",) if error else ("sent", *of)
+            self.conductor.broadcast_ended(*of, error, self.now)
+            self.settle()
+
+    def forget_sent(self):
+        if self.learner.state[0] == "sent":
+            self.learner.state = ("idle",)
+
+    def cancel_learner(self):
+        self.cancel(self.learner)
+        self.settle()
+
+    def learner_dies(self):
+        old = self.learner
+        self.learner = Caller(LEARNER, old.incarnation + 1)
+        self.published = self.announced
+        self.conductor.left(LEARNER, old.incarnation, self.now)
+        self.settle()

@@ -1,0 +1,72 @@
+"""Versions in sealed segments, as a learner publishes them, and what a process holds open."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from asyncrl.messages import Bucket, Manifest
+from asyncrl.parameter_server.snapshots import Snapshot, hold
+from asyncrl.weights.segments import Segment, layout
+
+
+def random_bytes(size: int, seed: int = 0) -> bytes:
+    return np.random.default_rng(seed).bytes(size)
+
+
+def stepped(content: bytes, share: float = 0.02, seed: int = 0) -> bytes:
+    """The same numbers of two bytes, after a step that changed the last bit of a few."""
+    array = np.frombuffer(content, np.uint8).copy()
+    generator = np.random.default_rng(seed)
+    items = generator.integers(0, len(content) // 2, int(share * len(content) / 2) + 1)
+    array[2 * items] ^= 1
+    return array.tobytes()
+
+
+def seal(content: bytes, name: str, dtype: str = "bfloat16") -> tuple[Bucket, int]:
+    """A bucket with one tensor, and the descriptor of its segment."""
+    item = 2 if dtype == "bfloat16" else 1
+    specs, _ = layout([(name, dtype, (len(content) // item,))])
+    segment = Segment("test-weights", len(content))
+    segment.write(0, content)
+    return segment.seal(specs), segment.fd
+
+
+def held(version: int, contents: Sequence[bytes]) -> Snapshot:
+    """A version as the parameter server holds it; its publisher is gone already."""
+    made = [seal(content, f"t{index}") for index, content in enumerate(contents)]
+    try:
+        return hold(Manifest(version=version, buckets=[bucket for bucket, _ in made]))
+    finally:
+        for _, descriptor in made:
+            os.close(descriptor)
+
+
+def as_streamed(manifest: Manifest) -> Manifest:
+    """As it is offered to a replica that cannot open the segments."""
+    replace = msgspec.structs.replace
+    buckets = [
+        replace(bucket, path="", delta=bucket.delta and replace(bucket.delta, path="")) for bucket in manifest.buckets
+    ]
+    return replace(manifest, buckets=buckets)
+
+
+def contents_of(manifest: Manifest) -> list[bytes]:
+    return [Path(bucket.path).read_bytes() for bucket in manifest.buckets]
+
+
+def open_memory() -> int:
+    """Memory segments that this process holds open, by descriptor or by mapping."""
+    gc.collect()
+    links = 0
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            links += os.readlink(f"/proc/self/fd/{descriptor}").startswith("/memfd:")
+        except FileNotFoundError:
+            continue
+    return links + Path("/proc/self/maps").read_text().count("/memfd:")

@@ -1,0 +1,588 @@
+"""Fetching a version: exact by either way, with and without deltas, whatever breaks meanwhile; nothing is leaked."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import os
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from harness import Net, replace
+from published_weights import as_streamed, contents_of, held, open_memory, random_bytes, stepped
+from structlog.testing import capture_logs
+
+from asyncrl.config import WeightsConfig
+from asyncrl.errors import (
+    DeadlineExceeded,
+    PeerRestarted,
+    ProtocolError,
+    RemoteError,
+    VersionGone,
+    WeightsCorrupt,
+)
+from asyncrl.messages import ActorRecord, Chunk, FetchChunk, Offer, Probe, Request
+from asyncrl.parameter_server.chunk_server import ChunkServer
+from asyncrl.parameter_server.deltas import encode_deltas
+from asyncrl.parameter_server.snapshots import Snapshot
+from asyncrl.rollouter import fetch as module
+from asyncrl.rollouter.fetch import Fetched, fetch
+from asyncrl.runtime.actor import Caller, handler
+from asyncrl.runtime.clock import run_virtual
+from asyncrl.weights.segments import Segment
+from asyncrl.weights.staging import Staged, stage
+
+CHUNK = 4096
+SIZES = (3 * CHUNK + 101, 1, 2 * CHUNK, 50)
+"""Of the buckets: one that chunks do not divide, one of next to nothing, one that they divide, one below a chunk."""
+CHUNKS = 4 + 1 + 2 + 1
+WEIGHTS = WeightsConfig(chunk_bytes=CHUNK, chunks_in_flight=3, deadline_s=20.0)
+OLD = [random_bytes(size, seed) for seed, size in enumerate(SIZES)]
+NEW = [stepped(OLD[0]), b"!", stepped(OLD[2]), random_bytes(50, 9)]
+
+
+@pytest.fixture(autouse=True)
+def no_leak() -> Any:
+    before = open_memory()
+    yield
+    assert open_memory() == before
+
+
+class Server:
+    """What the parameter server does for a fetch. ``on_chunk`` may change, delay or refuse a reply."""
+
+    def __init__(self, *snapshots: Snapshot, on_chunk: Callable[[FetchChunk, Chunk], Any] | None = None) -> None:
+        self.snapshots = {snapshot.manifest.version: snapshot for snapshot in snapshots}
+        self.served: Counter[tuple[int, int, int]] = Counter()
+        """(bucket, offset, base)"""
+        self._on_chunk = on_chunk
+        self._chunks = ChunkServer()
+        self._running = 0
+        self.most_running = 0
+
+    @handler
+    async def fetch_chunk(self, request: FetchChunk, caller: Caller | None = None) -> Chunk:
+        snapshot = self.snapshots.get(request.version)
+        if snapshot is None:
+            raise VersionGone(request.version)
+        self._running += 1
+        self.most_running = max(self.most_running, self._running)
+        try:
+            # Others get their turn.
+            await asyncio.sleep(0)
+            chunk = self._chunks.chunk(snapshot, request)
+            self.served[request.bucket, request.offset, request.base] += 1
+            if self._on_chunk is not None:
+                changed = self._on_chunk(request, chunk)
+                chunk = await changed if asyncio.iscoroutine(changed) else changed
+            return chunk
+        finally:
+            self._running -= 1
+
+    def offer(self, version: int, transport: str) -> Offer:
+        manifest = self.snapshots[version].manifest
+        manifest = manifest if transport == "shm" else as_streamed(manifest)
+        return Offer(version=version, transport=transport, manifest=manifest)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        for snapshot in self.snapshots.values():
+            snapshot.release()
+
+
+async def take(
+    offer: Offer, server: Server | None, base: Staged | None = None, weights: WeightsConfig = WEIGHTS
+) -> Fetched:
+    """Without a network in between."""
+
+    async def call(request: Request) -> Any:
+        assert server is not None, "nothing is to be asked for"
+        assert isinstance(request, FetchChunk)
+        try:
+            return await server.fetch_chunk(request)
+        except VersionGone as error:
+            raise RemoteError("parameter_server/0", "version_gone", str(error)) from None
+
+    return await fetch(offer, base, call=call, weights=weights, who="rollouter/4")
+
+
+def flipped(chunk: Chunk) -> Chunk:
+    data = chunk.data.copy()
+    data[len(data) // 2] ^= 4
+    return replace(chunk, data=data)
+
+
+def with_checksum(offer: Offer, bucket: int, checksum: int) -> Offer:
+    assert offer.manifest is not None
+    buckets = list(offer.manifest.buckets)
+    buckets[bucket] = replace(buckets[bucket], checksum=checksum)
+    return replace(offer, manifest=replace(offer.manifest, buckets=buckets))
+
+
+@pytest.fixture
+def server() -> Any:
+    """Version 3, and version 4 with deltas against it."""
+    base = held(3, OLD)
+    made = Server(base, encode_deltas(base, held(4, NEW)))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def base(server: Server) -> Any:
+    """Version 3 as a replica holds it."""
+    staged = stage(server.snapshots[3].manifest)
+    yield staged
+    staged.close()
+
+
+# --- both ways ---
+
+
+@pytest.mark.parametrize("transport", ["shm", "stream"])
+@pytest.mark.parametrize("delta", [False, True])
+def test_every_bit_arrives(transport: str, delta: bool, server: Server, base: Staged) -> None:
+    found = asyncio.run(take(server.offer(4, transport), server, base if delta else None))
+    staged, published = found.staged, server.snapshots[4].manifest
+    server.close()
+    assert contents_of(staged.manifest) == NEW
+    assert staged.version == 4
+    for ours, theirs in zip(staged.manifest.buckets, published.buckets, strict=True):
+        assert ours.path.startswith(f"/proc/{os.getpid()}/fd/")
+        assert ours == replace(theirs, path=ours.path, delta=None)
+    # What was taken can be given on, or taken as the next base.
+    stage(staged.manifest).close()
+    assert set(staged.layout) == {"t0", "t1", "t2", "t3"}
+    deltas = {index: bucket.delta.size for index, bucket in enumerate(published.buckets) if bucket.delta}
+    assert set(deltas) == {0, 2}
+    whole = sum(size for index, size in enumerate(SIZES) if index not in deltas)
+    assert found.encoded_bytes == (whole + sum(deltas.values()) if delta else sum(SIZES))
+    if transport == "stream":
+        assert {(bucket, at) for bucket, _, at in server.served} == (
+            {(0, 3), (1, -1), (2, 3), (3, -1)} if delta else {(index, -1) for index in range(4)}
+        )
+    staged.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "stream"])
+def test_the_probe_stays_with_the_weights(transport: str, server: Server) -> None:
+    probe = Probe(tokens=np.zeros((1, 4), np.int32), logprobs=np.zeros((1, 3), np.float32))
+    offer = server.offer(4, transport)
+    offer = replace(offer, manifest=replace(offer.manifest, probe=probe))
+    staged = asyncio.run(take(offer, server)).staged
+    assert staged.manifest.probe is probe
+    staged.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "stream"])
+@pytest.mark.parametrize("what", ["version", "layout", "nothing"])
+def test_a_base_that_does_not_fit_is_not_used(what: str, transport: str, server: Server) -> None:
+    other = held(3 if what == "layout" else 2, [] if what == "nothing" else [content + b"ab" for content in OLD])
+    base = stage(other.manifest)
+    found = asyncio.run(take(server.offer(4, transport), server, base))
+    assert contents_of(found.staged.manifest) == NEW
+    assert found.encoded_bytes == sum(SIZES)
+    for each in (found.staged, base):
+        each.close()
+    other.release()
+
+
+@pytest.mark.parametrize("transport", ["shm", "stream"])
+def test_a_delta_that_leads_elsewhere_is_made_good_with_the_bucket(transport: str, server: Server) -> None:
+    # It says that it is version 3, and is not.
+    other = held(3, [random_bytes(size, 77) for size in SIZES])
+    base = stage(other.manifest)
+    with capture_logs() as logs:
+        found = asyncio.run(take(server.offer(4, transport), server, base))
+    assert contents_of(found.staged.manifest) == NEW
+    said = [line for line in logs if line["event"] == "delta failed; the whole bucket is taken"]
+    assert sorted((line["version"], line["bucket"], line["base"]) for line in said) == [(4, 0, 3), (4, 2, 3)]
+    assert all("checksum" in line["error"] for line in said)
+    assert found.encoded_bytes > sum(SIZES)
+    for each in (found.staged, base):
+        each.close()
+    other.release()
+
+
+@pytest.mark.parametrize("transport", ["shm", "stream"])
+def test_a_bit_flipped_in_a_segment_is_found(transport: str, server: Server) -> None:
+    offer = server.offer(4, transport)
+    assert offer.manifest is not None
+    wrong = with_checksum(offer, 2, offer.manifest.buckets[2].checksum ^ 1)
+    with pytest.raises(WeightsCorrupt, match="version 4, bucket 2: its") as caught:
+        asyncio.run(take(wrong, server))
+    assert (caught.value.version, caught.value.bucket) == (4, 2)
+
+
+@pytest.mark.parametrize("transport", ["shm", "stream"])
+def test_a_version_that_is_no_longer_held_is_gone(transport: str, server: Server) -> None:
+    offer = server.offer(4, transport)
+    server.snapshots.pop(4).release()
+    with pytest.raises(VersionGone, match="version 4"):
+        asyncio.run(take(offer, server))
+
+
+def test_segments_that_are_no_segments_are_corrupt(server: Server) -> None:
+    offer = server.offer(4, "shm")
+    assert offer.manifest is not None
+    buckets = [replace(offer.manifest.buckets[0], path="/etc/hostname"), *offer.manifest.buckets[1:]]
+    with pytest.raises(WeightsCorrupt, match="bucket 0: '/etc/hostname' is no"):
+        asyncio.run(take(replace(offer, manifest=replace(offer.manifest, buckets=buckets)), None))
+
+
+# --- chunks ---
+
+
+def test_a_bit_flipped_on_the_way_is_found_before_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def flip(request: FetchChunk, chunk: Chunk) -> Chunk:
+        wrong = (request.bucket, request.offset) == (0, CHUNK) and server.served[0, CHUNK, -1] == 1
+        return flipped(chunk) if wrong else chunk
+
+    class Watched(Segment):
+        def write(self, offset: int, data: Any) -> None:
+            assert bytes(data) == NEW[SIZES.index(self.size)][offset : offset + len(data)]
+            super().write(offset, data)
+
+    monkeypatch.setattr(module, "Segment", Watched)
+    server = Server(held(4, NEW), on_chunk=flip)
+    with capture_logs() as logs:
+        found = asyncio.run(take(server.offer(4, "stream"), server))
+    assert contents_of(found.staged.manifest) == NEW
+    [line] = logs
+    assert line["log_level"] == "warning"
+    assert (line["version"], line["bucket"], line["offset"]) == (4, 0, CHUNK)
+    assert "checksum" in line["error"]
+    assert server.served.pop((0, CHUNK, -1)) == 2
+    assert set(server.served.values()) == {1}
+    assert len(server.served) == CHUNKS - 1
+    found.staged.close()
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (flipped, "its checksum is"),
+        (lambda chunk: replace(chunk, data=chunk.data[1:]), "4095 bytes instead of 4096"),
+        (lambda chunk: replace(chunk, data=np.empty(0, np.float32)), "0 bytes instead of"),
+    ],
+)
+def test_a_chunk_that_is_always_corrupt_ends_the_fetch(spoil: Callable[[Chunk], Chunk], words: str) -> None:
+    def change(request: FetchChunk, chunk: Chunk) -> Chunk:
+        return spoil(chunk) if (request.bucket, request.offset) == (2, CHUNK) else chunk
+
+    server = Server(held(4, NEW), on_chunk=change)
+    with capture_logs(), pytest.raises(WeightsCorrupt, match=f"version 4, bucket 2: its chunk at 4096.*{words}"):
+        asyncio.run(take(server.offer(4, "stream"), server))
+    assert server.served[2, CHUNK, -1] == 3
+    server.close()
+
+
+@pytest.mark.parametrize("credit", [1, 2, 5, 100])
+def test_no_more_is_asked_for_than_there_is_credit(credit: int) -> None:
+    server = Server(held(4, NEW))
+    weights = WeightsConfig(chunk_bytes=CHUNK, chunks_in_flight=credit)
+    found = asyncio.run(take(server.offer(4, "stream"), server, weights=weights))
+    assert server.most_running == min(credit, CHUNKS)
+    assert set(server.served.values()) == {1}
+    found.staged.close()
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [
+        (DeadlineExceeded("rollouter/4", "parameter_server/0", "FetchChunk", 30.0), True),
+        (PeerRestarted("parameter_server/0", "FetchChunk"), True),
+        (RemoteError("parameter_server/0", "cancelled", "it ends", retryable=True), True),
+        (RemoteError("parameter_server/0", "deadline", "too slow"), True),
+        (ProtocolError("body of Chunk"), True),
+        (RemoteError("parameter_server/0", "KeyError", "a defect"), False),
+        (RemoteError("parameter_server/0", "too_large", "raise it"), False),
+    ],
+)
+def test_calls_that_fail_are_repeated_where_that_can_help(error: Exception, again: bool) -> None:
+    failed: list[FetchChunk] = []
+
+    def fail(request: FetchChunk, chunk: Chunk) -> Chunk:
+        if (request.bucket, request.offset) == (0, CHUNK) and len(failed) < 2:
+            failed.append(request)
+            # A new one each time: with its traceback it would keep what was mapped.
+            raise copy.copy(error)
+        return chunk
+
+    server = Server(held(4, NEW), on_chunk=fail)
+    with capture_logs() as logs:
+        if again:
+            found = run_virtual(take(server.offer(4, "stream"), server))
+            assert contents_of(found.staged.manifest) == NEW
+            assert server.served[0, CHUNK, -1] == 3
+            assert logs
+            found.staged.close()
+        else:
+            with pytest.raises(type(error), match=str(error)):
+                run_virtual(take(server.offer(4, "stream"), server))
+    server.close()
+
+
+def test_progress_keeps_a_fetch_alive_and_silence_ends_it() -> None:
+    async def slow(request: FetchChunk, chunk: Chunk) -> Chunk:
+        await asyncio.sleep(15.0 if request.bucket < 2 else 1000.0)
+        return chunk
+
+    async def main() -> tuple[float, DeadlineExceeded]:
+        weights = WeightsConfig(chunk_bytes=CHUNK, chunks_in_flight=1, deadline_s=20.0)
+        try:
+            await take(server.offer(4, "stream"), server, weights=weights)
+        except DeadlineExceeded as error:
+            return asyncio.get_running_loop().time(), error
+        raise AssertionError("it ended")
+
+    server = Server(held(4, NEW), on_chunk=slow)
+    ended, error = run_virtual(main())
+    assert ended == 5 * 15.0 + 20.0
+    assert (error.who, error.peer, error.waited_s) == ("rollouter/4", "parameter_server/0", 20.0)
+    arrived = SIZES[0] + SIZES[1]
+    assert f"chunks of version 4 ({arrived} of {sum(SIZES)} bytes are here)" in str(error)
+    server.close()
+
+
+def test_the_error_of_a_silent_fetch_says_what_was_tried_last() -> None:
+    def away(request: FetchChunk, chunk: Chunk) -> Chunk:
+        raise RemoteError("parameter_server/0", "cancelled", "it ends", retryable=True)
+
+    server = Server(held(4, NEW), on_chunk=away)
+    with capture_logs() as logs, pytest.raises(DeadlineExceeded, match="cancelled: it ends"):
+        run_virtual(take(server.offer(4, "stream"), server))
+    assert len(logs) == 1, "once, not for every attempt"
+    server.close()
+
+
+# --- the end before the end ---
+
+
+@pytest.mark.parametrize("chunks", range(CHUNKS))
+def test_a_cancelled_stream_leaves_nothing(chunks: int) -> None:
+    async def main() -> None:
+        arrived = asyncio.Event()
+
+        async def stop(request: FetchChunk, chunk: Chunk) -> Chunk:
+            if server.served.total() > chunks:
+                arrived.set()
+                await asyncio.sleep(3600)
+            return chunk
+
+        server = Server(held(4, NEW), on_chunk=stop)
+        before = open_memory()
+        fetching = asyncio.create_task(take(server.offer(4, "stream"), server))
+        await arrived.wait()
+        fetching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await fetching
+        # What the server has mapped to serve from is its own.
+        server.close()
+        assert open_memory() <= before
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("transport", ["shm", "stream"])
+def test_a_cancelled_fetch_waits_for_its_threads(
+    transport: str, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, go_on, left = threading.Event(), threading.Event(), threading.Event()
+    name = "verify_segment" if transport == "shm" else "_write"
+    real = getattr(module, name)
+
+    def slow(*arguments: Any, **named: Any) -> Any:
+        entered.set()
+        go_on.wait(10)
+        try:
+            return real(*arguments, **named)
+        finally:
+            left.set()
+
+    async def main() -> None:
+        fetching = asyncio.create_task(take(server.offer(4, transport), server))
+        await asyncio.to_thread(entered.wait, 10)
+        for _ in range(2):
+            fetching.cancel()
+            await asyncio.wait({fetching}, timeout=0.05)
+            assert not fetching.done()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await fetching
+        assert left.is_set()
+
+    monkeypatch.setattr(module, name, slow)
+    asyncio.run(main())
+
+
+# --- over ZeroMQ ---
+
+
+@asynccontextmanager
+async def cut_by(address: str) -> AsyncIterator[tuple[str, Callable[[], None]]]:
+    """A TCP relay to ``address``: its own address, and what cuts every connection that goes through it."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    writers: set[asyncio.StreamWriter] = set()
+    pumps: set[asyncio.Task[None]] = set()
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(65536):
+                writer.write(data)
+                await writer.drain()
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection(host, int(port))
+        writers.update((writer, back))
+        for source, target in ((reader, back), (there, writer)):
+            task = asyncio.create_task(pump(source, target))
+            pumps.add(task)
+            task.add_done_callback(pumps.discard)
+
+    def cut() -> None:
+        while writers:
+            writers.pop().transport.abort()
+
+    listening = await asyncio.start_server(accept, "127.0.0.1", 0)
+    try:
+        yield f"tcp://127.0.0.1:{listening.sockets[0].getsockname()[1]}", cut
+    finally:
+        listening.close()
+        cut()
+        if pumps:
+            await asyncio.wait(set(pumps))
+        await listening.wait_closed()
+
+
+BIG = [random_bytes(size, 5) for size in ((3 << 20) + 77, 2 << 20)]
+BIG_CHUNKS = 4 + 2
+BIG_WEIGHTS = WeightsConfig(chunk_bytes=1 << 20, chunks_in_flight=2, deadline_s=20.0)
+
+
+def over_zmq(main: Callable[[Net], Coroutine[Any, Any, None]]) -> None:
+    async def go() -> None:
+        async with Net() as net:
+            await main(net)
+
+    asyncio.run(go())
+
+
+def test_a_broken_connection_is_taken_up_at_the_missing_chunk() -> None:
+    async def main(net: Net) -> None:
+        async def break_off(request: FetchChunk, chunk: Chunk) -> Chunk:
+            if server.served.total() == 3:
+                # While two are in flight: what comes now is of a connection that is no more.
+                asyncio.get_running_loop().call_soon(cut)
+                await asyncio.sleep(0.05)
+            return chunk
+
+        server = Server(held(4, BIG), on_chunk=break_off)
+        address = net.serve(server, "parameter_server/0", register=False).address  # type: ignore[attr-defined]
+        async with cut_by(address) as (relayed, cut):
+            net.register(ActorRecord(name="parameter_server/0", incarnation=1, address=relayed))
+            peer = net.client("parameter_server/0", "rollouter/4")
+            found = await fetch(server.offer(4, "stream"), None, call=peer.call, weights=BIG_WEIGHTS)
+        assert contents_of(found.staged.manifest) == BIG
+        assert found.encoded_bytes == sum(map(len, BIG))
+        assert len(server.served) == BIG_CHUNKS
+        again = sum(times - 1 for times in server.served.values())
+        assert 1 <= again <= 2, "no more than was in flight comes twice"
+        found.staged.close()
+        server.close()
+
+    over_zmq(main)
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_a_restarted_parameter_server_goes_on_with_the_missing_chunks(delta: bool) -> None:
+    async def main(net: Net) -> None:
+        reached = asyncio.Event()
+
+        async def die(request: FetchChunk, chunk: Chunk) -> Chunk:
+            if first.served.total() > (1 if delta else 2):
+                reached.set()
+                await asyncio.sleep(3600)
+            return chunk
+
+        old = held(3, [stepped(content, share=0.6) for content in BIG])
+        base = stage(old.manifest) if delta else None
+        first = Server(encode_deltas(old, held(4, BIG)), on_chunk=die)
+        # Its successor has the same version from the learner, and nothing to encode it against.
+        second = Server(held(4, BIG))
+        serving = net.serve(first, "parameter_server/0")
+        peer = net.client("parameter_server/0", "rollouter/4")
+        with capture_logs() as logs:
+            weights = BIG_WEIGHTS.model_copy(update={"chunk_bytes": 1 << 16}) if delta else BIG_WEIGHTS
+            fetching = asyncio.create_task(fetch(first.offer(4, "stream"), base, call=peer.call, weights=weights))
+            await reached.wait()
+            serving.close()
+            first.close()
+            net.serve(second, "parameter_server/0", incarnation=2)
+            found = await fetching
+        assert contents_of(found.staged.manifest) == BIG
+        if delta:
+            assert {line["bucket"] for line in logs} == {0, 1}
+            assert {base for _, _, base in second.served} == {-1}
+            assert base is not None
+            base.close()
+        else:
+            # Two of six had come.
+            assert second.served.total() == BIG_CHUNKS - 2
+            assert len(first.served | second.served) == BIG_CHUNKS
+        found.staged.close()
+        for each in (old, *second.snapshots.values()):
+            each.release()
+
+    over_zmq(main)
+
+
+def test_a_version_let_go_half_way_is_gone_for_the_fetch() -> None:
+    async def main(net: Net) -> None:
+        def let_go(request: FetchChunk, chunk: Chunk) -> Chunk:
+            if server.served.total() == 3:
+                server.snapshots.pop(4).release()
+            return chunk
+
+        server = Server(held(4, BIG), on_chunk=let_go)
+        net.serve(server, "parameter_server/0")
+        peer = net.client("parameter_server/0", "rollouter/4")
+        with pytest.raises(VersionGone, match="parameter_server/0 has let it go") as caught:
+            await fetch(server.offer(4, "stream"), None, call=peer.call, weights=BIG_WEIGHTS)
+        assert caught.value.version == 4
+        assert not net.errors
+
+    over_zmq(main)
+
+
+def test_several_replicas_fetch_at_once_and_each_has_every_bit() -> None:
+    async def main(net: Net) -> None:
+        server = Server(held(4, BIG))
+        net.serve(server, "parameter_server/0")
+        peers = [net.client("parameter_server/0", f"rollouter/{index}") for index in range(3)]
+        offer = server.offer(4, "stream")
+        found = await asyncio.gather(*(fetch(offer, None, call=peer.call, weights=BIG_WEIGHTS) for peer in peers))
+        for each in found:
+            assert contents_of(each.staged.manifest) == BIG
+            each.staged.close()
+        assert set(server.served.values()) == {3}
+        server.close()
+
+    over_zmq(main)
+
+
+def test_checksums_of_the_cases() -> None:
+    """The cases differ in every bucket, or the others would prove nothing."""
+    for old, new in zip(OLD, NEW, strict=True):
+        assert xxhash.xxh3_64_intdigest(old) != xxhash.xxh3_64_intdigest(new)

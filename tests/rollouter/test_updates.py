@@ -1,0 +1,305 @@
+"""The update follower against a scripted parameter server and engine: what is loaded, when it pauses and goes on."""
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from inprocess import sim_config
+
+from asyncrl.errors import ActorFailed, BroadcastFailed, DeadlineExceeded, EngineDied, WeightsCorrupt
+from asyncrl.messages import (
+    BroadcastBegins,
+    BucketLayout,
+    Collective,
+    CollectiveGroup,
+    Done,
+    JoinBroadcast,
+    Manifest,
+    NextUpdate,
+    Offer,
+    PauseGranted,
+    Probe,
+    ReportUpdate,
+    RequestPause,
+    Update,
+)
+from asyncrl.monitor.logging import get_logger
+from asyncrl.monitor.states import StateLedger
+from asyncrl.rollouter.engine_host import EngineHost
+from asyncrl.rollouter.updates import UpdateFollower
+from asyncrl.runtime.clock import LoopClock, run_virtual
+from asyncrl.weights.broadcast import Broadcast
+from asyncrl.weights.segments import Segment, layout
+
+PROBE = Probe(tokens=np.array([[1, 2, 3]], np.int32), logprobs=np.array([[-1.0, -2.0]], np.float32))
+
+
+class StubEngine:
+    """Writes down what happens to it; ``loads`` scripts the loads."""
+
+    def __init__(self, events: list, loads: list, scores: list | None = None) -> None:
+        self.name, self.workers = "rollouter/0", 1
+        self.events, self.loads, self.scores = events, loads, scores or []
+
+    async def start(self) -> None:
+        self.events.append("start")
+
+    async def close(self) -> None:
+        self.events.append("close")
+
+    async def pause(self, mode: str) -> None:
+        self.events.append(f"pause {mode}")
+
+    async def resume(self) -> None:
+        self.events.append("resume")
+
+    async def accept(self, staged) -> None:
+        self.events.append(f"accept {staged.version}")
+
+    async def checksum(self) -> str:
+        return "c"
+
+    async def score(self, ids) -> list[float]:
+        return self.scores.pop(0) if self.scores else [-1.0, -2.0]
+
+    async def load(self, weights, *, recompute_kv: bool) -> None:
+        way = "broadcast" if isinstance(weights, Broadcast) else "staged"
+        self.events.append(f"load {weights.version} {way}")
+        problem = self.loads.pop(0) if self.loads else None
+        if isinstance(problem, Exception):
+            raise problem
+        if problem == "hang":
+            await asyncio.sleep(10_000)
+
+
+class Server:
+    """A parameter server that offers what it is told to, and then nothing."""
+
+    def __init__(self, offers: list[Offer], begins: bool = True, away: int = 0) -> None:
+        self.offers, self.begins, self.away = list(offers), begins, away
+        self.asked: list[NextUpdate] = []
+        self.reports: list[ReportUpdate] = []
+        self.done = asyncio.Event()
+
+    async def call(self, request):
+        await asyncio.sleep(0.001)
+        if self.away:
+            self.away -= 1
+            raise DeadlineExceeded("rollouter/0", "parameter_server/0", type(request).__name__, 1.0)
+        if isinstance(request, NextUpdate):
+            self.asked.append(request)
+            if self.offers:
+                return Update(offer=self.offers.pop(0))
+            self.done.set()
+            await asyncio.sleep(3600)
+            return Update()
+        if isinstance(request, RequestPause):
+            return PauseGranted(granted=True)
+        if isinstance(request, JoinBroadcast):
+            return BroadcastBegins(decided=True, begins=self.begins)
+        assert isinstance(request, ReportUpdate), request
+        self.reports.append(request)
+        return Done()
+
+
+@pytest.fixture
+def publish():
+    segments = []
+
+    def make(version: int, probe: bool = False, checksum_off: int = 0) -> Manifest:
+        specs, size = layout([("w", "uint8", (100,))])
+        segment = Segment("test", size)
+        segment.memory[:4] = version.to_bytes(4, "little")
+        bucket = segment.seal(specs)
+        segments.append(segment)
+        if checksum_off:
+            import msgspec
+
+            bucket = msgspec.structs.replace(bucket, checksum=bucket.checksum ^ checksum_off)
+        return Manifest(version=version, buckets=[bucket], probe=PROBE if probe else None)
+
+    yield make
+    import os
+
+    for segment in segments:
+        os.close(segment.fd)
+
+
+def rolling(manifest: Manifest, probe: bool = False) -> Offer:
+    return Offer(version=manifest.version, transport="shm", manifest=manifest, probe=probe)
+
+
+def broadcast(version: int) -> Offer:
+    specs, size = layout([("w", "uint8", (100,))])
+    group = CollectiveGroup(backend="gloo", epoch=1, world_size=2, host="127.0.0.1", port=1)
+    collective = Collective(group=group, first_rank=1, buckets=[BucketLayout(size=size, tensors=specs)])
+    return Offer(version=version, transport="gloo", collective=collective)
+
+
+def follow(server_of: Callable[[], Server], *, loads=(), scores=(), **tables):
+    """Follow until the server has nothing more; returns the engine's events, the server and the host."""
+    config = sim_config(**tables)
+    events: list = []
+
+    async def main():
+        server = server_of()
+        clock = LoopClock()
+        loads_left, scores_left, committed = list(loads), list(scores), []
+        host = EngineHost(
+            config, lambda: StubEngine(events, loads_left, scores_left), clock, StateLedger(clock.now, "starting")
+        )
+        follower = UpdateFollower(
+            config,
+            "rollouter/0",
+            host=host,
+            call=server.call,
+            committed=committed.append,
+            clock=clock,
+            log=get_logger("rollouter/0"),
+        )
+        await host.start()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = tasks.create_task(follower.run())
+                waiting = tasks.create_task(server.done.wait())
+                await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
+                for task in (running, waiting):
+                    task.cancel()
+        except* ActorFailed as failed:
+            problem = failed.exceptions[0]
+            while isinstance(problem, BaseExceptionGroup):
+                problem = problem.exceptions[0]
+            raise problem from None
+        assert [times.version for times in committed] == [r.version for r in server.reports if r.committed]
+        return events, server, host
+
+    return run_virtual(main())
+
+
+def test_a_version_is_staged_before_the_pause_which_holds_only_the_load(publish):
+    events, server, host = follow(lambda: Server([rolling(publish(3))]))
+    assert events == ["start", "accept 3", "pause abort", "load 3 staged", "resume"]
+    assert [request.serving for request in server.asked] == [-1, 3]
+    assert host.version == 3
+    report = server.reports[0]
+    assert (report.version, report.committed, report.times.transport, report.times.bytes) == (3, True, "shm", 128)
+
+
+@pytest.mark.parametrize(("mode", "pause"), [("abort_resume", "abort"), ("keep", "keep"), ("drain", "wait")])
+def test_each_mode_pauses_in_its_own_way(publish, mode, pause):
+    events, _, _ = follow(lambda: Server([rolling(publish(0))]), rollout={"on_update": mode})
+    assert f"pause {pause}" in events
+
+
+def test_what_is_corrupt_is_never_loaded_and_asked_for_again(publish):
+    """I4: nothing is loaded before its checksum was compared."""
+    events, server, host = follow(lambda: Server([rolling(publish(1, checksum_off=1)), rolling(publish(1))]))
+    assert events == ["start", "accept 1", "pause abort", "load 1 staged", "resume"]
+    assert [report.committed for report in server.reports] == [False, True]
+    assert "checksum" in server.reports[0].error
+    assert host.version == 1
+
+
+def test_after_a_failed_load_the_engine_stays_paused_until_one_succeeds(publish):
+    corrupt = WeightsCorrupt("half of it", version=1)
+    events, server, host = follow(
+        lambda: Server([rolling(publish(0)), rolling(publish(1)), rolling(publish(1))]), loads=[None, corrupt]
+    )
+    assert events[-6:] == ["pause abort", "load 1 staged", "accept 1", "pause abort", "load 1 staged", "resume"]
+    assert [request.serving for request in server.asked] == [-1, 0, 0, 1]
+    assert host.version == 1
+
+
+def test_an_engine_that_fails_too_often_is_replaced(publish):
+    corrupt = [WeightsCorrupt("half of it", version=1)] * 2
+    events, server, host = follow(lambda: Server([rolling(publish(1))] * 3), loads=corrupt, weights={"max_attempts": 2})
+    assert events.count("load 1 staged") == 3
+    assert events[-6:] == ["close", "start", "accept 1", "pause abort", "load 1 staged", "resume"]
+    assert host.restarts == 1
+    assert [report.committed for report in server.reports] == [False, False, True]
+
+
+@pytest.mark.parametrize("problem", [EngineDied("rollouter/0", "killed"), "hang"])
+def test_an_engine_that_dies_or_hangs_in_a_load_is_replaced(publish, problem):
+    """I5: a load that does not come back within the deadline costs the engine, not the run."""
+    events, server, host = follow(lambda: Server([rolling(publish(1)), rolling(publish(1))]), loads=[problem])
+    assert events == [
+        *("start", "accept 1", "pause abort", "load 1 staged", "close"),
+        *("start", "accept 1", "pause abort", "load 1 staged", "resume"),
+    ]
+    assert [report.committed for report in server.reports] == [False, True]
+    assert host.version == 1
+
+
+def test_engines_that_die_again_and_again_end_the_actor(publish):
+    dies = [EngineDied("rollouter/0", "killed")] * 5
+    with pytest.raises(ActorFailed, match="died again after 2 restarts"):
+        follow(lambda: Server([rolling(publish(1))] * 5), loads=dies, supervision={"max_restarts": 2})
+
+
+def test_a_broadcast_is_received_while_the_engine_is_paused(publish):
+    events, server, host = follow(lambda: Server([rolling(publish(0)), broadcast(1)]))
+    assert events[-3:] == ["pause abort", "load 1 broadcast", "resume"]
+    assert [report.times.transport for report in server.reports] == ["shm", "gloo"]
+    assert host.version == 1
+
+
+def test_a_broadcast_that_is_called_off_ends_the_pause_at_once(publish):
+    events, server, host = follow(lambda: Server([rolling(publish(0)), broadcast(1)], begins=False))
+    assert events[-2:] == ["pause abort", "resume"]
+    assert host.version == 0
+    assert [request.serving for request in server.asked] == [-1, 0, 0]
+
+
+def test_a_broadcast_that_breaks_leaves_the_engine_paused_for_the_other_way(publish):
+    broken = BroadcastFailed(1, "connection closed")
+    events, server, host = follow(
+        lambda: Server([rolling(publish(0)), broadcast(1), rolling(publish(1))]), loads=[None, broken]
+    )
+    assert events[-5:] == ["load 1 broadcast", "accept 1", "pause abort", "load 1 staged", "resume"]
+    assert [report.committed for report in server.reports] == [True, False, True]
+    assert host.restarts == 0
+
+
+def test_a_call_off_does_not_wake_an_engine_whose_load_had_failed(publish):
+    corrupt = WeightsCorrupt("half of it", version=1)
+    events, _, host = follow(
+        lambda: Server([rolling(publish(0)), rolling(publish(1)), broadcast(2)], begins=False), loads=[None, corrupt]
+    )
+    assert events[-3:] == ["pause abort", "load 1 staged", "pause abort"]
+    assert host.version == 0
+
+
+def test_a_parameter_server_that_is_away_is_asked_until_it_is_back(publish):
+    events, server, _ = follow(lambda: Server([rolling(publish(0))], away=5))
+    assert events[-1] == "resume"
+    assert server.reports[0].committed
+
+
+def test_under_full_verification_nothing_is_admitted_before_the_engine_agrees_with_the_learner(publish):
+    """I4: after a load the engine computes what the learner does, or it loads again."""
+    wrong = [[-1.0, -4.0]]
+    events, server, host = follow(
+        lambda: Server([rolling(publish(1, probe=True), probe=True)] * 2), scores=wrong, weights={"verify": "full"}
+    )
+    assert events == [
+        *("start", "accept 1", "pause abort", "load 1 staged", "resume", "pause abort"),
+        *("accept 1", "pause abort", "load 1 staged", "resume"),
+    ]
+    assert "does not compute what the learner does" in server.reports[0].error
+    assert server.reports[1].times.probe_kl == pytest.approx(0.0)
+    assert host.commits == 1
+
+
+def test_a_probe_is_measured_where_it_is_asked_for(publish):
+    _, server, _ = follow(
+        lambda: Server([rolling(publish(0, probe=True), probe=True), rolling(publish(1, probe=True))]),
+        scores=[[-1.5, -2.5]],
+    )
+    assert [report.times.probe_kl for report in server.reports] == [pytest.approx(0.5), None]
+
+
+def test_the_base_for_deltas_is_kept_and_named(publish):
+    _, server, _ = follow(lambda: Server([rolling(publish(0)), rolling(publish(1))]), weights={"delta": True})
+    assert [request.base for request in server.asked] == [-1, 0, 1]

@@ -1,0 +1,150 @@
+"""Weight updates on the whole system in one process: joins, deaths and restarts while versions come all the time."""
+
+import asyncio
+import json
+
+import msgspec
+import pytest
+from inprocess import System, sim_config
+from structlog.testing import capture_logs
+
+from asyncrl.weights.segments import Segment
+
+TRANSPORTS = ["shm", "stream", "gloo"]
+
+
+def config_of(transport, *, eta=3, **learner):
+    """A version every 30 ms or so."""
+    return sim_config(
+        run={"samples_per_step": 100},
+        data={"size": 4096},
+        learner={"steps": 30, "sim": {"step_s": 0.03, "publish_bytes": 300_000}, **learner},
+        rollout={"sim": {"decode_step_s": 0.002, "load_s": 0.004}},
+        staleness={"max": eta},
+        weights={"transport": transport, "chunk_bytes": 65_536, "broadcast_timeout_s": 5.0},
+    )
+
+
+def check(system, state):
+    """I1, I3 and I4: every group once, spans that cover, and the versions that were published."""
+    assert state.phase == "done", state
+    uids = []
+    for path in sorted((system.run_dir / "samples").iterdir()):
+        for group in map(json.loads, path.read_text().splitlines()):
+            uids.append(group["uid"])
+            for trajectory in group["trajectories"]:
+                ends = [0, *(end for _, _, end in trajectory["spans"])]
+                assert [start for _, start, _ in trajectory["spans"]] == ends[:-1]
+                assert ends[-1] == len(trajectory["tokens"])
+    trained = system.lines("train")[-1]["ledger/trained"]
+    assert len(uids) == len(set(uids)) == trained == 30 * 4
+
+
+async def disturb(system, when, what):
+    """Run to the end; ``what`` happens as soon as ``when`` is true."""
+    running = asyncio.create_task(system.run())
+    while not when():
+        assert not running.done(), await running
+        await asyncio.sleep(0.002)
+    await what()
+    return await running
+
+
+def step_reached(system, step):
+    learner = system.actors.get("learner/0")
+    return learner is not None and learner._step >= step
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_replica_is_updated_by_the_chosen_transport(tmp_path, transport):
+    system = System(config_of(transport), tmp_path / "run")
+    check(system, asyncio.run(system.run()))
+    updates = system.lines("update")
+    first = [line for line in updates if line["weights/version"] == 0]
+    assert {line["replica"] for line in first} == {"rollouter/0", "rollouter/1"}
+    # Nobody is a member of a broadcast before it serves something.
+    assert {line["weights/transport"] for line in first} == {"shm" if transport == "shm" else "stream"}
+    later = [line["weights/transport"] for line in updates if line["weights/version"] > 0]
+    assert later.count(transport) >= 20
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rollouter_that_joins_serves_the_newest_version_and_disturbs_nobody(tmp_path, transport):
+    system = System(config_of(transport), tmp_path / "run")
+    seen = {}
+
+    async def join():
+        learner = system.actors["learner/0"]
+        seen["published"] = learner.param_version
+        system._lives["rollouter/2"] = asyncio.create_task(system._live("rollouter/2"))
+
+    state = asyncio.run(asyncio.wait_for(disturb(system, lambda: step_reached(system, 8), join), 60))
+    check(system, state)
+    updates = system.lines("update")
+    own = [line for line in updates if line["replica"] == "rollouter/2"]
+    assert own[0]["weights/version"] >= seen["published"]
+    assert own[0]["weights/transport"] in ("shm", "stream")
+    # A publication a step and one update of a replica a publication: it came without either.
+    assert {line["weights/version"] for line in system.lines("train")} == set(range(1, 31))
+    for name in ("rollouter/0", "rollouter/1"):
+        versions = [line["weights/version"] for line in updates if line["replica"] == name]
+        assert versions == sorted(set(versions)), "an update that was repeated would be a pause for nothing"
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rollouter_that_dies_in_an_update_costs_the_others_nothing(tmp_path, transport):
+    system = System(config_of(transport), tmp_path / "run")
+
+    async def kill():
+        # Three times, at whatever point of an update that is.
+        for _ in range(3):
+            await system.replace("rollouter/1")
+            await asyncio.sleep(0.1)
+
+    state = asyncio.run(asyncio.wait_for(disturb(system, lambda: step_reached(system, 5), kill), 60))
+    check(system, state)
+    assert system.actors["rollouter/0"].param_version == 30
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_parameter_server_that_is_replaced_gets_the_newest_version_again(tmp_path, transport):
+    system = System(config_of(transport), tmp_path / "run")
+
+    async def kill():
+        for _ in range(2):
+            await system.replace("parameter_server/0")
+            await asyncio.sleep(0.15)
+
+    state = asyncio.run(asyncio.wait_for(disturb(system, lambda: step_reached(system, 5), kill), 60))
+    check(system, state)
+    versions = [line["weights/version"] for line in system.lines("train")]
+    assert versions == sorted(set(versions)), "a number is never used twice"
+    assert {actor.param_version for name, actor in system.actors.items() if name.startswith("rollouter")} == {30}
+
+
+@pytest.mark.parametrize("transport", ["shm", "stream"])
+@pytest.mark.parametrize("eta", [0, 3])
+def test_i4_a_version_with_a_flipped_bit_is_named_never_loaded_and_made_anew(tmp_path, monkeypatch, transport, eta):
+    config = config_of(transport, eta=eta)
+    sealed = []
+
+    class Flipped(Segment):
+        def seal(self, tensors):
+            bucket = super().seal(tensors)
+            sealed.append(bucket)
+            # As if a bit of the memory had changed since.
+            return msgspec.structs.replace(bucket, checksum=bucket.checksum ^ 1) if len(sealed) == 5 else bucket
+
+    monkeypatch.setattr("asyncrl.learner.sim.Segment", Flipped)
+    monkeypatch.setattr("asyncrl.learner.actor.OWED_RETRY_S", 0.2)
+    system = System(config, tmp_path / "run")
+    with capture_logs() as logs:
+        state = asyncio.run(asyncio.wait_for(system.run(), 60))
+    check(system, state)
+    failed = [line for line in logs if line["event"] == "update failed" and "checksum" in line.get("error", "")]
+    assert failed
+    (condemned,) = [line for line in logs if line["event"] == "version is condemned"]
+    assert "bucket 0" in condemned["error"]
+    updates = system.lines("update")
+    assert condemned["version"] not in {line["weights/version"] for line in updates}
+    assert max(line["weights/version"] for line in updates) >= 30

@@ -1,0 +1,107 @@
+"""The plan of a fetch, under any order of arrivals, failures and repeats."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.errors import WeightsCorrupt
+from asyncrl.weights.chunks import ATTEMPTS, ChunkPlan, Piece
+
+SIZES = st.dictionaries(st.integers(0, 5), st.integers(1, 100), max_size=4)
+
+
+@given(sizes=SIZES, chunk=st.integers(1, 120))
+def test_chunks_cover_every_bucket_once_and_in_order(sizes: dict[int, int], chunk: int) -> None:
+    plan = ChunkPlan(3, sizes, chunk_bytes=chunk, credit=10_000)
+    pieces = []
+    while (piece := plan.take()) is not None:
+        pieces.append(piece)
+    assert len(pieces) == plan.chunks
+    ends = dict.fromkeys(sizes, 0)
+    for piece in pieces:
+        assert piece.offset == ends[piece.bucket]
+        assert 0 < piece.size <= chunk
+        ends[piece.bucket] += piece.size
+    assert ends == sizes
+
+
+@given(sizes=SIZES, chunk=st.integers(1, 40), credit=st.integers(1, 6), data=st.data())
+def test_any_order_of_arrivals_failures_and_repeats_ends_complete(
+    sizes: dict[int, int], chunk: int, credit: int, data: st.DataObject
+) -> None:
+    plan = ChunkPlan(3, sizes, chunk_bytes=chunk, credit=credit)
+    in_flight: list[Piece] = []
+    accepted: list[Piece] = []
+    corrupt: dict[Piece, int] = {}
+    dropped: set[int] = set()
+    for _ in range(data.draw(st.integers(0, 150))):
+        wanted = data.draw(st.integers(0, credit + 1))
+        for _ in range(wanted):
+            if (piece := plan.take()) is not None:
+                assert piece.bucket not in dropped
+                assert piece not in accepted
+                in_flight.append(piece)
+        assert len(in_flight) - sum(piece.bucket in dropped for piece in in_flight) <= credit
+        if not in_flight:
+            continue
+        piece = in_flight.pop(data.draw(st.integers(0, len(in_flight) - 1)))
+        match data.draw(st.sampled_from(["here", "here", "here", "lost", "corrupt", "drop"])):
+            case "lost":
+                plan.lost(piece)
+            case "corrupt" if corrupt.get(piece, 0) < ATTEMPTS - 1:
+                corrupt[piece] = corrupt.get(piece, 0) + 1
+                plan.corrupt(piece, "test")
+            case "drop" if piece.bucket not in dropped:
+                plan.drop(piece.bucket)
+                dropped.add(piece.bucket)
+                assert not plan.accept(piece)
+            case _:
+                assert plan.accept(piece) == (piece.bucket not in dropped)
+                if piece.bucket not in dropped:
+                    accepted.append(piece)
+        if accepted:
+            assert not plan.accept(data.draw(st.sampled_from(accepted)))
+    # From here on all is well.
+    while in_flight:
+        plan.lost(in_flight.pop())
+    while (piece := plan.take()) is not None:
+        assert plan.accept(piece)
+        accepted.append(piece)
+    assert plan.done
+    assert len(set(accepted)) == len(accepted)
+    assert plan.bytes_done == sum(piece.size for piece in accepted)
+    for bucket, size in sizes.items():
+        assert plan.whole(bucket) == (bucket not in dropped)
+        if bucket not in dropped:
+            assert sum(piece.size for piece in accepted if piece.bucket == bucket) == size
+
+
+def test_a_chunk_that_is_always_corrupt_is_named() -> None:
+    plan = ChunkPlan(7, {2: 100}, chunk_bytes=60, credit=1)
+    first = plan.take()
+    assert first is not None
+    assert plan.accept(first)
+    for attempt in range(1, ATTEMPTS + 1):
+        piece = plan.take()
+        assert piece == Piece(2, 60, 40)
+        # A connection that breaks in between says nothing of the chunk.
+        plan.lost(piece)
+        assert plan.take() == piece
+        if attempt < ATTEMPTS:
+            plan.corrupt(piece, "flipped")
+        else:
+            with pytest.raises(WeightsCorrupt, match="version 7, bucket 2: its chunk at 60 .* 3 times.*flipped"):
+                plan.corrupt(piece, "flipped")
+
+
+def test_a_lost_chunk_is_the_next_to_be_asked_for() -> None:
+    plan = ChunkPlan(7, {0: 100}, chunk_bytes=10, credit=2)
+    first, second = plan.take(), plan.take()
+    assert plan.take() is None
+    assert first is not None
+    assert second is not None
+    plan.lost(first)
+    assert plan.take() == first
+    assert not plan.done

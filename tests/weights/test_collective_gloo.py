@@ -1,0 +1,415 @@
+"""Broadcasts over gloo between real processes: what arrives, who notices a failure, and what goes on after it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from collective_peers import (
+    HOST,
+    PATIENCE_S,
+    Answer,
+    Peer,
+    Version,
+    group_at,
+    large_tensors,
+    small_tensors,
+    to_receive,
+)
+
+from asyncrl.errors import BroadcastFailed
+from asyncrl.messages import Bucket, CollectiveGroup
+from asyncrl.weights.collective import framing, gloo
+from asyncrl.weights.collective.sender import Sender
+
+
+class Peers:
+    """Processes that are kept from test to test, and replaced where they were killed."""
+
+    def __init__(self) -> None:
+        self._peers: list[Peer] = []
+
+    def take(self, count: int) -> list[Peer]:
+        self._peers = [peer for peer in self._peers if peer.process._closed is False]
+        while len(self._peers) < count:
+            self._peers.append(Peer.start())
+        return self._peers[:count]
+
+    def come_up(self) -> None:
+        """Wait until all are there, which takes a while, and have nothing to do."""
+        for peer in self._peers:
+            assert not peer.waiting
+            peer.ask("renew")
+
+    def close(self) -> None:
+        self.take(0)
+        for peer in self._peers:
+            peer.kill()
+
+
+@pytest.fixture(scope="module")
+def peers() -> Iterator[Peers]:
+    made = Peers()
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def idle_peers(peers: Peers) -> None:
+    peers.take(3)
+    peers.come_up()
+
+
+@pytest.fixture
+def sender() -> Iterator[Sender]:
+    made = Sender("gloo", HOST, PATIENCE_S)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def version() -> Iterator[Callable[..., Version]]:
+    made: list[Version] = []
+
+    def make(*arguments, **fields) -> Version:
+        made.append(Version(*arguments, **fields))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def begin(members: list[Peer], group: CollectiveGroup, version: Version, timeout_s: float = PATIENCE_S) -> None:
+    for rank, peer in enumerate(members, start=1):
+        peer.order("receive", to_receive(group, rank, version, timeout_s), 0)
+
+
+def broadcast(sender: Sender, members: list[Peer], epoch: int, version: Version) -> list[Answer]:
+    group = group_at(sender.port, epoch, len(members) + 1)
+    begin(members, group, version)
+    sender.send(group, version.version, version.layouts, iter(version.buckets))
+    return [peer.answer() for peer in members]
+
+
+def failing(sender: Sender, group: CollectiveGroup, version: Version, buckets: Iterator[tuple[Bucket, int]]) -> str:
+    with pytest.raises(BroadcastFailed) as caught:
+        sender.send(group, version.version, version.layouts, buckets)
+    assert caught.value.version == version.version
+    return str(caught.value)
+
+
+def test_versions_arrive_whole_over_one_group(peers, sender, version) -> None:
+    members = peers.take(3)
+    for number in range(4):
+        made = version(number, small_tensors(number))
+        assert broadcast(sender, members, 1, made) == [Answer(checksums=made.checksums)] * 3
+    made = version(4, large_tensors(4))
+    assert broadcast(sender, members, 1, made) == [Answer(checksums=made.checksums)] * 3
+
+
+def test_workers_of_a_replica_have_ranks_of_their_own(peers, sender, version) -> None:
+    members, made = peers.take(3), version(0, small_tensors(0))
+    group = group_at(sender.port, 1, 4)
+    # One replica of one worker, one of two.
+    for peer, (first_rank, worker) in zip(members, [(1, 0), (2, 0), (2, 1)], strict=True):
+        peer.order("receive", to_receive(group, first_rank, made), worker)
+    sender.send(group, 0, made.layouts, iter(made.buckets))
+    assert [peer.answer() for peer in members] == [Answer(checksums=made.checksums)] * 3
+
+
+def test_members_come_and_go_with_the_epochs(peers, sender, version) -> None:
+    first, second, third = peers.take(3)
+    for epoch, members in enumerate(([first, second], [first], [third, first, second]), start=1):
+        made = version(epoch, small_tensors(epoch))
+        assert broadcast(sender, members, epoch, made) == [Answer(checksums=made.checksums)] * len(members)
+
+
+def test_buckets_are_sent_as_they_come(peers, sender, version) -> None:
+    members, made = peers.take(2), version(0, small_tensors(0))
+    group = group_at(sender.port, 1, 3)
+    begin(members, group, made)
+
+    def gathered() -> Iterator[tuple[Bucket, int]]:
+        for bucket in made.buckets:
+            time.sleep(0.1)
+            yield bucket
+
+    sender.send(group, 0, made.layouts, gathered())
+    assert [peer.answer().checksums for peer in members] == [made.checksums] * 2
+
+
+@contextmanager
+def killed_within_a_bucket(peer: Peer) -> Iterator[None]:
+    """The peer is frozen somewhere within the next bucket, of several pieces, and killed when all are stuck in it."""
+    frozen = threading.Event()
+
+    def end() -> None:
+        peer.stop()
+        frozen.set()
+        time.sleep(0.3)
+        peer.process.kill()
+
+    def pieces(size: int, _: int) -> Iterator[tuple[int, int]]:
+        *first, last = framing.pieces(size, size // 8)
+        yield first[0]
+        threading.Timer(0.003, end).start()
+        yield from first[1:]
+        frozen.wait()
+        yield last
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gloo, "pieces", pieces)
+        yield
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_killed_member_is_noticed_in_the_middle_of_a_bucket(peers, sender, version, size: int) -> None:
+    members, made = peers.take(3)[: size - 1], version(0, large_tensors(0, megabytes=256))
+    group = group_at(sender.port, 1, size)
+    begin(members, group, made)
+    victim = members.pop()
+
+    def gathered() -> Iterator[tuple[Bucket, int]]:
+        with killed_within_a_bucket(victim):
+            yield made.buckets[0]
+
+    # Not by the timeout, which nothing here comes near to.
+    began = time.monotonic()
+    assert f"rank {size - 1} is gone" in failing(sender, group, made, gathered())
+    for peer in members:
+        answer = peer.answer()
+        assert answer.kind == "BroadcastFailed"
+        assert f"rank {size - 1} is gone" in answer.error
+    assert time.monotonic() - began < PATIENCE_S / 2
+    victim.kill()
+    # Nothing of a broken epoch goes on, on either side.
+    assert f"epoch 1 is over: rank {size - 1} is gone" in failing(sender, group, made, iter(made.buckets))
+    for peer in members:
+        assert "epoch 1 is over" in peer.ask("receive", to_receive(group, 1, made), 0).error
+    if members:
+        small = version(1, small_tensors(1))
+        assert broadcast(sender, members, 2, small) == [Answer(checksums=small.checksums)] * len(members)
+
+
+def test_killed_sender_is_noticed(peers, version) -> None:
+    *members, learner = peers.take(3)
+    group = group_at(learner.ask("open_sender", PATIENCE_S), 1, 3)
+    begin(members, group, version(0, large_tensors(0)))
+    learner.order("send_for_ever", group)
+    time.sleep(1.0)
+    learner.kill()
+    for peer in members:
+        assert "the learner is gone" in peer.answer().error
+
+
+def test_frozen_member_fails_the_others_by_timeout(peers, version) -> None:
+    members, made = peers.take(3), version(0, large_tensors(0))
+    sender = Sender("gloo", HOST, 2.0)
+    try:
+        # With time to come up; the group is kept.
+        warm = version(0, small_tensors(0))
+        assert len(broadcast(sender, members, 1, warm)) == 3
+        group = group_at(sender.port, 1, 4)
+        begin(members, group, made)
+
+        def gathered() -> Iterator[tuple[Bucket, int]]:
+            members[1].stop()
+            yield from made.buckets
+
+        assert "waited 2 s" in failing(sender, group, made, gathered())
+        for peer in (members[0], members[2]):
+            assert "waited 2 s" in peer.answer().error
+        members[1].go_on()
+        assert "waited 2 s" in members[1].answer().error
+        assert broadcast(sender, members, 2, made) == [Answer(checksums=made.checksums)] * 3
+    finally:
+        sender.close()
+
+
+@pytest.mark.parametrize("flipped", [0, 2])
+def test_flipped_bit_is_found_before_anything_is_handed_out(peers, sender, version, flipped: int) -> None:
+    members, made = peers.take(2), version(7, small_tensors(7), flipped=flipped)
+    group = group_at(sender.port, 1, 3)
+    begin(members, group, made)
+    assert f"weights of version 7, bucket {flipped}: its checksum is" in failing(
+        sender, group, made, iter(made.buckets)
+    )
+    answers = [peer.answer() for peer in members]
+    assert {answer.kind for answer in answers} <= {"WeightsCorrupt", "BroadcastFailed"}
+    assert "WeightsCorrupt" in {answer.kind for answer in answers}
+    for answer in answers:
+        assert f"bucket {flipped}: its checksum is" in answer.error
+        assert not answer.checksums
+
+
+def test_versions_and_layouts_must_agree(peers, sender, version) -> None:
+    [peer] = peers.take(1)
+    made, other = version(3, small_tensors(3)), version(4, small_tensors(4))
+    shifted = version(3, [*small_tensors(3)[:2], {"c": small_tensors(3)[2]["c"].reshape(100, 50)}])
+    for epoch, expected in enumerate((other, shifted), start=1):
+        group = group_at(sender.port, epoch, 2)
+        begin([peer], group, expected)
+        assert "expected OPEN (version" in failing(sender, group, made, iter(made.buckets))
+        answer = peer.answer()
+        assert answer.kind == "BroadcastFailed"
+        assert "expected OPEN (version" in answer.error
+
+
+@pytest.mark.parametrize(
+    ("buckets", "words"),
+    [
+        (lambda made: made.buckets[:2], "2 buckets instead of the 3"),
+        (lambda made: [*made.buckets, made.buckets[0]], "there is a bucket 3"),
+        (lambda made: made.buckets[::-1], "not the .* that were announced"),
+    ],
+)
+def test_sender_sends_what_was_announced_or_nothing(peers, sender, version, buckets, words: str) -> None:
+    [peer], made = peers.take(1), version(0, small_tensors(0))
+    group = group_at(sender.port, 1, 2)
+    begin([peer], group, made)
+    with pytest.raises(BroadcastFailed, match=words):
+        sender.send(group, 0, made.layouts, iter(buckets(made)))
+    answer = peer.answer()
+    # The last bucket too many comes when the member has everything.
+    assert answer.kind == "BroadcastFailed" or answer.checksums == made.checksums
+
+
+def test_failed_gather_ends_the_broadcast_everywhere(peers, sender, version) -> None:
+    members, made = peers.take(2), version(0, small_tensors(0))
+    group = group_at(sender.port, 1, 3)
+    begin(members, group, made)
+
+    def gathered() -> Iterator[tuple[Bucket, int]]:
+        yield made.buckets[0]
+        raise KeyError("a weight")
+
+    with pytest.raises(KeyError):
+        sender.send(group, 0, made.layouts, gathered())
+    for peer in members:
+        assert "the learner failed: KeyError('a weight')" in peer.answer().error
+
+
+@pytest.mark.parametrize("where", ["gathering", "sending", "forming"])
+def test_abort_from_another_thread(peers, sender, version, where: str) -> None:
+    members, made = peers.take(2), version(0, large_tensors(0))
+    group = group_at(sender.port, 1, 3 if where != "forming" else 4)
+    begin(members, group, made)
+    threading.Timer(2.0, sender.abort, ["enough"]).start()
+
+    def gathered() -> Iterator[tuple[Bucket, int]]:
+        yield made.buckets[0]
+        if where == "sending":
+            members[1].stop()
+            yield made.buckets[1]
+        # Members learn of it although the sender itself is kept.
+        assert "the learner: enough" in members[0].answer().error
+        yield made.buckets[1]
+
+    began = time.monotonic()
+    assert "enough" in failing(sender, group, made, gathered())
+    assert time.monotonic() - began < PATIENCE_S / 2
+    members[1].go_on()
+    for peer in members[where == "gathering" :]:
+        assert "the learner: enough" in peer.answer().error
+    assert broadcast(sender, members, 2, made) == [Answer(checksums=made.checksums)] * 2
+
+
+def test_sender_names_who_did_not_come(peers, version) -> None:
+    [peer], made = peers.take(1), version(0, small_tensors(0))
+    sender = Sender("gloo", HOST, 1.5)
+    try:
+        group = group_at(sender.port, 1, 4)
+        begin([peer], group, made)
+        assert "waited 1.5 s for ranks 2, 3 of epoch 1" in failing(sender, group, made, iter(made.buckets))
+        assert "waited 1.5 s for ranks 2, 3 of epoch 1" in peer.answer().error
+    finally:
+        sender.close()
+
+
+def test_strangers_do_not_disturb(peers, sender, version) -> None:
+    strangers = [socket.create_connection((HOST, sender.port)) for _ in range(4)]
+    try:
+        strangers[0].sendall(b"GET / HTTP/1.1\r\nHost: learner\r\nAccept: everything there is\r\n\r\n")
+        strangers[1].sendall(b"axw1")
+        strangers[2].close()
+        made = version(0, small_tensors(0))
+        assert broadcast(sender, peers.take(2), 1, made) == [Answer(checksums=made.checksums)] * 2
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_whoever_comes_late_is_turned_away_and_early_waits(peers, sender, version) -> None:
+    late, early, member = peers.take(3)
+    made = version(0, small_tensors(0))
+    late.order("receive", to_receive(group_at(sender.port, 1, 2), 1, made), 0)
+    early.order("receive", to_receive(group_at(sender.port, 3, 2), 1, made), 0)
+    # Both are there before the member for whom rank 0 waits.
+    time.sleep(1.0)
+    assert broadcast(sender, [member], 2, made)[0].checksums == made.checksums
+    assert "epoch 1 is over, this is 2" in late.answer().error
+    sender.send(group_at(sender.port, 3, 2), 0, made.layouts, iter(made.buckets))
+    assert early.answer().checksums == made.checksums
+
+
+def test_receiver_is_closed_while_it_waits(peers, sender, version) -> None:
+    [peer], made = peers.take(1), version(0, large_tensors(0))
+    group = group_at(sender.port, 1, 2)
+    # Before the group is formed: nobody sends.
+    answer = peer.ask("close_meanwhile", to_receive(group, 1, made), 0, 0.3)
+    assert answer.kind == "BroadcastFailed"
+    assert "this worker has ended" in answer.error
+    assert "this worker has ended" in peer.ask("receive", to_receive(group, 1, made), 0).error
+    peer.ask("renew")
+    # And between two buckets.
+    group = group_at(sender.port, 2, 2)
+    peer.order("close_meanwhile", to_receive(group, 1, made), 0, 1.5)
+
+    def gathered() -> Iterator[tuple[Bucket, int]]:
+        yield made.buckets[0]
+        assert "this worker has ended" in peer.answer().error
+        yield made.buckets[1]
+
+    assert "rank 1: this worker has ended" in failing(sender, group, made, gathered())
+
+
+def test_no_learner_is_an_error_at_once(peers, sender, version) -> None:
+    [peer], made = peers.take(1), version(0, small_tensors(0))
+    group = group_at(sender.port, 1, 2)
+    sender.close()
+    assert "Connection refused" in peer.ask("receive", to_receive(group, 1, made), 0).error
+    assert "the sender is closed" in failing(sender, group, made, iter(made.buckets))
+    sender.close()
+
+
+def test_nothing_leaks(version) -> None:
+    # What is stuck when a broadcast fails may stay as long as the timeout.
+    timeout_s = 1.0
+    fresh, small, large = Peers(), version(0, small_tensors(0)), version(1, large_tensors(1))
+    learner, *members = fresh.take(3)
+    try:
+        fresh.come_up()
+        use = []
+        for _ in range(3):
+            port = learner.ask("open_sender", timeout_s)
+            for epoch in (1, 2):
+                begin(members, group_at(port, epoch, 3), small, timeout_s)
+                assert not learner.ask("send", group_at(port, epoch, 3), 0, False).error
+                assert not any(peer.answer().error for peer in members)
+            begin(members, group_at(port, 2, 3), large, timeout_s)
+            assert learner.ask("send", group_at(port, 2, 3), 1, True, members[1].process.pid).error
+            members[1].go_on()
+            assert all(peer.answer().error for peer in members)
+            time.sleep(2 * timeout_s + 1.0)
+            for peer in (learner, *members):
+                peer.order("used")
+            use.append([peer.answer() for peer in (learner, *members)])
+        # What torch starts and keeps is there after the first time.
+        assert use[1] == use[2]
+    finally:
+        fresh.close()

@@ -1,0 +1,85 @@
+"""``python -m tools.bench stall``: generation time lost to an update, by what becomes of the requests in flight.
+
+The same simulated run (long-tailed lengths, a version a step) under ``abort_resume``, ``keep`` and ``drain``. An abort
+costs the prefill of what was held, ``keep`` with recomputation the same; a drain waits for the longest response in
+flight. The ratios are against ``abort_resume``.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from tools.bench.report import Report
+from tools.live_run import LiveRun
+
+MODES = ("abort_resume", "keep", "drain")
+RUN_S = 600.0
+
+
+def configuration(mode: str, steps: int) -> dict[str, Any]:
+    """Two replicas of 32 requests each; a step takes a second and a half."""
+    return {
+        "data": {"source": "synthetic", "size": 4096},
+        "rollout": {
+            "engine": "sim",
+            "replicas": 2,
+            "gpus_per_replica": 0,
+            "samples_per_prompt": 4,
+            "concurrency": 32,
+            "max_tokens": 1024,
+            "on_update": mode,
+            "stream_interval": 16,
+            "sim": {
+                "length": "lognormal",
+                "length_median": 96.0,
+                "length_sigma": 1.0,
+                "decode_step_s": 0.008,
+                "decode_step_per_request_s": 0.0001,
+                "load_s": 0.1,
+            },
+        },
+        "reward": {"function": "constant", "workers": 1, "options": {"value": 0.5, "spread": 0.5}},
+        "learner": {
+            "backend": "sim",
+            "steps": steps,
+            "groups_per_step": 16,
+            "dynamic_sampling": False,
+            "sim": {"step_s": 1.0, "publish_bytes": 1 << 20},
+        },
+        "weights": {"transport": "shm"},
+        "staleness": {"max": 4},
+    }
+
+
+def measure(report: Report, *, steps: int) -> None:
+    """Fill the report."""
+    report.settings |= {"steps": steps, "replicas": 2, "load_s": 0.1}
+    stalls: dict[str, float] = {}
+    for mode in MODES:
+        with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as name:
+            run = LiveRun(configuration(mode, steps), Path(name))
+            try:
+                code = run.wait(RUN_S)
+                if code:
+                    raise RuntimeError(f"{mode}: exit code {code}: {run.output[-1000:]}")
+                # The first update of an engine loses nothing: there was nothing to lose.
+                updates = [line for line in run.lines("update") if line["weights/version"] > 0]
+                rates = [line["rollout/tokens_per_s"] for line in run.lines("train")[2:]]
+            finally:
+                run.close()
+        stall = [line["weights/stall_s"] for line in updates]
+        stalls[mode] = median(stall)
+        report.figures[mode] = {
+            "updates": len(updates),
+            "stall_s": {"median": median(stall), "mean": mean(stall), "max": max(stall)},
+            "load_s": {"median": median(line["weights/load_s"] for line in updates)},
+            "tokens_per_s": mean(rates),
+        }
+        report.say(
+            f"{mode:14} stall median {median(stall):.3f} s, mean {mean(stall):.3f} s, longest {max(stall):.3f} s "
+            f"over {len(updates)} updates; {mean(rates):.0f} tokens/s"
+        )
+    report.ratios |= {f"stall_{mode}_vs_abort_resume": stalls[mode] / stalls["abort_resume"] for mode in MODES[1:]}

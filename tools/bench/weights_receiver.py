@@ -1,0 +1,103 @@
+"""The receiving sides of the benchmark of weights: each brings one version's bytes here and verifies what it would."""
+
+from __future__ import annotations
+
+import socket
+import time
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+
+from asyncrl.config import WeightsConfig
+from asyncrl.messages import BucketLayout, Collective, CollectiveGroup, Manifest, Offer
+from asyncrl.rollouter.fetch import fetch
+from asyncrl.weights.broadcast import Broadcast
+from asyncrl.weights.staging import stage
+
+HOST = "127.0.0.1"
+TIMEOUT_S = 120.0
+
+
+def by_shm(manifest: Manifest) -> float:
+    """Seconds until every sealed segment is open and verified."""
+    began = time.perf_counter()
+    staged = stage(manifest)
+    seconds = time.perf_counter() - began
+    staged.close()
+    return seconds
+
+
+async def by_stream(manifest: Manifest, call: Any, weights: WeightsConfig) -> float:
+    """Seconds until every chunk has come, was verified and sealed."""
+    began = time.perf_counter()
+    offer = Offer(version=manifest.version, transport="stream", manifest=manifest)
+    fetched = await fetch(offer, None, call=call, weights=weights)
+    seconds = time.perf_counter() - began
+    fetched.staged.close()
+    return seconds
+
+
+def by_gloo(receiver: Any, version: int, group: CollectiveGroup, layouts: list[BucketLayout]) -> float:
+    """Seconds until every bucket was received and verified."""
+    began = time.perf_counter()
+    collective = Collective(group=group, first_rank=1, buckets=layouts)
+    receiver.receive(Broadcast(version=version, collective=collective, timeout_s=TIMEOUT_S), worker=0)
+    return time.perf_counter() - began
+
+
+def by_memcpy(source: np.ndarray, target: np.ndarray) -> float:
+    """Seconds of one copy between two arrays that both exist already."""
+    began = time.perf_counter()
+    np.copyto(target, source)
+    return time.perf_counter() - began
+
+
+def by_tcp(port: int, target: np.ndarray) -> float:
+    """Seconds of a bare loopback connection, into memory that exists already."""
+    began = time.perf_counter()
+    view = memoryview(target)
+    with socket.create_connection((HOST, port)) as connection:
+        done = 0
+        while done < len(view):
+            count = connection.recv_into(view[done:])
+            if not count:
+                raise ConnectionError(f"sender left after {done} of {len(view)} bytes")
+            done += count
+    return time.perf_counter() - began
+
+
+def by_bare_gloo(group: Any, targets: list[Any]) -> float:
+    """Seconds of one bare broadcast a bucket, into memory that exists already."""
+    began = time.perf_counter()
+    for target in targets:
+        broadcast(group, target)
+    return time.perf_counter() - began
+
+
+def bare_store() -> Any:
+    """The store of the bare group; its ``port`` is told to the other side."""
+    import torch.distributed as dist
+
+    return dist.TCPStore(HOST, 0, None, True, timedelta(seconds=TIMEOUT_S), wait_for_workers=False)
+
+
+def bare_group(port: int, rank: int, store: Any = None) -> Any:
+    """Two ranks over gloo and nothing else."""
+    import torch.distributed as dist
+
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=TIMEOUT_S)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=HOST, lazy_init=False)]
+    if store is None:
+        store = dist.TCPStore(HOST, port, None, False, timedelta(seconds=TIMEOUT_S))
+    return dist.ProcessGroupGloo(dist.PrefixStore("bare", store), rank, 2, options)
+
+
+def broadcast(group: Any, tensor: Any) -> None:
+    """From rank 0."""
+    import torch.distributed as dist
+
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    group.broadcast([tensor], options).wait()

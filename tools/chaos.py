@@ -1,0 +1,241 @@
+"""Kill and freeze the processes of a run that updates its weights all the time, and see that it goes on.
+
+    python -m tools.chaos --engine sim --rounds 30
+    python -m tools.chaos --engine vllm --rounds 6 --seed 7
+
+Each round picks a victim (a rollouter, an engine core, the parameter server), a signal (SIGKILL, or SIGSTOP, which is
+taken back after a while or left for the run to notice) and a moment at random, waits until training has published two
+more versions and every rollouter serves the second of them, and says in which phase of an update the victim was. The
+seed is printed. Exit code 1 when a round does not pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.bench.tiny_model import make_model
+from tools.live_run import LiveRun
+
+SUMMARY = "Kill and freeze the processes of a run that updates its weights all the time."
+START_S = 180.0
+RECOVERY_S = 120.0
+"""Longest time from a round's signal until all is well again."""
+STALL_S = 6.0
+REPLICAS = 3
+TRANSPORTS = ("gloo", "shm", "stream")
+MODES = ("abort_resume", "keep", "drain")
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one round does."""
+
+    victim: str
+    core: bool
+    """The engine core of the victim instead of its own process."""
+    signal: signal.Signals
+    frozen_s: float | None
+    """Until a frozen victim goes on; None leaves it frozen."""
+    after_s: float
+    """From the round's start."""
+
+    def __str__(self) -> str:
+        what = f"{self.signal.name} to {'the engine core of ' if self.core else ''}{self.victim}"
+        if self.signal is signal.SIGSTOP:
+            what += " for good" if self.frozen_s is None else f" for {self.frozen_s:.1f} s"
+        return what
+
+
+def plan(randomness: random.Random, engine: str) -> Round:
+    """A round drawn at random."""
+    rollouter = f"rollouter/{randomness.randrange(REPLICAS if engine == 'sim' else 2)}"
+    kinds = ["rollouter", "parameter_server"] + (["core"] if engine == "vllm" else [])
+    kind = randomness.choice(kinds)
+    stop = randomness.random() < 0.5
+    return Round(
+        victim="parameter_server/0" if kind == "parameter_server" else rollouter,
+        core=kind == "core",
+        signal=signal.SIGSTOP if stop else signal.SIGKILL,
+        frozen_s=randomness.uniform(0.2, 3.0) if stop and randomness.random() < 0.5 else None,
+        after_s=randomness.uniform(0.0, 2.0),
+    )
+
+
+def configuration(engine: str, transport: str, mode: str, model: Path | None) -> dict[str, Any]:
+    """A run without end, a version a step, phases long enough to be met."""
+    tree: dict[str, Any] = {
+        "data": {"source": "synthetic", "size": 4096},
+        "rollout": {
+            "engine": engine,
+            "replicas": REPLICAS if engine == "sim" else 2,
+            "gpus_per_replica": 0,
+            "samples_per_prompt": 2,
+            "concurrency": 16,
+            "max_tokens": 64,
+            "on_update": mode,
+            "engine_timeout_s": 8.0,
+            "stream_interval": 8,
+        },
+        "reward": {"function": "constant", "workers": 1, "options": {"value": 0.5, "spread": 0.5}},
+        "learner": {"steps": 1_000_000, "groups_per_step": 8, "dynamic_sampling": False},
+        "weights": {
+            "transport": transport,
+            "deadline_s": 10.0,
+            "broadcast_timeout_s": 5.0,
+            "chunk_bytes": 1 << 20,
+            "bucket_bytes": 8 << 20,
+        },
+        "staleness": {"max": 3},
+        "network": {"call_timeout_s": 6.0},
+        "supervision": {
+            "heartbeat_s": 0.5,
+            "stall_s": STALL_S,
+            "max_restarts": 10_000,
+            "backoff_s": 0.05,
+            "restart_window_s": 1.0,
+        },
+        "checkpoint": {"export_at_end": False},
+        "log": {"level": "debug"},
+    }
+    if engine == "sim":
+        tree["rollout"]["sim"] = {"length_median": 24.0, "decode_step_s": 0.01, "load_s": 0.2}
+        tree["learner"] |= {"backend": "sim", "sim": {"step_s": 0.5, "publish_bytes": 48 << 20}}
+    else:
+        assert model is not None
+        tree["model"] = {"path": str(model)}
+        tree["data"]["max_prompt_tokens"] = 64
+        tree["rollout"]["vllm"] = {"cpu_kv_cache_bytes": 64 << 20, "threads": 1}
+        tree["weights"]["bucket_bytes"] = 1 << 20
+        tree["supervision"]["stall_s"] = 20.0
+    return tree
+
+
+class Torment:
+    """A run and the rounds it goes through."""
+
+    def __init__(self, run: LiveRun, engine: str) -> None:
+        self._run = run
+        self._replicas = [f"rollouter/{index}" for index in range(REPLICAS if engine == "sim" else 2)]
+        self.phases: Counter[str] = Counter()
+
+    def all_serve(self, version: int) -> bool:
+        """Whether every replica has committed at least ``version``."""
+        served = self._run.served()
+        return all(served.get(name, -1) >= version for name in self._replicas)
+
+    def go(self, round: Round) -> float:
+        """One round; returns the seconds until all was well again."""
+        run = self._run
+        time.sleep(round.after_s)
+        # The last round's victim may not be back yet.
+        pids = run.until(lambda: self._pids(round), f"a process of {round.victim}", START_S)
+        self.phases[self._phase(round)] += 1
+        struck = time.monotonic()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, round.signal)
+        newest = self._published()
+        if round.frozen_s is not None:
+            time.sleep(round.frozen_s)
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+        # The next one may have been under way already.
+        after = newest + 2
+        run.until(lambda: self._published() >= after, f"training to go on past version {newest}", RECOVERY_S)
+        left = RECOVERY_S - (time.monotonic() - struck)
+        run.until(lambda: self.all_serve(after), f"everybody to serve version {after}", left)
+        return time.monotonic() - struck
+
+    def _pids(self, round: Round) -> list[int]:
+        if round.core:
+            return self._run.engine_cores(round.victim)
+        pid = self._run.pid(round.victim)
+        return [] if pid is None else [pid]
+
+    def _published(self) -> int:
+        """The newest version that a parameter server has taken."""
+        lines = self._run.log("parameter_server/0")
+        return max((line["version"] for line in lines if line.get("event") == "published"), default=-1)
+
+    def _phase(self, round: Round) -> str:
+        """In which the parameter server last saw the victim, or any replica."""
+        phases = {line["replica"]: line["phase"] for line in self._run.log("parameter_server/0") if "phase" in line}
+        if round.victim in phases:
+            return str(phases[round.victim])
+        return "+".join(sorted(set(phases.values())))
+
+
+def torment(
+    engine: str, transport: str, mode: str, rounds: list[Round], folder: Path, model: Path | None
+) -> Counter[str]:
+    """Put one run through these rounds. Raises what did not pass."""
+    run = LiveRun(configuration(engine, transport, mode, model), folder)
+    try:
+        own = Torment(run, engine)
+        run.until(lambda: run.step >= 2 and own.all_serve(1), "the run to start", START_S)
+        for number, round in enumerate(rounds, 1):
+            seconds = own.go(round)
+            print(f"  {transport}/{mode} {number}: {round}: well after {seconds:.1f} s", flush=True)
+        code = run.stop()
+        if code != 130:
+            raise RuntimeError(f"stopped with exit code {code}: {run.output[-1000:]}")
+        if left := run.left():
+            raise RuntimeError(f"processes are left: {left}")
+        return own.phases
+    finally:
+        run.close()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.chaos", description=__doc__.split("\n")[0] if __doc__ else ""
+    )
+    parser.add_argument("--engine", choices=("sim", "vllm"), default="sim")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--transport", choices=TRANSPORTS, action="append", help="default: all, in turn")
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--keep", type=Path, default=None, help="folder to keep the runs in")
+    chosen = parser.parse_args(arguments)
+    seed = random.randrange(1 << 32) if chosen.seed is None else chosen.seed
+    print(f"seed {seed}", flush=True)
+    randomness = random.Random(seed)
+    transports = chosen.transport or list(TRANSPORTS)
+    phases: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory(prefix="asyncrl-chaos-") as name:
+        base = chosen.keep or Path(name)
+        model = None
+        if chosen.engine == "vllm":
+            model = Path(name) / "model"
+            make_model(model)
+        for index, transport in enumerate(transports):
+            count = chosen.rounds * (index + 1) // len(transports) - chosen.rounds * index // len(transports)
+            mode = randomness.choice(MODES)
+            folder = base / transport
+            folder.mkdir(parents=True)
+            rounds = [plan(randomness, chosen.engine) for _ in range(count)]
+            try:
+                phases += torment(chosen.engine, transport, mode, rounds, folder, model)
+            except Exception as error:
+                print(f"FAILED with seed {seed}, {transport}/{mode}: {type(error).__name__}: {error}", flush=True)
+                return 1
+    print("victims were in phase: " + ", ".join(f"{phase} {count}" for phase, count in sorted(phases.items())))
+    print(f"{chosen.rounds} rounds passed")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""A run started through asyncrl-launch and followed from outside: its metrics, its processes, its end.
+
+Used by the tools that torment a run (chaos.py) and that look at it afterwards (soak.py). Whatever happens, ``close``
+leaves no process of the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+T = TypeVar("T")
+
+LOOK_S = 0.05
+END_S = 60.0
+
+
+class RunEnded(Exception):
+    """It ended though it should not have; the message is the tail of what it printed."""
+
+
+class LiveRun:
+    """``tree`` is its configuration; ``folder`` holds everything it writes."""
+
+    def __init__(self, tree: dict[str, Any], folder: Path) -> None:
+        self.folder = folder
+        self.run_dir = folder / "runs" / "live"
+        self._output = folder / "output.txt"
+        self._read = 0
+        self._lines: list[dict[str, Any]] = []
+        self._seen: dict[int, psutil.Process] = {}
+        tree = {**tree, "run": {**tree.get("run", {}), "name": "live", "dir": str(folder / "runs")}}
+        (folder / "config.toml").write_text(to_toml(tree))
+        with self._output.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "asyncrl.cli.launch", str(folder / "config.toml")],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def output(self) -> str:
+        """What it has printed."""
+        return self._output.read_text(errors="replace")
+
+    # --- metrics ---
+
+    def lines(self, kind: str) -> list[dict[str, Any]]:
+        """Lines of metrics.jsonl so far."""
+        path = self.run_dir / "metrics.jsonl"
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(self._read)
+                while (line := file.readline()).endswith(b"\n"):
+                    self._read += len(line)
+                    self._lines.append(json.loads(line))
+        return [line for line in self._lines if line["kind"] == kind]
+
+    @property
+    def step(self) -> int:
+        """Steps trained."""
+        lines = self.lines("train")
+        return lines[-1]["step"] if lines else 0
+
+    def served(self) -> dict[str, int]:
+        """The newest version that each replica has committed."""
+        return {line["replica"]: line["weights/version"] for line in self.lines("update")}
+
+    def log(self, actor: str) -> list[dict[str, Any]]:
+        """What an actor has logged."""
+        found = []
+        for path in self.run_dir.glob(f"logs/*/{actor.replace('/', '-')}.log"):
+            for line in path.read_text(errors="replace").splitlines():
+                with contextlib.suppress(ValueError):
+                    found.append(json.loads(line))
+        return [line for line in found if isinstance(line, dict)]
+
+    # --- processes ---
+
+    def processes(self) -> list[psutil.Process]:
+        """All that it has started and that live; remembered, so that they are known when their parents are gone."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self._process.pid).children(recursive=True):
+                self._seen.setdefault(process.pid, process)
+        return [process for process in self._seen.values() if lives(process)]
+
+    def pid(self, actor: str) -> int | None:
+        """Of the actor's living process."""
+        for process in self.processes():
+            if title(process).startswith(f"asyncrl {actor} "):
+                return process.pid
+        return None
+
+    def engine_cores(self, actor: str) -> list[int]:
+        """Processes of a rollouter's engine."""
+        pid = self.pid(actor)
+        if pid is None:
+            return []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return [child.pid for child in psutil.Process(pid).children(recursive=True) if "EngineCore" in title(child)]
+        return []
+
+    # --- waiting ---
+
+    def until(self, condition: Callable[[], T | None], what: str, timeout: float) -> T:
+        """What ``condition`` gives, once it gives something true. Raises RunEnded or TimeoutError."""
+        deadline = time.monotonic() + timeout
+        while not (found := condition()):
+            if self._process.poll() is not None:
+                raise RunEnded(f"while waiting for {what}: " + self.output[-2000:])
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{what}: not within {timeout:g} s; served {self.served()}, step {self.step}")
+            time.sleep(LOOK_S)
+        return found
+
+    def wait(self, timeout: float) -> int:
+        """Its exit code, once it has ended by itself."""
+        return self._process.wait(timeout)
+
+    def stop(self) -> int:
+        """Ctrl-C; returns the exit code."""
+        self._process.send_signal(signal.SIGINT)
+        return self._process.wait(END_S)
+
+    def left(self) -> list[str]:
+        """What still lives of all that it started."""
+        return [title(process) for process in self.processes()]
+
+    def close(self) -> None:
+        """End whatever is left of it."""
+        if self._process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.stop()
+        if self._process.poll() is None:
+            # Its guard ends the rest.
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+def title(process: psutil.Process) -> str:
+    """What it calls itself; empty once it is gone."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return " ".join(process.cmdline())
+    return ""
+
+
+def lives(process: psutil.Process) -> bool:
+    """Whether it runs, or is stopped."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def to_toml(tree: dict[str, Any], prefix: str = "") -> str:
+    """TOML of a tree of numbers, text, truth values, lists and tables."""
+    values = "".join(f"{key} = {json.dumps(value)}\n" for key, value in tree.items() if not isinstance(value, dict))
+    text = (f"[{prefix}]\n" if prefix and values else "") + values
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            text += to_toml(value, f"{prefix}.{key}" if prefix else key)
+    return text

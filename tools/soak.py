@@ -1,0 +1,147 @@
+"""Run the real vLLM through an update after every step, in every mode and by every transport, and look at the result.
+
+    python -m tools.soak
+    python -m tools.soak --steps 50 --transport gloo --mode keep
+
+Two rollouters, ``weights.verify = "full"``. After each run: every trajectory's version spans are contiguous, in order
+and cover it; all engines held the same weights after each update (their checksums, and the learner's probe to within
+rounding); both have come to the end with the learner; no engine was restarted. One line a run, then JSON. Exit code 1
+if anything does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tools.bench.tiny_model import make_model
+from tools.live_run import LiveRun
+
+SUMMARY = "Run the real vLLM through an update after every step, and look at the result."
+MODES = ("abort_resume", "keep", "drain")
+TRANSPORTS = ("gloo", "shm", "stream")
+REPLICAS = 2
+STALENESS = 4
+RUN_S = 900.0
+PROBE_KL = 1e-4
+"""Largest mean difference of log-probs (nats) that rounding makes in float32."""
+
+
+def configuration(transport: str, mode: str, steps: int, model: Path) -> dict[str, Any]:
+    """A version a step."""
+    return {
+        "run": {"samples_per_step": 1000},
+        "model": {"path": str(model)},
+        "data": {"source": "synthetic", "size": 4096, "max_prompt_tokens": 64},
+        "rollout": {
+            "replicas": REPLICAS,
+            "gpus_per_replica": 0,
+            "samples_per_prompt": 4,
+            "concurrency": 32,
+            "max_tokens": 192,
+            "on_update": mode,
+            "stream_interval": 8,
+            "vllm": {"cpu_kv_cache_bytes": 64 << 20, "threads": 1},
+        },
+        "reward": {"function": "constant", "workers": 1, "options": {"value": 0.5, "spread": 0.5}},
+        "learner": {"steps": steps, "groups_per_step": 4, "lr": 1e-4, "dynamic_sampling": False},
+        "weights": {"transport": transport, "verify": "full", "bucket_bytes": 1 << 20, "chunk_bytes": 1 << 18},
+        "staleness": {"max": STALENESS},
+        "checkpoint": {"export_at_end": False},
+    }
+
+
+def problems_of(run: LiveRun, mode: str, steps: int) -> tuple[list[str], dict[str, float]]:
+    """What does not hold, and figures of the run."""
+    problems = []
+    trajectories = mixed = 0
+    for path in sorted((run.run_dir / "samples").iterdir()):
+        for group in map(json.loads, path.read_text().splitlines()):
+            for trajectory in group["trajectories"]:
+                trajectories += 1
+                spans = trajectory["spans"]
+                mixed += len(spans) > 1
+                ends = [0, *(span[2] for span in spans)]
+                if [span[1] for span in spans] != ends[:-1] or ends[-1] != len(trajectory["tokens"]):
+                    problems.append(f"{group['uid']}: spans {spans} do not cover {len(trajectory['tokens'])} tokens")
+                if sorted(versions := [span[0] for span in spans]) != versions:
+                    problems.append(f"{group['uid']}: versions {versions} go back")
+    if run.step != steps:
+        problems.append(f"{run.step} steps instead of {steps}")
+    updates = run.lines("update")
+    if not trajectories or (mixed > 0) == (mode == "drain"):
+        problems.append(f"{mixed} of {trajectories} trajectories met an update")
+    checksums: dict[int, set[str]] = defaultdict(set)
+    for update in updates:
+        checksums[update["weights/version"]].add(update["weights/checksum"])
+    problems += [f"version {v}: engines differ: {c}" for v, c in checksums.items() if len(c) > 1 or not all(c)]
+    if len(set.union(*checksums.values())) != len(checksums):
+        problems.append("two versions have the same weights")
+    drifts = [abs(u["policy/probe_kl"]) for u in updates if u.get("policy/probe_kl") is not None]
+    if len(drifts) != len(updates) or max(drifts) > PROBE_KL:
+        problems.append(f"{len(drifts)} of {len(updates)} updates were probed, the worst was off by {max(drifts):.2g}")
+    # The run ends with its last step, and waits for no update that nobody needs any more.
+    if len(run.served()) != REPLICAS or min(run.served().values()) < steps - STALENESS:
+        problems.append(f"at the end {run.served()} is served, of {steps} versions")
+    replaced = sum(
+        line.get("event") == "engine is replaced" for i in range(REPLICAS) for line in run.log(f"rollouter/{i}")
+    )
+    if replaced:
+        problems.append(f"{replaced} engines were restarted")
+    ways = [update["weights/transport"] for update in updates]
+    figures = {
+        "trajectories": trajectories,
+        "mixed_fraction": mixed / max(1, trajectories),
+        "updates": len(updates),
+        **{f"updates_{way}": ways.count(way) for way in sorted(set(ways))},
+        "stall_s_median": median(u["weights/stall_s"] for u in updates),
+        "load_s_median": median(u["weights/load_s"] for u in updates),
+        "probe_kl_max": max(drifts, default=0.0),
+    }
+    return problems, figures
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tools.soak", description=SUMMARY)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--transport", choices=TRANSPORTS, action="append", help="default: all")
+    parser.add_argument("--mode", choices=MODES, action="append", help="default: all")
+    parser.add_argument("--keep", type=Path, default=None, help="folder to keep the runs in")
+    chosen = parser.parse_args(arguments)
+    failed = False
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="asyncrl-soak-") as name:
+        model = Path(name) / "model"
+        make_model(model)
+        for transport in chosen.transport or TRANSPORTS:
+            for mode in chosen.mode or MODES:
+                folder = (chosen.keep or Path(name)) / f"{transport}-{mode}"
+                folder.mkdir(parents=True)
+                run = LiveRun(configuration(transport, mode, chosen.steps, model), folder)
+                try:
+                    code = run.wait(RUN_S)
+                    problems, figures = (
+                        problems_of(run, mode, chosen.steps) if code == 0 else ([run.output[-2000:]], {})
+                    )
+                finally:
+                    run.close()
+                found[f"{transport}/{mode}"] = figures
+                failed |= bool(problems)
+                shown = ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
+                print(f"{transport}/{mode}: {'FAILED' if problems else 'holds'}: {shown}", flush=True)
+                for problem in problems[:10]:
+                    print(f"  {problem}", flush=True)
+    print(json.dumps(found))
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
