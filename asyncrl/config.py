@@ -289,13 +289,13 @@ class WeightsConfig(Section):
     """Share of the replicas that may pause at once for an update by shm or stream; at least one always may."""
     bucket_bytes: Positive = 256 << 20
     """Size of a bucket of parameters."""
-    chunk_bytes: Annotated[int, Field(ge=4096)] = 4 << 20
+    chunk_bytes: Annotated[int, Field(ge=4096, le=64 << 20)] = 4 << 20
     """Size of a chunk under stream."""
     chunks_in_flight: Positive = 8
     """Chunks that a replica has asked for and not yet received under stream."""
     delta: bool = False
     """Under shm and stream send what has changed since the replica's version, compressed, where that is less. Each
-    host keeps another copy of the weights for it."""
+    replica keeps another copy of the weights for it."""
     verify: Literal["checksum", "full"] = "checksum"
     """checksum compares every bucket before it is loaded; full also has every replica score the learner's probe after
     each load, and an engine that disagrees loads again."""
@@ -502,6 +502,28 @@ def validate_config(tree: dict[str, Any], problems: Sequence[str] = ()) -> Confi
     return config
 
 
+FORBIDDEN_VLLM_KEYS = (
+    *("temperature", "top_p", "top_k", "min_p", "logprobs_mode", "weight_transfer_config"),
+    *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
+)
+
+
+def _weight_problems(config: Config) -> list[tuple[str, str]]:
+    weights, rollout = config.weights, config.rollout
+    found = []
+    if weights.chunk_bytes > config.network.max_message_bytes // 2:
+        found.append(("weights.chunk_bytes", "must be at most half of network.max_message_bytes"))
+    if weights.delta and weights.transport in ("gloo", "nccl"):
+        found.append(("weights.delta", f"has no use under {weights.transport}; take shm, stream or auto"))
+    if rollout.keep_kv == "stale" and rollout.on_update != "keep":
+        found.append(("rollout.keep_kv", 'stale is for rollout.on_update = "keep" alone'))
+    if weights.broadcast_timeout_s > weights.deadline_s:
+        found.append(("weights.broadcast_timeout_s", "must be at most weights.deadline_s"))
+    if rollout.engine == "sim" and rollout.sim.load_s >= weights.deadline_s:
+        found.append(("rollout.sim.load_s", "must be below weights.deadline_s"))
+    return found
+
+
 def cross_check(config: Config) -> list[tuple[str, str]]:
     """Problems between sections, as (dotted key, what is wrong and what to do)."""
     found: list[tuple[str, str]] = []
@@ -530,9 +552,10 @@ def cross_check(config: Config) -> list[tuple[str, str]]:
         )
     found += [
         (f"rollout.vllm.extra.{key}", "is set by asyncrl and may not be overridden")
-        for key in ("temperature", "top_p", "top_k", "min_p", "logprobs_mode", "weight_transfer_config")
+        for key in FORBIDDEN_VLLM_KEYS
         if key in rollout.vllm.extra
     ]
+    found += _weight_problems(config)
     if config.weights.transport == "nccl" and (rollout.engine != "vllm" or not rollout.gpus_per_replica):
         found.append(("weights.transport", "nccl reaches engines on GPUs only; take auto, shm, stream or gloo"))
     if reward.truncated == "penalty" and reward.overlong.margin_tokens >= rollout.max_tokens:

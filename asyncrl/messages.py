@@ -440,7 +440,8 @@ class UpdateTimes(Struct, frozen=True, kw_only=True):
     encoded_bytes: int = 0
     """What was read or received for them; less than ``bytes`` when deltas paid."""
     probe_kl: float | None = None
-    """Mean of (learner's - engine's log-prob) over the probe's tokens (nats); None where it was not measured."""
+    """Estimated divergence of the engine from the learner over the probe's tokens (nats); see rollouter/drift.py. None
+    where it was not measured."""
     checksum: str = ""
     """Of the engine's own copy of the weights, under weights.verify = full; equal in all engines of one kind."""
 
@@ -530,8 +531,10 @@ class CollectiveGroup(Struct, frozen=True, kw_only=True):
     """Number of the membership. A group is used for as long as nobody joins, leaves or fails."""
     world_size: Annotated[int, Meta(ge=2)]
     host: str
-    """Where the learner's rendezvous store listens."""
+    """Where the learner waits for the members."""
     port: Annotated[int, Meta(ge=1, le=65535)]
+    token: str = ""
+    """Whoever calls there shows it."""
 
 
 class Collective(Struct, frozen=True, kw_only=True):
@@ -595,9 +598,11 @@ class Announce(Request, frozen=True, kw_only=True):
     backend: CollectiveBackend
     host: str
     port: int
-    """Of the learner's rendezvous store."""
+    """Where the learner waits for the members."""
     buckets: list[BucketLayout]
     probe: Probe | None = None
+    token: str = ""
+    """As CollectiveGroup.token."""
 
 
 class Announced(Message, frozen=True, kw_only=True):

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.tiny_model import make_model
-from tools.live_run import LiveRun
+from tools.live_run import LiveRun, LogTail
 
 SUMMARY = "Kill and freeze the processes of a run that updates its weights all the time."
 START_S = 180.0
@@ -36,6 +36,10 @@ STALL_S = 6.0
 REPLICAS = 3
 TRANSPORTS = ("gloo", "shm", "stream")
 MODES = ("abort_resume", "keep", "drain")
+ROLLING_PHASES = ("staging", "waiting", "loading")
+BROADCAST_PHASES = ("announced", "paused", "receiving")
+PHASE_S = 4.0
+"""Longest wait for a phase; where versions come by another way than was asked for, some are rare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,8 @@ class Round:
     """Until a frozen victim goes on; None leaves it frozen."""
     after_s: float
     """From the round's start."""
+    phase: str
+    """Of an update, in which the victim (of the parameter server: any replica) is to be; waited for a while."""
 
     def __str__(self) -> str:
         what = f"{self.signal.name} to {'the engine core of ' if self.core else ''}{self.victim}"
@@ -58,7 +64,7 @@ class Round:
         return what
 
 
-def plan(randomness: random.Random, engine: str) -> Round:
+def plan(randomness: random.Random, engine: str, transport: str) -> Round:
     """A round drawn at random."""
     rollouter = f"rollouter/{randomness.randrange(REPLICAS if engine == 'sim' else 2)}"
     kinds = ["rollouter", "parameter_server"] + (["core"] if engine == "vllm" else [])
@@ -70,6 +76,7 @@ def plan(randomness: random.Random, engine: str) -> Round:
         signal=signal.SIGSTOP if stop else signal.SIGKILL,
         frozen_s=randomness.uniform(0.2, 3.0) if stop and randomness.random() < 0.5 else None,
         after_s=randomness.uniform(0.0, 2.0),
+        phase=randomness.choice(("serving", *(BROADCAST_PHASES if transport == "gloo" else ROLLING_PHASES))),
     )
 
 
@@ -129,6 +136,9 @@ class Torment:
         self._run = run
         self._replicas = [f"rollouter/{index}" for index in range(REPLICAS if engine == "sim" else 2)]
         self.phases: Counter[str] = Counter()
+        """How often a victim was struck in each."""
+        self._news = LogTail(run, "parameter_server/0")
+        self._last_phases: dict[str, str] = {}
 
     def all_serve(self, version: int) -> bool:
         """Whether every replica has committed at least ``version``."""
@@ -141,7 +151,7 @@ class Torment:
         time.sleep(round.after_s)
         # The last round's victim may not be back yet.
         pids = run.until(lambda: self._pids(round), f"a process of {round.victim}", START_S)
-        self.phases[self._phase(round)] += 1
+        self._await_phase(round)
         struck = time.monotonic()
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -170,12 +180,19 @@ class Torment:
         lines = self._run.log("parameter_server/0")
         return max((line["version"] for line in lines if line.get("event") == "published"), default=-1)
 
-    def _phase(self, round: Round) -> str:
-        """In which the parameter server last saw the victim, or any replica."""
-        phases = {line["replica"]: line["phase"] for line in self._run.log("parameter_server/0") if "phase" in line}
-        if round.victim in phases:
-            return str(phases[round.victim])
-        return "+".join(sorted(set(phases.values())))
+    def _await_phase(self, round: Round) -> None:
+        """Until the phase has come; a short one may be over again before the signal arrives."""
+        until = time.monotonic() + PHASE_S
+        while (found := self._phase(round.victim)) != round.phase and time.monotonic() < until:
+            time.sleep(0.002)
+        self.phases[found] += 1
+
+    def _phase(self, victim: str) -> str:
+        """In which the parameter server has last seen the victim, or whoever changed last."""
+        for line in self._news.read():
+            if line.get("event") == "phase":
+                self._last_phases[line["replica"]] = self._last_phases[""] = line["phase"]
+        return self._last_phases.get(victim, self._last_phases.get("", "none"))
 
 
 def torment(
@@ -226,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             mode = randomness.choice(MODES)
             folder = base / transport
             folder.mkdir(parents=True)
-            rounds = [plan(randomness, chosen.engine) for _ in range(count)]
+            rounds = [plan(randomness, chosen.engine, transport) for _ in range(count)]
             try:
                 phases += torment(chosen.engine, transport, mode, rounds, folder, model)
             except Exception as error:

@@ -79,13 +79,8 @@ class LiveRun:
         return {line["replica"]: line["weights/version"] for line in self.lines("update")}
 
     def log(self, actor: str) -> list[dict[str, Any]]:
-        """What an actor has logged."""
-        found = []
-        for path in self.run_dir.glob(f"logs/*/{actor.replace('/', '-')}.log"):
-            for line in path.read_text(errors="replace").splitlines():
-                with contextlib.suppress(ValueError):
-                    found.append(json.loads(line))
-        return [line for line in found if isinstance(line, dict)]
+        """All that an actor has logged."""
+        return LogTail(self, actor).read()
 
     # --- processes ---
 
@@ -147,6 +142,26 @@ class LiveRun:
             # Its guard ends the rest.
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+
+
+class LogTail:
+    """The lines that an actor logs, as they come."""
+
+    def __init__(self, run: LiveRun, actor: str) -> None:
+        self._run, self._name = run, f"{actor.replace('/', '-')}.log"
+        self._at: dict[Path, int] = {}
+
+    def read(self) -> list[dict[str, Any]]:
+        """Whole lines since the last call."""
+        found = []
+        for path in self._run.run_dir.glob(f"logs/*/{self._name}"):
+            with path.open("rb") as file:
+                file.seek(self._at.get(path, 0))
+                while (line := file.readline()).endswith(b"\n"):
+                    self._at[path] = self._at.get(path, 0) + len(line)
+                    with contextlib.suppress(ValueError):
+                        found.append(json.loads(line))
+        return [line for line in found if isinstance(line, dict)]
 
 
 def title(process: psutil.Process) -> str:

@@ -380,10 +380,12 @@ class Learner(Actor):
         self._outcomes_changed.set()
         self.states.enter("waiting", "last evaluations")
         await self._outcomes_acknowledged.wait()
+        owed_until = self.clock.now() + UNPUBLISHED_S
         while not await self._rounds_over():
             self._supply_changed.clear()
             if self._versions.spoiled:
-                await self._try_to_publish(until=self.clock.now() + UNPUBLISHED_S)
+                if await self._try_to_publish(until=owed_until) is None:
+                    await asyncio.sleep(OWED_RETRY_S)
             else:
                 await self._supply_changed.wait()
         self.states.enter("exporting")

@@ -52,7 +52,9 @@ class BucketSender(Protocol):
 
     host: str
     port: int
-    """Of the rendezvous store."""
+    """Where members call."""
+    token: str
+    """What they show there."""
 
     def send(
         self, group: CollectiveGroup, version: int, layouts: list[BucketLayout], buckets: Iterator[SealedBucket]
@@ -84,6 +86,7 @@ class Sending:
         self._queue: queue.Queue[SealedBucket | None] = queue.Queue(len(layouts) + 1)
         self._lock = threading.Lock()
         self._descriptors: list[int] = []
+        self._gathered = threading.Event()
         self._problem = ""
         self._closed = False
 
@@ -104,6 +107,10 @@ class Sending:
             self._descriptors.append(own)
             self._queue.put_nowait((bucket, own))
 
+    def gathered(self) -> None:
+        """The version is whole and will be published: its last bucket may go."""
+        self._gathered.set()
+
     def fail(self, reason: str) -> None:
         """From any thread: no further bucket will come."""
         with self._lock:
@@ -113,15 +120,21 @@ class Sending:
         if not self._problem:
             self._problem = reason
             self._queue.put_nowait(None)
+            self._gathered.set()
 
     def buckets(self) -> Iterator[SealedBucket]:
-        """All of them in order, each as soon as it is there. Raises BroadcastFailed when one will not come."""
+        """All of them in order, each as soon as it is there. Raises BroadcastFailed when one will not come.
+
+        The last one is held back until all is gathered: nobody may serve a version that is never published.
+        """
         for index in range(len(self.layouts)):
             try:
                 sealed = self._queue.get(timeout=self._timeout_s)
             except queue.Empty:
                 reason = f"the learner waited {self._timeout_s:g} s for its own bucket {index}"
                 raise BroadcastFailed(self.version, reason) from None
+            if index + 1 == len(self.layouts) and not self._gathered.wait(self._timeout_s):
+                raise BroadcastFailed(self.version, f"the learner did not end gathering within {self._timeout_s:g} s")
             if sealed is None or self._problem:
                 raise BroadcastFailed(self.version, self._problem)
             yield sealed
@@ -167,6 +180,8 @@ class Broadcaster:
     def published(self, manifest: Manifest) -> None:
         """A version was gathered; the next one has the same layout."""
         self._layouts = [BucketLayout(size=bucket.size, tensors=bucket.tensors) for bucket in manifest.buckets]
+        if self._sending is not None and self._sending.version == manifest.version:
+            self._sending.gathered()
 
     def begin(self, version: int, probe: Probe | None, tasks: asyncio.TaskGroup) -> Sending | None:
         """Announce a version whose gathering begins, and send what is put into the result.
@@ -204,6 +219,7 @@ class Broadcaster:
             port=sender.port,
             buckets=sending.layouts,
             probe=probe,
+            token=sender.token,
         )
         group = await self._decision(announcement)
         if group is not None:

@@ -81,7 +81,7 @@ def update_metrics(updates: Sequence[UpdateTimes]) -> dict[str, float]:
         found |= {f"weights/{key}": sum(getattr(times, key) for times in updates) / len(updates) for key in MEANS}
     measured = [times.probe_kl for times in updates if times.probe_kl is not None]
     if measured:
-        found["policy/probe_kl"] = sum(measured) / len(measured)
+        found["policy/probe_kl"] = max(measured)
     return found
 
 

@@ -55,6 +55,8 @@ class ParameterServer(Actor):
         self._held = HeldVersions()
         self._lots: dict[str, ParkingLot] = {}
         """Each caller's parked question."""
+        self._engines = (-1, "")
+        """A version, and the checksum of the first engine that took it over."""
         self._condemned = ParkingLot()
         """The learner, for as long as what it has published is whole."""
         self._suspect = asyncio.Event()
@@ -185,6 +187,8 @@ class ParameterServer(Actor):
             error=request.error,
             now=self._now(),
         )
+        if request.committed and request.times.checksum:
+            self._compare(caller.name, request)
         if counted:
             facts = {"replica": caller.name, "version": request.version, "transport": request.times.transport}
             if request.committed:
@@ -196,6 +200,14 @@ class ParameterServer(Actor):
         self.progress()
         self._changed()
         return Done()
+
+    def _compare(self, name: str, request: ReportUpdate) -> None:
+        """All engines hold the same weights after the same update."""
+        if request.version != self._engines[0]:
+            self._engines = (request.version, request.times.checksum)
+        elif request.times.checksum != self._engines[1]:
+            self._count("weights/engines_differ", 1)
+            self.log.error("engines hold different weights", replica=name, version=request.version)
 
     # --- the conductor's clock and effects ---
 

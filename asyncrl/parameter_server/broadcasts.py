@@ -129,7 +129,7 @@ class Broadcasts:
             rank += replica.workers
             self._fleet.move(replica, Event.INVITED)
             replica.target = announcement.version
-        place = (announcement.backend, announcement.host, announcement.port)
+        place = (announcement.backend, announcement.host, announcement.port, announcement.token)
         engines = tuple((replica.name, replica.incarnation, replica.engine, replica.workers) for replica in members)
         group = CollectiveGroup(
             backend=announcement.backend,
@@ -137,6 +137,7 @@ class Broadcasts:
             world_size=rank,
             host=announcement.host,
             port=announcement.port,
+            token=announcement.token,
         )
         self._fleet.note("broadcast announced", version=announcement.version, epoch=group.epoch, world_size=rank)
         return Broadcast(announcement, learner, group, first_ranks, since=now)

@@ -94,7 +94,9 @@ class Conductor:
         if replica is None:
             return STALE
         number = self._fleet.ask(name)
-        if serving == replica.target and serving >= 0:
+        if serving >= 0 and (
+            serving == replica.target or (replica.phase is Phase.BEHIND and serving > replica.serving)
+        ):
             # Its report was lost.
             self._commit(replica, now)
         replaced, changed = serving < replica.serving, serving != replica.serving
@@ -125,7 +127,9 @@ class Conductor:
             return None
         self._fleet.move(replica, Event.OFFERED)
         replica.target = self.newest
-        transport = rolling_transport(self._weights.transport, same_host=replica.same_host)
+        # Whoever cannot read this host's memory, for whatever reason, is served over the wire.
+        same_host = replica.same_host and replica.failed_attempts < self._weights.max_attempts
+        transport = rolling_transport(self._weights.transport, same_host=same_host)
         return Offer(version=self.newest, transport=transport, probe=self._measures(replica))
 
     def _measures(self, replica: Replica) -> bool:

@@ -65,6 +65,7 @@ class Rollouter(Actor):
             host=self._host,
             call=lambda request: self.peer(PARAMETER_SERVER).call(request),
             committed=self._committed,
+            updated=lambda times: self._updates.append(times),
             clock=self.clock,
             log=self.log,
         )
@@ -195,9 +196,8 @@ class Rollouter(Actor):
 
     # --- weights ---
 
-    def _committed(self, times: UpdateTimes) -> None:
-        self._updates.append(times)
-        self.param_version = times.version
+    def _committed(self, version: int) -> None:
+        self.param_version = version
         self._ask_again.set()
         self._room.set()
         self.progress()

@@ -19,9 +19,10 @@ class Drift:
     """Over all tokens of a probe but the first of each sequence."""
 
     kl: float
-    """Mean of the learner's log-prob minus the engine's (nats)."""
+    """Mean of r - 1 - log r (nats), r the engine's probability over the learner's: the estimator k3 of the divergence
+    (http://joschu.net/blog/kl-approx.html), which errors of opposite sign do not cancel in."""
     distance: float
-    """Mean of its absolute value (nats)."""
+    """Mean of the log-probs' absolute difference (nats)."""
 
     @property
     def agrees(self) -> bool:
@@ -34,5 +35,8 @@ class Drift:
 
 def measure_drift(probe: Probe, scores: Sequence[Sequence[float]]) -> Drift:
     """Compare ``scores``, for each sequence the engine's log-probs of its tokens but the first, with the probe's."""
-    difference = probe.logprobs.astype(np.float64) - np.array(scores, np.float64)
-    return Drift(kl=float(difference.mean()), distance=float(np.abs(difference).mean()))
+    difference = np.array(scores, np.float64) - probe.logprobs.astype(np.float64)
+    return Drift(
+        kl=float((np.expm1(difference) - difference).mean()),
+        distance=float(np.abs(difference).mean()),
+    )

@@ -37,12 +37,14 @@ class EngineHost:
         self._sampling_since: float | None = None
         self.died = asyncio.Event()
         """Set when the engine must be replaced."""
+        self.reason = ""
+        """Why that was so the last time."""
         self.version = -1
         """The version being served; -1 before the first commit of an engine."""
         self.sampled_tokens = 0
         self.restarts = 0
-        self.commits = 0
-        """Updates committed, over all engines: it tells whether the version has changed between two moments."""
+        self.loads = 0
+        """Loads that succeeded, over all engines: it tells whether the weights have changed between two moments."""
         self._loaded: int | None = None
         """The version that the engine holds complete; None before its first load and after one that failed."""
         self._shut_since = 0.0
@@ -93,9 +95,9 @@ class EngineHost:
             async for delta in engine.generate(request):
                 self.sampled_tokens += len(delta.tokens)
                 yield delta
-        except EngineDied:
+        except EngineDied as error:
             if engine is self._engine:
-                self.lost()
+                self.lost(str(error))
             raise
         finally:
             self._leave()
@@ -105,9 +107,11 @@ class EngineHost:
         if self._engine is not None and not self.died.is_set():
             await self._engine.abort([id])
 
-    def lost(self) -> None:
-        """The engine is dead: nothing is submitted until it has been replaced."""
+    def lost(self, reason: str) -> None:
+        """The engine is dead, or as good as that: nothing is submitted until it has been replaced."""
         self._shut()
+        if not self.died.is_set():
+            self.reason = reason
         self.died.set()
 
     # --- updates ---
@@ -163,19 +167,21 @@ class EngineHost:
         self._loaded = None
         await self._engine.load(weights, recompute_kv=rollout.on_update != "keep" or rollout.keep_kv == "recompute")
         self._loaded = weights.version
+        self.loads += 1
         return self._clock.now() - began
 
-    async def commit(self, probe: Probe | None = None) -> float:
+    async def commit(self, probe: Probe | None = None) -> tuple[float, Drift | None]:
         """Go on, under the weights that were loaded; returns the seconds until the engine did.
 
         With a probe nothing is admitted before the engine has agreed with it; else it is paused again, and
-        WeightsCorrupt raised: the load is to be repeated.
+        WeightsCorrupt raised: the load is to be repeated. Returns also how far it is from the probe.
         """
         assert self._engine is not None
         version = self._loaded
         assert version is not None, "nothing complete is loaded"
         began = self._clock.now()
         await self._engine.resume()
+        drift = None
         if probe is not None:
             drift = await self.drift(probe)
             if not drift.agrees:
@@ -183,9 +189,8 @@ class EngineHost:
                 await self._engine.pause("abort")
                 raise WeightsCorrupt(f"the engine does not compute what the learner does: {drift}", version=version)
         self.version = version
-        self.commits += 1
         self._admit()
-        return self._clock.now() - began
+        return self._clock.now() - began, drift
 
     async def call_off(self) -> None:
         """Go on under the old weights. Not after a load has failed: the engine then waits for one that succeeds."""

@@ -55,7 +55,7 @@ class EpisodeEngine:
         key = f"{ticket.uid}/{self._sample}/{self._calls}"
         while response.finish_reason is None:
             version = await self._host.serving()
-            commits = self._host.commits
+            loads = self._host.loads
             response.submitted(version)
             request = GenerationRequest(
                 id=f"{key}/{response.submissions}",
@@ -70,7 +70,7 @@ class EpisodeEngine:
             try:
                 await self._submit(request, response)
             except EngineDied:
-                if self._host.commits == commits:
+                if self._host.loads == loads:
                     # What was handed over was all sampled before the death, under the version of the submission.
                     response.end_submission("abort")
                 else:

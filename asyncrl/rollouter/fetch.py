@@ -16,6 +16,7 @@ DeadlineExceeded when nothing has come for ``weights.deadline_s``, RemoteError a
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -159,7 +160,7 @@ class _Shared(_Fetching):
             self.found[index] = open_segment(bucket, version=self.version, index=index)
         except WeightsCorrupt as error:
             cause = error.__cause__
-            if isinstance(cause, OSError) and not isinstance(cause, PermissionError):
+            if isinstance(cause, OSError) and cause.errno in (errno.ENOENT, errno.ESRCH, errno.ENXIO):
                 # Whoever held it has died, or let it go and may use the number for something else.
                 raise VersionGone(self.version, str(error)) from error
             raise

@@ -44,6 +44,7 @@ from asyncrl.messages import (
     Update,
     UpdateTimes,
 )
+from asyncrl.rollouter.drift import Drift
 from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.fetch import fetch
 from asyncrl.runtime.clock import Clock
@@ -52,12 +53,16 @@ from asyncrl.weights.broadcast import Broadcast
 from asyncrl.weights.place import host_id
 from asyncrl.weights.staging import Staged
 
+PROBE_S = 10.0
+"""Longest that a probe waits among the requests of an engine that serves."""
 AWAY_S = 0.5
 """Pause before a parameter server that did not answer, or what failed, is tried again."""
 
 
 class UpdateFollower:
-    """One rollouter's updates. ``call`` asks the parameter server; ``committed`` is told of each new version."""
+    """One rollouter's updates. ``call`` asks the parameter server; ``committed`` is told of each version from which on
+    it is served, and ``updated`` what that took.
+    """
 
     def __init__(
         self,
@@ -66,7 +71,8 @@ class UpdateFollower:
         *,
         host: EngineHost,
         call: Callable[[Request], Awaitable[Any]],
-        committed: Callable[[UpdateTimes], None],
+        committed: Callable[[int], None],
+        updated: Callable[[UpdateTimes], None],
         clock: Clock,
         log: FilteringBoundLogger,
     ) -> None:
@@ -75,6 +81,7 @@ class UpdateFollower:
         self._host = host
         self._call = call
         self._committed = committed
+        self._updated = updated
         self._clock = clock
         self._log = log
         supervision = config.supervision
@@ -95,34 +102,45 @@ class UpdateFollower:
                     # Ended by the engine's death, from whatever it is waiting for.
                     await self._host.died.wait()
                     following.cancel()
-                if self._taking is not None:
-                    # Nobody need wait for a pause, or for a member, that is no more.
-                    await self._report_failure(self._taking, "its engine died")
-                await self._replace_engine()
+                async with asyncio.TaskGroup() as tasks:
+                    if self._taking is not None:
+                        # Nobody need wait for a pause, or for a member, that is no more.
+                        tasks.create_task(self._report_failure(self._taking, self._host.reason))
+                    await self._replace_engine()
         finally:
             if self._base is not None:
                 self._base.close()
 
     async def _follow(self) -> None:
-        while True:
+        # Not for ever: a cancellation may be lost where several tasks end at once.
+        while not self._host.died.is_set():
             self._taking = await self._next_offer()
             if self._taking is not None:
                 await self._take(self._taking)
+            if not self._host.died.is_set():
                 self._taking = None
 
     async def _replace_engine(self) -> None:
-        pause_s = self._restarts.next(self._clock.now())
-        if pause_s is None:
-            supervision = self._config.supervision
-            raise ActorFailed(
-                self._name,
-                f"its engine died again after {supervision.max_restarts} restarts within "
-                f"{supervision.restart_window_s:g} s (supervision.max_restarts)",
-            )
-        self._log.warning("engine is replaced", restarts=self._host.restarts + 1, pause_s=pause_s)
-        await asyncio.sleep(pause_s)
-        await self._host.replace()
-        self._failed_loads = 0
+        """Until one is up. Raises ActorFailed."""
+        reason = self._host.reason
+        while True:
+            pause_s = self._restarts.next(self._clock.now())
+            if pause_s is None:
+                supervision = self._config.supervision
+                raise ActorFailed(
+                    self._name,
+                    f"its engine died again after {supervision.max_restarts} restarts within "
+                    f"{supervision.restart_window_s:g} s (supervision.max_restarts): {reason}",
+                )
+            self._log.warning("engine is replaced", restarts=self._host.restarts + 1, pause_s=pause_s, reason=reason)
+            await asyncio.sleep(pause_s)
+            try:
+                await self._host.replace()
+            except EngineDied as error:
+                reason = str(error)
+            else:
+                self._failed_loads = 0
+                return
 
     async def _next_offer(self) -> Offer | None:
         request = NextUpdate(
@@ -143,12 +161,9 @@ class UpdateFollower:
                 await self._take_broadcast(offer)
         except VersionGone as error:
             self._log.info("version is gone", version=offer.version, error=str(error))
-        except WireError as error:
-            await self._report_failure(offer, str(error))
-            await asyncio.sleep(AWAY_S)
-        except (EngineDied, TimeoutError) as error:
-            await self._report_failure(offer, str(error) or f"not loaded within {self._config.weights.deadline_s:g} s")
-            self._host.lost()
+        except EngineDied as error:
+            # Reported by whoever replaces it.
+            self._host.lost(str(error))
         except BroadcastFailed as error:
             # Any member may be to blame; this engine is loaded by the other way next.
             await self._report_failure(offer, str(error))
@@ -156,8 +171,19 @@ class UpdateFollower:
             self._failed_loads += 1
             await self._report_failure(offer, f"attempt {self._failed_loads}: {error}")
             if self._failed_loads >= self._config.weights.max_attempts:
-                self._host.lost()
+                self._host.lost(f"{self._failed_loads} loads failed (weights.max_attempts), the last one: {error}")
             await asyncio.sleep(AWAY_S)
+        except TimeoutError as error:
+            if isinstance(error, WireError):
+                await self._try_later(offer, error)
+            else:
+                self._host.lost(f"not loaded within {self._config.weights.deadline_s:g} s (weights.deadline_s)")
+        except (WireError, OSError) as error:
+            await self._try_later(offer, error)
+
+    async def _try_later(self, offer: Offer, error: Exception) -> None:
+        await self._report_failure(offer, str(error) or type(error).__name__)
+        await asyncio.sleep(AWAY_S)
 
     # --- rolling ---
 
@@ -176,32 +202,37 @@ class UpdateFollower:
         staged = fetched.staged
         unneeded: Staged | None = staged
         try:
-            await self._host.accept(staged)
+            await self._accept(staged)
             stage_s = self._clock.now() - began
             await self._wait_for_pause(offer.version)
             while not await self._host.quiesced(weights.deadline_s / 3):
                 await self._wait_for_pause(offer.version)
+            times = UpdateTimes(
+                version=offer.version,
+                transport=offer.transport,
+                stage_s=stage_s,
+                bytes=sum(bucket.size for bucket in manifest.buckets),
+                encoded_bytes=fetched.encoded_bytes,
+            )
             async with asyncio.timeout(weights.deadline_s):
                 pause_s = await self._host.pause(offer.version)
-                await self._load(
-                    offer,
-                    staged,
-                    UpdateTimes(
-                        version=offer.version,
-                        transport=offer.transport,
-                        stage_s=stage_s,
-                        pause_s=pause_s,
-                        bytes=sum(bucket.size for bucket in manifest.buckets),
-                        encoded_bytes=fetched.encoded_bytes,
-                    ),
-                    manifest.probe if offer.probe else None,
-                )
+                done = await self._load(staged, msgspec.structs.replace(times, pause_s=pause_s), _probe_of(offer))
             if weights.delta:
                 unneeded, self._base = self._base, staged
         finally:
             if unneeded is not None:
                 # The kernel takes a tenth of a second for each gigabyte that it gets back.
                 await asyncio.to_thread(unneeded.close)
+        await self._conclude(offer, *done)
+
+    async def _accept(self, staged: Staged) -> None:
+        try:
+            await self._host.accept(staged)
+        except WeightsCorrupt as error:
+            # Neither another engine nor another version would change that.
+            raise ActorFailed(
+                self._name, f"the learner's weights are not those of the engine's model: {error}"
+            ) from error
 
     async def _wait_for_pause(self, version: int) -> None:
         while True:
@@ -222,20 +253,14 @@ class UpdateFollower:
             self._log.info("broadcast is called off", version=offer.version)
             await self._host.call_off()
             return
+        size = sum(bucket.size for bucket in collective.buckets)
         times = UpdateTimes(
-            version=offer.version,
-            transport=offer.transport,
-            pause_s=pause_s,
-            bytes=sum(bucket.size for bucket in collective.buckets),
-            encoded_bytes=sum(bucket.size for bucket in collective.buckets),
+            version=offer.version, transport=offer.transport, pause_s=pause_s, bytes=size, encoded_bytes=size
         )
+        broadcast = Broadcast(version=offer.version, collective=collective, timeout_s=weights.broadcast_timeout_s)
         async with asyncio.timeout(weights.deadline_s):
-            await self._load(
-                offer,
-                Broadcast(version=offer.version, collective=collective, timeout_s=weights.broadcast_timeout_s),
-                times,
-                collective.probe if offer.probe else None,
-            )
+            done = await self._load(broadcast, times, _probe_of(offer))
+        await self._conclude(offer, *done)
 
     async def _broadcast_begins(self, version: int, epoch: int) -> bool:
         while True:
@@ -245,25 +270,43 @@ class UpdateFollower:
 
     # --- both ---
 
-    async def _load(self, offer: Offer, weights: Staged | Broadcast, times: UpdateTimes, probe: Probe | None) -> None:
-        """Load and commit. ``probe`` is what the engine is to be measured against."""
+    async def _load(
+        self, weights: Staged | Broadcast, times: UpdateTimes, probe: Probe | None
+    ) -> tuple[UpdateTimes, Drift | None]:
+        """Load and commit; under full verification held against the probe before anything is admitted."""
         host = self._host
         load_s = await host.load(weights)
         full = self._config.weights.verify == "full"
         checksum = await host.checksum() if full else ""
-        resume_s = await host.commit(probe if full else None)
-        stall_s = host.stall_s
-        self._failed_loads = 0
+        resume_s, drift = await host.commit(probe if full else None)
         times = msgspec.structs.replace(
-            times,
-            load_s=load_s,
-            resume_s=resume_s,
-            stall_s=stall_s,
-            probe_kl=None if probe is None else (await host.drift(probe)).kl,
-            checksum=checksum,
+            times, load_s=load_s, resume_s=resume_s, stall_s=host.stall_s, checksum=checksum
         )
-        self._committed(times)
+        return times, drift
+
+    async def _conclude(self, offer: Offer, times: UpdateTimes, drift: Drift | None) -> None:
+        """It serves: say so first, measure then."""
+        self._failed_loads = 0
+        self._taking = None
+        self._committed(times.version)
         await self._report(ReportUpdate(version=offer.version, committed=True, times=times))
+        probe = _probe_of(offer)
+        if probe is not None and drift is None:
+            drift = await self._measure(probe)
+        if drift is not None:
+            times = msgspec.structs.replace(times, probe_kl=drift.kl)
+            if not drift.agrees:
+                self._log.error("engine and learner drift apart", version=offer.version, drift=str(drift))
+        self._updated(times)
+
+    async def _measure(self, probe: Probe) -> Drift | None:
+        """While requests run; None when the engine is too busy for it."""
+        try:
+            async with asyncio.timeout(PROBE_S):
+                return await self._host.drift(probe)
+        except TimeoutError:
+            self._log.info("probe not measured: the engine is busy")
+            return None
 
     async def _report_failure(self, offer: Offer, error: str, *, corrupt: bool = False) -> None:
         self._log.warning("update failed", version=offer.version, transport=offer.transport, error=error)
@@ -288,3 +331,11 @@ class UpdateFollower:
             self._log.warning("parameter server is away", error=str(error))
             await asyncio.sleep(AWAY_S)
             return None
+
+
+def _probe_of(offer: Offer) -> Probe | None:
+    """What the engine is to be measured against."""
+    if not offer.probe:
+        return None
+    source = offer.manifest if offer.collective is None else offer.collective
+    return None if source is None else source.probe

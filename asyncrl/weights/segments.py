@@ -9,6 +9,7 @@ Fails: OSError when memory or descriptors run out; WeightsCorrupt when a segment
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import math
 import mmap
@@ -46,6 +47,9 @@ ITEM_BYTES = {
 }
 CHUNK_BYTES = 16 << 20
 """Checksummed at once; a few milliseconds."""
+
+MADV_POPULATE_READ = 22
+"""Of Linux 5.14; an older kernel refuses it, which does no harm."""
 
 _PATH = re.compile(r"/proc/\d+/fd/\d+")
 
@@ -152,16 +156,20 @@ def map_segment(descriptor: int, size: int) -> mmap.mmap:
 def verify_segment(descriptor: int, bucket: Bucket, *, version: int, index: int) -> Iterator[None]:
     """Compare the checksum, in steps of CHUNK_BYTES. Raises WeightsCorrupt at the last one."""
     with map_segment(descriptor, bucket.size) as mapping, memoryview(mapping) as view:
-        yield from verify_bytes(view, bucket, version=version, index=index)
+        for start in verify_bytes(view, bucket, version=version, index=index):
+            # All pages of a step at once: faults of a few pages each would take a sixth of the time.
+            with contextlib.suppress(OSError):
+                mapping.madvise(MADV_POPULATE_READ, start, min(CHUNK_BYTES, bucket.size - start))
+            yield
 
 
-def verify_bytes(view: memoryview, bucket: Bucket, *, version: int, index: int) -> Iterator[None]:
-    """As verify_segment, of what is mapped already."""
+def verify_bytes(view: memoryview, bucket: Bucket, *, version: int, index: int) -> Iterator[int]:
+    """As verify_segment, of what is mapped already; gives the offset of each step before it is read."""
     digest = xxhash.xxh3_64()
     for start in range(0, bucket.size, CHUNK_BYTES):
+        yield start
         with view[start : min(start + CHUNK_BYTES, bucket.size)] as chunk:
             digest.update(chunk)
-        yield
     found = digest.intdigest()
     if found != bucket.checksum:
         raise WeightsCorrupt(

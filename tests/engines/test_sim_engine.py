@@ -359,12 +359,15 @@ def test_crash_ends_streams_and_calls() -> None:
 # --- the engine in a broadcast ------------------------------------------------------------------------------
 
 
+BROADCAST_S = 60.0
+
+
 class Learner:
     """Rank 0 of a group of two, sending from a thread."""
 
-    def __init__(self, timeout_s: float = 60.0) -> None:
+    def __init__(self) -> None:
         self.publisher = Publisher()
-        self.sender = Sender("gloo", "127.0.0.1", timeout_s)
+        self.sender = Sender("gloo", "127.0.0.1", BROADCAST_S)
 
     def published(self, version: int) -> Manifest:
         return self.publisher.publish(version, {"w": torch.full((64,), version), "v": torch.zeros(3)})
@@ -373,7 +376,7 @@ class Learner:
         group = CollectiveGroup(backend="gloo", epoch=epoch, world_size=2, host="127.0.0.1", port=self.sender.port)
         layouts = [BucketLayout(size=bucket.size, tensors=bucket.tensors) for bucket in manifest.buckets]
         collective = Collective(group=group, first_rank=1, buckets=layouts)
-        return Broadcast(version=manifest.version, collective=collective, timeout_s=60.0)
+        return Broadcast(version=manifest.version, collective=collective, timeout_s=BROADCAST_S)
 
     def send(self, epoch: int, manifest: Manifest) -> None:
         collective = self.offered(epoch, manifest).collective
@@ -442,8 +445,10 @@ def test_close_ends_a_broadcast_that_nobody_sends(after_s: float) -> None:
     async def body(engine: Engine, learner: Learner) -> None:
         load = asyncio.create_task(engine.load(learner.offered(1, learner.published(1)), recompute_kv=False))
         await asyncio.sleep(after_s)
-        await engine.close()
-        with pytest.raises(EngineDied, match="it was closed"):
-            await load
+        # Less than the wait for the others would take.
+        async with asyncio.timeout(BROADCAST_S / 2):
+            await engine.close()
+            with pytest.raises(EngineDied, match="it was closed"):
+                await load
 
     in_broadcast(body)

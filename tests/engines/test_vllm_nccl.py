@@ -66,8 +66,6 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
             pass
 
     class Backend:
-        endless = True
-
         def invite(self, size: int) -> tuple[bytes, Callable[[], Group]]:
             return base64.b64encode(bytes(range(128))), Group
 
@@ -136,7 +134,7 @@ def publisher() -> Iterator[Publisher]:
 
 
 def tensors(version: int) -> dict[str, torch.Tensor]:
-    # The second does not end where the third would be aligned in a segment.
+    # Between the first two a segment has padding, which is not sent.
     return {
         "a": torch.arange(100.0) + version,
         "b": torch.full((3, 5), version, dtype=torch.bfloat16),

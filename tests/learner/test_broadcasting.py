@@ -69,7 +69,7 @@ class Stub:
 class FakeSender:
     """Reads what it is to send, when it is let."""
 
-    host, port = "127.0.0.1", 4711
+    host, port, token = "127.0.0.1", 4711, "t"
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, int, list[bytes]]] = []
@@ -113,6 +113,13 @@ class Scene:
 
     def begin(self, version: int, probe: Probe | None = None) -> Sending | None:
         return self.broadcaster.begin(version, probe, self.tasks)
+
+    def gather(self, version: int) -> None:
+        """Begin, and gather all of it at once."""
+        sending = self.begin(version)
+        make_publication(version, None if sending is None else sending.put).release()
+        if sending is not None:
+            sending.gathered()
 
     async def first(self) -> None:
         """A version has been published before."""
@@ -171,7 +178,8 @@ def content(version: int) -> list[bytes]:
     ],
 )
 def test_what_versions_are_broadcast_with(transport, on_gpu, engine, gpus, expected) -> None:
-    tree = sim_config(weights={"transport": transport}, rollout={"gpus_per_replica": gpus}).model_dump()
+    tree = sim_config(rollout={"gpus_per_replica": gpus}).model_dump()
+    tree["weights"]["transport"] = transport
     tree["rollout"]["engine"] = engine
     tree["model"]["path"] = "/model"
     assert collective_backend(validate_config(tree), on_gpu=on_gpu) == expected
@@ -193,8 +201,13 @@ def test_the_first_version_is_never_broadcast_and_the_next_as_its_buckets_come()
             assert (version, epoch) == (1, 1)
             for index, (bucket, fd) in enumerate(zip(manifest.buckets, publication.fds, strict=True)):
                 sending.put(bucket, fd)
-                # Sent before the next one is there.
-                await scene.until(lambda: len(received) == index + 1)  # noqa: B023
+                if index + 1 < len(manifest.buckets):
+                    # Sent before the next one is there.
+                    await scene.until(lambda: len(received) == index + 1)  # noqa: B023
+            await asyncio.sleep(0.1)
+            assert len(received) == len(manifest.buckets) - 1, "nobody has all of what is not known to be published"
+            sending.gathered()
+            await scene.until(lambda: len(received) == len(manifest.buckets))
         await scene.idle()
         assert received == content(1)
         (announcement,) = scene.stub.announced
@@ -212,6 +225,7 @@ def test_the_training_thread_waits_for_nobody_and_the_bytes_outlive_the_publicat
         scene.sender.go_on.clear()
         sending = scene.begin(1)
         publication = make_publication(1, sending.put)
+        sending.gathered()
         await scene.until(scene.sender.began.is_set)
         # A version that comes while one is on its way is left to the others' ways.
         assert scene.begin(2) is None
@@ -232,7 +246,7 @@ def test_an_announcement_is_repeated_until_it_is_decided() -> None:
     async def scenario(scene: Scene) -> None:
         await scene.first()
         scene.stub.answer = lambda _request: None
-        make_publication(1, scene.begin(1).put).release()
+        scene.gather(1)
         await scene.until(lambda: len(scene.stub.announced) >= 2)
         scene.stub.answer = scene.stub.group
         scene.stub.changed.wake()
@@ -264,10 +278,10 @@ def test_a_parameter_server_that_refuses_is_asked_again_for_the_next_version() -
     async def scenario(scene: Scene) -> None:
         await scene.first()
         scene.stub.answer = refuse
-        make_publication(1, scene.begin(1).put).release()
+        scene.gather(1)
         await scene.idle()
         scene.stub.answer = scene.stub.group
-        make_publication(2, scene.begin(2).put).release()
+        scene.gather(2)
         await scene.idle()
         assert scene.sender.sent == [(2, 1, content(2))]
 
@@ -341,8 +355,7 @@ def test_a_failed_broadcast_is_told_and_the_more_fail_the_more_versions_are_left
         await scene.first()
         scene.sender.failure = TimeoutError("rollouter/1 did not come within 1 s")
         for version in range(1, 14):
-            sending = scene.begin(version)
-            make_publication(version, None if sending is None else sending.put).release()
+            scene.gather(version)
             await scene.idle()
         attempted = [version for version, _, _ in scene.sender.sent]
         assert attempted == [1, 2, 4, 8]
@@ -351,8 +364,7 @@ def test_a_failed_broadcast_is_told_and_the_more_fail_the_more_versions_are_left
         ]
         scene.sender.failure = None
         for version in range(14, 20):
-            sending = scene.begin(version)
-            make_publication(version, None if sending is None else sending.put).release()
+            scene.gather(version)
             await scene.idle()
         assert [version for version, _, _ in scene.sender.sent][4:] == [16, 17, 18, 19]
 
@@ -363,7 +375,7 @@ def test_the_end_of_the_learner_breaks_off_what_is_under_way() -> None:
     async def scenario(scene: Scene) -> None:
         await scene.first()
         scene.sender.go_on.clear()
-        make_publication(1, scene.begin(1).put).release()
+        scene.gather(1)
         await scene.until(scene.sender.began.is_set)
 
     play(scenario)
@@ -373,7 +385,7 @@ def test_the_end_of_the_learner_before_anything_is_decided() -> None:
     async def scenario(scene: Scene) -> None:
         await scene.first()
         scene.stub.answer = lambda _request: None
-        make_publication(1, scene.begin(1).put).release()
+        scene.gather(1)
         await scene.until(lambda: scene.stub.announced)
 
     play(scenario)

@@ -42,7 +42,7 @@ class Script:
     """A backend, a sender and a parameter server that note in one list what reaches them, with the mark then."""
 
     on_gpu = False
-    host, port = "127.0.0.1", 4711
+    host, port, token = "127.0.0.1", 4711, "t"
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -16,10 +16,10 @@ PROBE = Probe(
     ("scores", "kl", "distance", "agrees"),
     [
         ([[-1.0, -2.0], [-0.5, -3.0]], 0.0, 0.0, True),
-        ([[-1.02, -2.02], [-0.52, -3.02]], 0.02, 0.02, True),
-        # Errors of both signs cancel in the mean, not in the distance.
-        ([[-0.5, -2.5], [-0.0, -3.5]], 0.0, 0.5, False),
-        ([[-3.0, -2.0], [-0.5, -3.0]], 0.5, 0.5, False),
+        ([[-1.02, -2.02], [-0.52, -3.02]], np.exp(-0.02) - 0.98, 0.02, True),
+        # Errors of both signs do not cancel.
+        ([[-0.5, -2.5], [-0.0, -3.5]], np.cosh(0.5) - 1, 0.5, False),
+        ([[-3.0, -2.0], [-0.5, -3.0]], (np.exp(-2) + 1) / 4, 0.5, False),
     ],
 )
 def test_the_learner_and_an_engine_agree_to_within_rounding(scores, kl, distance, agrees):

@@ -154,8 +154,9 @@ def killed_within_a_bucket(peer: Peer) -> Iterator[None]:
         time.sleep(0.3)
         peer.process.kill()
 
-    def pieces(size: int, _: int) -> Iterator[tuple[int, int]]:
-        *first, last = framing.pieces(size, size // 8)
+    def pieces(size: int, piece_bytes: int) -> Iterator[tuple[int, int]]:
+        *first, last = framing.pieces(size, piece_bytes)
+        assert len(first) > 2
         yield first[0]
         threading.Timer(0.003, end).start()
         yield from first[1:]
@@ -174,13 +175,10 @@ def test_killed_member_is_noticed_in_the_middle_of_a_bucket(peers, sender, versi
     begin(members, group, made)
     victim = members.pop()
 
-    def gathered() -> Iterator[tuple[Bucket, int]]:
-        with killed_within_a_bucket(victim):
-            yield made.buckets[0]
-
     # Not by the timeout, which nothing here comes near to.
     began = time.monotonic()
-    assert f"rank {size - 1} is gone" in failing(sender, group, made, gathered())
+    with killed_within_a_bucket(victim):
+        assert f"rank {size - 1} is gone" in failing(sender, group, made, iter(made.buckets))
     for peer in members:
         answer = peer.answer()
         assert answer.kind == "BroadcastFailed"
@@ -189,8 +187,8 @@ def test_killed_member_is_noticed_in_the_middle_of_a_bucket(peers, sender, versi
     victim.kill()
     # Nothing of a broken epoch goes on, on either side.
     assert f"epoch 1 is over: rank {size - 1} is gone" in failing(sender, group, made, iter(made.buckets))
-    for peer in members:
-        assert "epoch 1 is over" in peer.ask("receive", to_receive(group, 1, made), 0).error
+    for rank, peer in enumerate(members, start=1):
+        assert "epoch 1 is over" in peer.ask("receive", to_receive(group, rank, made), 0).error
     if members:
         small = version(1, small_tensors(1))
         assert broadcast(sender, members, 2, small) == [Answer(checksums=small.checksums)] * len(members)

@@ -20,6 +20,7 @@ from asyncrl.messages import (
     Leased,
     Manifest,
     NextUpdate,
+    Offer,
     PauseGranted,
     ReportUpdate,
     RequestPause,
@@ -105,7 +106,8 @@ class Counterpart(Actor):
     async def next_update(self, request: NextUpdate, caller: Caller) -> Update:
         """The one version, to whoever serves none."""
         if request.serving < 0:
-            return Update(manifest=self.exchange.manifest)
+            manifest = self.exchange.manifest
+            return Update(offer=Offer(version=manifest.version, transport="shm", manifest=manifest))
         await asyncio.sleep(caller.park_s)
         return Update()
 

@@ -33,10 +33,10 @@ def delta_ratio(lrs: Sequence[float] = (1e-6, 1e-5, 1e-4), *, steps: int = 20, w
 
 def _measure(lr: float, steps: int, width: int) -> dict[str, float]:
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    import transformers
 
     torch.manual_seed(0)
-    config = Qwen2Config(
+    config = transformers.Qwen2Config(
         vocab_size=VOCABULARY,
         hidden_size=width,
         intermediate_size=4 * width,
@@ -48,7 +48,8 @@ def _measure(lr: float, steps: int, width: int) -> dict[str, float]:
         eos_token_id=None,
         use_cache=False,
     )
-    model = Qwen2ForCausalLM(config).float().train()
+    model: Any = transformers.Qwen2ForCausalLM(config)  # type: ignore[no-untyped-call]
+    model.float().train()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())
@@ -67,12 +68,12 @@ def _measure(lr: float, steps: int, width: int) -> dict[str, float]:
         optimizer.step()
         after = cast()
         began = time.perf_counter()
-        encoded = encode(before, after, ITEM_BYTES)
+        encoded = encode(before.data, after.data, ITEM_BYTES)
         encode_s.append(time.perf_counter() - began)
         if encoded is not None:
             out = np.empty_like(after)
             began = time.perf_counter()
-            decode(encoded, before, out)
+            decode(encoded, before.data, out.data)
             decode_s.append(time.perf_counter() - began)
             assert np.array_equal(out, after)
         ratios.append(1.0 if encoded is None else len(encoded) / after.size)

@@ -4,7 +4,7 @@ Three processes: one holds a version and sends it (weights_sender.py), one is th
 one receives. Measured is the time until the bytes are here, verified, and could be loaded: for ``shm`` opening and
 verifying the sealed segments, for ``stream`` every chunk over ZeroMQ into sealed memory, for ``gloo`` a broadcast to
 one receiver. The floors verify nothing and write into memory that exists already: one memcpy, one loopback TCP
-connection, one bare gloo broadcast a bucket.
+connection, one bare gloo broadcast a bucket. Last, how small deltas between consecutive optimizer steps are.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from asyncrl.weights.collective.receiver import Receiver
 
 from asyncrl.config import Config, validate_config
 from asyncrl.messages import BucketLayout, CollectiveGroup, Manifest, Publish
+from asyncrl.weights.collective.receiver import Receiver
 from tools.bench import weights_receiver as receive
+from tools.bench.delta_ratio import delta_ratio
 from tools.bench.paired import compare, measure_pairs
 from tools.bench.report import Report, Target
 from tools.bench.sides import Ours, server
@@ -100,6 +101,10 @@ async def measure(report: Report, sizes: list[str]) -> None:
                 await Size(report, settings, sender, ours, name, version).measure(PAIRS[name])
         finally:
             ours.close()
+    report.figures["delta"] = found = await asyncio.to_thread(delta_ratio)
+    for lr, figures in found.items():
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+        report.say(f"delta at lr {lr:8} {shown}")
 
 
 class Size:

@@ -37,7 +37,9 @@ LAYOUTS = {
 def tensors_of(model: Decoder) -> list[list[tuple[str, str, tuple[int, ...]]]]:
     """(name, dtype, shape), by layer."""
     width, dtype = model.width, "bfloat16"
-    units = [[("model.embed_tokens.weight", dtype, (model.vocabulary, width))]]
+    units: list[list[tuple[str, str, tuple[int, ...]]]] = [
+        [("model.embed_tokens.weight", dtype, (model.vocabulary, width))]
+    ]
     for layer in range(model.layers):
         own = f"model.layers.{layer}"
         shapes: dict[str, tuple[int, ...]] = {

@@ -56,7 +56,7 @@ def by_memcpy(source: np.ndarray, target: np.ndarray) -> float:
 def by_tcp(port: int, target: np.ndarray) -> float:
     """Seconds of a bare loopback connection, into memory that exists already."""
     began = time.perf_counter()
-    view = memoryview(target)
+    view = target.data
     with socket.create_connection((HOST, port)) as connection:
         done = 0
         while done < len(view):
@@ -77,14 +77,14 @@ def by_bare_gloo(group: Any, targets: list[Any]) -> float:
 
 def bare_store() -> Any:
     """The store of the bare group; its ``port`` is told to the other side."""
-    import torch.distributed as dist
+    dist = _distributed()
 
     return dist.TCPStore(HOST, 0, None, True, timedelta(seconds=TIMEOUT_S), wait_for_workers=False)
 
 
 def bare_group(port: int, rank: int, store: Any = None) -> Any:
     """Two ranks over gloo and nothing else."""
-    import torch.distributed as dist
+    dist = _distributed()
 
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=TIMEOUT_S)
@@ -96,8 +96,15 @@ def bare_group(port: int, rank: int, store: Any = None) -> Any:
 
 def broadcast(group: Any, tensor: Any) -> None:
     """From rank 0."""
-    import torch.distributed as dist
+    dist = _distributed()
 
     options = dist.BroadcastOptions()
     options.rootRank = 0
     group.broadcast([tensor], options).wait()
+
+
+def _distributed() -> Any:
+    # Brings torch along; it does not say itself what of its classes is public.
+    import torch.distributed
+
+    return torch.distributed

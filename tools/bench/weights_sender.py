@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from asyncrl.messages import Bucket, CollectiveGroup, Manifest
+from asyncrl.messages import Bucket, BucketLayout, CollectiveGroup, Manifest
 from asyncrl.weights.segments import Segment
 from tools.bench.weights_layouts import LAYOUTS, buckets_of
 
@@ -90,7 +90,7 @@ class Sending:
         """Our broadcast."""
         assert self.sent is not None
         group = msgspec.convert(order["group"], CollectiveGroup)
-        layouts = msgspec.convert(order["layouts"], list[Any])
+        layouts = msgspec.convert(order["layouts"], list[BucketLayout])
         self.sender.send(group, order["version"], layouts, iter(self.sent.held))
         return {}
 

@@ -7,7 +7,7 @@ Frames travel over the links (links.py) between rank 0 and each member; the weig
 
 and a broadcast is
 
-    member → rank 0   HELLO    number: epoch, index: rank, size: members of the group
+    member → rank 0   HELLO    number: epoch, index: rank, size: members of the group, text: its token
     rank 0 → member   BEGIN    number: epoch, text: what is needed to join the group     (both once in an epoch)
     rank 0 → member   OPEN     number: version, index: buckets, size: bytes, checksum: xxh3_64 of the layouts
     rank 0 → member   BUCKET   number: version, index: of the bucket, size, checksum: xxh3_64; then its bytes.

@@ -4,9 +4,8 @@ A group is a ProcessGroupGloo of its own, apart from any default one, formed thr
 does: groups of different epochs share nothing. All connections are made when it is formed, on the addresses that its
 members' links use.
 
-ProcessGroupGloo has no abort that works, and does not notice a connection that breaks in the middle of a transfer:
-whoever waits here watches the links, and a group that failed is taken apart in the background, where what is stuck in
-it ends at its timeout.
+ProcessGroupGloo has no abort, and does not notice a connection that breaks in the middle of a transfer: whoever waits
+here watches the links, and a group that failed is kept in the background until what is stuck in it has timed out.
 
 Fails with RuntimeError (gloo's own), and as the waiter does.
 """
@@ -15,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -32,13 +32,13 @@ c10d: Any = torch.distributed
 PIECE_BYTES = 64 << 20
 """Transferred in one operation, which has the timeout to itself."""
 LATER_S = 1.0
+ENDING_S = 0.2
+"""By which an operation has ended whose connections have, unless it is stuck."""
 UNUSED_TAG = 0x7FFFFFFF
 
 
 class Gloo:
     """Rank 0's way to groups over gloo, bound to ``host``."""
-
-    endless = False
 
     def __init__(self, host: str, timeout_s: float) -> None:
         self._host = host
@@ -107,17 +107,27 @@ class GlooGroup:
                 raise
 
     def close(self) -> None:
-        """Leave the group. After a failure the others see their connections end. May be repeated."""
+        """Leave the group; the others see their connections end. May be repeated."""
         group, work, self._group, self._work = self._group, self._work, None, None
-        if group is not None and work is not None and not work.is_completed():
-            # No daemon: at the interpreter's end it would be torn out of gloo, which ends the process with an abort.
-            threading.Thread(target=_take_apart, args=(group, self._peers), name="asyncrl: end of gloo").start()
+        if group is None or work is None or work.is_completed():
+            return
+        # A receive that times out makes gloo close all connections of its group at once.
+        for peer in self._peers:
+            with contextlib.suppress(RuntimeError):
+                group.recv([torch.empty(1)], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))
+        limit = time.monotonic() + ENDING_S
+        while not work.is_completed() and time.monotonic() < limit:
+            time.sleep(0.001)
+        if not work.is_completed():
+            threading.Thread(target=_outlive, args=(group, work), name="asyncrl: end of gloo", daemon=True).start()
 
 
-def _take_apart(group: Any, peers: list[int]) -> None:
-    # A receive that times out makes gloo close all connections of its group at once.
-    for peer in peers:
-        with contextlib.suppress(RuntimeError):
-            group.recv([torch.empty(1)], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))
-    # The destructor then waits for the operation under way: as long as its timeout, where it was in the middle.
+def _outlive(group: Any, work: Any) -> None:
+    """Keep the group until its last operation has ended.
+
+    What was in the middle of a transfer ends only at its timeout. The group's destructor would wait for that with the
+    interpreter's lock.
+    """
+    with contextlib.suppress(RuntimeError):
+        work.wait()
     del group

@@ -8,6 +8,8 @@ Fails with TimeoutError naming the ranks that did not come, ConnectionError, Val
 
 from __future__ import annotations
 
+import hmac
+
 from asyncrl.messages import CollectiveGroup
 from asyncrl.weights.collective.framing import Frame, Kind
 from asyncrl.weights.collective.links import Link, Listener, dial, dialled
@@ -87,6 +89,8 @@ class Meeting:
     def _greet(self, link: Link, hello: Frame, group: CollectiveGroup) -> None:
         if hello.kind is not Kind.HELLO or not 0 < hello.index < hello.size:
             link.end("this is no HELLO")
+        elif not hmac.compare_digest(hello.text, group.token.encode()):
+            link.end("this is not the token of the group")
         elif hello.number < group.epoch:
             link.end(f"epoch {hello.number} is over, this is {group.epoch}")
         elif len(self._early) >= MAX_WAITING:
@@ -108,7 +112,9 @@ def call(group: CollectiveGroup, rank: int, waiter: Waiter) -> tuple[Link, bytes
         raise
     link = Link(connection, "the learner")
     try:
-        link.send(Frame(kind=Kind.HELLO, number=group.epoch, index=rank, size=group.world_size))
+        link.send(
+            Frame(kind=Kind.HELLO, number=group.epoch, index=rank, size=group.world_size, text=group.token.encode())
+        )
         frame = next_frame(link, waiter, f"all members of epoch {group.epoch}")
         if frame.kind is not Kind.BEGIN or frame.number != group.epoch:
             raise ValueError(f"expected the beginning of epoch {group.epoch}, not {frame.kind.name} {frame.number}")

@@ -119,8 +119,6 @@ class Library:
 class Nccl:
     """Rank 0's way to groups over NCCL, on the CUDA device that is current when it is made."""
 
-    endless = True
-
     def __init__(self) -> None:
         self._library = Library(library_candidates())
         if not torch.cuda.is_available():
@@ -197,7 +195,6 @@ class NcclGroup:
             "a broadcast to begin",
             discard=lambda _: None,
             watching=watching,
-            endless=True,
         )
         slot.sent = self._sending.record_event()
 

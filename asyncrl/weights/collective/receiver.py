@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+import numpy as np
 import torch
 import xxhash
 
@@ -84,10 +85,9 @@ class _Epoch(Generic[G]):
 class Member(Generic[G]):
     """A worker among those who receive. One thread takes part; ``close`` may come from another."""
 
-    def __init__(self, join: Callable[[Place], G], *, endless: bool = False) -> None:
-        """``join`` forms a group and blocks; ``endless`` where that may be for ever."""
+    def __init__(self, join: Callable[[Place], G]) -> None:
+        """``join`` forms a group and blocks."""
         self._join = join
-        self._endless = endless
         self._lock = threading.Lock()
         self._busy = threading.Lock()
         self._epoch: _Epoch[G] | None = None
@@ -140,7 +140,6 @@ class Member(Generic[G]):
             f"the group of epoch {collective.group.epoch} to be formed",
             discard=lambda formed: formed.close(),
             watching=[epoch.link],
-            endless=self._endless,
         )
 
     def _receive(self, epoch: _Epoch[G], weights: Broadcast, take: Callable[[Arrival[G]], T]) -> list[T]:
@@ -183,7 +182,8 @@ class Receiver:
             raise ValueError(f"received over gloo, not over {weights.collective.group.backend}")
 
         def take(arrival: Arrival[gloo.GlooGroup]) -> torch.Tensor:
-            memory = torch.empty(arrival.frame.size, dtype=torch.uint8)
+            # numpy asks for huge pages, torch does not: a fault for each 4 KiB costs more than the bytes themselves.
+            memory = torch.from_numpy(np.empty(arrival.frame.size, np.uint8))
             arrival.group.broadcast(memory, arrival.waiter, arrival.watching)
             _verify(memory, arrival.frame)
             return memory

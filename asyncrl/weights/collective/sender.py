@@ -11,6 +11,7 @@ Fails with BroadcastFailed, saying who or what is to blame; with ConfigError whe
 from __future__ import annotations
 
 import mmap
+import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
@@ -40,9 +41,6 @@ class Group(Protocol):
 
 class Backend(Protocol):
     """Makes groups."""
-
-    endless: bool
-    """Whether forming one may take for ever, where a member does not come."""
 
     def invite(self, size: int) -> tuple[bytes, Callable[[], Group]]:
         """What members need to join a new group of ``size``, and what forms it on this side, which blocks."""
@@ -87,6 +85,8 @@ class Sender:
         self._meeting = Meeting(host)
         self.port = self._meeting.port
         """Where members call."""
+        self.token = secrets.token_hex(16)
+        """What they show there; it reaches them by the parameter server."""
         self._lock = threading.Lock()
         self._epoch: _Epoch | None = None
         self._sending = False
@@ -155,7 +155,6 @@ class Sender:
             f"the group of epoch {epoch.group.epoch} to be formed",
             discard=lambda formed: formed.close(),
             watching=epoch.links,
-            endless=self._backend.endless,
         )
 
     def _broadcast(

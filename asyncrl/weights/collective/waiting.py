@@ -162,12 +162,10 @@ class Waiter:
         *,
         discard: Callable[[T], None],
         watching: Sequence[Link] = (),
-        endless: bool = False,
     ) -> T:
         """The result of ``work``, which runs in a thread of its own.
 
-        When the wait fails the thread is left behind; it ends with ``work``, whose result goes to ``discard``. The
-        process waits for it at its end, unless ``work`` may be ``endless``.
+        When the wait fails the thread is left behind; it ends with ``work``, whose result goes to ``discard``.
         """
         lock = threading.Lock()
         results: list[T] = []
@@ -188,7 +186,7 @@ class Waiter:
                     discard(result)
             self.wake()
 
-        threading.Thread(target=run, name=f"asyncrl: {what}", daemon=endless).start()
+        threading.Thread(target=run, name=f"asyncrl: {what}", daemon=True).start()
         try:
             self.until(lambda: bool(results or errors), what, watching=watching)
         except BaseException:

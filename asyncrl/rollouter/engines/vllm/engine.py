@@ -317,10 +317,8 @@ class VllmEngine:
         return xxhash.xxh3_64_hexdigest(json.dumps(workers, sort_keys=True).encode())
 
     def _load_deadline_s(self, weights: Staged | Broadcast) -> float:
-        if isinstance(weights, Staged):
-            return self._timeout_s
-        # Its own deadlines, one for the group and one for each bucket, end it first.
-        return self._timeout_s + self._config.weights.deadline_s
+        # Whoever waits for it has the same deadline from the pause on, and a name for it.
+        return self._config.weights.deadline_s
 
 
 def _import_adapter() -> Any:

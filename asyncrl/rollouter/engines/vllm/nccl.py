@@ -37,7 +37,7 @@ class NcclReceiver:
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device) -> None:
         self._making = config, vllm_config, device
-        self._member: Member[NcclGroup] = Member(self._join, endless=True)
+        self._member: Member[NcclGroup] = Member(self._join)
 
     def _join(self, place: Place) -> NcclGroup:
         return NcclGroup(*self._making, place)
