@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import msgspec
 import pytest
 from collective_peers import (
     HOST,
@@ -277,19 +278,28 @@ def test_sender_sends_what_was_announced_or_nothing(peers, sender, version, buck
     assert answer.kind == "BroadcastFailed" or answer.checksums == made.checksums
 
 
-def test_failed_gather_ends_the_broadcast_everywhere(peers, sender, version) -> None:
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (BroadcastFailed(0, "no bucket came"), "the learner: no bucket came"),
+        (KeyError("a weight"), "the learner: the learner failed: KeyError('a weight')"),
+    ],
+    ids=["expected", "unexpected"],
+)
+def test_failed_gather_ends_the_broadcast_everywhere(peers, sender, version, error: Exception, told: str) -> None:
     members, made = peers.take(2), version(0, small_tensors(0))
     group = group_at(sender.port, 1, 3)
     begin(members, group, made)
 
     def gathered() -> Iterator[tuple[Bucket, int]]:
         yield made.buckets[0]
-        raise KeyError("a weight")
+        raise error
 
-    with pytest.raises(KeyError):
+    with pytest.raises(type(error)) as caught:
         sender.send(group, 0, made.layouts, gathered())
+    assert caught.value is error
     for peer in members:
-        assert "the learner failed: KeyError('a weight')" in peer.answer().error
+        assert peer.answer().error == f"broadcast of version 0: {told}"
 
 
 @pytest.mark.parametrize("where", ["gathering", "sending", "forming"])
@@ -340,6 +350,21 @@ def test_strangers_do_not_disturb(peers, sender, version) -> None:
     finally:
         for stranger in strangers:
             stranger.close()
+
+
+def test_wrong_token_is_turned_away(peers, sender, version) -> None:
+    member, thief = peers.take(2)
+    made = version(0, small_tensors(0))
+    group = msgspec.structs.replace(group_at(sender.port, 1, 2), token=sender.token)
+    for epoch in (1, 2):
+        forged = msgspec.structs.replace(group, epoch=epoch, token=sender.token[::-1])
+        thief.order("receive", to_receive(forged, 1, made), 0)
+        time.sleep(0.3)
+        right = msgspec.structs.replace(group, epoch=epoch)
+        begin([member], right, made)
+        sender.send(right, 0, made.layouts, iter(made.buckets))
+        assert member.answer().checksums == made.checksums
+        assert "this is not the token" in thief.answer().error
 
 
 def test_whoever_comes_late_is_turned_away_and_early_waits(peers, sender, version) -> None:

@@ -32,6 +32,7 @@ c10d: Any = torch.distributed
 PIECE_BYTES = 64 << 20
 """Transferred in one operation, which has the timeout to itself."""
 LATER_S = 1.0
+"""By how much gloo's own timeout is longer than the waiter's."""
 ENDING_S = 0.2
 """By which an operation has ended whose connections have, unless it is stuck."""
 UNUSED_TAG = 0x7FFFFFFF

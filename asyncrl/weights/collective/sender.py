@@ -110,6 +110,9 @@ class Sender:
             if epoch.formed is None:
                 self._form(epoch)
             self._broadcast(epoch, version, layouts, buckets)
+        except BroadcastFailed as error:
+            problem = error.reason
+            raise
         except (Stopped, OSError, ValueError, RuntimeError) as error:
             problem = str(error)
             raise BroadcastFailed(version, problem) from error
