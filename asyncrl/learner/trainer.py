@@ -34,7 +34,7 @@ from asyncrl.learner.export import export
 from asyncrl.learner.losses import TokenSums, decoupled_loss, token_sums
 from asyncrl.learner.parallel import Ranks, open_store, pack_parcel, unpack_parcel
 from asyncrl.learner.policy import Policy, make_row, model_folder
-from asyncrl.learner.probe import score_probe
+from asyncrl.learner.probe import probe_length, score_probe
 from asyncrl.learner.publication import OnSealed, Publication
 from asyncrl.learner.publish import gather_buckets, publish
 from asyncrl.learner.schedule import learning_rate
@@ -180,7 +180,13 @@ class Trainer:
         ranks = self._ranks
         assert ranks is not None
         with ranks.waiting("scoring the probe"):
-            return score_probe(self._policy, seed=self._config.run.seed, packed=self.packed, device=ranks.device)
+            return score_probe(
+                self._policy,
+                seed=self._config.run.seed,
+                length=probe_length(self._config),
+                packed=self.packed,
+                device=ranks.device,
+            )
 
     def _step(self, command: Train, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
         """This rank's part of an optimizer step. Raises _NotFinite, on all ranks alike."""

@@ -8,7 +8,8 @@ Invariants: an engine is loaded only from a complete, verified set; after a fail
 succeeds, at most ``weights.max_attempts`` in a row before it is replaced; a pause for a broadcast that is called off
 ends at once; nothing here waits for another replica longer than the parameter server lets it.
 
-Fails with ActorFailed when the engine has died too often; whatever else goes wrong is reported and tried again.
+Fails with ActorFailed when the engine has died too often, or has another model than the learner; whatever else goes
+wrong is reported and tried again.
 """
 
 from __future__ import annotations
@@ -173,12 +174,11 @@ class UpdateFollower:
             if self._failed_loads >= self._config.weights.max_attempts:
                 self._host.lost(f"{self._failed_loads} loads failed (weights.max_attempts), the last one: {error}")
             await asyncio.sleep(AWAY_S)
-        except TimeoutError as error:
-            if isinstance(error, WireError):
-                await self._try_later(offer, error)
-            else:
-                self._host.lost(f"not loaded within {self._config.weights.deadline_s:g} s (weights.deadline_s)")
-        except (WireError, OSError) as error:
+        except WireError as error:
+            await self._try_later(offer, error)
+        except TimeoutError:
+            self._host.lost(f"not loaded within {self._config.weights.deadline_s:g} s (weights.deadline_s)")
+        except OSError as error:
             await self._try_later(offer, error)
 
     async def _try_later(self, offer: Offer, error: Exception) -> None:

@@ -14,7 +14,7 @@ from segment_reading import read_manifest
 from torch.distributed.tensor import DTensor
 
 from asyncrl.learner.batch import build_step
-from asyncrl.learner.probe import LENGTH, SEQUENCES, draw_probe
+from asyncrl.learner.probe import LENGTH, SEQUENCES, draw_probe, probe_length
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +42,25 @@ def run(request) -> Callable[..., Any]:
 
 
 def test_it_is_the_same_in_every_run_of_a_seed_and_stays_in_the_vocabulary() -> None:
-    tokens = draw_probe(3, VOCABULARY)
+    tokens = draw_probe(3, VOCABULARY, LENGTH)
     assert (tokens.shape, tokens.dtype) == ((SEQUENCES, LENGTH), np.int32)
-    assert np.array_equal(tokens, draw_probe(3, VOCABULARY))
-    assert not np.array_equal(tokens, draw_probe(4, VOCABULARY))
+    assert np.array_equal(tokens, draw_probe(3, VOCABULARY, LENGTH))
+    assert not np.array_equal(tokens, draw_probe(4, VOCABULARY, LENGTH))
     assert 0 <= tokens.min() <= tokens.max() < VOCABULARY
     assert len(np.unique(tokens)) > VOCABULARY // 2
+
+
+@pytest.mark.parametrize(("prompt", "response", "length"), [(512, 512, LENGTH), (16, 17, LENGTH), (8, 8, 15)])
+def test_it_fits_into_the_smallest_context_that_an_engine_may_have(folder, prompt, response, length) -> None:
+    config = make_config(folder)
+    config = config.model_copy(
+        update={
+            "data": config.data.model_copy(update={"max_prompt_tokens": prompt}),
+            "rollout": config.rollout.model_copy(update={"max_tokens": response}),
+        }
+    )
+    assert probe_length(config) == length
+    assert draw_probe(0, VOCABULARY, length).shape == (SEQUENCES, length)
 
 
 def _train_and_publish(backend, config, probing: bool) -> tuple[list[Any], Any, dict[str, bytes]]:
@@ -88,7 +101,7 @@ def test_it_is_what_the_published_weights_make_of_it_and_training_goes_on_as_if_
     np.testing.assert_array_equal(after.logprobs, published.logprobs)
     assert np.abs(after.logprobs - at_start.logprobs).max() > 1e-2
 
-    assert np.array_equal(after.tokens, draw_probe(config.run.seed, VOCABULARY))
+    assert np.array_equal(after.tokens, draw_probe(config.run.seed, VOCABULARY, LENGTH))
     assert (after.logprobs.shape, after.logprobs.dtype) == ((SEQUENCES, LENGTH - 1), np.float32)
     dtype = torch.bfloat16 if extra.get("dtype") == "bfloat16" else torch.float32
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
