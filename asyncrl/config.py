@@ -139,8 +139,9 @@ class VllmEngineConfig(Section):
 class RolloutConfig(Section):
     """Generation."""
 
-    engine: Literal["vllm", "sim"] = "vllm"
-    """Inference engine."""
+    engine: Literal["vllm", "sim", "reference"] = "vllm"
+    """Inference engine: vLLM, a timing model, or transformers one sequence at a time (slow, and the same in every bit
+    each time)."""
     replicas: Positive = 1
     """Number of rollouters; each holds one engine."""
     gpus_per_replica: NonNegative = 1
@@ -167,6 +168,8 @@ class RolloutConfig(Section):
     """First pause between attempts; doubles with each."""
     on_failed_trajectory: Literal["quarantine_group", "drop"] = "quarantine_group"
     """A trajectory that failed for good takes its group with it, or is left out (at least 2 must survive)."""
+    spool: bool = False
+    """Keep finished groups that the learner has not acknowledged on local disk, over a restart of their rollouter."""
     engine_timeout_s: Seconds = 120.0
     """Longest time without a token from a busy engine, or for a control call, before it counts as hanging."""
     vllm: VllmEngineConfig = VllmEngineConfig()
@@ -197,6 +200,10 @@ class RewardConfig(Section):
     """Worker processes of the pool."""
     timeout_s: Seconds = 10.0
     """Longest run of the function, counted from its start in the worker; the worker is killed then."""
+    max_memory_bytes: Positive = 4 << 30
+    """Memory that a worker may take beyond what it holds when it is ready; past it the function fails."""
+    max_output_bytes: Positive = 1 << 20
+    """Of what a function prints in one call so much reaches the log."""
     truncated: Literal["score", "mask", "penalty"] = "score"
     """Responses cut at max_tokens: scored as they are, left out of the loss, or scored with the overlong penalty."""
     overlong: OverlongPenalty = OverlongPenalty()
@@ -253,6 +260,11 @@ class LearnerConfig(Section):
     """Groups whose rewards are all equal are filtered, counted and replaced."""
     max_filtered_ratio: Annotated[float, Field(gt=0)] = 20.0
     """Groups filtered or quarantined between two steps, in steps' worth, past which the run ends with "no signal"."""
+    max_quarantined_fraction: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Share of all prompts with an outcome that may be quarantined, past which the run ends and says why; counted from
+    100 outcomes on."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """A loss or gradient that is not finite ends the run, or quarantines the groups that it came from."""
     signal_tolerance: Annotated[float, Field(ge=0)] = 1e-6
     """Rewards of a group that differ by no more than this count as equal."""
     tokens_per_microbatch: Positive = 8192
@@ -328,10 +340,44 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What the run leaves behind."""
+    """What the run can go on from, and what it leaves behind."""
 
+    every_versions: NonNegative = 20
+    """Write a checkpoint at each multiple of this many versions, and at the end; 0 writes none but when preempted."""
+    dir: str | None = None
+    """Folder of the checkpoints, seen by all ranks of the learner; by default checkpoints/ in the run folder."""
+    keep: Positive = 2
+    """Newest checkpoints that are kept."""
+    keep_every_steps: NonNegative = 0
+    """Checkpoints of steps that are multiples of this are kept for good; 0 keeps none."""
     export_at_end: bool = True
     """Write the final weights in Hugging Face layout to export/ in the run folder."""
+
+
+class ResumeConfig(Section):
+    """Going on with a run (asyncrl-launch --resume)."""
+
+    allow: list[Literal["data", "seed", "batch"]] = []
+    """What may differ from the run as it was left: the prompts (the new ones begin with another epoch), the seed, the
+    geometry of a batch. Set by --allow-changed-data, --allow-changed-seed, --allow-changed-batch."""
+
+
+class PreemptConfig(Section):
+    """Making way for somebody else: SIGTERM or SIGUSR2 to the launcher."""
+
+    grace_s: Seconds = 60.0
+    """Time until the checkpoint must be complete; past it the last one counts."""
+
+
+class WatchdogConfig(Section):
+    """Noticing that nothing moves though everybody lives."""
+
+    stall_s: Seconds = 300.0
+    """Longest time without a trained group, a version or a token."""
+    policy: Literal["report", "restart", "stop"] = "report"
+    """What follows: a report that names the actor, with its stacks; and the actor's restart, or the end of the run."""
+    budgets_s: dict[str, Seconds] = {"starting": 600.0, "checkpointing": 1800.0, "exporting": 1800.0}
+    """Longer times for single states of an actor, by name of the state."""
 
 
 class NetworkConfig(Section):
@@ -361,7 +407,7 @@ class SupervisionConfig(Section):
 
     heartbeat_s: Seconds = 1.0
     """Interval of heartbeats."""
-    stall_s: Seconds = 60.0
+    silence_s: Seconds = 60.0
     """Silence of an actor on a living host after which it counts as frozen: it is killed and started again, or ends
     the run if its role is not restarted."""
     start_timeout_s: Seconds = 300.0
@@ -407,7 +453,13 @@ class Config(Section):
     eval: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], EvalConfig] = {}
     """Named evaluation sets."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """What the run leaves behind."""
+    """What the run can go on from, and what it leaves behind."""
+    resume: ResumeConfig = ResumeConfig()
+    """Going on with a run."""
+    preempt: PreemptConfig = PreemptConfig()
+    """Making way for somebody else."""
+    watchdog: WatchdogConfig = WatchdogConfig()
+    """Noticing that nothing moves."""
     network: NetworkConfig = NetworkConfig()
     """Sockets."""
     security: SecurityConfig = SecurityConfig()
@@ -580,9 +632,9 @@ def cross_check(config: Config) -> list[tuple[str, str]]:
         if evaluation.n > rollout.concurrency:
             found.append((f"eval.{name}.n", f"is more than rollout.concurrency = {rollout.concurrency}"))
     supervision = config.supervision
-    if supervision.stall_s < 3 * supervision.heartbeat_s:
+    if supervision.silence_s < 3 * supervision.heartbeat_s:
         found.append(
-            ("supervision.stall_s", f"must be at least 3 * supervision.heartbeat_s = {3 * supervision.heartbeat_s:g}")
+            ("supervision.silence_s", f"must be at least 3 * supervision.heartbeat_s = {3 * supervision.heartbeat_s:g}")
         )
     low, _, high = config.network.ports.partition("-")
     if high and not 0 < int(low) <= int(high) <= 65535:

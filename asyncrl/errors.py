@@ -14,6 +14,9 @@ wrong, where, and what to do. Wrong input is a ValueError; our own broken invari
     ├── VersionGone (LookupError)         a version of the weights is no longer held
     ├── VersionReused (ValueError)        a version of the weights is older than what is there
     ├── InvalidRequest (ValueError)       a call asks for what there is not
+    ├── RestoreNeeded (RuntimeError)      the dataloader has to hear from the learner where the run stands
+    ├── RunChanged (ValueError)           a run is resumed with other data, seed or batches, exit code 78
+    ├── CheckpointError (OSError)         a checkpoint cannot be written or read
     ├── BroadcastFailed (ConnectionError) a broadcast of weights broke off
     ├── NonFiniteStep (ArithmeticError)   the loss or the gradient of a step is not finite
     ├── RewardFailed (RuntimeError)       a reward function raised, timed out or returned nonsense
@@ -127,6 +130,41 @@ class InvalidRequest(AsyncRLError, ValueError):
     """A call that was read asks for what there is not, as for bytes past the end."""
 
     code = "invalid"
+
+
+class RestoreNeeded(AsyncRLError, RuntimeError):
+    """The dataloader has started again, or the learner has: nothing goes on before ``Restored``."""
+
+    code = "restore_needed"
+    retryable = True
+
+    def __init__(self) -> None:
+        super().__init__("the dataloader waits for the learner's word on where the run stands")
+
+
+class RunChanged(AsyncRLError, ValueError):
+    """A run is resumed with something changed that its ledger depends on.
+
+    ``what`` is data, seed or batch; ``was`` and ``now`` are the values that differ.
+    """
+
+    code = "changed"
+    exit_code = 78
+
+    def __init__(self, what: str, difference: str, *, was: str, now: str) -> None:
+        self.what, self.difference, self.was, self.now = what, difference, was, now
+        super().__init__(
+            f"{difference}: was {was} when the run was left, is {now} now; put it back, or allow it with "
+            f"--allow-changed-{what}"
+        )
+
+
+class CheckpointError(AsyncRLError, OSError):
+    """A checkpoint cannot be written or read. ``path`` says which; the last complete one stays."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        self.path, self.reason = path, reason
+        super().__init__(f"checkpoint {path}: {reason}")
 
 
 class BroadcastFailed(AsyncRLError, ConnectionError):

@@ -61,6 +61,9 @@ class Ticket(Struct, frozen=True, kw_only=True):
     param_version: int
     """The newest version published at the grant."""
     attempt: Count = 0
+    """Deaths of engines and rollouters that its earlier holders took part in."""
+    alone: bool = False
+    """It has been in too many deaths to share an engine: nothing else is generated beside it."""
     prompt_ids: np.ndarray
     """int32 [P]."""
     prompt: str
@@ -93,6 +96,23 @@ class Trajectory(Struct, kw_only=True):
     attempts: Annotated[int, Meta(ge=1)] = 1
     generate_s: float = 0.0
     score_s: float = 0.0
+
+
+class EpochIntervals(Struct, frozen=True, kw_only=True):
+    """Prompts of an epoch that have the same outcome."""
+
+    kind: Literal["trained", "filtered", "quarantined"]
+    epoch: Count
+    bounds: list[Count]
+    """start, end, start, end, ... of disjoint ascending intervals of indices; an end is outside."""
+
+
+class LedgerState(Struct, frozen=True, kw_only=True):
+    """The learner's word on what became of every prompt; see ledger.py."""
+
+    outcomes: list[EpochIntervals] = []
+    attempts: dict[Uid, Count] = {}
+    """As Ticket.attempt, of prompts without an outcome; absent where it is 0."""
 
 
 class Group(Struct, frozen=True, kw_only=True):
@@ -167,7 +187,8 @@ class Resolved(Message, frozen=True, kw_only=True):
 
 Resolve.reply = Resolved
 
-RunPhase = Literal["starting", "running", "draining", "done", "failed"]
+RunPhase = Literal["starting", "running", "preempting", "draining", "done", "failed"]
+"""While ``preempting`` nothing new is generated, and the learner writes a checkpoint at its next version boundary."""
 
 
 class MetricsLine(Message, frozen=True, kw_only=True):
@@ -185,12 +206,20 @@ class WatchRun(Request, frozen=True, kw_only=True):
     """With 0 or more, also answered when there are metrics lines past this number."""
 
 
-class Stalled(Struct, frozen=True, array_like=True):
-    """An actor that does not beat any more though its process lives: this incarnation of it is to be killed."""
+class Condemned(Struct, frozen=True, array_like=True):
+    """An actor whose process is to be killed: exactly this incarnation, for this reason."""
 
     name: str
     incarnation: int
-    silent_s: float
+    reason: str
+
+
+class Stuck(Struct, frozen=True, array_like=True):
+    """An actor whose stacks are to be taken, and the watchdog's report on it."""
+
+    name: str
+    incarnation: int
+    report: str
 
 
 class RunState(Message, frozen=True, kw_only=True):
@@ -209,24 +238,42 @@ class RunState(Message, frozen=True, kw_only=True):
     lines: list[dict[str, Any]] = []
     waiting_for: list[str] = []
     """While starting: the actors that are not ready yet."""
-    stalled: list[Stalled] = []
+    condemned: list[Condemned] = []
     """The actors that are to be killed so that they are started again."""
+    stuck: list[Stuck] = []
+    """Newest report of the watchdog, while it holds."""
+    checkpoint: int = -1
+    """Version of the newest complete checkpoint; -1 for none."""
 
 
 WatchRun.reply = RunState
 
 
 class StopRun(Request, frozen=True, kw_only=True):
-    """Agent to controller: end the run in good order."""
+    """Agent to controller: end the run in good order; with ``preempt``, after a checkpoint."""
 
     reply = Done
     reason: str
+    preempt: bool = False
 
 
 class RunFinished(Request, frozen=True, kw_only=True):
-    """Learner to controller: the last step is trained and everything is written."""
+    """Learner to controller: the last step is trained and everything is written.
+
+    With ``preempted`` the run is to be resumed instead: a checkpoint of everything trained is complete.
+    """
 
     reply = Done
+    preempted: bool = False
+
+
+class CheckpointWritten(Request, frozen=True, kw_only=True):
+    """Learner to controller: the checkpoint of ``version`` is complete."""
+
+    reply = Done
+    version: Count
+    step: Count
+    path: str
 
 
 class ActorEnded(Request, frozen=True, kw_only=True):
@@ -335,6 +382,13 @@ class WatchSupply(Request, frozen=True, kw_only=True):
     seen: int = -1
 
 
+class Rejected(Struct, frozen=True, array_like=True):
+    """A prompt that the dataloader will not grant (again)."""
+
+    uid: Uid
+    reason: str
+
+
 class Supply(Message, frozen=True, kw_only=True):
     """What there is still to come."""
 
@@ -343,13 +397,68 @@ class Supply(Message, frozen=True, kw_only=True):
     """Nothing is left to grant for training."""
     outstanding: Count
     """Groups granted for training and not yet reported or returned."""
-    too_long: list[Uid] = []
-    """Prompts over max_prompt_tokens: quarantined before any lease."""
+    rejected: list[Rejected] = []
+    """Prompts to be quarantined: over max_prompt_tokens, or in too many deaths. Until the learner reports them."""
+    attempts: dict[Uid, Count] = {}
+    """As LedgerState.attempts, as the dataloader knows it."""
     evals: dict[str, int] = {}
     """eval/NAME@ROUND: number of its prompts, for every round opened so far and not yet closed."""
 
 
 WatchSupply.reply = Supply
+
+
+class EvalRound(Struct, frozen=True, kw_only=True):
+    """An open round of evaluation, as the learner knows it."""
+
+    name: str
+    """NAME@ROUND."""
+    held: list[Uid] = []
+    """Its groups that the learner has."""
+
+
+class Restored(Request, frozen=True, kw_only=True):
+    """Learner to dataloader: this is where the run stands; whatever else you believed is void.
+
+    Sent at the start of a learner, and to a dataloader that has started again (which asks for it with the error
+    ``restore_needed``). The gate is shut until it is answered: the rollouters have then said which tickets they hold.
+    Error ``changed`` when the prompts, or the seed of their order, are not those of the ledger and the user has not
+    allowed that.
+    """
+
+    reply: ClassVar[type[Message]]
+    version: Count
+    """Newest published version, of the weights as they are now. Nothing is granted to an engine that serves less."""
+    trained_at_version: Count
+    """T(version)."""
+    groups_left: Count
+    """Groups to be trained until the end of the run, claims included."""
+    outcomes_number: Count
+    """The next report of outcomes has the number after this one; what came before is in the ledger."""
+    ledger: LedgerState
+    claims: list[Uid] = []
+    """Groups in training and in the buffer."""
+    fingerprint: str = ""
+    """Of the prompts that the ledger speaks of; empty at the start of a run."""
+    seed: int = -1
+    """Of their order; -1 at the start of a run."""
+    rounds_closed: list[str] = []
+    """Rounds of evaluation that are over, as NAME@ROUND."""
+    rounds_open: list[EvalRound] = []
+    finished: bool = False
+    """The last step is trained."""
+
+
+class Resumed(Message, frozen=True, kw_only=True):
+    """The gate is open."""
+
+    fingerprint: str
+    seed: int
+    limit: float
+    """Working limit eta_t, in versions."""
+
+
+Restored.reply = Resumed
 
 
 # --- reward pool --------------------------------------------------------------------------------------------
@@ -456,6 +565,40 @@ class RolloutStats(Message, frozen=True, kw_only=True):
     updates: list[UpdateTimes] = []
     in_flight: Count = 0
     served_version: int = -1
+
+
+# --- rollouter ---------------------------------------------------------------------------------------------
+
+
+class HeldTicket(Struct, frozen=True, array_like=True):
+    """A ticket that a rollouter holds."""
+
+    uid: Uid
+    grant: Count
+    attempt: Count
+
+
+class OpenTickets(Request, frozen=True, kw_only=True):
+    """Dataloader to rollouter: which tickets do you hold?
+
+    Before it answers, the rollouter takes ``learner`` for the living incarnation of learner/0: an acknowledgement of
+    an older one releases nothing any more, and what was delivered to an older one is delivered again.
+    """
+
+    reply: ClassVar[type[Message]]
+    learner: Count
+
+
+class TicketsHeld(Message, frozen=True, kw_only=True):
+    """All that are not acknowledged by that learner, finished and spooled ones included."""
+
+    seen: Count
+    """The highest grant received."""
+    served_version: int
+    tickets: list[HeldTicket]
+
+
+OpenTickets.reply = TicketsHeld
 
 
 # --- parameter server ---------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def sim_config(**tables: dict[str, Any]) -> Config:
         },
         "staleness": {"max": 2},
         # Nobody beats here: heartbeats come from the thread of a process.
-        "supervision": {"stall_s": 1e6},
+        "supervision": {"silence_s": 1e6},
     }
     for name, table in tables.items():
         merged = dict(tree.get(name, {}))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "asyncrl"
-CONTRACT = {"errors", "config", "messages", "tokenizer"}
+CONTRACT = {"errors", "config", "messages", "tokenizer", "ledger", "group_file"}
 ACTORS = {"dataloader", "rollouter", "reward", "learner", "parameter_server", "controller"}
 FOR_ACTORS = CONTRACT | {"wire", "runtime", "monitor", "weights"}
 
@@ -15,6 +15,8 @@ MAY_IMPORT = {
     "config": {"errors"},
     "messages": set(),
     "tokenizer": {"errors"},
+    "ledger": {"messages"},
+    "group_file": {"errors", "messages"},
     "wire": {"errors", "messages"},
     "weights": {"errors", "messages"},
     "monitor": {"errors", "messages"},
@@ -25,8 +27,8 @@ MAY_IMPORT = {
 }
 HEAVY = {
     "vllm": ("rollouter/engines/vllm/",),
-    "torch": ("learner/", "rollouter/engines/vllm/", "weights/collective/"),
-    "transformers": ("learner/", "rollouter/engines/vllm/", "tokenizer.py"),
+    "torch": ("learner/", "rollouter/engines/vllm/", "rollouter/engines/reference", "weights/collective/"),
+    "transformers": ("learner/", "rollouter/engines/vllm/", "rollouter/engines/reference", "tokenizer.py"),
 }
 MODULES = sorted(ROOT.rglob("*.py"))
 

@@ -32,7 +32,7 @@ SUMMARY = "Kill and freeze the processes of a run that updates its weights all t
 START_S = 180.0
 RECOVERY_S = 120.0
 """Longest time from a round's signal until all is well again."""
-STALL_S = 6.0
+SILENCE_S = 6.0
 REPLICAS = 3
 TRANSPORTS = ("gloo", "shm", "stream")
 MODES = ("abort_resume", "keep", "drain")
@@ -108,7 +108,7 @@ def configuration(engine: str, transport: str, mode: str, model: Path | None) ->
         "network": {"call_timeout_s": 6.0},
         "supervision": {
             "heartbeat_s": 0.5,
-            "stall_s": STALL_S,
+            "silence_s": SILENCE_S,
             "max_restarts": 10_000,
             "backoff_s": 0.05,
             "restart_window_s": 1.0,
@@ -125,7 +125,7 @@ def configuration(engine: str, transport: str, mode: str, model: Path | None) ->
         tree["data"]["max_prompt_tokens"] = 64
         tree["rollout"]["vllm"] = {"cpu_kv_cache_bytes": 64 << 20, "threads": 1}
         tree["weights"]["bucket_bytes"] = 1 << 20
-        tree["supervision"]["stall_s"] = 20.0
+        tree["supervision"]["silence_s"] = 20.0
     return tree
 
 

@@ -91,9 +91,9 @@ class Controller(Actor):
         while True:
             await asyncio.sleep(supervision.heartbeat_s)
             now = self.clock.now()
-            stalled = self._registry.silent(now, supervision.stall_s)
+            stalled = self._registry.silent(now, supervision.silence_s)
             if self._run.silent(stalled, now):
-                self.log.error("actors are frozen", actors={actor.name: actor.silent_s for actor in stalled})
+                self.log.error("actors are frozen", actors={actor.name: actor.reason for actor in stalled})
                 self._tell()
 
     # --- registry ---
@@ -204,7 +204,7 @@ class Controller(Actor):
             last_line=last,
             lines=lines,
             waiting_for=self._run.waiting_for,
-            stalled=self._run.stalled,
+            condemned=self._run.condemned,
         )
 
     def _tell(self) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from asyncrl.messages import RunPhase, Stalled
+from asyncrl.messages import Condemned, RunPhase
 from asyncrl.runtime.supervision import (
     ROLES,
     STOPPED_EXIT_CODE,
@@ -59,7 +59,7 @@ class RunStateMachine:
     _ended: set[str] = field(default_factory=set)
     _awaited_since: dict[str, float] = field(default_factory=dict)
     """Since when each actor that is not ready has been waited for."""
-    _stalled: dict[str, Stalled] = field(default_factory=dict)
+    _stalled: dict[str, Condemned] = field(default_factory=dict)
     _rank_until: float = 0.0
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ class RunStateMachine:
         return sorted(role for role, policy in ROLES.items() if policy.drain_rank <= self.drain)
 
     @property
-    def stalled(self) -> list[Stalled]:
+    def condemned(self) -> list[Condemned]:
         """Whom to kill. Nobody while the run drains, which has deadlines of its own."""
         return [] if self.drain else list(self._stalled.values())
 
@@ -118,7 +118,7 @@ class RunStateMachine:
             return self.fail(name, reason or describe_exit(exit_code), log, code, now)
         return (self.waiting_for != before or stalled is not None) and self._changed()
 
-    def silent(self, stalled: Iterable[Stalled], now: float) -> bool:
+    def silent(self, stalled: Iterable[Condemned], now: float) -> bool:
         """These actors do not beat any more, though nobody has said that they ended."""
         if self.drain:
             return False
@@ -128,7 +128,7 @@ class RunStateMachine:
             if actor.name not in self.expected or (known is not None and known.incarnation >= actor.incarnation):
                 continue
             if not ROLES[role_of(actor.name)].restart:
-                reason = f"frozen: it did not beat for {actor.silent_s:.0f} s (supervision.stall_s)"
+                reason = f"frozen: {actor.reason} (supervision.silence_s)"
                 return self.fail(actor.name, reason, "", 1, now)
             self._stalled[actor.name] = actor
             changed = True

@@ -24,7 +24,7 @@ from asyncrl.dataloader.evals import EvalPrompt, EvalRounds
 from asyncrl.dataloader.gate import Gate
 from asyncrl.dataloader.prompt_queue import PromptQueue, TrainingPrompt
 from asyncrl.errors import ProtocolError
-from asyncrl.messages import Outcomes, Supply
+from asyncrl.messages import Outcomes, Rejected, Supply
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class Tickets:
             number=self.supply_number,
             exhausted=not self._gate.needed(self._outstanding),
             outstanding=self._outstanding,
-            too_long=list(self._queue.too_long),
+            rejected=[Rejected(uid, "over data.max_prompt_tokens") for uid in self._queue.too_long],
             evals=self._evals.sizes,
         )
 

@@ -219,11 +219,11 @@ class Host:
 
     def _kill_stalled(self, state: RunState) -> list[Instruction]:
         instructions: list[Instruction] = []
-        for actor in state.stalled:
+        for actor in state.condemned:
             name = actor.name
             current = name in self.living and self.incarnations.get(name) == actor.incarnation
             if current and name not in self._frozen and not self.ending:
-                self._frozen[name] = f"it did not beat for {actor.silent_s:.0f} s"
+                self._frozen[name] = actor.reason
                 instructions.append(Kill(name))
         return instructions
 

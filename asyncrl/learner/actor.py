@@ -23,12 +23,12 @@ from asyncrl.learner.backend import Backend, create
 from asyncrl.learner.batch import build_step, check_group, has_signal
 from asyncrl.learner.buffer import GroupBuffer
 from asyncrl.learner.evals import EvalCollector, eval_metrics
-from asyncrl.learner.ledger import Kind, Ledger
 from asyncrl.learner.outcomes import OutcomeQueue
 from asyncrl.learner.records import RecordFiles
 from asyncrl.learner.step_lines import StepLines, TrainedStep
 from asyncrl.learner.version_mark import VersionMark
 from asyncrl.learner.versions import Versions
+from asyncrl.ledger import Kind, Ledger
 from asyncrl.messages import (
     Deliver,
     Delivered,
@@ -433,7 +433,7 @@ class Learner(Actor):
                 await asyncio.sleep(AWAY_S)
                 continue
             self._evals.opened(self._supply.evals)
-            for uid in self._supply.too_long:
+            for uid in (rejected.uid for rejected in self._supply.rejected):
                 epoch, _, index = uid.partition("-")
                 if self._ledger.outcome(int(epoch), int(index)) is None:
                     self._ledger.record("quarantined", int(epoch), int(index))

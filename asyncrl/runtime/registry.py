@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from asyncrl.errors import Refused
-from asyncrl.messages import ActorRecord, Heartbeat, Stalled
+from asyncrl.messages import ActorRecord, Condemned, Heartbeat
 
 LONGEST_GAP = 0.25
 """Share of the time after which silence is a stall: who looks less often than this may not have listened himself."""
@@ -79,19 +79,19 @@ class Registry:
             entry.ended = True
         return entry.ended
 
-    def silent(self, now: float, stall_s: float) -> list[Stalled]:
-        """The living actors that were not heard of for ``stall_s``; to be asked regularly.
+    def silent(self, now: float, silence_s: float) -> list[Condemned]:
+        """The living actors that were not heard of for ``silence_s``; to be asked regularly.
 
         After a gap between two questions silence counts from the second one on: this process was stopped itself, or
         its host was, and what was said meanwhile is still to be read.
         """
-        if now - self._looked > LONGEST_GAP * stall_s:
+        if now - self._looked > LONGEST_GAP * silence_s:
             self._listening_since = now
         self._looked = now
         return [
-            Stalled(name, entry.record.incarnation, now - entry.heard)
+            Condemned(name, entry.record.incarnation, f"it did not beat for {now - entry.heard:.0f} s")
             for name, entry in self.entries.items()
-            if not entry.ended and now - max(entry.heard, self._listening_since) >= stall_s
+            if not entry.ended and now - max(entry.heard, self._listening_since) >= silence_s
         ]
 
     def resolve(self, name: str, above: int = 0, *, unready: bool = False) -> ActorRecord | None:

@@ -245,7 +245,7 @@ def test_who_stops_beating_is_told_to_be_killed_until_its_end_is_reported(tmp_pa
         assert (state.failed_actor, state.phase) == ("learner/0", "draining")
         assert "did not beat" in state.reason
 
-    tree = CONFIG.model_dump() | {"supervision": {"heartbeat_s": 0.05, "stall_s": 0.4}}
+    tree = CONFIG.model_dump() | {"supervision": {"heartbeat_s": 0.05, "silence_s": 0.4}}
     run(tmp_path, scenario, validate_config(tree))
 
 

@@ -174,7 +174,7 @@ def test_the_run_does_not_outlive_a_frozen_actor_that_is_not_restarted(name):
     run = machine()
     assert run.silent([Stalled("rollouter/0", 6, 70.0), Stalled(name, 7, 61.4)], 100.0)
     assert (run.phase, run.outcome.actor, run.outcome.exit_code) == ("draining", name, 1)
-    assert run.outcome.reason == "frozen: it did not beat for 61 s (supervision.stall_s)"
+    assert run.outcome.reason == "frozen: it did not beat for 61 s (supervision.silence_s)"
     assert run.stalled == []
 
 

@@ -8,8 +8,8 @@ from test_messages import make_group
 from asyncrl.learner.buffer import GroupBuffer
 from asyncrl.learner.evals import EvalCollector, eval_metrics
 from asyncrl.learner.generation_log import GenerationLog, merge, update_line, update_metrics
-from asyncrl.learner.ledger import IntervalSet, Ledger
 from asyncrl.learner.outcomes import OutcomeQueue
+from asyncrl.ledger import IntervalSet, Ledger
 from asyncrl.messages import Group, Outcome, RolloutStats, UpdateTimes
 
 
