@@ -12,7 +12,8 @@ import numpy as np
 
 from asyncrl.messages import Bucket, Manifest
 from asyncrl.parameter_server.snapshots import Snapshot, hold
-from asyncrl.weights.segments import Segment, layout
+from asyncrl.weights.segments import Segment, layout, open_segment, verify_segment
+from asyncrl.weights.staging import Staged, layout_of
 
 
 def random_bytes(size: int, seed: int = 0) -> bytes:
@@ -70,3 +71,19 @@ def open_memory() -> int:
         except FileNotFoundError:
             continue
     return links + Path("/proc/self/maps").read_text().count("/memfd:")
+
+
+def stage(manifest: Manifest) -> Staged:
+    """Open and verify every bucket, as a rollouter on the same host does. Raises WeightsCorrupt."""
+    layout = layout_of(manifest)
+    descriptors: list[int] = []
+    try:
+        for index, bucket in enumerate(manifest.buckets):
+            descriptors.append(open_segment(bucket, version=manifest.version, index=index))
+            for _ in verify_segment(descriptors[-1], bucket, version=manifest.version, index=index):
+                pass
+    except BaseException:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise
+    return Staged(manifest, layout, descriptors)

@@ -1,4 +1,4 @@
-"""Staging: open the sealed memory of a published version, verify it, and hold it until it is loaded.
+"""Staging: a published version in sealed memory, verified, and held open until it is loaded.
 
 The bytes that a Staged version names cannot change any more: their memory is sealed, was verified against the
 manifest after the seals were seen, and stays open here, so that the publisher may die without harm. Whoever loads
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -29,7 +29,6 @@ from asyncrl.weights.segments import (
     map_segment,
     open_segment,
     size_of,
-    verify_segment,
 )
 
 if TYPE_CHECKING:
@@ -137,31 +136,6 @@ class Staged:
     def close(self) -> None:
         """Let the memory go. May be repeated. A GiB that nobody else holds takes some 0.1 s."""
         self._finalizer()
-
-
-def stage(manifest: Manifest) -> Staged:
-    """Open and verify every bucket. Blocks while it reads them; run it in a thread. Raises WeightsCorrupt."""
-    steps = staging(manifest)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as done:
-            staged: Staged = done.value
-            return staged
-
-
-def staging(manifest: Manifest) -> Generator[None, None, Staged]:
-    """``stage`` in steps of at most a few milliseconds, for those who have no thread to spare."""
-    layout = layout_of(manifest)
-    descriptors: list[int] = []
-    try:
-        for index, bucket in enumerate(manifest.buckets):
-            descriptors.append(open_segment(bucket, version=manifest.version, index=index))
-            yield from verify_segment(descriptors[-1], bucket, version=manifest.version, index=index)
-    except BaseException:
-        _close_all(descriptors)
-        raise
-    return Staged(manifest, layout, descriptors)
 
 
 def delta_against(base: Staged | None, bucket: Bucket, index: int) -> Delta | None:

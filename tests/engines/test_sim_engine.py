@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from published_weights import stage
 from tiny_models import Publisher
 
 from asyncrl.config import Config, SimEngineConfig, validate_config
@@ -25,7 +26,6 @@ from asyncrl.rollouter.engines.sim_model import Batch, content, response_length
 from asyncrl.runtime.clock import run_virtual
 from asyncrl.weights.broadcast import Broadcast
 from asyncrl.weights.collective.sender import Sender
-from asyncrl.weights.staging import stage
 
 
 def request(id: str, *, prompt: int = 10, max_tokens: int = 10_000, **fields: Any) -> GenerationRequest:

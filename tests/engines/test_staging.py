@@ -13,12 +13,13 @@ import torch
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from published_weights import stage
 from tiny_models import Publisher
 
 from asyncrl.errors import WeightsCorrupt
 from asyncrl.messages import Bucket, Manifest, TensorSpec
 from asyncrl.weights.segments import ITEM_BYTES, size_of
-from asyncrl.weights.staging import check_complete, layout_of, stage, staging
+from asyncrl.weights.staging import check_complete, layout_of
 
 
 @pytest.fixture
@@ -62,16 +63,6 @@ def test_staged_memory_outlives_its_publisher(publisher: Publisher) -> None:
 def test_unfetched_result_closes_itself(publisher: Publisher) -> None:
     paths = [each.path for each in stage(publisher.publish(3, tensors())).manifest.buckets]
     assert not any(os.path.exists(path) for path in paths)
-
-
-def test_staging_left_half_way_closes_everything(publisher: Publisher) -> None:
-    published = publisher.publish(3, tensors())
-    before = set(os.listdir("/proc/self/fd"))
-    steps = staging(published)
-    next(steps)
-    assert set(os.listdir("/proc/self/fd")) != before
-    steps.close()
-    assert set(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize(

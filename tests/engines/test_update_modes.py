@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from published_weights import stage
 from test_messages import make_group
 from test_vllm_engine import TOLERANCE, VllmEngine, config_for
 from tiny_models import Publisher, logprobs_of, make_model, save_model
@@ -25,7 +26,6 @@ from asyncrl.monitor.states import StateLedger
 from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.episodes import EpisodeEngine, Generated
 from asyncrl.runtime.clock import LoopClock
-from asyncrl.weights.staging import stage
 
 pytestmark = [
     # vLLM leaves its ZeroMQ contexts to the garbage collector.

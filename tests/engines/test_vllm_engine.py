@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from published_weights import stage
 from tiny_models import EOS, Publisher, logprobs_of, make_model, parameters_of, save_model
 
 from asyncrl.config import Config, validate_config
@@ -20,7 +21,6 @@ from asyncrl.rollouter.engines.base import GenerationRequest
 from asyncrl.rollouter.engines.vllm.engine import VllmEngine
 from asyncrl.weights.broadcast import Broadcast
 from asyncrl.weights.collective.sender import Sender
-from asyncrl.weights.staging import stage
 
 pytestmark = [
     # vLLM leaves its ZeroMQ contexts to the garbage collector.

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from published_weights import stage
 from tiny_models import Publisher, logprobs_of, make_model, save_model
 
 from asyncrl.config import Config, validate_config
@@ -21,7 +22,6 @@ from asyncrl.errors import ConfigError, EngineDied
 from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.engines.base import GenerationRequest
 from asyncrl.rollouter.engines.vllm.engine import VllmEngine
-from asyncrl.weights.staging import stage
 
 pytestmark = [
     # vLLM leaves its ZeroMQ contexts to the garbage collector.

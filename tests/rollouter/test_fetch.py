@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import xxhash
 from harness import Net, replace
-from published_weights import as_streamed, contents_of, held, open_memory, random_bytes, stepped
+from published_weights import as_streamed, contents_of, held, open_memory, random_bytes, stage, stepped
 from structlog.testing import capture_logs
 
 from asyncrl.config import WeightsConfig
@@ -37,7 +37,7 @@ from asyncrl.rollouter.fetch import Fetched, fetch
 from asyncrl.runtime.actor import Caller, handler
 from asyncrl.runtime.clock import run_virtual
 from asyncrl.weights.segments import Segment
-from asyncrl.weights.staging import Staged, stage
+from asyncrl.weights.staging import Staged
 
 CHUNK = 4096
 SIZES = (3 * CHUNK + 101, 1, 2 * CHUNK, 50)

@@ -166,10 +166,10 @@ class Size:
         return side
 
     async def _shm(self) -> float:
-        return await asyncio.to_thread(receive.by_shm, self.manifest)
+        return await receive.by_fetch(self.manifest, "shm", self.ours.call, self.settings.weights)
 
     async def _stream(self) -> float:
-        return await receive.by_stream(self.manifest, self.ours.call, self.settings.weights)
+        return await receive.by_fetch(self.manifest, "stream", self.ours.call, self.settings.weights)
 
     def _memcpy(self) -> Callable[[], Awaitable[float]]:
         source, target = np.ones(self.bytes, np.uint8), np.ones(self.bytes, np.uint8)

@@ -10,28 +10,18 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config import WeightsConfig
-from asyncrl.messages import BucketLayout, Collective, CollectiveGroup, Manifest, Offer
+from asyncrl.messages import BucketLayout, Collective, CollectiveGroup, Manifest, Offer, Transport
 from asyncrl.rollouter.fetch import fetch
 from asyncrl.weights.broadcast import Broadcast
-from asyncrl.weights.staging import stage
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 120.0
 
 
-def by_shm(manifest: Manifest) -> float:
-    """Seconds until every sealed segment is open and verified."""
+async def by_fetch(manifest: Manifest, transport: Transport, call: Any, weights: WeightsConfig) -> float:
+    """Seconds until every sealed segment is open and verified, or every chunk has come, was verified and sealed."""
     began = time.perf_counter()
-    staged = stage(manifest)
-    seconds = time.perf_counter() - began
-    staged.close()
-    return seconds
-
-
-async def by_stream(manifest: Manifest, call: Any, weights: WeightsConfig) -> float:
-    """Seconds until every chunk has come, was verified and sealed."""
-    began = time.perf_counter()
-    offer = Offer(version=manifest.version, transport="stream", manifest=manifest)
+    offer = Offer(version=manifest.version, transport=transport, manifest=manifest)
     fetched = await fetch(offer, None, call=call, weights=weights)
     seconds = time.perf_counter() - began
     fetched.staged.close()
