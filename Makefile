@@ -26,6 +26,9 @@ quickstart: $(STAMP) ## Train a small model on this machine and watch it get bet
 test: $(STAMP) ## Run the tests
 	$(BIN)/python -m pytest
 
+test-cluster: $(STAMP) ## Test on clusters of namespaces with ssh and SLURM (root; says what is missing)
+	$(BIN)/python -m pytest tests/cluster
+
 check: $(STAMP) ## Format, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -38,8 +41,8 @@ bench: $(STAMP) ## Measure the overheads against their floors
 	$(BIN)/python -m tools.bench weights
 	$(BIN)/python -m tools.bench stall
 
-chaos: $(STAMP) ## Kill and freeze the processes of a simulated run, 30 times
-	$(BIN)/python -m tools.chaos
+chaos: $(STAMP) ## Break a simulated run 24 times while it trains, end it 3 times, and audit it
+	$(BIN)/python -m tools.chaos --faults 24 --everything 3
 
 soak: $(STAMP) ## Update the real vLLM after every step, in every mode and by every transport
 	$(BIN)/python -m tools.soak
@@ -48,4 +51,4 @@ clean: ## Remove the environment and what was made; runs/ stays
 	rm -rf $(VENV) .bench .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
 	find asyncrl tests tools -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help setup quickstart test check bench chaos soak clean
+.PHONY: help setup quickstart test test-cluster check bench chaos soak clean

@@ -408,8 +408,7 @@ class SupervisionConfig(Section):
     heartbeat_s: Seconds = 1.0
     """Interval of heartbeats."""
     silence_s: Seconds = 60.0
-    """Silence of an actor on a living host after which it counts as frozen: it is killed and started again, or ends
-    the run if its role is not restarted."""
+    """Silence of an actor on a living host after which it counts as frozen: it is killed and started again."""
     start_timeout_s: Seconds = 300.0
     """Longest time from an actor's start to its being ready."""
     max_restarts: NonNegative = 3
@@ -593,6 +592,8 @@ def cross_check(config: Config) -> list[tuple[str, str]]:
                 f"{rollout.samples_per_prompt})",
             )
         )
+    if rollout.engine == "reference" and rollout.gpus_per_replica:
+        found.append(("rollout.gpus_per_replica", "the reference engine computes on the CPU; set it to 0"))
     length = rollout.vllm.max_model_len
     if rollout.engine == "vllm" and length is not None and length < config.data.max_prompt_tokens + rollout.max_tokens:
         found.append(
@@ -635,6 +636,10 @@ def cross_check(config: Config) -> list[tuple[str, str]]:
     if supervision.silence_s < 3 * supervision.heartbeat_s:
         found.append(
             ("supervision.silence_s", f"must be at least 3 * supervision.heartbeat_s = {3 * supervision.heartbeat_s:g}")
+        )
+    if config.watchdog.stall_s < 3 * supervision.heartbeat_s:
+        found.append(
+            ("watchdog.stall_s", f"must be at least 3 * supervision.heartbeat_s = {3 * supervision.heartbeat_s:g}")
         )
     low, _, high = config.network.ports.partition("-")
     if high and not 0 < int(low) <= int(high) <= 65535:

@@ -37,6 +37,8 @@ class AsyncRLError(Exception):
     """Root of all exceptions of this package."""
 
     exit_code = 1
+    restartable = True
+    """Whether an actor that ends by it may go on after a restart; else the run ends."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Exceptions with keyword-only fields do not pickle by default.
@@ -54,6 +56,7 @@ class ConfigError(AsyncRLError, ValueError):
     """The configuration is wrong. ``problems`` holds one line for each problem found."""
 
     exit_code = 78
+    restartable = False
 
     def __init__(self, problems: list[str]) -> None:
         self.problems = problems
@@ -69,6 +72,7 @@ class DataError(AsyncRLError, ValueError):
     """A dataset cannot be read. ``path`` and ``line`` (1-based, None for the whole file) say where."""
 
     exit_code = 78
+    restartable = False
 
     def __init__(self, what: str, *, path: str, line: int | None = None) -> None:
         self.path, self.line = path, line
@@ -79,10 +83,13 @@ class UsageError(AsyncRLError, ValueError):
     """The command line is wrong."""
 
     exit_code = 2
+    restartable = False
 
 
 class ActorFailed(AsyncRLError, RuntimeError):
     """An actor failed in a way that ends the run."""
+
+    restartable = False
 
     def __init__(self, actor: str, reason: str, *, log: str | None = None, exit_code: int = 1) -> None:
         self.actor, self.reason, self.log, self.exit_code = actor, reason, log, exit_code
@@ -150,6 +157,7 @@ class RunChanged(AsyncRLError, ValueError):
 
     code = "changed"
     exit_code = 78
+    restartable = False
 
     def __init__(self, what: str, difference: str, *, was: str, now: str) -> None:
         self.what, self.difference, self.was, self.now = what, difference, was, now
@@ -181,6 +189,8 @@ class NonFiniteStep(AsyncRLError, ArithmeticError):
     ``what`` is "loss" or "gradient norm", ``step`` counts from 1, ``uids`` are the prompt groups it came from: those
     with a non-finite loss, or all of the step's where only the gradient was. A rank that does not know them has none.
     """
+
+    restartable = False
 
     def __init__(self, what: str, *, step: int, uids: list[str]) -> None:
         self.what, self.step, self.uids = what, step, uids

@@ -1,8 +1,8 @@
 """The ledger: which prompts of which epoch are trained, filtered or quarantined, and attempts at open ones. Pure.
 
-Invariant: in each epoch every prompt has at most one outcome, and keeps it. Held as intervals of indices, so that its
-size follows the disorder of the order and not the number of prompts. The learner owns it and keeps it in its
-checkpoints; the dataloader's state is derived from a copy.
+Invariant: in each epoch every prompt has at most one outcome, and keeps it. Held as intervals of indices: a finished
+epoch costs next to nothing. The learner owns it and keeps it in its checkpoints; the dataloader's state is derived from
+a copy.
 
 Fails with ValueError on a state that is no ledger's: intervals that are empty, out of order, or in two outcomes.
 """
@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, get_args
 
+import numpy as np
+
 from asyncrl.messages import EpochIntervals, LedgerState
 
 Kind = Literal["trained", "filtered", "quarantined"]
@@ -26,10 +28,20 @@ class IntervalSet:
 
     starts: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
+    _arrays: tuple[np.ndarray, np.ndarray] | None = field(default=None, repr=False, compare=False)
+    """For ``among``, until the next value is added."""
 
     def __contains__(self, value: int) -> bool:
         at = bisect_right(self.starts, value) - 1
         return at >= 0 and value < self.ends[at]
+
+    def among(self, values: np.ndarray) -> np.ndarray:
+        """Which of these values are in the set: int64 [N] to bool [N]."""
+        if self._arrays is None:
+            # Before the first interval lies one that ends before every value.
+            self._arrays = np.array(self.starts, np.int64), np.array([-1, *self.ends], np.int64)
+        starts, ends = self._arrays
+        return values < ends[np.searchsorted(starts, values, side="right")]
 
     def __len__(self) -> int:
         return sum(self.ends) - sum(self.starts)
@@ -40,6 +52,7 @@ class IntervalSet:
 
     def add(self, value: int) -> None:
         """Add a value that is not in the set."""
+        self._arrays = None
         at = bisect_right(self.starts, value)
         assert at == 0 or value >= self.ends[at - 1], f"{value} is in the set already"
         joins_left = at > 0 and self.ends[at - 1] == value
@@ -63,7 +76,9 @@ class Ledger:
         self._sets: dict[tuple[Kind, int], IntervalSet] = {}
         self._counts: dict[Kind, int] = {"trained": 0, "filtered": 0, "quarantined": 0}
         self.attempts: dict[str, int] = {}
-        """Deaths that an open prompt has been held in, by uid; absent where there was none."""
+        """Deaths that an open prompt has been held in, by uid (of an eval prompt too); absent where there was none."""
+        self.first_epoch = 0
+        """The prompts of earlier epochs were others: what was left of these epochs is left for good."""
 
     @classmethod
     def restore(cls, state: LedgerState) -> Ledger:
@@ -89,6 +104,7 @@ class Ledger:
             if any(left[1] > right[0] for left, right in pairwise(spans)):
                 raise ValueError(f"prompts of epoch {epoch} have two outcomes")
         ledger.attempts = dict(state.attempts)
+        ledger.first_epoch = state.first_epoch
         return ledger
 
     @property
@@ -104,6 +120,7 @@ class Ledger:
                 for (kind, epoch), found in sorted(self._sets.items())
             ],
             attempts=dict(self.attempts),
+            first_epoch=self.first_epoch,
         )
 
     def record(self, kind: Kind, epoch: int, index: int) -> None:
@@ -121,6 +138,14 @@ class Ledger:
                 return kind
         return None
 
+    def concluded_among(self, epoch: int, indices: np.ndarray) -> np.ndarray:
+        """Which of these prompts have an outcome: int64 [N] to bool [N]."""
+        found = np.zeros(len(indices), bool)
+        for (_, of), concluded in self._sets.items():
+            if of == epoch:
+                found |= concluded.among(indices)
+        return found
+
     def count(self, kind: Kind) -> int:
         """Prompts with this outcome, over all epochs."""
         return self._counts[kind]
@@ -136,6 +161,6 @@ class Ledger:
 
 
 def position_of(uid: str) -> tuple[int, int]:
-    """(epoch, index) of a training prompt's uid, EPOCH-INDEX."""
+    """(epoch, index) of a training prompt's uid, EPOCH-INDEX. Raises ValueError for any other uid."""
     epoch, _, index = uid.partition("-")
     return int(epoch), int(index)

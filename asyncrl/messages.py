@@ -29,6 +29,8 @@ class Request(Message, frozen=True, kw_only=True):
 
     reply: ClassVar[type[Message]]
     idempotent: ClassVar[bool] = True
+    idle: ClassVar[bool] = False
+    """Whether to wait for the answer is normal idleness; it is then parked until there is news."""
 
 
 class Done(Message, frozen=True):
@@ -113,6 +115,8 @@ class LedgerState(Struct, frozen=True, kw_only=True):
     outcomes: list[EpochIntervals] = []
     attempts: dict[Uid, Count] = {}
     """As Ticket.attempt, of prompts without an outcome; absent where it is 0."""
+    first_epoch: Count = 0
+    """The prompts of earlier epochs were others: nothing is granted from them any more."""
 
 
 class Group(Struct, frozen=True, kw_only=True):
@@ -151,6 +155,18 @@ class Register(Request, frozen=True, kw_only=True):
     record: ActorRecord
 
 
+class AwaitRecord(Struct, frozen=True, array_like=True):
+    """An open wait of an actor; see runtime/awaits.py."""
+
+    whom: str
+    """An actor, a role for whichever actor of it, or something inside the actor itself."""
+    what: str
+    seconds: float
+    """How long it has lasted; where there are several for the same, the longest."""
+    idle: bool = False
+    """Normal idleness: no sign of trouble by itself."""
+
+
 class Heartbeat(Message, frozen=True, kw_only=True):
     """Actor to controller, cast from a thread of its own.
 
@@ -162,8 +178,14 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     state: str
     """starting, ready, or what the actor says of itself."""
     loop_lag_s: float = 0.0
+    awaiting: str = ""
+    """Whom or what the state waits for."""
+    state_s: float = 0.0
+    """Seconds in the present state."""
     oldest_await: str = ""
-    """The call it has awaited longest, as PEER TYPE SECONDS; empty if none."""
+    """What it has awaited longest without being idle, as PEER TYPE SECONDS; empty if nothing."""
+    awaits: Annotated[list[AwaitRecord], Meta(max_length=8)] = []
+    """What it waits for, the oldest first."""
     ledger: dict[str, float] = {}
     """State-time ledger: seconds in each state since the start of its life."""
     counters: dict[str, float] = {}
@@ -173,6 +195,7 @@ class Resolve(Request, frozen=True, kw_only=True):
     """Anyone to controller: where is this actor? Parked until it is there with a larger incarnation than ``above``."""
 
     reply: ClassVar[type[Message]]
+    idle = True
     name: str
     above: Count = 0
     unready: bool = False
@@ -201,6 +224,7 @@ class WatchRun(Request, frozen=True, kw_only=True):
     """Anyone to controller, parked until the run's state is newer than ``seen``."""
 
     reply: ClassVar[type[Message]]
+    idle = True
     seen: int = -1
     seen_line: int = -1
     """With 0 or more, also answered when there are metrics lines past this number."""
@@ -220,6 +244,8 @@ class Stuck(Struct, frozen=True, array_like=True):
     name: str
     incarnation: int
     report: str
+    number: int = 0
+    """Of the report. Each is followed by the stacks once."""
 
 
 class RunState(Message, frozen=True, kw_only=True):
@@ -289,6 +315,8 @@ class ActorEnded(Request, frozen=True, kw_only=True):
     fatal: bool
     reason: str
     log: str = ""
+    died: Count = 0
+    """When it ended (ns, on the clock of incarnations); 0 if it had been condemned or told to."""
 
 
 class ReportFailure(Request, frozen=True, kw_only=True):
@@ -309,6 +337,7 @@ class Lease(Request, frozen=True, kw_only=True):
     """
 
     reply: ClassVar[type[Message]]
+    idle = True
     seen: Count
     """The highest grant received by this incarnation of the rollouter."""
     free_groups: Annotated[int, Meta(ge=1)]
@@ -379,6 +408,7 @@ class WatchSupply(Request, frozen=True, kw_only=True):
     """Learner to dataloader, parked until the supply's state is newer than ``seen``."""
 
     reply: ClassVar[type[Message]]
+    idle = True
     seen: int = -1
 
 
@@ -456,6 +486,8 @@ class Resumed(Message, frozen=True, kw_only=True):
     seed: int
     limit: float
     """Working limit eta_t, in versions."""
+    first_epoch: Count = 0
+    """As LedgerState.first_epoch, from here on: the ledger takes it over."""
 
 
 Restored.reply = Resumed
@@ -716,6 +748,7 @@ class KeepPublished(Request, frozen=True, kw_only=True):
     """Learner to parameter server, parked while version ``version`` is held there."""
 
     reply: ClassVar[type[Message]]
+    idle = True
     version: Count
 
 
@@ -774,6 +807,7 @@ class NextUpdate(Request, frozen=True, kw_only=True):
     """
 
     reply: ClassVar[type[Message]]
+    idle = True
     serving: int
     host: str
     """See weights/place.py: replicas of the same value as the parameter server's can open its segments."""

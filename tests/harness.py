@@ -75,7 +75,7 @@ class Net:
             lambda kind, error: self.errors.append((kind, error)),
             lambda name, incarnation: self.replaced.append((name, incarnation)),
         )
-        address = server.bind("memory://0" if self._network else "tcp://127.0.0.1:0")
+        address = server.bind("memory:0" if self._network else "tcp://127.0.0.1:0")
         self.servers.append(server)
         if register:
             self.register(ActorRecord(name=name, incarnation=incarnation, address=address))

@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "asyncrl"
 CONTRACT = {"errors", "config", "messages", "tokenizer", "ledger", "group_file"}
 ACTORS = {"dataloader", "rollouter", "reward", "learner", "parameter_server", "controller"}
-FOR_ACTORS = CONTRACT | {"wire", "runtime", "monitor", "weights"}
+FOR_ACTORS = CONTRACT | {"wire", "runtime", "monitor", "weights", "checkpoint"}
 
 MAY_IMPORT = {
     "errors": set(),
@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "tokenizer": {"errors"},
     "ledger": {"messages"},
     "group_file": {"errors", "messages"},
+    "checkpoint": {"errors", "config", "messages", "group_file"},
     "wire": {"errors", "messages"},
     "weights": {"errors", "messages"},
     "monitor": {"errors", "messages"},

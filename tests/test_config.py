@@ -65,6 +65,7 @@ def test_every_problem_is_reported_at_once():
             "weights.transport: nccl reaches engines on GPUs",
         ),
         ({"network": {"ports": "9-2"}}, "network.ports: '9-2' is not a range"),
+        ({"watchdog": {"stall_s": 2.0}}, "watchdog.stall_s: must be at least 3 * supervision.heartbeat_s = 3"),
         ({"network": {"host": "10.0.0.1"}, "security": {"curve": "off"}}, "security.curve: may be off on loopback"),
         ({"reward": {"truncated": "penalty", "overlong": {"margin_tokens": 9999}}}, "overlong.margin_tokens"),
         ({"data": {"source": "reasoning_gym"}}, "data.task: is required"),

@@ -1,6 +1,6 @@
 """A run started through asyncrl-launch and followed from outside: its metrics, its processes, its end.
 
-Used by the tools that torment a run (chaos.py) and that look at it afterwards (soak.py). Whatever happens, ``close``
+Used by the tools that torment a run (chaos/) and that look at it afterwards (soak.py). Whatever happens, ``close``
 leaves no process of the run.
 """
 
@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ import psutil
 
 T = TypeVar("T")
 
+ROOT = Path(__file__).parent.parent
 LOOK_S = 0.05
 END_S = 60.0
 
@@ -30,25 +31,47 @@ class RunEnded(Exception):
 
 
 class LiveRun:
-    """``tree`` is its configuration; ``folder`` holds everything it writes."""
+    """``tree`` is its configuration; ``folder`` holds everything it writes.
 
-    def __init__(self, tree: dict[str, Any], folder: Path) -> None:
+    ``alone``: no process lives here but this one and the run's. ``env`` is added to the run's environment.
+    """
+
+    def __init__(
+        self, tree: dict[str, Any], folder: Path, *, alone: bool = False, env: Mapping[str, str] | None = None
+    ) -> None:
         self.folder = folder
         self.run_dir = folder / "runs" / "live"
         self._output = folder / "output.txt"
+        self._alone = alone
+        self._env = {**os.environ, **(env or {})}
         self._read = 0
         self._lines: list[dict[str, Any]] = []
         self._seen: dict[int, psutil.Process] = {}
         tree = {**tree, "run": {**tree.get("run", {}), "name": "live", "dir": str(folder / "runs")}}
         (folder / "config.toml").write_text(to_toml(tree))
-        with self._output.open("wb") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "asyncrl.cli.launch", str(folder / "config.toml")],
+        self._process = self._launch()
+
+    def _launch(self, *further: str) -> subprocess.Popen[bytes]:
+        with self._output.open("ab") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", "asyncrl.cli.launch", str(self.folder / "config.toml"), *further],
+                cwd=ROOT,
+                env=self._env,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+
+    def resume(self) -> None:
+        """Start it again, once it has ended."""
+        assert self._process.poll() is not None
+        self._process = self._launch("--resume", "auto")
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while its launcher lives."""
+        return self._process.poll()
 
     @property
     def output(self) -> str:
@@ -65,7 +88,9 @@ class LiveRun:
                 file.seek(self._read)
                 while (line := file.readline()).endswith(b"\n"):
                     self._read += len(line)
-                    self._lines.append(json.loads(line))
+                    # A full disk leaves half a line.
+                    with contextlib.suppress(ValueError):
+                        self._lines.append(json.loads(line))
         return [line for line in self._lines if line["kind"] == kind]
 
     @property
@@ -86,6 +111,8 @@ class LiveRun:
 
     def processes(self) -> list[psutil.Process]:
         """All that it has started and that live; remembered, so that they are known when their parents are gone."""
+        if self._alone:
+            return [process for process in psutil.process_iter() if process.pid != os.getpid() and lives(process)]
         with contextlib.suppress(psutil.NoSuchProcess):
             for process in psutil.Process(self._process.pid).children(recursive=True):
                 self._seen.setdefault(process.pid, process)
@@ -97,6 +124,10 @@ class LiveRun:
             if title(process).startswith(f"asyncrl {actor} "):
                 return process.pid
         return None
+
+    def titled(self, words: str) -> list[int]:
+        """Of all its processes whose title holds ``words``."""
+        return [process.pid for process in self.processes() if words in title(process)]
 
     def engine_cores(self, actor: str) -> list[int]:
         """Processes of a rollouter's engine."""
@@ -143,6 +174,40 @@ class LiveRun:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
+    def kill_everything(self) -> None:
+        """SIGKILL to all of its processes at one moment; returns when none is left."""
+        known: set[int] = set()
+        while True:
+            found = self.processes()
+            for process in found:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    # Frozen first, so that nobody sees another one die.
+                    process.suspend() if process.pid not in known else process.kill()
+            if found and {process.pid for process in found} <= known:
+                break
+            known |= {process.pid for process in found}
+        self._process.wait(END_S)
+        deadline = time.monotonic() + END_S
+        while left := self.left():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"killed but not ended: {left}")
+            time.sleep(LOOK_S)
+
+
+class UpdatePhases:
+    """In which phase of a weight update the parameter server has last seen each replica."""
+
+    def __init__(self, run: LiveRun) -> None:
+        self._news = LogTail(run, "parameter_server/0")
+        self._last: dict[str, str] = {}
+
+    def of(self, victim: str) -> str:
+        """Of the victim, or of whoever changed last."""
+        for line in self._news.read():
+            if line.get("event") == "phase":
+                self._last[line["replica"]] = self._last[""] = line["phase"]
+        return self._last.get(victim, self._last.get("", "none"))
+
 
 class LogTail:
     """The lines that an actor logs, as they come."""
@@ -175,6 +240,13 @@ def lives(process: psutil.Process) -> bool:
     """Whether it runs, or is stopped."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def pid_lives(pid: int) -> bool:
+    """Whether there is a process with this number, other than one that has ended and was not waited for."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return lives(psutil.Process(pid))
     return False
 
 

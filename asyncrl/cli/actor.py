@@ -4,8 +4,9 @@
 
 Signals that end a run are handled before anything heavy is imported: only the launcher and the agent act on them,
 an actor ends when the controller drains its role. They get a handler that does nothing, and are not ignored: that
-would be inherited by the processes an actor starts and would make them deaf to being terminated. SIGUSR1 writes the
-stack of every thread to the log.
+would be inherited by the processes an actor starts and would make them deaf to being terminated. An actor does not
+outlive its agent, even if the guard dies with that. SIGUSR1 writes the stack of every thread, and where every task
+waits, to the log.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
+from asyncrl.launcher.processes import die_with_parent
+
 LEFT_TO_OTHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
 
 
@@ -27,8 +30,11 @@ def main() -> int:
     """Live as the actor named on the command line; the exit code of the process."""
     for number in LEFT_TO_OTHERS:
         signal.signal(number, lambda *_: None)
+    die_with_parent(signal.SIGKILL)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    from asyncrl.runtime import stacks
+
+    stacks.requests.install()
     parser = argparse.ArgumentParser(prog="asyncrl.cli.actor", description="Run one actor; started by a node agent.")
     parser.add_argument("name", metavar="ROLE/INDEX")
     parser.add_argument("--run", required=True, type=Path, metavar="FOLDER")

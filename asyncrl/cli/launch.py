@@ -6,6 +6,7 @@ Importing this module, ``--help`` and wrong usage load nothing beyond the standa
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from asyncrl.config import Config
     from asyncrl.launcher.placement import Placed
+    from asyncrl.launcher.resume import Resumption
 
 PROGRAM = "asyncrl-launch"
 DESCRIPTION = "Post-train a language model with asynchronous reinforcement learning."
@@ -26,9 +28,19 @@ Configuration: the CONFIG files (TOML) are merged left to right, then flags with
 
 A value is read as TOML, and as plain text where it is none. --help-config lists every key.
 
-Ctrl-C ends the run in good order, a second one at once.
+Ctrl-C ends the run in good order, a second one at once. SIGTERM or SIGUSR2 lets it make way: it writes a checkpoint
+within preempt.grace_s, ends, and can be resumed.
+
+--resume auto goes on with the run of run.dir and run.name, from its newest complete checkpoint and in the same folder;
+--resume PATH with that run folder, or from exactly that checkpoint (newer ones are set aside). What the order of the
+data depends on must not have changed, or be allowed by --allow-changed-data, -seed, -batch.
+
 Exit codes: 0 done, 1 failed, 2 wrong usage, 75 preempted with a checkpoint, 78 wrong configuration, 130 Ctrl-C.
 """
+
+
+ALLOWED = (("data", "the prompts"), ("seed", "run.seed"), ("batch", "the geometry of a batch"))
+"""What may have changed when a run is resumed."""
 
 
 class _Interrupted(BaseException):
@@ -40,7 +52,7 @@ class _Interrupted(BaseException):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    for stopping in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for stopping in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(stopping, _raise_interrupted)
     try:
         return _main(list(sys.argv[1:] if argv is None else argv))
@@ -72,12 +84,14 @@ def _main(argv: list[str]) -> int:
     from asyncrl.errors import AsyncRLError, ConfigError
 
     try:
-        config, placed = _prepare(given.configs, overrides)
+        config, placed, resumption = _prepare(given, overrides)
         if given.dry_run:
-            return _print_plan(config, placed)
+            return _print_plan(config, placed, resumption)
+        if resumption is not None and resumption.is_finished:
+            return _print_finished(config, resumption)
         from asyncrl.launcher.local import run_local
 
-        return run_local(config, placed)
+        return run_local(config, placed, resumption=resumption)
     except ConfigError as error:
         where = f"{', '.join(given.configs)}, flags"
         if len(error.problems) == 1:
@@ -95,7 +109,7 @@ def _main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
-        usage=f"{PROGRAM} CONFIG... [--dry-run] [--KEY VALUE ...]",
+        usage=f"{PROGRAM} CONFIG... [--dry-run] [--resume auto|PATH] [--KEY VALUE ...]",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -103,6 +117,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("configs", nargs="*", metavar="CONFIG", help="TOML files, merged left to right")
     parser.add_argument("--dry-run", action="store_true", help="show configuration and placement, start nothing")
+    parser.add_argument("--resume", metavar="auto|PATH", help="go on with a run: the newest of run.name, or this one")
+    for what, meaning in ALLOWED:
+        parser.add_argument(f"--allow-changed-{what}", action="store_true", help=f"resume although {meaning} changed")
     parser.add_argument("--hosts", metavar="FILE", help="hostfile (not there yet: everything runs on this host)")
     parser.add_argument("--help-config", action="store_true", help="list every key of the configuration")
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version")
@@ -141,15 +158,20 @@ def _split(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[dict[s
     return overrides, rest
 
 
-def _prepare(configs: Sequence[str], overrides: dict[str, str]) -> tuple[Config, list[Placed]]:
-    """Configuration and placement, with every problem reported at once. Raises ConfigError."""
+def _prepare(given: argparse.Namespace, overrides: dict[str, str]) -> tuple[Config, list[Placed], Resumption | None]:
+    """Configuration, placement and what is resumed, with every problem of the first two reported at once.
+
+    Raises ConfigError, and where the run cannot be resumed UsageError, CheckpointError or RunChanged.
+    """
     from asyncrl.config import load_config
     from asyncrl.errors import ConfigError
     from asyncrl.launcher.checks import find_problems
     from asyncrl.launcher.hosts import local_host
     from asyncrl.launcher.placement import place
 
-    config = load_config(configs, overrides)
+    if allowed := [what for what, _ in ALLOWED if getattr(given, f"allow_changed_{what}")]:
+        overrides = overrides | {"resume.allow": json.dumps(allowed)}
+    config = load_config(given.configs, overrides)
     problems = find_problems(config)
     placed: list[Placed] = []
     try:
@@ -158,16 +180,30 @@ def _prepare(configs: Sequence[str], overrides: dict[str, str]) -> tuple[Config,
         problems += error.problems
     if problems:
         raise ConfigError(problems)
-    return config, placed
+    if given.resume is None:
+        return config, placed, None
+    from asyncrl.launcher.resume import find_resumption
+
+    config, resumption = find_resumption(config, given.resume)
+    return config, placed, resumption
 
 
-def _print_plan(config: Config, placed: list[Placed]) -> int:
+def _print_finished(config: Config, resumption: Resumption) -> int:
+    assert resumption.checkpoint is not None
+    step, steps = resumption.checkpoint.step, config.learner.steps
+    print(f"{resumption.folder.path} is finished: step {step} of {steps}; raise learner.steps to go on")
+    return 0
+
+
+def _print_plan(config: Config, placed: list[Placed], resumption: Resumption | None) -> int:
     from asyncrl.config import config_to_json
     from asyncrl.launcher.placement import describe
 
     print(config_to_json(config), end="")
     for row in describe(config, placed):
         print(row)
+    if resumption is not None:
+        print(f"\n{resumption.describe()}" + ("; it is finished" if resumption.is_finished else ""))
     return 0
 
 

@@ -1,10 +1,13 @@
-"""The controller: registry, run state, fan-out of metrics. No bulk data passes through it.
+"""The controller: registry, run state, fan-out of metrics, watchdog. No bulk data passes through it.
 
 Its own port is bound before anything else of the run is started; it leaves its address in the run's private
 folder, where the node agent finds it. Everything that is decided is decided in ``run_state`` and
 ``registry``; this shell turns messages and time into their events, and wakes parked calls when something
 changed. It ends by itself once the state of the run is final. What an actor of an older incarnation says is
 refused.
+
+It keeps nothing but its address: a successor binds the same one, is told everything anew by the actors and agents
+that come back to it, and numbers its states above all that were seen before.
 """
 
 from __future__ import annotations
@@ -13,14 +16,22 @@ import asyncio
 import json
 import os
 from collections import deque
+from collections.abc import Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
+from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
+from asyncrl.controller.blame import Seen, silence_in_words
 from asyncrl.controller.run_state import RunStateMachine
+from asyncrl.controller.sight import look_at
+from asyncrl.controller.watchdog import Report, Watchdog
 from asyncrl.errors import Refused
 from asyncrl.messages import (
     ActorEnded,
     ActorRecord,
+    CheckpointWritten,
+    Condemned,
     Done,
     Heartbeat,
     MetricsLine,
@@ -31,6 +42,7 @@ from asyncrl.messages import (
     RunFinished,
     RunState,
     StopRun,
+    Stuck,
     WatchRun,
 )
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller, handler
@@ -41,6 +53,8 @@ ADDRESS_FILE = "controller.json"
 """In the run's private folder: ``{"address": ..., "incarnation": ...}``."""
 LINES_KEPT = 1000
 LINES_IN_REPLY = 100
+STACKS_BEATS = 3
+"""Heartbeats that a culprit has to tell its stacks before the run ends because of it."""
 FAREWELL_S = 0.3
 """Time that the last state has to leave the sockets."""
 
@@ -58,7 +72,12 @@ class Controller(Actor):
             now=self.clock.now(),
             start_timeout_s=self.config.supervision.start_timeout_s,
             drain_s=self.config.supervision.drain_s,
+            grace_s=self.config.preempt.grace_s,
+            number=context.incarnation,
         )
+        self._watchdog = Watchdog(self.config.watchdog, self.config.supervision.heartbeat_s)
+        self._silent: list[Stuck] = []
+        """Who is to be killed for its silence."""
         self._lines: deque[dict[str, Any]] = deque(maxlen=LINES_KEPT)
         self._last_line = 0
         self._changed = asyncio.Event()
@@ -67,9 +86,29 @@ class Controller(Actor):
 
     async def setup(self) -> None:
         """Leave the address where the agent looks for it."""
-        path = self.context.run_dir / "private" / ADDRESS_FILE
+        self._run.checkpoint = await asyncio.to_thread(self._newest_checkpoint)
         text = json.dumps({"address": self.address, "incarnation": self.context.incarnation})
-        await asyncio.to_thread(_write_atomically, str(path), text)
+        await asyncio.to_thread(_write_atomically, str(self._address_file), text)
+
+    @property
+    def _address_file(self) -> Path:
+        return self.context.run_dir / "private" / ADDRESS_FILE
+
+    def _bind_address(self) -> str:
+        """Where an earlier incarnation was, or as configured."""
+        try:
+            return str(json.loads(self._address_file.read_text())["address"])
+        except FileNotFoundError:
+            network = self.config.network
+            return f"tcp://{network.host}:{network.controller_port}"
+
+    def _newest_checkpoint(self) -> int:
+        try:
+            found = CheckpointFolder(checkpoint_dir(self.config, self.context.run_dir)).newest()
+        except OSError as error:
+            self.log.warning("checkpoints cannot be read here", error=str(error))
+            return -1
+        return found.version if found is not None else -1
 
     async def run(self) -> None:
         """Let time act on the run until its state is final."""
@@ -91,10 +130,54 @@ class Controller(Actor):
         while True:
             await asyncio.sleep(supervision.heartbeat_s)
             now = self.clock.now()
-            stalled = self._registry.silent(now, supervision.silence_s)
-            if self._run.silent(stalled, now):
-                self.log.error("actors are frozen", actors={actor.name: actor.reason for actor in stalled})
-                self._tell()
+            seen = look_at(self._registry, self._run.expected, now)
+            # An agent does not beat: its host is judged by what else is there.
+            silent = [a for a in self._registry.silent(now, supervision.silence_s) if a.name in self._run.expected]
+            self._name_silent(silent, seen)
+            self._condemn(silent)
+            if self._watchdog.look(seen, self._run.phase, now):
+                self._on_report(self._watchdog.report)
+
+    def _name_silent(self, silent: Sequence[Condemned], seen: Mapping[str, Seen]) -> None:
+        """Say so before they are killed."""
+        condemned = {(actor.name, actor.incarnation) for actor in (*self._registry.condemned, *silent)}
+        self._silent = [actor for actor in self._silent if (actor.name, actor.incarnation) in condemned]
+        for actor in silent:
+            words = silence_in_words(seen[actor.name]) if actor.name in seen else f"{actor.name}: {actor.reason}"
+            self._silent.append(Stuck(actor.name, actor.incarnation, words, self.context.incarnation))
+        self._tell_stuck()
+
+    def _on_report(self, report: Report | None) -> None:
+        """Say it to everybody, and do what the configuration wants done then."""
+        self._tell_stuck()
+        if report is None:
+            self.log.info("run moves again")
+            return
+        self.log.error("run has stalled", culprit=report.name, report=report.text, number=report.number)
+        match self.config.watchdog.policy:
+            case "restart":
+                reason = f"it held up the run for {self.clock.now() - report.since:.0f} s (watchdog.policy)"
+                self._condemn([Condemned(report.name, report.incarnation, reason)])
+            case "stop":
+                self.tasks.create_task(self._stop_for(report))
+
+    async def _stop_for(self, report: Report) -> None:
+        """Fail, unless the run moves again before the culprit has told its stacks."""
+        await asyncio.sleep(STACKS_BEATS * self.config.supervision.heartbeat_s)
+        held = self._watchdog.report
+        if held is not None and held.since == report.since:
+            self._run.fail(report.name, report.text, "", 1, self.clock.now())
+            self._tell()
+
+    def _tell_stuck(self) -> None:
+        report = self._watchdog.report
+        held_up = list(self._silent)
+        if report is not None:
+            # Numbered above those of an earlier controller.
+            number = self.context.incarnation + report.number
+            held_up.append(Stuck(report.name, report.incarnation, report.text, number))
+        if self._run.name_stuck(held_up):
+            self._tell()
 
     # --- registry ---
 
@@ -103,12 +186,12 @@ class Controller(Actor):
         """Take in an actor's record. Raises Refused for one of an older incarnation."""
         if (request.record.name, request.record.incarnation) != (caller.name, caller.incarnation):
             raise Refused(self.name, "name", ours=caller.name, theirs=request.record.name)
-        self._registry.register(request.record, self.clock.now())
-        self._registered.wake()
-        self._run.started(request.record.name)
-        self._run.ready(self._registry.ready(), self.clock.now())
-        self.log.info("registered", actor=request.record.name, address=request.record.address)
-        self._tell()
+        try:
+            self._registry.register(request.record, self.clock.now())
+            self._run.started(request.record.name)
+            self.log.info("registered", actor=request.record.name, address=request.record.address)
+        finally:
+            self._registry_changed()
         return Done()
 
     @handler
@@ -116,6 +199,8 @@ class Controller(Actor):
         """Note a heartbeat. Its absence is a stall: its process is killed before anybody counts it as dead."""
         if not self._registry.heartbeat(caller.name, caller.incarnation, request, self.clock.now()):
             self.counters["heartbeats/ignored"] = self.counters.get("heartbeats/ignored", 0) + 1
+            return
+        self._registry.entries[caller.name].version = caller.param_version
 
     @handler
     async def resolve(self, request: Resolve, caller: Caller) -> Resolved:
@@ -149,17 +234,27 @@ class Controller(Actor):
 
     @handler
     def stop_run(self, request: StopRun, caller: Caller) -> Done:
-        """End the run in good order."""
-        if self._run.stop(request.reason, self.clock.now()):
-            self.log.info("run is stopped", by=caller.name, reason=request.reason)
+        """End the run in good order, or let it make way first."""
+        now = self.clock.now()
+        if self._run.preempt(now) if request.preempt else self._run.stop(request.reason, now):
+            what = "run is to make way" if request.preempt else "run is stopped"
+            self.log.info(what, by=caller.name, reason=request.reason)
             self._tell()
         return Done()
 
     @handler
     def run_finished(self, request: RunFinished, caller: Caller) -> Done:
         """All is trained and written."""
-        if self._run.finish(self.clock.now()):
-            self.log.info("run is finished", by=caller.name)
+        if self._run.finish(self.clock.now(), preempted=request.preempted):
+            self.log.info("run is finished", by=caller.name, preempted=request.preempted)
+            self._tell()
+        return Done()
+
+    @handler
+    def checkpoint_written(self, request: CheckpointWritten, caller: Caller) -> Done:
+        """The run can go on from here."""
+        self.log.info("checkpoint is complete", version=request.version, step=request.step, path=request.path)
+        if self._run.checkpoint_written(request.version):
             self._tell()
         return Done()
 
@@ -168,9 +263,9 @@ class Controller(Actor):
         """A process has ended."""
         now = self.clock.now()
         self.log.info("actor ended", actor=request.name, exit_code=request.exit_code, fatal=request.fatal)
-        if self._registry.ended(request.name, request.incarnation, now):
+        if self._registry.ended(request.name, request.incarnation, now, request.died):
             self._run.ended(request.name, request.exit_code, request.fatal, request.reason, request.log, now)
-            self._tell()
+        self._registry_changed()
         return Done()
 
     @handler
@@ -183,6 +278,20 @@ class Controller(Actor):
         return Done()
 
     # --- waiting ---
+
+    def _condemn(self, actors: Sequence[Condemned]) -> None:
+        """Have exactly these killed and started again, each with its gang."""
+        if actors:
+            self._registry.condemn(actors)
+            self.log.error("actors are condemned", actors={actor.name: actor.reason for actor in actors})
+            self._registry_changed()
+
+    def _registry_changed(self) -> None:
+        """Let the run follow, and wake whoever waits for either."""
+        self._run.ready(self._registry.ready(), self.clock.now())
+        self._run.condemn(self._registry.condemned)
+        self._registered.wake()
+        self._tell()
 
     def _state(self, seen_line: int) -> RunState:
         outcome = self._run.outcome
@@ -205,6 +314,8 @@ class Controller(Actor):
             lines=lines,
             waiting_for=self._run.waiting_for,
             condemned=self._run.condemned,
+            stuck=self._run.stuck,
+            checkpoint=self._run.checkpoint,
         )
 
     def _tell(self) -> None:

@@ -1,12 +1,13 @@
 """The state of a run, as a pure state machine.
 
     starting ──all ready──► running ──finished, stopped or failed──► draining ──all ended──► done | failed
+        └────────────────────┴──► preempting ──finished, or past preempt.grace_s──► draining
 
 ``starting`` may also go to ``draining`` at once. Invariants: the outcome is decided when draining begins
 and never changes afterwards, so the first failure is the one that is reported; the drain rank only grows; a
 rank of roles is told to end when every actor of the lower ranks has ended or their share of ``drain_s`` is
 over, so draining takes at most ``drain_s``. The controller has the last rank: the state is final once it is
-reached. An actor that has stalled stays to be killed until its end is known, even if it is heard of again.
+reached. A run that makes way ends with the exit code that says so only if there is a complete checkpoint.
 
 Every method returns whether the state changed; each change has a new ``number``. The caller brings the time
 (monotonic, s) and calls ``tick`` no later than ``next_deadline`` says.
@@ -17,14 +18,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from asyncrl.messages import Condemned, RunPhase
+from asyncrl.messages import Condemned, RunPhase, Stuck
 from asyncrl.runtime.supervision import (
+    PREEMPTED_EXIT_CODE,
     ROLES,
     STOPPED_EXIT_CODE,
     UNHEALABLE_EXITS,
     describe_exit,
     drain_rank,
-    role_of,
 )
 
 DRAIN_SHARES: dict[int, float] = {1: 0.5, 2: 0.2, 3: 0.25}
@@ -51,15 +52,22 @@ class RunStateMachine:
     now: float
     start_timeout_s: float
     drain_s: float
+    grace_s: float
+    """Time that a run has to make way."""
     phase: RunPhase = "starting"
     drain: int = 0
     number: int = 0
+    checkpoint: int = -1
+    """Version of the newest complete checkpoint; -1 for none."""
     outcome: Outcome | None = None
+    stuck: list[Stuck] = field(default_factory=list)
+    """Who holds up the run, as far as that is known."""
     _ready: set[str] = field(default_factory=set)
     _ended: set[str] = field(default_factory=set)
     _awaited_since: dict[str, float] = field(default_factory=dict)
     """Since when each actor that is not ready has been waited for."""
-    _stalled: dict[str, Condemned] = field(default_factory=dict)
+    _condemned: list[Condemned] = field(default_factory=list)
+    _preempted_until: float = 0.0
     _rank_until: float = 0.0
 
     def __post_init__(self) -> None:
@@ -79,7 +87,7 @@ class RunStateMachine:
     @property
     def condemned(self) -> list[Condemned]:
         """Whom to kill. Nobody while the run drains, which has deadlines of its own."""
-        return [] if self.drain else list(self._stalled.values())
+        return [] if self.drain else list(self._condemned)
 
     @property
     def final(self) -> bool:
@@ -107,7 +115,6 @@ class RunStateMachine:
         if name not in self.expected:
             return False
         before = self.waiting_for
-        stalled = self._stalled.pop(name, None)
         self._ready.discard(name)
         self._ended.add(name)
         self._awaited_since[name] = now
@@ -116,23 +123,27 @@ class RunStateMachine:
         if fatal:
             code = exit_code if exit_code in UNHEALABLE_EXITS else 1
             return self.fail(name, reason or describe_exit(exit_code), log, code, now)
-        return (self.waiting_for != before or stalled is not None) and self._changed()
+        return self.waiting_for != before and self._changed()
 
-    def silent(self, stalled: Iterable[Condemned], now: float) -> bool:
-        """These actors do not beat any more, though nobody has said that they ended."""
-        if self.drain:
+    def condemn(self, actors: Iterable[Condemned]) -> bool:
+        """These are all that are to be killed and whose end is not known."""
+        before = self.condemned
+        self._condemned = sorted((actor for actor in actors if actor.name in self.expected), key=lambda a: a.name)
+        return self.condemned != before and self._changed()
+
+    def name_stuck(self, actors: list[Stuck]) -> bool:
+        """These are all that hold up the run. Once it drains that stays as it was: it may be the reason."""
+        if self.drain or actors == self.stuck:
             return False
-        changed = False
-        for actor in stalled:
-            known = self._stalled.get(actor.name)
-            if actor.name not in self.expected or (known is not None and known.incarnation >= actor.incarnation):
-                continue
-            if not ROLES[role_of(actor.name)].restart:
-                reason = f"frozen: {actor.reason} (supervision.silence_s)"
-                return self.fail(actor.name, reason, "", 1, now)
-            self._stalled[actor.name] = actor
-            changed = True
-        return changed and self._changed()
+        self.stuck = actors
+        return self._changed()
+
+    def checkpoint_written(self, version: int) -> bool:
+        """The checkpoint of ``version`` is complete."""
+        if version == self.checkpoint:
+            return False
+        self.checkpoint = version
+        return self._changed()
 
     def fail(self, actor: str, reason: str, log: str, exit_code: int, now: float) -> bool:
         """The run cannot go on because of ``actor``."""
@@ -142,14 +153,24 @@ class RunStateMachine:
         """Somebody wants the run to end."""
         return self._begin_drain(Outcome(reason=reason, exit_code=STOPPED_EXIT_CODE), now)
 
-    def finish(self, now: float) -> bool:
-        """The last step is trained and everything is written."""
-        return self._begin_drain(Outcome(), now)
+    def preempt(self, now: float) -> bool:
+        """The run is to make way: nothing new is generated, and a checkpoint is written, until ``grace_s`` is over."""
+        if self.drain or self.phase == "preempting":
+            return False
+        self.phase = "preempting"
+        self._preempted_until = now + self.grace_s
+        return self._changed()
+
+    def finish(self, now: float, *, preempted: bool = False) -> bool:
+        """The last step is trained and everything is written; with ``preempted``, a checkpoint of what is trained."""
+        return self._begin_drain(self._preempted() if preempted else Outcome(), now)
 
     def tick(self, now: float) -> bool:
         """Let time pass: a late start fails the run, a rank whose time is over makes way for the next."""
         if self.final:
             return False
+        if self.phase == "preempting":
+            return now >= self._preempted_until and self._begin_drain(self._preempted(), now)
         if not self.drain:
             late = [n for n, since in self._awaited_since.items() if now - since >= self.start_timeout_s]
             if not late:
@@ -176,12 +197,21 @@ class RunStateMachine:
             return None
         if self.drain:
             return self._rank_until
+        if self.phase == "preempting":
+            return self._preempted_until
         since = min(self._awaited_since.values(), default=None)
         return None if since is None else since + self.start_timeout_s
 
     def _living(self, rank: int) -> bool:
         """Whether an actor of this rank has not ended."""
         return any(drain_rank(name) == rank for name in self.expected - self._ended)
+
+    def _preempted(self) -> Outcome:
+        if self.checkpoint < 0:
+            reason = f"preempted, and no checkpoint was complete after {self.grace_s:g} s (preempt.grace_s)"
+            return Outcome(reason=reason, exit_code=STOPPED_EXIT_CODE)
+        reason = f"preempted with a checkpoint of version {self.checkpoint}"
+        return Outcome(reason=reason, exit_code=PREEMPTED_EXIT_CODE)
 
     def _begin_drain(self, outcome: Outcome, now: float) -> bool:
         if self.outcome is not None:

@@ -1,8 +1,12 @@
 """The dataloader's shell: messages to events, grants to tickets, parked calls woken when something changed.
 
 All decisions are made in ``tickets`` and the modules under it; reading and tokenizing happen on threads before the
-actor is ready. Orphans of a dead rollouter are granted again only after the learner has said which it holds; when it
-cannot be asked the run ends with the error that says so.
+actor is ready. Orphans of a dead rollouter are granted again only after the learner has said which it holds.
+
+Nothing is kept over a restart. The gate is shut until the learner says where the run stands (``Restored``); then each
+rollouter is asked what it holds, under a deadline, and one that does not answer counts as holding nothing: what it
+holds all the same is generated twice and trained once, since the learner takes every group once. Until then calls are
+parked, and the learner is told with ``restore_needed`` what is missing.
 """
 
 from __future__ import annotations
@@ -10,26 +14,30 @@ from __future__ import annotations
 import asyncio
 
 from asyncrl.config import DataConfig
-from asyncrl.dataloader.evals import EvalPrompt, EvalRounds, EvalSet
-from asyncrl.dataloader.gate import Gate
+from asyncrl.dataloader.evals import EvalPrompt, EvalSet
+from asyncrl.dataloader.holders import Ask, Grant
 from asyncrl.dataloader.limit import WorkingLimit
 from asyncrl.dataloader.order import EpochOrder
-from asyncrl.dataloader.prompt_queue import PromptQueue
 from asyncrl.dataloader.prompts import PromptSet
+from asyncrl.dataloader.restoring import Answer, Source, check_unchanged, rebuild
 from asyncrl.dataloader.sources import load_dataset
-from asyncrl.dataloader.tickets import Ask, Grant, Tickets
-from asyncrl.errors import DeadlineExceeded
+from asyncrl.dataloader.tickets import Tickets
+from asyncrl.errors import InvalidRequest, RestoreNeeded, WireError
 from asyncrl.messages import (
     Done,
     Held,
     Holds,
     Lease,
     Leased,
+    OpenTickets,
     Outcomes,
     OutcomesSeen,
+    Restored,
+    Resumed,
     ReturnTickets,
     Supply,
     Ticket,
+    TicketsHeld,
     WatchSupply,
 )
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
@@ -37,6 +45,8 @@ from asyncrl.runtime.parking import ParkingLot
 from asyncrl.tokenizer import Tokenizer, load_tokenizer
 
 LEARNER = "learner/0"
+AWAY_S = 0.5
+"""Pause before a learner that did not answer is asked again."""
 TOKENIZED_AT_ONCE = 2000
 """Prompts between two looks at whether the actor is to end."""
 
@@ -50,10 +60,24 @@ class Dataloader(Actor):
         super().__init__(context)
         self._prompts: PromptSet
         self._eval_prompts: dict[str, PromptSet] = {}
-        self._tickets: Tickets
+        self._source: Source
+        self._limit: WorkingLimit
+        self._tickets: Tickets | None = None
+        """None while the gate is shut."""
+        self._previous: Tickets | None = None
+        """As they were when the gate was shut last."""
+        self._learner = 0
+        """Newest incarnation of the learner that has said where the run stands."""
+        self._last_word: Restored | None = None
+        self._restoring = asyncio.Lock()
+        self._dead: dict[str, int] = {}
+        """Newest incarnation of each rollouter that is known to be dead."""
+        self._preempted = False
+        self._opened = ParkingLot()
         self._leases = ParkingLot()
         self._watchers = ParkingLot()
-        self._supply_number = -1
+        self._supply_number = context.incarnation
+        """Above all that an earlier incarnation has given."""
         self._orphaned = asyncio.Event()
 
     # --- life ---
@@ -67,7 +91,7 @@ class Dataloader(Actor):
         self._prompts = await self._read("data", config.data, tokenizer)
         for name, evaluation in config.eval.items():
             self._eval_prompts[name] = await self._read(f"eval.{name}.data", evaluation.data, tokenizer)
-        self._tickets = self._make_tickets()
+        self._make_source()
 
     async def _read(self, key: str, data: DataConfig, tokenizer: Tokenizer) -> PromptSet:
         dataset = await asyncio.to_thread(load_dataset, data)
@@ -84,31 +108,31 @@ class Dataloader(Actor):
         )
         return prompts
 
-    def _make_tickets(self) -> Tickets:
+    def _make_source(self) -> None:
         config, learner = self.config, self.config.learner
-        order = EpochOrder(self._prompts.fingerprint, config.run.seed, len(self._prompts), shuffle=config.data.shuffle)
-        limit = WorkingLimit(
+        self._limit = WorkingLimit(
             groups_per_step=learner.groups_per_step,
             groups_per_version=config.groups_per_version,
             staleness_max=config.staleness.max,
             adapt=config.staleness.adapt,
         )
-        gate = Gate(
-            limit,
+        self._source = Source(
+            EpochOrder(self._prompts.fingerprint, config.run.seed, len(self._prompts), shuffle=config.data.shuffle),
+            frozenset(self._prompts.oversize),
+            tuple(
+                EvalSet(
+                    name,
+                    self._eval_prompts[name].admissible,
+                    every_versions=evaluation.every_versions,
+                    at_start=evaluation.at_start,
+                    at_end=evaluation.at_end,
+                )
+                for name, evaluation in config.eval.items()
+            ),
             groups_per_version=config.groups_per_version,
-            groups_of_run=learner.steps * learner.groups_per_step,
+            max_attempts=config.rollout.max_attempts,
+            may_change=frozenset(config.resume.allow),
         )
-        evals = EvalRounds(
-            EvalSet(
-                name,
-                self._eval_prompts[name].admissible,
-                every_versions=evaluation.every_versions,
-                at_start=evaluation.at_start,
-                at_end=evaluation.at_end,
-            )
-            for name, evaluation in config.eval.items()
-        )
-        return Tickets(PromptQueue(order, frozenset(self._prompts.oversize)), gate, evals)
 
     async def run(self) -> None:
         """Serve; ask the learner about orphans whenever there are any."""
@@ -116,30 +140,154 @@ class Dataloader(Actor):
         await self.drained()
         settling.cancel()
 
+    def preempted(self) -> None:
+        """Grant nothing more."""
+        self._preempted = True
+        if self._tickets is not None:
+            self._tickets.stop()
+            self._changed()
+
     async def _settle_orphans(self) -> None:
         while True:
             await self._orphaned.wait()
             self._orphaned.clear()
-            orphans = self._tickets.orphans
-            if not orphans:
+            tickets = self._tickets
+            if tickets is None or not tickets.orphans:
                 continue
+            orphans = tickets.orphans
             try:
                 held: Held = await self.peer(LEARNER).call(Holds(uids=orphans))
-            except DeadlineExceeded as error:
+            except WireError as error:
                 self.log.warning("learner is away", error=str(error))
                 self._orphaned.set()
+                await asyncio.sleep(AWAY_S)
                 continue
-            self._tickets.settle(orphans, held.uids)
+            if tickets is not self._tickets:
+                # The answer may be of a learner that is no more.
+                self._orphaned.set()
+                continue
+            tickets.settle(orphans, held.uids)
             self.log.info("orphans settled", orphans=len(orphans), held=len(held.uids))
             self._changed()
+
+    # --- where the run stands ---
+
+    @handler
+    async def restored(self, request: Restored, caller: Caller) -> Resumed:
+        """Go on from there. Raises RunChanged, and InvalidRequest for a learner that has a successor."""
+        check_unchanged(self._source, request)
+        async with self._restoring:
+            if caller.incarnation < self._learner:
+                raise InvalidRequest(f"a newer {LEARNER} has said where the run stands")
+            if not self._is_known(request, caller):
+                self._shut()
+                self._learner = caller.incarnation
+                self.peer(LEARNER).adopt(caller.incarnation)
+                tickets = await self._restore(request)
+                self._last_word = request
+                self._open(tickets)
+            assert self._tickets is not None
+            order = self._source.order
+            return Resumed(
+                fingerprint=order.fingerprint,
+                seed=order.seed,
+                limit=self._tickets.limit,
+                first_epoch=self._tickets.first_epoch,
+            )
+
+    def _is_known(self, request: Restored, caller: Caller) -> bool:
+        """Whether the run goes on from there already, or from something later of the same learner."""
+        if self._tickets is None or caller.incarnation != self._learner:
+            return False
+        return request == self._last_word or request.outcomes_number < self._tickets.number
+
+    def _shut(self) -> None:
+        if self._tickets is not None:
+            self._previous, self._tickets = self._tickets, None
+
+    async def _restore(self, request: Restored) -> Tickets:
+        names = [name for name in self.config.actors if name.startswith("rollouter/")]
+        found = await asyncio.gather(*(self._ask_rollouter(name) for name in names))
+        answers = {name: answer for name, answer in zip(names, found, strict=True) if answer is not None}
+        previous = self._previous
+        tickets = await asyncio.to_thread(
+            rebuild, self._source, self._limit, request, answers, previous, self._supply_number + 1
+        )
+        # What was delivered after the learner spoke and before its rollouter did.
+        asked = tickets.to_come(self.config.gate_capacity)
+        if previous is not None:
+            asked = list(dict.fromkeys([*tickets.missing(previous), *asked]))
+        held = await self._ask_learner(asked)
+        for uid in held:
+            tickets.claim(uid)
+        if previous is not None:
+            tickets.inherit(previous)
+        self.log.info(
+            "restored",
+            version=request.version,
+            learner=self._learner,
+            claims=len(request.claims),
+            rollouters={name: len(answer.tickets.tickets) for name, answer in answers.items()},
+            silent=[name for name in names if name not in answers],
+            held=len(held),
+            outstanding=tickets.outstanding,
+        )
+        return tickets
+
+    async def _ask_rollouter(self, name: str) -> Answer | None:
+        call = self.peer(name).call(OpenTickets(learner=self._learner), timeout=self._patience_s)
+        try:
+            tickets: TicketsHeld = await call
+        except WireError as error:
+            self.log.warning("rollouter counts as holding nothing", rollouter=name, error=str(error))
+            return None
+        return Answer(call.answered_by, tickets)
+
+    async def _ask_learner(self, uids: list[str]) -> list[str]:
+        if not uids:
+            return []
+        try:
+            held: Held = await self.peer(LEARNER).call(Holds(uids=uids), timeout=self._patience_s)
+        except WireError as error:
+            self.log.warning("what the learner holds may be generated again", error=str(error))
+            return []
+        return held.uids
+
+    @property
+    def _patience_s(self) -> float:
+        """Both questions together end before the learner gives up."""
+        return self.config.network.call_timeout_s / 3
+
+    def _open(self, tickets: Tickets) -> None:
+        for name, incarnation in self._dead.items():
+            tickets.died(name, incarnation)
+        if self._preempted:
+            tickets.stop()
+        self._tickets, self._previous = tickets, None
+        self.param_version = tickets.newest_version
+        if tickets.orphans:
+            self._orphaned.set()
+        self.progress()
+        self._opened.wake()
+        self._changed()
+
+    def _for_learner(self, caller: Caller) -> Tickets:
+        if self._tickets is None or caller.incarnation != self._learner:
+            raise RestoreNeeded
+        return self._tickets
 
     # --- rollouters ---
 
     def peer_replaced(self, name: str, incarnation: int) -> None:
         """What a dead rollouter held becomes orphans."""
-        self._tickets.died(name, incarnation)
-        if self._tickets.orphans:
-            self._orphaned.set()
+        if not name.startswith("rollouter/"):
+            return
+        self._dead[name] = max(incarnation, self._dead.get(name, 0))
+        if self._tickets is not None:
+            self._tickets.died(name, incarnation)
+            if self._tickets.orphans:
+                self._orphaned.set()
+            self._leases.wake()
 
     @handler
     async def lease(self, request: Lease, caller: Caller) -> Leased:
@@ -152,23 +300,39 @@ class Dataloader(Actor):
             request.served_version,
             frozenset(request.holding),
         )
-        self._tickets.meet(ask)
-        if self._tickets.orphans:
-            self._orphaned.set()
+        self._meet(ask)
         return await self._leases.until(lambda: self._answer(ask), caller.park_s) or Leased()
 
+    def _meet(self, ask: Ask) -> None:
+        if self._tickets is not None:
+            self._tickets.meet(ask)
+            if self._tickets.orphans:
+                self._orphaned.set()
+
     def _answer(self, ask: Ask) -> Leased | None:
-        grants = self._tickets.lease(ask)
+        tickets = self._tickets
+        if tickets is None:
+            return None
+        if not tickets.knows(ask.rollouter):
+            # It has asked before the gate was opened.
+            self._meet(ask)
+        grants = tickets.lease(ask)
         if grants:
             self.progress()
             self._count()
+            if grants[-1].alone:
+                # Nobody needs to be set aside for it any more.
+                self._leases.wake()
             return Leased(tickets=[self._ticket(grant) for grant in grants])
-        return Leased(closed=True) if self._tickets.closed else None
+        return Leased(closed=True) if tickets.closed else None
 
     @handler
-    def return_tickets(self, request: ReturnTickets, caller: Caller) -> Done:
-        """Somebody else is to generate these groups."""
-        self._tickets.give_back(caller.name, caller.incarnation, request.uids)
+    async def return_tickets(self, request: ReturnTickets, caller: Caller) -> Done:
+        """Somebody else is to generate these groups. Parked while the gate is shut."""
+        tickets = await self._opened.until(lambda: self._tickets, caller.park_s)
+        if tickets is None:
+            raise RestoreNeeded
+        tickets.give_back(caller.name, caller.incarnation, request.uids)
         self._changed()
         return Done()
 
@@ -176,21 +340,23 @@ class Dataloader(Actor):
 
     @handler
     def outcomes(self, request: Outcomes, caller: Caller) -> OutcomesSeen:
-        """Take in what became of groups. Raises ProtocolError for a group that was never granted."""
-        number = self._tickets.report(request)
-        self.param_version = self._tickets.newest_version
+        """Take in what became of groups. Raises RestoreNeeded, and ProtocolError for what cannot be."""
+        tickets = self._for_learner(caller)
+        number = tickets.report(request)
+        self.param_version = tickets.newest_version
         self.progress()
         self._changed()
-        return OutcomesSeen(number=number, limit=self._tickets.limit)
+        return OutcomesSeen(number=number, limit=tickets.limit)
 
     @handler
     async def watch_supply(self, request: WatchSupply, caller: Caller) -> Supply:
-        """Parked until the supply is newer than what the learner has seen."""
+        """Parked until the supply is newer than what the learner has seen. Raises RestoreNeeded."""
 
         def news() -> Supply | None:
-            return self._tickets.supply if self._tickets.supply_number > request.seen else None
+            tickets = self._for_learner(caller)
+            return tickets.supply if tickets.supply_number > request.seen else None
 
-        return await self._watchers.until(news, caller.park_s) or self._tickets.supply
+        return await self._watchers.until(news, caller.park_s) or self._for_learner(caller).supply
 
     # --- within ---
 
@@ -217,7 +383,8 @@ class Dataloader(Actor):
             epoch=epoch,
             index=prompt.index,
             param_version=grant.param_version,
-            attempt=prompt.attempt,
+            attempt=grant.attempt,
+            alone=grant.alone,
             prompt_ids=ids,
             prompt=text,
             row=row,
@@ -233,13 +400,15 @@ class Dataloader(Actor):
 
     def _count(self) -> None:
         """Show the state, and wake whoever watches the supply if that has changed."""
-        for name, count in self._tickets.counts.items():
+        tickets = self._tickets
+        if tickets is None:
+            return
+        for name, count in tickets.counts.items():
             self.counters[f"tickets/{name}"] = count
-        self.counters["tickets/outstanding"] = self._tickets.outstanding
-        self.counters["staleness/limit"] = self._tickets.limit
-        number = self._tickets.supply_number
-        if number != self._supply_number:
-            self._supply_number = number
+        self.counters["tickets/outstanding"] = tickets.outstanding
+        self.counters["staleness/limit"] = tickets.limit
+        if tickets.supply_number != self._supply_number:
+            self._supply_number = tickets.supply_number
             self._watchers.wake()
 
 

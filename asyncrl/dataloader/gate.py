@@ -25,7 +25,8 @@ from asyncrl.dataloader.limit import WorkingLimit
 class Gate:
     """Counts trained groups and versions; the caller counts what is outstanding.
 
-    ``first_version`` is the first publication of the present learner, made when ``trained`` groups were trained.
+    When it is made, ``trained`` groups are trained and ``groups_left`` are still to be. ``first_version`` is the oldest
+    that may be served, published when ``trained_at_version`` groups were trained (``trained`` by default).
     """
 
     def __init__(
@@ -33,16 +34,17 @@ class Gate:
         limit: WorkingLimit,
         *,
         groups_per_version: int,
-        groups_of_run: int,
+        groups_left: int,
         first_version: int = 0,
         trained: int = 0,
+        trained_at_version: int | None = None,
     ) -> None:
         self.limit = limit
         self.trained = trained
         self._groups_per_version = groups_per_version
-        self._groups_of_run = groups_of_run
+        self._groups_of_run = trained + groups_left
         self._versions = [first_version]
-        self._trained_at = [trained]
+        self._trained_at = [trained if trained_at_version is None else trained_at_version]
         self._first_version = first_version
         self._finished = False
 
@@ -70,6 +72,11 @@ class Gate:
             return 0
         admitted = self._trained_at[at] + self.limit.groups + self._groups_per_version
         return max(0, admitted - self.trained - outstanding)
+
+    def has_place(self, served_version: int, outstanding: int) -> bool:
+        """Whether the run needs another group and staleness admits it for a rollouter that serves this version."""
+        may = served_version >= self._first_version and self.needed(outstanding) > 0
+        return may and self.room(served_version, outstanding) > 0
 
     def admits(self, served_version: int, *, outstanding: int, generating: int, rollouters: int) -> bool:
         """Whether one of so many rollouters, with ``generating`` groups in generation, may be granted another one."""

@@ -1,26 +1,36 @@
 """Which training prompt is granted next: what came back first, then the next one of the order.
 
-Invariant: every position below the cursor is in exactly one place: granted (the caller's), returned, too long and not
-yet reported as quarantined, or finished. So cursor and returned prompts follow from the finished and the granted ones
-alone.
+A function of the order, the ledger and what is out. Invariant: every prompt of an epoch is in at most one place: out
+(granted, or with the learner), returned, rejected and not yet reported as quarantined, or concluded in the ledger;
+those in none of these are still to come, in the order. So where the order goes on needs no record of its own, and a
+prompt that was concluded, or found with somebody, before its turn is passed over.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import islice
+
+import numpy as np
 
 from asyncrl.dataloader.order import EpochOrder
+from asyncrl.ledger import Kind, Ledger
+
+TOO_LONG = "over data.max_prompt_tokens"
+LOOKED_UP_AT_ONCE = 4096
+"""Positions of the order."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingPrompt:
-    """A prompt of an epoch. ``attempt`` counts the rollouters that died holding it."""
+    """A prompt of an epoch."""
 
     position: int
+    """In the order; -1 in an epoch before the ledger's first, which has none."""
     epoch: int
     index: int
-    attempt: int = 0
 
     @property
     def uid(self) -> str:
@@ -29,45 +39,112 @@ class TrainingPrompt:
 
 
 class PromptQueue:
-    """Endless: epochs stream into one another. At least one prompt must not be in ``oversize``."""
+    """Endless: epochs stream into one another. At least one prompt must not be in ``oversize``.
 
-    def __init__(self, order: EpochOrder, oversize: frozenset[int] = frozenset()) -> None:
+    Looks through the ledger's last epoch when it is made, which takes about a second for a million prompts.
+    """
+
+    def __init__(self, order: EpochOrder, ledger: Ledger, oversize: frozenset[int] = frozenset()) -> None:
         assert len(oversize) < order.size
+        self.ledger = ledger
+        """Changed here alone."""
+        self.rejected: dict[str, str] = {}
+        """Why prompts will not be granted, until the learner has reported them; in order."""
+        self.rejections = 0
+        """Prompts rejected so far."""
         self._order = order
         self._oversize = oversize
-        self._cursor = 0
+        self._out: set[str] = set()
         self._returned: dict[str, TrainingPrompt] = {}
         self._oldest: list[tuple[int, str]] = []
         """Heap over the returned prompts, and some that have been finished since."""
-        self.too_long: dict[str, None] = {}
-        """Oversize prompts that the cursor has passed and the learner has not reported, in order."""
-        self.passed_too_long = 0
+        self._cursor = next(self._unconcluded(ledger.first_epoch * order.size)).position
+        """Below it nothing is still to come."""
+        self._still_to_come = self._unconcluded(self._cursor)
 
     def take(self) -> TrainingPrompt:
-        """Remove and return the next prompt."""
+        """The next prompt; it is out from here on."""
         while self._oldest:
             _, uid = heappop(self._oldest)
             if uid in self._returned:
+                self._out.add(uid)
                 return self._returned.pop(uid)
         while True:
-            epoch, index = self._order.at(self._cursor)
-            prompt = TrainingPrompt(self._cursor, epoch, index)
-            self._cursor += 1
-            if index not in self._oversize:
+            prompt = next(self._still_to_come)
+            self._cursor = prompt.position + 1
+            if not self._is_to_come(prompt):
+                continue
+            if prompt.index not in self._oversize:
+                self._out.add(prompt.uid)
                 return prompt
-            self.too_long[prompt.uid] = None
-            self.passed_too_long += 1
+            self._reject(prompt.uid, TOO_LONG)
+
+    def ahead(self, count: int) -> list[TrainingPrompt]:
+        """The next prompts that are still to come, left where they are."""
+        to_come = (p for p in self._unconcluded(self._cursor) if self._is_to_come(p) and p.index not in self._oversize)
+        return list(islice(to_come, count))
+
+    def hold(self, epoch: int, index: int) -> TrainingPrompt | None:
+        """A prompt that somebody has is out from here on; None if it is not to come."""
+        if not self.knows(epoch, index):
+            return None
+        position = -1 if epoch < self.ledger.first_epoch else self._order.position(epoch, index)
+        prompt = TrainingPrompt(position, epoch, index)
+        if not self._is_to_come(prompt):
+            return None
+        self._out.add(prompt.uid)
+        return prompt
 
     def give_back(self, prompt: TrainingPrompt) -> None:
-        """Put a prompt that was taken before back; the oldest goes first."""
-        assert prompt.uid not in self._returned
-        self._returned[prompt.uid] = prompt
-        heappush(self._oldest, (prompt.position, prompt.uid))
+        """A prompt that was out comes back; the oldest goes first. One of an epoch before the first is dropped."""
+        self._come_back(prompt)
+        if prompt.epoch >= self.ledger.first_epoch:
+            self._returned[prompt.uid] = prompt
+            heappush(self._oldest, (prompt.position, prompt.uid))
 
-    def __contains__(self, uid: str) -> bool:
-        return uid in self._returned or uid in self.too_long
+    def reject(self, prompt: TrainingPrompt, reason: str) -> None:
+        """A prompt that was out will not be granted again."""
+        self._come_back(prompt)
+        self._reject(prompt.uid, reason)
 
-    def finish(self, uid: str) -> None:
-        """The learner has reported an outcome of a prompt that is not granted."""
-        if self.too_long.pop(uid, self) is self:
-            del self._returned[uid]
+    def finish(self, kind: Kind, epoch: int, index: int) -> None:
+        """The learner has reported the outcome of a prompt that had none, wherever it is."""
+        self.ledger.record(kind, epoch, index)
+        uid = f"{epoch}-{index}"
+        self._out.discard(uid)
+        self._returned.pop(uid, None)
+        self.rejected.pop(uid, None)
+
+    def knows(self, epoch: int, index: int) -> bool:
+        """Whether there is such a prompt; of an epoch before the first, as far as is known here."""
+        return min(epoch, index) >= 0 and (epoch < self.ledger.first_epoch or index < self._order.size)
+
+    def _come_back(self, prompt: TrainingPrompt) -> None:
+        assert prompt.uid in self._out, f"{prompt.uid} is not out"
+        self._out.remove(prompt.uid)
+
+    def _reject(self, uid: str, reason: str) -> None:
+        self.rejected[uid] = reason
+        self.rejections += 1
+
+    def _is_to_come(self, prompt: TrainingPrompt) -> bool:
+        uid = prompt.uid
+        return not (
+            uid in self._out
+            or uid in self._returned
+            or uid in self.rejected
+            or self.ledger.outcome(prompt.epoch, prompt.index) is not None
+        )
+
+    def _unconcluded(self, position: int) -> Iterator[TrainingPrompt]:
+        """The prompts from a position on that had no outcome when they were looked up."""
+        order = self._order
+        while True:
+            epoch, offset = divmod(position, order.size)
+            if offset == 0 and self.ledger.concluded(epoch) == order.size:
+                position += order.size
+                continue
+            indices = order.indices(epoch, offset, offset + LOOKED_UP_AT_ONCE)
+            for at in np.flatnonzero(~self.ledger.concluded_among(epoch, indices)).tolist():
+                yield TrainingPrompt(position + at, epoch, int(indices[at]))
+            position += len(indices)

@@ -7,82 +7,56 @@ Invariants:
   incarnation says that it has seen it: a lost reply loses nothing;
 - a training prompt is outstanding from its grant until the learner reports its outcome or it is returned, whoever
   holds it meanwhile. When its holder has died it is an *orphan*, outstanding all the same, until the learner has
-  said whether it holds it (``settle``); only what it does not hold is granted again.
+  said whether it holds it (``settle``); only what it does not hold is granted again;
+- a prompt that was held in too many deaths is granted only to a rollouter that holds nothing, and nothing beside it.
 
-A prompt that is returned keeps its attempt number; one whose holder died after it had seen the grant gets the next.
+All of it follows from the order, the ledger, what the learner claims and what the rollouters hold: ``restoring`` makes
+it anew from these. So an outcome may be reported for a prompt that nobody was known to hold.
 
-Fails with ProtocolError on an outcome for something that is not granted, without having changed anything.
+Fails with ProtocolError on an outcome that cannot be, without having changed anything.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field, replace
 
 from asyncrl.dataloader.evals import EvalPrompt, EvalRounds
 from asyncrl.dataloader.gate import Gate
+from asyncrl.dataloader.holders import Ask, Grant, Holders, Prompt
 from asyncrl.dataloader.prompt_queue import PromptQueue, TrainingPrompt
+from asyncrl.dataloader.suspects import ALONE_FROM, Suspects
 from asyncrl.errors import ProtocolError
-from asyncrl.messages import Outcomes, Rejected, Supply
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """A rollouter's request for groups; the fields are those of Lease."""
-
-    rollouter: str
-    incarnation: int
-    seen: int
-    free_groups: int
-    served_version: int
-    holding: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """A prompt granted to a rollouter."""
-
-    number: int
-    prompt: TrainingPrompt | EvalPrompt
-    param_version: int
-    """The newest published version at the grant."""
-
-
-@dataclass(slots=True)
-class _Holder:
-    incarnation: int
-    seen: int
-    last_grant: int
-    served_version: int
-    grants: dict[int, Grant] = field(default_factory=dict)
-    """By number, ascending; until the outcome is reported or the prompt is returned."""
-
-
-@dataclass(slots=True)
-class _Granted:
-    prompt: TrainingPrompt | EvalPrompt
-    rollouter: str | None
-    """None when the holder has died."""
-    number: int
+from asyncrl.ledger import position_of
+from asyncrl.messages import Outcome, Outcomes, Rejected, Supply, TicketsHeld
 
 
 class Tickets:
-    """See the module."""
+    """``number`` is that of the learner's last report, ``supply_number`` the last number of a supply."""
 
-    def __init__(self, queue: PromptQueue, gate: Gate, evals: EvalRounds) -> None:
+    def __init__(
+        self,
+        queue: PromptQueue,
+        gate: Gate,
+        evals: EvalRounds,
+        *,
+        max_attempts: int,
+        number: int = 0,
+        supply_number: int = 0,
+    ) -> None:
         self._queue = queue
         self._gate = gate
         self._evals = evals
-        self._holders: dict[str, _Holder] = {}
-        self._granted: dict[str, _Granted] = {}
+        self._holders = Holders()
+        self._suspects = Suspects(queue.ledger.attempts, max_attempts)
         self._orphans: dict[str, None] = {}
-        """Granted prompts whose holder has died and of which the learner has not said whether it holds them."""
-        self._outstanding = 0
+        """Prompts whose holder has died and of which the learner has not said whether it holds them."""
         self._eval_turn = False
-        self._number = 0
+        self._stopped = False
+        self._forget_deaths()
+        self.number = number
         """The last report of the learner without a gap before it."""
-        self.supply_number = 0
+        self.supply_number = supply_number
         """Number of the present ``supply``."""
         self._supply_key: tuple[object, ...] = ()
         self.counts: Counter[str] = Counter()
@@ -93,7 +67,7 @@ class Tickets:
     @property
     def outstanding(self) -> int:
         """Training groups granted and neither reported nor returned."""
-        return self._outstanding
+        return self._holders.outstanding
 
     @property
     def limit(self) -> float:
@@ -104,6 +78,11 @@ class Tickets:
     def newest_version(self) -> int:
         """The newest version that the learner has reported."""
         return self._gate.newest_version
+
+    @property
+    def first_epoch(self) -> int:
+        """The oldest epoch from which prompts are granted."""
+        return self._queue.ledger.first_epoch
 
     @property
     def closed(self) -> bool:
@@ -118,11 +97,13 @@ class Tickets:
     @property
     def supply(self) -> Supply:
         """What there is still to come. ``outstanding`` moves its number only when nothing is left to grant."""
+        rejected = self._queue.rejected | self._evals.rejected
         return Supply(
             number=self.supply_number,
-            exhausted=not self._gate.needed(self._outstanding),
-            outstanding=self._outstanding,
-            rejected=[Rejected(uid, "over data.max_prompt_tokens") for uid in self._queue.too_long],
+            exhausted=self._exhausted,
+            outstanding=self.outstanding,
+            rejected=[Rejected(uid, reason) for uid, reason in rejected.items()],
+            attempts=dict(self._queue.ledger.attempts),
             evals=self._evals.sizes,
         )
 
@@ -131,43 +112,44 @@ class Tickets:
     def meet(self, ask: Ask) -> None:
         """Take note of a rollouter's call. What an older incarnation of it held becomes orphans."""
         holder = self._holders.get(ask.rollouter)
-        if holder is None or ask.incarnation > holder.incarnation:
-            if holder is not None:
-                self.died(ask.rollouter, holder.incarnation)
-            self._holders[ask.rollouter] = _Holder(ask.incarnation, ask.seen, ask.seen, ask.served_version)
-        elif ask.incarnation == holder.incarnation and ask.seen >= holder.seen:
-            holder.seen = ask.seen
-            holder.served_version = ask.served_version
-        self._gate.forget_below(min(other.served_version for other in self._holders.values()))
+        if holder is not None and ask.incarnation > holder.incarnation:
+            self.died(ask.rollouter, holder.incarnation)
+        self._holders.update(ask)
+        self._gate.forget_below(self._holders.oldest_served)
+
+    def knows(self, rollouter: str) -> bool:
+        """Whether a rollouter has been met and is not known to be dead."""
+        return self._holders.get(rollouter) is not None
 
     def lease(self, ask: Ask) -> list[Grant]:
         """Grant as much as may be granted now; may be asked again with the same ``ask`` until it gives something.
 
         Nothing is granted to a call that a later one of the same rollouter has overtaken.
         """
-        holder = self._holders.get(ask.rollouter)
-        if holder is None or (holder.incarnation, holder.seen) != (ask.incarnation, ask.seen):
+        holder = self._holders.current(ask)
+        if holder is None or self._stopped:
             return []
-        found = [grant for number, grant in holder.grants.items() if number > ask.seen][: ask.free_groups]
+        running = holder.running(ask)
+        found = [grant for grant in running if grant.number > ask.seen][: ask.free_groups]
         self.counts["granted_again"] += len(found)
-        generating = sum(
-            isinstance(grant.prompt, TrainingPrompt)
-            for number, grant in holder.grants.items()
-            if number > ask.seen or grant.prompt.uid in ask.holding
-        )
+        if any(grant.alone for grant in running):
+            return found
+        generating = sum(isinstance(grant.prompt, TrainingPrompt) for grant in running)
+        empty = not running and not ask.holding
         while len(found) < ask.free_groups:
-            prompt = self._next_prompt(ask.served_version, generating)
+            prompt = self._next_prompt(ask, generating, empty=empty and not found)
             if prompt is None:
                 break
-            holder.last_grant += 1
-            grant = Grant(holder.last_grant, prompt, self._gate.newest_version)
-            holder.grants[grant.number] = grant
-            self._granted[prompt.uid] = _Granted(prompt, ask.rollouter, grant.number)
-            if isinstance(prompt, TrainingPrompt):
-                self._outstanding += 1
-                generating += 1
+            attempt = self._suspects.attempt(prompt.uid)
+            grant = self._holders.grant(
+                ask.rollouter, prompt, self._gate.newest_version, attempt=attempt, alone=attempt >= ALONE_FROM
+            )
+            generating += isinstance(prompt, TrainingPrompt)
             self.counts["granted"] += 1
+            self.counts["granted_alone"] += grant.alone
             found.append(grant)
+            if grant.alone:
+                break
         self._note_supply()
         return found
 
@@ -177,8 +159,7 @@ class Tickets:
         if holder is None or holder.incarnation != incarnation:
             return
         for uid in uids:
-            granted = self._granted.get(uid)
-            if granted is not None and granted.rollouter == rollouter:
+            if uid in self._holders and self._holders[uid].rollouter == rollouter:
                 self._take_back(uid)
                 self.counts["returned"] += 1
         self._note_supply()
@@ -186,15 +167,12 @@ class Tickets:
     def died(self, rollouter: str, incarnation: int) -> None:
         """An incarnation of a rollouter is dead: what it held becomes orphans."""
         holder = self._holders.get(rollouter)
-        if holder is None or holder.incarnation != incarnation:
+        if holder is None or holder.incarnation > incarnation:
             return
-        del self._holders[rollouter]
-        for number, grant in holder.grants.items():
-            orphan = self._granted[grant.prompt.uid]
-            orphan.rollouter = None
-            if number <= holder.seen:
-                orphan.prompt = replace(orphan.prompt, attempt=orphan.prompt.attempt + 1)
-            self._orphans[grant.prompt.uid] = None
+        if self._suspects.set_aside == rollouter:
+            self._suspects.set_aside = None
+        for held in self._holders.remove(rollouter):
+            self._orphans[held.prompt.uid] = None
             self.counts["orphaned"] += 1
 
     def settle(self, asked: Collection[str], held: Collection[str]) -> None:
@@ -207,25 +185,82 @@ class Tickets:
                     self._take_back(uid)
         self._note_supply()
 
+    def stop(self) -> None:
+        """Grant nothing more: the run makes way."""
+        self._stopped = True
+        self._note_supply()
+
+    # --- where the run stands ---
+
+    def claim(self, uid: str) -> None:
+        """The learner has a prompt. Ignored where that is known."""
+        prompt = self._hold(uid)
+        if prompt is not None:
+            self._holders.hold(prompt)
+        self._note_supply()
+
+    def adopt(self, rollouter: str, incarnation: int, tickets: TicketsHeld, previous: Tickets | None) -> None:
+        """A rollouter has said what it holds; what else ``previous`` granted it, it may still receive.
+
+        What the learner has, or another rollouter was found with, stays theirs.
+        """
+        uids = frozenset(ticket.uid for ticket in tickets.tickets)
+        self._holders.update(Ask(rollouter, incarnation, tickets.seen, 0, tickets.served_version, uids))
+        # What it has may have been granted to an incarnation before it, so these numbers say nothing. A death of its
+        # engine may have made something suspect that has company.
+        grants = [
+            (-1 - at, ticket.uid, ticket.attempt, ticket.attempt >= ALONE_FROM and len(uids) == 1)
+            for at, ticket in enumerate(tickets.tickets)
+        ]
+        known = None if previous is None else previous._holders.get(rollouter)
+        if known is not None and known.incarnation == incarnation:
+            unseen = [grant for number, grant in known.grants.items() if number > tickets.seen]
+            grants += [(grant.number, grant.prompt.uid, grant.attempt, grant.alone) for grant in unseen]
+            self._holders.skip_to(rollouter, known.last_grant)
+        for number, uid, attempt, alone in grants:
+            prompt = self._hold(uid)
+            if prompt is not None:
+                self._suspects.raise_to(uid, attempt)
+                grant = Grant(number, prompt, self._gate.newest_version, attempt, alone)
+                self._holders.restore(rollouter, grant)
+        self._note_supply()
+
+    def missing(self, previous: Tickets) -> list[str]:
+        """Uids of the prompts that ``previous`` had out and that nobody was found with."""
+        return [uid for uid in previous._holders.uids if uid not in self._holders and self._is_open(uid)]
+
+    def inherit(self, previous: Tickets) -> None:
+        """Take over the deaths that only ``previous`` knows of, once all that is out is known."""
+        for uid, attempt in previous._queue.ledger.attempts.items():
+            if self._is_open(uid):
+                self._suspects.raise_to(uid, attempt)
+        for uid in self.missing(previous):
+            held = previous._holders[uid]
+            if held.suspect:
+                self._suspects.died(uid, alone=held.alone)
+        self._note_supply()
+
+    def to_come(self, count: int) -> list[str]:
+        """Uids of the prompts that come next, and of those that eval rounds wait for."""
+        return [prompt.uid for prompt in self._queue.ahead(count)] + self._evals.waiting
+
     # --- the learner ---
 
     def report(self, report: Outcomes) -> int:
         """Apply a report of the learner. Returns the highest number seen without a gap.
 
-        Raises ProtocolError for an outcome of a prompt that is not granted, returned or too long.
+        Raises ProtocolError for an outcome of what is no prompt, and for one that differs from an earlier one.
         """
-        if report.number != self._number + 1:
-            return self._number
+        if report.number != self.number + 1:
+            return self.number
         uids = [outcome.uid for outcome in report.outcomes]
-        unknown = [uid for uid in uids if not self._is_open(uid)]
-        if unknown or len(set(uids)) < len(uids):
-            raise ProtocolError(f"outcomes of prompts that are not open: {unknown or uids}")
-        self._number = report.number
+        wrong = [outcome.uid for outcome in report.outcomes if not self._may_be(outcome)]
+        if wrong or len(set(uids)) < len(uids):
+            raise ProtocolError(f"outcomes that cannot be: {wrong or uids}")
+        self.number = report.number
         for outcome in report.outcomes:
-            self._conclude(outcome.uid)
-            self.counts[outcome.kind] += 1
-            if outcome.kind == "trained":
-                self._gate.trained += 1
+            if self._is_open(outcome.uid):
+                self._conclude(outcome)
         previous = self._gate.newest_version
         if report.version > previous:
             self._gate.published(report.version, report.trained_at_version)
@@ -236,15 +271,45 @@ class Tickets:
             self._gate.finish()
             self._evals.finish(self._gate.newest_version)
         self._note_supply()
-        return self._number
+        return self.number
 
     # --- within ---
 
-    def _next_prompt(self, served_version: int, generating: int) -> TrainingPrompt | EvalPrompt | None:
+    @property
+    def _exhausted(self) -> bool:
+        return self._stopped or not self._gate.needed(self.outstanding)
+
+    def _next_prompt(self, ask: Ask, generating: int, *, empty: bool) -> Prompt | None:
+        """What is granted next to a rollouter that holds nothing, if ``empty``; it is out from here on."""
+        suspects = self._suspects
+        while True:
+            alone = suspects.next(lambda prompt: self._may_run(prompt, ask.served_version))
+            if alone is not None:
+                if empty:
+                    suspects.discard(alone.uid)
+                    if suspects.set_aside == ask.rollouter:
+                        suspects.set_aside = None
+                    return alone
+                if suspects.set_aside in (None, ask.rollouter):
+                    suspects.set_aside = ask.rollouter
+                    return None
+            elif suspects.set_aside == ask.rollouter:
+                suspects.set_aside = None
+            prompt = self._next_in_turn(ask.served_version, generating)
+            if prompt is None or not suspects.is_suspect(prompt.uid):
+                return prompt
+            self._put_back(prompt)
+
+    def _may_run(self, prompt: Prompt, served_version: int) -> bool:
+        if isinstance(prompt, EvalPrompt):
+            return prompt.version <= served_version
+        return not self._evals.starting and self._gate.has_place(served_version, self.outstanding)
+
+    def _next_in_turn(self, served_version: int, generating: int) -> Prompt | None:
         """Training and evaluation take turns where both may be granted."""
         may_train = not self._evals.starting and self._gate.admits(
             served_version,
-            outstanding=self._outstanding,
+            outstanding=self.outstanding + self._suspects.reserved,
             generating=generating,
             rollouters=len(self._holders),
         )
@@ -256,43 +321,82 @@ class Tickets:
             return self._queue.take()
         return None
 
+    def _hold(self, uid: str) -> Prompt | None:
+        """A prompt that nobody was known to have is out from here on; None if there is no such prompt."""
+        if "@" in uid:
+            return self._evals.hold(uid)
+        return self._queue.hold(*position_of(uid))
+
+    def _may_be(self, outcome: Outcome) -> bool:
+        """Whether a prompt can have this outcome. It may be known already."""
+        if "@" in outcome.uid:
+            return outcome.kind in ("evaluated", "quarantined")
+        try:
+            epoch, index = position_of(outcome.uid)
+        except ValueError:
+            return False
+        known = self._queue.ledger.outcome(epoch, index)
+        return outcome.kind != "evaluated" and self._queue.knows(epoch, index) and known in (None, outcome.kind)
+
     def _is_open(self, uid: str) -> bool:
-        return uid in self._granted or uid in self._queue or uid in self._evals
+        """Whether a prompt has no outcome."""
+        if "@" in uid:
+            return uid in self._evals
+        return self._queue.ledger.outcome(*position_of(uid)) is None
 
-    def _conclude(self, uid: str) -> None:
-        if uid in self._granted:
-            self._release(uid)
+    def _conclude(self, outcome: Outcome) -> None:
+        uid = outcome.uid
+        if uid in self._holders:
+            self._holders.release(uid)
             self._orphans.pop(uid, None)
-        elif uid in self._queue:
-            self._queue.finish(uid)
-        if uid in self._evals:
+        self._suspects.forget(uid)
+        if outcome.kind == "evaluated" or "@" in uid:
             self._evals.finish_prompt(uid)
-
-    def _release(self, uid: str) -> TrainingPrompt | EvalPrompt:
-        """A prompt is not granted any more."""
-        granted = self._granted.pop(uid)
-        if granted.rollouter is not None:
-            del self._holders[granted.rollouter].grants[granted.number]
-        if isinstance(granted.prompt, TrainingPrompt):
-            self._outstanding -= 1
-        return granted.prompt
+        else:
+            self._queue.finish(outcome.kind, *position_of(uid))
+        self.counts[outcome.kind] += 1
+        self._gate.trained += outcome.kind == "trained"
 
     def _take_back(self, uid: str) -> None:
-        """A granted prompt is to be granted again."""
-        prompt = self._release(uid)
-        if isinstance(prompt, TrainingPrompt):
+        """A prompt that was out is to be granted again."""
+        held = self._holders.release(uid)
+        if held.suspect:
+            self._suspects.died(uid, alone=held.alone)
+        self._put_back(held.prompt)
+
+    def _forget_deaths(self) -> None:
+        """Of prompts that have an outcome, or that nobody asks for any more."""
+        for uid in list(self._queue.ledger.attempts):
+            if not self._is_open(uid):
+                self._suspects.forget(uid)
+
+    def _put_back(self, prompt: Prompt) -> None:
+        """A prompt that nobody has is to be granted again, if it may be, and alone if it must be."""
+        reason = self._suspects.verdict(prompt.uid)
+        if isinstance(prompt, TrainingPrompt) and prompt.epoch < self._queue.ledger.first_epoch:
             self._queue.give_back(prompt)
-        else:
+        elif reason is not None:
+            self.counts["rejected"] += 1
+            if isinstance(prompt, EvalPrompt):
+                self._evals.reject(prompt, reason)
+            else:
+                self._queue.reject(prompt, reason)
+        elif self._suspects.is_suspect(prompt.uid):
+            self._suspects.add(prompt)
+        elif isinstance(prompt, EvalPrompt):
             self._evals.give_back(prompt)
+        else:
+            self._queue.give_back(prompt)
 
     def _note_supply(self) -> None:
-        exhausted = not self._gate.needed(self._outstanding)
+        exhausted = self._exhausted
         key = (
             exhausted,
-            self._outstanding if exhausted else None,
-            self._queue.passed_too_long,
-            len(self._queue.too_long),
+            self.outstanding if exhausted else None,
+            self._queue.rejections,
+            len(self._queue.rejected),
             self._evals.changes,
+            self._suspects.changes,
         )
         if key != self._supply_key:
             self._supply_key = key

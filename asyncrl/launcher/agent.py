@@ -1,12 +1,13 @@
 """The node agent: spawns the actors of one host, watches them, restarts them, ends them.
 
-    python -m asyncrl.launcher.agent GUARD_PID
+    python -m asyncrl.launcher.agent GUARD_PID LOCK_FD
 
 It reads its spec and then commands from standard input and writes events to standard output (see ``spec``).
 ``host`` decides; this shell spawns from the main thread, turns exits, states, commands and time into
-events, and carries out what ``host`` answers, one event at a time. SIGTERM and SIGINT mean the same as
-``stop``. The agent is a subreaper: whatever an actor leaves behind becomes its child and is ended with it,
-and at the end it has no child left. If the agent itself dies, its guard ends the rest.
+events, and carries out what ``host`` answers, one event at a time. SIGTERM and SIGUSR2 mean the same as
+``preempt``, SIGINT the same as ``stop``, a second signal the same as ``kill``. The agent is a subreaper: whatever an
+actor leaves behind becomes its child and is ended with it, and at the end it has no child left. If the agent itself
+dies, its guard ends the rest. It holds the run's lock, as the guard does.
 """
 
 from __future__ import annotations
@@ -30,24 +31,35 @@ from asyncrl.launcher.link import ControllerLink, make_link
 from asyncrl.launcher.processes import become_subreaper, die_with_parent, end_children
 from asyncrl.launcher.spec import (
     KILL,
+    PREEMPT,
     STOP,
     ActorSpec,
     AgentSpec,
     EndedEvent,
     Event,
     MetricsEvent,
+    MovingEvent,
     RestartEvent,
+    StacksEvent,
     StateEvent,
+    StuckEvent,
 )
-from asyncrl.messages import ActorEnded, RunState
+from asyncrl.launcher.stacks import take_stacks
+from asyncrl.messages import ActorEnded, RunState, Stuck
 from asyncrl.monitor.logging import configure_logging, get_logger
 from asyncrl.runtime.endpoint import new_incarnation
-from asyncrl.runtime.supervision import STOPPED_EXIT_CODE
+from asyncrl.runtime.supervision import PREEMPTED_EXIT_CODE, ROLES, STOPPED_EXIT_CODE, role_of
 
+SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
+"""The guard starts the agent with these blocked, until it can handle them."""
 LOOK_FOR_CONTROLLER_S = 0.02
 UNREAD_BYTES = 1 << 20
 """With more than this unread by the launcher, it is told of no more metrics; their file has them all."""
 SPEC_BYTES = 16 << 20
+STACKS_S = 5.0
+"""Time that an actor has to write its stacks, beside that of four heartbeats."""
+STACK_LINES = 30
+"""Lines of stacks that the launcher shows."""
 END_S = 5.0
 FAREWELL_S = 2.0
 
@@ -63,20 +75,26 @@ class Agent:
         self._guard = os.getppid()
         self._actors = {actor.name: actor for actor in spec.actors}
         logs = {name: f"{spec.log_dir}/{name.replace('/', '-')}.log" for name in self._actors}
-        self._host = Host(logs, config.supervision)
+        self._host = Host(logs, config.supervision, config.preempt.grace_s)
         self._children: dict[str, Child] = {}
         self._starts: dict[str, int] = {}
+        self._stuck: dict[tuple[str, int, int], Child] = {}
+        """Who is reported to hold up the run, by name, incarnation and report."""
+        self._taking: dict[int, asyncio.Task[None]] = {}
+        """Whose stacks are being taken, by incarnation."""
         self._address = ""
         self._link: ControllerLink | None = None
         self._news = asyncio.Event()
+        self._signalled = False
         self._log = get_logger("agent/0")
         self._tasks: asyncio.TaskGroup
 
     async def main(self, commands: asyncio.StreamReader) -> int:
         """Run this host's part to its end; the exit code is the run's."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 self._tasks.create_task(self._read_commands(commands))
@@ -86,6 +104,9 @@ class Agent:
                     await self._wait_for_news()
                     self._news.clear()
                     self._carry_out(self._host.tick(time.monotonic()))
+                if self._taking:
+                    # Of processes that are gone, so that what is known of them is all that will be.
+                    await asyncio.wait(self._taking.values(), timeout=FAREWELL_S)
                 raise _Finished
         except* _Finished:
             pass
@@ -109,31 +130,38 @@ class Agent:
             match instruction:
                 case Spawn(name):
                     self._spawn(self._actors[name])
-                case Report(name, exit_code, fatal, reason):
-                    self._report(name, exit_code, fatal, reason)
+                case Report():
+                    self._report(instruction)
                 case Announce(name, reason):
                     self._emit(RestartEvent(name=name, reason=reason))
-                case Kill(name):
-                    self._log.warning("frozen actor is killed", actor=name, pid=self._children[name].pid)
-                    self._children[name].kill()
-                case AskStop(reason):
-                    self._tasks.create_task(self._ask_stop(reason))
+                case Kill(name, reason):
+                    self._kill(self._children[name], reason)
+                case AskStop(reason, preempt):
+                    self._tasks.create_task(self._ask_stop(reason, preempt))
                 case KillAll():
                     for child in self._children.values():
                         child.kill()
 
     def _on_signal(self, number: signal.Signals) -> None:
-        guarded = os.getppid() == self._guard
-        self._stop(f"the agent was stopped by {number.name}" if guarded else "the agent lost its guard")
-
-    def _stop(self, reason: str) -> None:
-        self._log.info("stop", reason=reason)
-        self._do(self._host.stop(reason, time.monotonic()))
+        now, reason = time.monotonic(), f"the agent was stopped by {number.name}"
+        self._log.info("signal", number=number.name)
+        if os.getppid() != self._guard:
+            self._do(self._host.stop("the agent lost its guard", now))
+        elif self._signalled:
+            self._do(self._host.kill(reason, now))
+        elif number == signal.SIGINT:
+            self._do(self._host.stop(reason, now))
+        else:
+            self._do(self._host.preempt(reason, now))
+        self._signalled = True
 
     async def _read_commands(self, commands: asyncio.StreamReader) -> None:
         while line := await commands.readline():
+            self._log.info("command", line=line.decode(errors="replace").strip())
             if line == STOP:
-                self._stop("stopped by the launcher")
+                self._do(self._host.stop("stopped by the launcher", time.monotonic()))
+            elif line == PREEMPT:
+                self._do(self._host.preempt("preempted", time.monotonic()))
             elif line == KILL:
                 self._do(self._host.kill("ended at once by the launcher", time.monotonic()))
             else:
@@ -152,7 +180,14 @@ class Agent:
                 return
             await asyncio.sleep(LOOK_FOR_CONTROLLER_S)
         self._address = json.loads(path.read_text())["address"]
-        self._link = make_link(self._config, self._run_dir, self._address, self._on_state)
+        self._link = make_link(
+            self._config,
+            self._run_dir,
+            self._address,
+            on_state=self._on_state,
+            on_silent=lambda: self._do(self._host.controller_silent(time.monotonic())),
+            on_successor=lambda: self._do(self._host.controller_found(time.monotonic())),
+        )
         self._tasks.create_task(self._follow(self._link))
         self._do(self._host.controller_found(time.monotonic()))
 
@@ -166,25 +201,70 @@ class Agent:
         self._emit(StateEvent(phase=state.phase, waiting_for=state.waiting_for))
         for line in state.lines:
             self._emit(MetricsEvent(line=line))
+        self._on_stuck(state.stuck)
         self._do(self._host.state(state, time.monotonic()))
+
+    def _on_stuck(self, stuck: list[Stuck]) -> None:
+        """Each report is shown and followed by the stacks once; before the host may have the actor killed."""
+        before, self._stuck = self._stuck, {}
+        for actor in stuck:
+            key = (actor.name, actor.incarnation, actor.number)
+            child = self._children.get(actor.name)
+            if child is not None and child.incarnation == actor.incarnation:
+                self._stuck[key] = child
+                if key not in before:
+                    self._show_stuck(child, actor.report)
+        if before and not stuck and any(child in self._children.values() for child in before.values()):
+            self._emit(MovingEvent())
+
+    def _show_stuck(self, child: Child, report: str) -> None:
+        self._log.error("actor is stuck", actor=child.name, pid=child.pid, report=report)
+        self._emit(StuckEvent(name=child.name, report=report))
+        if child.incarnation not in self._taking:
+            self._taking[child.incarnation] = self._tasks.create_task(self._take_stacks(child))
+
+    async def _take_stacks(self, child: Child) -> None:
+        try:
+            text = await take_stacks(child, STACKS_S + 4 * self._config.supervision.heartbeat_s)
+        finally:
+            del self._taking[child.incarnation]
+        # As it is: people read it.
+        sys.stderr.write(f"stacks of {child.name}:\n{text}\n")
+        sys.stderr.flush()
+        lines, log = text.splitlines(), f"{self._spec.log_dir}/agent-0.log"
+        more = max(0, len(lines) - STACK_LINES)
+        self._emit(StacksEvent(name=child.name, lines=lines[:STACK_LINES], more=more, log=log))
 
     # --- instructions ---
 
     def _spawn(self, actor: ActorSpec) -> None:
         name = actor.name
-        attempt = self._starts.get(name, 0)
-        self._starts[name] = attempt + 1
         incarnation = new_incarnation()
         argv = [*actor.argv, name, "--run", self._spec.run_dir, "--incarnation", str(incarnation)]
-        argv += ["--attempt", str(min(attempt, self._spec.attempts - 1))]
-        if self._address:
-            argv += ["--controller", self._address]
+        if ROLES[role_of(name)].fixed:
+            argv += ["--attempt", "0"]
+        else:
+            attempt = self._starts.get(name, 0)
+            self._starts[name] = attempt + 1
+            argv += ["--attempt", str(min(attempt, self._spec.attempts - 1)), "--controller", self._address]
         log = Path(self._host.logs[name])
         child = Child.spawn(name, incarnation, argv, {**os.environ, **actor.env}, log)
         self._children[name] = child
         self._host.spawned(name, incarnation)
         self._log.info("spawned", actor=name, pid=child.pid, incarnation=incarnation)
         self._tasks.create_task(self._wait(child))
+
+    def _kill(self, child: Child, reason: str) -> None:
+        """Once its stacks are known, if they are being taken."""
+        if child.name == self._host.controller:
+            # Nobody else can say so.
+            self._show_stuck(child, f"{child.name} holds up the run: {reason}")
+        self._log.warning("condemned actor is killed", actor=child.name, pid=child.pid, reason=reason)
+        taking = self._taking.get(child.incarnation)
+        if taking is None:
+            child.kill()
+        else:
+            taking.add_done_callback(lambda _: child.kill())
 
     async def _wait(self, child: Child) -> None:
         exit_code = await child.wait({other.pid for other in self._children.values() if other is not child})
@@ -193,22 +273,24 @@ class Agent:
             self._log.error("killed but not ended", actor=child.name, pids=child.stuck)
         hint = child.last_words() if exit_code > 0 else ""
         self._log.info("ended", actor=child.name, pid=child.pid, exit_code=exit_code, hint=hint)
-        self._do(self._host.exited(child.name, exit_code, hint, time.monotonic()))
+        self._do(self._host.exited(child.name, exit_code, hint, time.monotonic(), time.time_ns()))
 
-    def _report(self, name: str, exit_code: int, fatal: bool, reason: str) -> None:
+    def _report(self, end: Report) -> None:
         if self._link is not None:
             message = ActorEnded(
-                name=name,
-                incarnation=self._host.incarnations[name],
-                exit_code=exit_code,
-                fatal=fatal,
-                reason=reason,
-                log=self._host.logs[name],
+                name=end.name,
+                incarnation=end.incarnation,
+                exit_code=end.exit_code,
+                fatal=end.fatal,
+                reason=end.reason,
+                log=self._host.logs[end.name],
+                died=end.died,
             )
             self._tasks.create_task(self._link.report(message))
 
-    async def _ask_stop(self, reason: str) -> None:
-        if self._link is None or not await self._link.ask_stop(reason):
+    async def _ask_stop(self, reason: str, preempt: bool) -> None:
+        asked = self._link is not None and await self._link.ask_stop(reason, preempt=preempt)
+        if not asked and not preempt:
             self._do(self._host.unreachable(time.monotonic()))
 
     # --- what is said ---
@@ -231,6 +313,8 @@ class Agent:
             )
         elif host.finished_run:
             event = EndedEvent(result="done")
+        elif host.preempted:
+            event = EndedEvent(result="preempted", reason=host.stopped, exit_code=PREEMPTED_EXIT_CODE)
         else:
             event = EndedEvent(result="stopped", reason=host.stopped, exit_code=STOPPED_EXIT_CODE)
         self._emit(event)
@@ -267,7 +351,8 @@ async def _live() -> int:
 
 def main() -> int:
     """Live as the agent, then end every process that is left below it."""
-    guard = int(sys.argv[1])
+    guard, lock = int(sys.argv[1]), int(sys.argv[2])
+    os.set_inheritable(lock, False)
     become_subreaper()
     die_with_parent(signal.SIGTERM)
     if os.getppid() != guard:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,6 +90,12 @@ class Child:
         """SIGKILL it and its group."""
         if not self._reaped:
             kill_group(self.pid)
+
+    def ask_for_stacks(self) -> None:
+        """SIGUSR1, which an actor answers in its log. Raises ProcessLookupError once it has ended."""
+        if self._reaped:
+            raise ProcessLookupError(self.pid)
+        os.kill(self.pid, signal.SIGUSR1)
 
     def last_words(self) -> str:
         """The last line of plain text that it wrote, as of a traceback; JSON lines are skipped."""

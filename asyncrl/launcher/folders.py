@@ -1,29 +1,34 @@
 """The run folder: its name, what is in it, and the private folder that exists only while the run lives.
 
-Invariant: nothing that is there is ever overwritten; a taken name makes way for NAME-2, NAME-3 and so on. The
-private folder holds what actors prove themselves with. It belongs to a run that lives exactly as long as its lock
-is held, which the kernel gives up with the last process that holds it; so what a run left behind that was killed as
-a whole is known for certain, and removed at the next start.
+Invariant: nothing that is there is ever overwritten; a taken name makes way for NAME-2, NAME-3 and so on, and a run
+that is resumed has a new folder of logs and keeps the configuration of the attempt before. The private folder holds
+what actors prove themselves with. It appears with its lock held, and belongs to a run that lives exactly as long as
+that is so: the kernel gives a lock up with the last process that holds it. So two runs never share a folder, and what
+was left behind by one that was killed as a whole is known for certain, and removed at the next start.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from asyncrl.checkpoint.folder import checkpoint_dir
 from asyncrl.config import Config, config_to_json
+from asyncrl.errors import UsageError
 from asyncrl.launcher.link import NAME as AGENT
 from asyncrl.wire.keys import create_credentials
 
 PRIVATE = "private"
 LOCK = "lock"
-ATTEMPT = 1
+CONFIG = "config.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +37,8 @@ class RunFolder:
 
     path: Path
     run_id: str
+    attempt: int = 1
+    """Counts the times that the run was begun or resumed."""
 
     @property
     def private(self) -> Path:
@@ -41,43 +48,97 @@ class RunFolder:
     @property
     def logs(self) -> Path:
         """The log files of this attempt."""
-        return self.path / "logs" / f"attempt_{ATTEMPT}"
+        return self.path / "logs" / f"attempt_{self.attempt}"
 
 
 def create_run_folder(config: Config) -> RunFolder:
     """Make the next free folder for ``run.name``, with config.json and an empty log folder. Raises OSError."""
     parent = Path(config.run.dir).absolute()
     parent.mkdir(parents=True, exist_ok=True)
-    folder = RunFolder(path=_next_free(parent, config.run.name), run_id=secrets.token_hex(8))
-    (folder.path / "config.json").write_text(config_to_json(config))
+    folder = RunFolder(path=_next_free(parent, config), run_id=secrets.token_hex(8))
+    (folder.path / CONFIG).write_text(config_to_json(config))
     folder.logs.mkdir(parents=True)
     return folder
 
 
+def next_attempt(path: Path) -> RunFolder:
+    """The folder of a run for its next attempt; nothing is changed yet."""
+    matches = (re.fullmatch(r"attempt_(\d+)", entry.name) for entry in path.glob("logs/attempt_*"))
+    last = max((int(match[1]) for match in matches if match), default=0)
+    return RunFolder(path=path, run_id=secrets.token_hex(8), attempt=last + 1)
+
+
+def begin_attempt(folder: RunFolder, config: Config) -> None:
+    """Make the folder of logs and write config.json; that of the attempt before becomes config_attempt_N.json.
+
+    To be called with the private folder held. Raises OSError.
+    """
+    folder.logs.mkdir(parents=True)
+    kept = folder.path / f"config_attempt_{folder.attempt - 1}.json"
+    new = folder.path / f"{CONFIG}.new"
+    new.write_text(config_to_json(config))
+    if not kept.exists():
+        os.link(folder.path / CONFIG, kept)
+    os.replace(new, folder.path / CONFIG)
+
+
 @contextlib.contextmanager
 def private_folder(folder: RunFolder, config: Config) -> Iterator[int]:
-    """Credentials for every actor, for as long as the context lasts; gives the descriptor of the held lock."""
+    """Credentials for every actor, for as long as the context lasts; gives the descriptor of the held lock.
+
+    Raises UsageError if another run lives in the folder.
+    """
     attempts = config.supervision.max_restarts + 1
+    # Made aside, so that it is there as a whole, with its lock held, or not at all.
+    made = folder.path / f"{PRIVATE}-{folder.run_id}"
     try:
-        create_credentials(
-            folder.private, folder.run_id, [*config.actors, AGENT], attempts=attempts, curve=config.curve
-        )
-        lock = os.open(folder.private / "lock.new", os.O_RDWR | os.O_CREAT, 0o600)
+        create_credentials(made, folder.run_id, [*config.actors, AGENT], attempts=attempts, curve=config.curve)
+        lock = os.open(made / "lock.new", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # It gets its name once it is held, so that nobody finds it free.
-            os.rename(folder.private / "lock.new", folder.private / LOCK)
-            yield lock
+            os.rename(made / "lock.new", made / LOCK)
+            try:
+                os.rename(made, folder.private)
+            except OSError as error:
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise in_use(folder.path) from None
+                raise
+            try:
+                yield lock
+            finally:
+                shutil.rmtree(folder.private, ignore_errors=True)
         finally:
             os.close(lock)
     finally:
-        shutil.rmtree(folder.private, ignore_errors=True)
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def in_use(path: Path) -> UsageError:
+    """The error that says so."""
+    return UsageError(f"{path} is in use: the run in it is still going on; end that first")
+
+
+def is_living(path: Path) -> bool:
+    """Whether a run lives in this folder."""
+    try:
+        lock = os.open(path / PRIVATE / LOCK, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(lock)
 
 
 def remove_abandoned(parent: Path) -> list[Path]:
     """Remove the private folders of runs that are no more; the folders removed."""
     removed = []
-    for lock_file in parent.glob(f"*/{PRIVATE}/{LOCK}"):
+    for lock_file in parent.glob(f"*/{PRIVATE}*/{LOCK}"):
         try:
             lock = os.open(lock_file, os.O_RDWR)
         except OSError:
@@ -94,13 +155,16 @@ def remove_abandoned(parent: Path) -> list[Path]:
     return removed
 
 
-def _next_free(parent: Path, name: str) -> Path:
+def _next_free(parent: Path, config: Config) -> Path:
     number = 1
     while True:
-        path = parent / (name if number == 1 else f"{name}-{number}")
+        path = parent / (config.run.name if number == 1 else f"{config.run.name}-{number}")
+        number += 1
+        if checkpoint_dir(config, path).exists() and not path.exists():
+            # A folder of checkpoints elsewhere that another run of this name has used.
+            continue
         try:
             path.mkdir()
         except FileExistsError:
-            number += 1
-        else:
-            return path
+            continue
+        return path

@@ -9,7 +9,7 @@ says that there are none, removes the run's private folder, and exits with the a
 the signal that killed the agent.
 
 Standard input and output are the agent's; as the guard holds them open, their end means that all is gone.
-The lock is held as long as this process lives: a private folder whose lock is free belongs to no living
+The lock is held as long as this process or the agent lives: a private folder whose lock is free belongs to no living
 run. Signals meant for the run go to the agent; this process ignores them, for it ends when the agent does.
 Should it be killed itself, the agent is told by SIGTERM and ends the run in good order.
 """
@@ -32,14 +32,15 @@ def main() -> int:
     private, lock = sys.argv[1], int(sys.argv[2])
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    os.set_inheritable(lock, False)
     become_subreaper()
     agent = os.posix_spawn(
         sys.executable,
-        [sys.executable, "-m", "asyncrl.launcher.agent", str(os.getpid())],
+        [sys.executable, "-m", "asyncrl.launcher.agent", str(os.getpid()), str(lock)],
         os.environ,
         setsid=True,
         setsigdef=IGNORED,
+        # The agent unblocks them once it can handle them.
+        setsigmask=(signal.SIGTERM, signal.SIGUSR2, signal.SIGINT),
     )
     try:
         status = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])

@@ -1,11 +1,13 @@
 """What a node agent decides, without sockets, clocks or processes.
 
 Events go in, instructions come out. The controller is started first and the others once it can be reached;
-a death is followed by a restart or by the end of the run, as the policy has it; who has stalled is killed, and dies
-as any other. Invariants: only the very process that has stalled is killed for it; nothing is started once the run
-is ending; from then on ``deadline`` says when everything that is left is killed, never
-later than ``drain_s`` after; the first failure that this host or the controller knows of is the one that is
-reported; the host is finished only when no process is left. The caller brings the time (monotonic, s).
+a death is followed by a restart or by the end of the run, as the policy has it; who is condemned is killed, and dies
+as any other. While the controller is being started again the others go on, and its successor is told of every end
+that it may not know, and of a wish that the run make way. Invariants: only the very process that is condemned is
+killed for it; nothing is started once the run is ending; from then on ``deadline`` says when everything that is left
+is killed, never later than ``drain_s`` after; a run that is to make way is ending at the latest ``grace_s`` and
+``drain_s`` after; the first failure that this host or the controller knows of is the one that is reported; the host is
+finished only when no process is left. The caller brings the time (monotonic, s).
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ from dataclasses import dataclass, field
 from asyncrl.config import SupervisionConfig
 from asyncrl.errors import ActorFailed
 from asyncrl.messages import RunState
-from asyncrl.runtime.supervision import UNHEALABLE_EXITS, Restart, Supervisor, describe_exit
+from asyncrl.runtime.supervision import PREEMPTED_EXIT_CODE, UNHEALABLE_EXITS, Restart, Supervisor, describe_exit
 
 NEVER_RAN_GRACE_S = 1.0
 """A run that never got going has nothing worth waiting for."""
+UNANSWERED = 2
+"""Calls in a row without an answer after which a silent controller is frozen: one may be this host's own fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +35,14 @@ class Spawn:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Tell the controller of an end."""
+    """Tell the controller of the end of this incarnation; ``died`` as in ActorEnded."""
 
     name: str
+    incarnation: int
     exit_code: int
     fatal: bool
     reason: str
+    died: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +58,15 @@ class Kill:
     """Kill an actor's process group; its end is reported as any other."""
 
     name: str
+    reason: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class AskStop:
-    """Ask the controller to end the run in good order."""
+    """Ask the controller to end the run in good order, or to let it make way."""
 
     reason: str
+    preempt: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +83,13 @@ class Host:
 
     logs: Mapping[str, str]
     policy: SupervisionConfig
+    grace_s: float
+    """Time that a run has to make way."""
     failure: ActorFailed | None = None
     stopped: str = ""
     """Why the run was stopped, if it was."""
+    preempted: bool = False
+    """Whether it has made way and left a checkpoint to go on from."""
     finished_run: bool = False
     """Whether the last step was trained."""
     ending: bool = False
@@ -88,14 +100,25 @@ class Host:
     """Of the process of each actor that was spawned last."""
     _due: dict[str, tuple[float, str]] = field(default_factory=dict)
     """When, and after which death, an actor is started again."""
-    _frozen: dict[str, str] = field(default_factory=dict)
-    """Who is being killed because it has stalled, with the reason."""
+    _condemned: dict[str, str] = field(default_factory=dict)
+    """Who is being killed because it was condemned, with the reason."""
+    _ends: dict[str, Report] = field(default_factory=dict)
+    """The last end of each actor."""
+    _all_started: bool = False
     _reachable: bool = False
-    """Whether the controller has been found."""
+    """Whether the living controller has been heard of."""
+    _reach_by: float | None = None
+    """When a controller that was started again must have been heard of."""
     _has_run: bool = False
     _heard: float = 0.0
+    _unanswered: int = 0
     _launcher_gone: bool = False
     _stop_asked: bool = False
+    _preempting: str = ""
+    """Why the run is to make way, if it is."""
+    _preempted_until: float = 0.0
+    _checkpoint: bool = False
+    """Whether there is a complete checkpoint."""
     _supervisor: Supervisor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -117,11 +140,15 @@ class Host:
         return self._spawn(self.controller)
 
     def controller_found(self, now: float) -> list[Instruction]:
-        """The controller can be reached."""
+        """The controller can be reached: for the first time, or as a new incarnation that knows nothing yet."""
         if self.ending:
             return []
-        self._reachable, self._heard = True, now
-        return [spawn for name in self.logs if name != self.controller for spawn in self._spawn(name)]
+        self._reachable, self._heard, self._unanswered, self._reach_by = True, now, 0, None
+        if not self._all_started:
+            self._all_started = True
+            return [spawn for name in self.logs if name != self.controller for spawn in self._spawn(name)]
+        told: list[Instruction] = list(self._ends.values())
+        return [*told, AskStop(self._preempting, preempt=True)] if self._preempting else told
 
     def controller_lost(self, reason: str, now: float) -> list[Instruction]:
         """The controller could not be found, or does not want this agent."""
@@ -129,38 +156,59 @@ class Host:
             self._fail(self.controller, reason, 1)
         return self._kill(now)
 
+    def controller_silent(self, now: float) -> list[Instruction]:
+        """A call to the controller was not answered at all."""
+        self._unanswered += 1
+        silent = self._reachable and self._unanswered >= UNANSWERED and now - self._heard >= self.policy.silence_s
+        if self.ending or not silent or self.controller in self._condemned:
+            return []
+        reason = self._condemned[self.controller] = f"it did not answer for {now - self._heard:.0f} s"
+        return [Kill(self.controller, reason)]
+
     def spawned(self, name: str, incarnation: int) -> None:
         """A process was started."""
         self.incarnations[name] = incarnation
 
-    def exited(self, name: str, exit_code: int, hint: str, now: float) -> list[Instruction]:
-        """A process and all of its group are gone. ``hint`` is the last line of its log."""
+    def exited(self, name: str, exit_code: int, hint: str, now: float, at: int = 0) -> list[Instruction]:
+        """A process and all of its group are gone, ``at`` on the clock of incarnations.
+
+        ``hint`` is the last line of its log.
+        """
         self.living.discard(name)
-        hint = self._frozen.pop(name, hint)
+        died = 0 if self.ending or name in self._condemned else at
+        hint = self._condemned.pop(name, hint)
         if name == self.controller:
-            self._reachable = False
-            if not self.ending:
-                self._fail(name, _join(f"ended unasked ({describe_exit(exit_code)})", hint), exit_code)
-            # The others have nobody left who could tell them when to end.
-            return self._kill(now)
+            return self._controller_exited(exit_code, hint, now)
         if self.ending:
-            return [Report(name, exit_code, False, "")]
+            return [self._report(name, exit_code, False, "", died)]
         decision = self._supervisor.ended(name, exit_code, now)
         if isinstance(decision, Restart):
             reason = _join(describe_exit(exit_code), hint)
             self._due[name] = (now + decision.after_s, reason)
-            return [Report(name, exit_code, False, reason)]
+            return [self._report(name, exit_code, False, reason, died)]
         reason = _join(decision.reason, hint)
         self._fail(name, reason, exit_code)
         self._end(now)
-        return [Report(name, exit_code, True, reason)]
+        return [self._report(name, exit_code, True, reason, died)]
+
+    def _controller_exited(self, exit_code: int, hint: str, now: float) -> list[Instruction]:
+        self._reachable, self._unanswered = False, 0
+        if not self.ending:
+            decision = self._supervisor.ended(self.controller, exit_code, now)
+            if isinstance(decision, Restart):
+                self._due[self.controller] = (now + decision.after_s, _join(describe_exit(exit_code), hint))
+                return []
+            self._fail(self.controller, _join(decision.reason, hint), exit_code)
+        # The others have nobody left who could tell them when to end.
+        return self._kill(now)
 
     def state(self, state: RunState, now: float) -> list[Instruction]:
         """The controller has said something."""
-        self._heard = now
-        self._has_run |= state.phase == "running"
-        if state.phase in ("starting", "running"):
-            return self._kill_stalled(state)
+        self._heard, self._unanswered = now, 0
+        self._checkpoint |= state.checkpoint >= 0
+        self._has_run |= state.phase in ("running", "preempting")
+        if state.phase in ("starting", "running", "preempting"):
+            return self._kill_condemned(state)
         if actor := state.failed_actor:
             # What an actor said of itself is worth more than what its end looks like from here.
             log = state.log or self.logs.get(actor)
@@ -169,19 +217,30 @@ class Host:
             self.finished_run = self._has_run = True
         else:
             self.stopped = self.stopped or state.reason
+            self.preempted = state.exit_code == PREEMPTED_EXIT_CODE
         self._end(now)
         return []
 
     def stop(self, reason: str, now: float) -> list[Instruction]:
         """Somebody wants the run to end in good order; the second time, at once."""
         if self._stop_asked:
-            return self._kill(now)
+            return self.kill(reason, now)
         self._stop_asked = True
         if self.ending:
             return []
         self.stopped = reason
         self._end(now)
         return [AskStop(reason)] if self._reachable and self._has_run else self._kill(now)
+
+    def preempt(self, reason: str, now: float) -> list[Instruction]:
+        """The run is to make way: a checkpoint first, then the end; before it runs there is nothing to keep."""
+        if self._stop_asked or self.ending:
+            return []
+        if not self._has_run:
+            return self.stop(reason, now)
+        self._stop_asked, self._preempting = True, reason
+        self._preempted_until = now + self.grace_s + self.policy.drain_s
+        return [AskStop(reason, preempt=True)] if self._reachable else []
 
     def kill(self, reason: str, now: float) -> list[Instruction]:
         """Somebody wants everything to end at once."""
@@ -201,11 +260,19 @@ class Host:
         """Let time pass."""
         if self.ending:
             return self._kill(now) if self.deadline is not None and now >= self.deadline else []
+        if self._preempting and now >= self._preempted_until:
+            self.stopped = f"{self._preempting}, and the controller did not end the run in time"
+            self.preempted = self._checkpoint
+            return self._kill(now)
+        if self._reach_by is not None and now >= self._reach_by:
+            return self.controller_lost(f"not heard of {self.policy.start_timeout_s:g} s after its restart", now)
         if self._launcher_gone and self._reachable and now - self._heard >= self.policy.host_grace_s:
             return self.controller_lost(f"silent for {self.policy.host_grace_s:g} s, and no launcher", now)
         instructions: list[Instruction] = []
         for name in [name for name, (at, _) in self._due.items() if now >= at]:
             instructions += [Announce(name, self._due.pop(name)[1]), *self._spawn(name)]
+            if name == self.controller and self._all_started:
+                self._reach_by = now + self.policy.start_timeout_s
         return instructions
 
     def next_deadline(self) -> float | None:
@@ -215,21 +282,30 @@ class Host:
         times = [at for at, _ in self._due.values()]
         if self._launcher_gone and self._reachable:
             times.append(self._heard + self.policy.host_grace_s)
+        if self._preempting:
+            times.append(self._preempted_until)
+        if self._reach_by is not None:
+            times.append(self._reach_by)
         return min(times, default=None)
 
-    def _kill_stalled(self, state: RunState) -> list[Instruction]:
+    def _kill_condemned(self, state: RunState) -> list[Instruction]:
         instructions: list[Instruction] = []
         for actor in state.condemned:
             name = actor.name
             current = name in self.living and self.incarnations.get(name) == actor.incarnation
-            if current and name not in self._frozen and not self.ending:
-                self._frozen[name] = actor.reason
-                instructions.append(Kill(name))
+            if current and name not in self._condemned and not self.ending:
+                self._condemned[name] = actor.reason
+                instructions.append(Kill(name, actor.reason))
         return instructions
 
     def _spawn(self, name: str) -> list[Instruction]:
         self.living.add(name)
         return [Spawn(name)]
+
+    def _report(self, name: str, exit_code: int, fatal: bool, reason: str, died: int) -> Report:
+        report = Report(name, self.incarnations.get(name, 0), exit_code, fatal, reason, died)
+        self._ends[name] = report
+        return report
 
     def _fail(self, name: str, reason: str, exit_code: int) -> None:
         code = exit_code if exit_code in UNHEALABLE_EXITS else 1

@@ -17,48 +17,79 @@ from asyncrl.wire.zeromq import ZmqTransport
 NAME = "agent/0"
 ASK_STOP_S = 2.0
 RETRY_S = 0.5
+SILENCE_SHARE = 0.5
+"""Of supervision.silence_s: the deadline of a call whose answer is missed."""
 
 
 class ControllerLink(Actor):
-    """Hands each state to ``on_state``, in order and with every line of metrics once, until cancelled."""
+    """Hands each state to ``on_state``, in order and with every line of metrics once, until cancelled.
+
+    ``on_silent`` is called when a call was not answered, ``on_successor`` when a new incarnation has answered.
+    """
 
     role = "agent"
 
-    def __init__(self, context: ActorContext, on_state: Callable[[RunState], None]) -> None:
+    def __init__(
+        self,
+        context: ActorContext,
+        *,
+        on_state: Callable[[RunState], None],
+        on_silent: Callable[[], None],
+        on_successor: Callable[[], None],
+    ) -> None:
         super().__init__(context)
-        self._on_state = on_state
+        self._on_state, self._on_silent, self._on_successor = on_state, on_silent, on_successor
 
     async def run(self) -> None:
         """Follow the run."""
-        seen, seen_line = -1, 0
+        seen, seen_line, known = -1, 0, 0
+        # A parked call is answered in time by a controller that lives, so that its silence shows soon enough.
+        within = min(self.config.network.call_timeout_s, SILENCE_SHARE * self.config.supervision.silence_s)
         while True:
+            call = self.peer(CONTROLLER).call(WatchRun(seen=seen, seen_line=seen_line), timeout=within)
             try:
-                state: RunState = await self.peer(CONTROLLER).call(WatchRun(seen=seen, seen_line=seen_line))
+                state: RunState = await call
             except (DeadlineExceeded, RemoteError) as error:
                 self.log.warning("controller is away", error=str(error))
+                if isinstance(error, DeadlineExceeded):
+                    self._on_silent()
                 await asyncio.sleep(RETRY_S)
                 continue
-            seen, seen_line = state.number, state.last_line
+            if known not in (0, call.answered_by):
+                self._on_successor()
+                # It counts its lines from 1 again.
+                seen, seen_line, known = -1, 0, call.answered_by
+                continue
+            seen, seen_line, known = state.number, state.last_line, call.answered_by
             self._on_state(state)
 
     async def report(self, message: ActorEnded) -> None:
-        """Tell of an end; a controller that cannot be told is itself about to be found dead."""
+        """Tell of an end; a controller that cannot be told has a successor, who is told again."""
         try:
             await self.peer(CONTROLLER).call(message)
         except WireError as error:
             self.log.warning("end not reported", actor=message.name, error=str(error))
 
-    async def ask_stop(self, reason: str) -> bool:
-        """Ask for an end in good order; False if the controller does not answer."""
+    async def ask_stop(self, reason: str, *, preempt: bool) -> bool:
+        """Ask for an end in good order, or for a checkpoint and the end; False if the controller does not answer."""
+        timeout = None if preempt else ASK_STOP_S
         try:
-            await self.peer(CONTROLLER).call(StopRun(reason=reason), timeout=ASK_STOP_S)
+            await self.peer(CONTROLLER).call(StopRun(reason=reason, preempt=preempt), timeout=timeout)
         except WireError as error:
             self.log.warning("stop not answered", error=str(error))
             return False
         return True
 
 
-def make_link(config: Config, run_dir: Path, controller: str, on_state: Callable[[RunState], None]) -> ControllerLink:
+def make_link(
+    config: Config,
+    run_dir: Path,
+    controller: str,
+    *,
+    on_state: Callable[[RunState], None],
+    on_silent: Callable[[], None],
+    on_successor: Callable[[], None],
+) -> ControllerLink:
     """A link to the controller at this address; its ``main`` is yet to be run."""
     credentials = load_credentials(run_dir / "private", NAME, 0)
     transport = ZmqTransport(credentials, max_message_bytes=config.network.max_message_bytes)
@@ -71,4 +102,4 @@ def make_link(config: Config, run_dir: Path, controller: str, on_state: Callable
         credentials=credentials,
         controller=controller,
     )
-    return ControllerLink(context, on_state)
+    return ControllerLink(context, on_state=on_state, on_silent=on_silent, on_successor=on_successor)

@@ -1,8 +1,9 @@
 """A run on this host: makes its folder, starts the guard and through it the agent, follows it to the end.
 
-Ctrl-C, SIGTERM and a closed terminal end the run in good order; the second time, at once. Whatever hangs, the end
-comes: an agent that does not end its actors within ``drain_s`` is told to kill them, one that does not even do that
-is killed, and then its guard ends the rest. When this function returns, no process of the run is left.
+Ctrl-C and a closed terminal end the run in good order; SIGTERM and SIGUSR2 let it make way, which is to write a
+checkpoint first; a second signal ends it at once. Whatever hangs, the end comes: an agent that does not end its actors
+within ``drain_s`` is told to kill them, one that does not even do that is killed, and then its guard ends the rest.
+When this function returns, no process of the run is left.
 """
 
 from __future__ import annotations
@@ -24,26 +25,38 @@ from asyncrl.launcher.folders import RunFolder, create_run_folder, private_folde
 from asyncrl.launcher.placement import Placed
 from asyncrl.launcher.processes import children_of
 from asyncrl.launcher.progress import Progress, read_metrics, summarise
-from asyncrl.launcher.spec import KILL, STOP, ActorSpec, AgentSpec, EndedEvent, Event
+from asyncrl.launcher.resume import AUTO, Resumption
+from asyncrl.launcher.spec import KILL, PREEMPT, STOP, ActorSpec, AgentSpec, EndedEvent, Event, StateEvent
 from asyncrl.runtime.supervision import describe_exit
 
 ACTOR_ARGV = (sys.executable, "-m", "asyncrl.cli.actor")
 GUARD_ARGV = (sys.executable, "-m", "asyncrl.launcher.guard")
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PREEMPTING = (signal.SIGTERM, signal.SIGUSR2)
+STOPPING = (signal.SIGINT, signal.SIGHUP, *PREEMPTING)
 SLACK_S = 1.5
 """How much longer than ``drain_s`` the agent has before it is told to kill, and then before it is killed."""
 LONGEST_EVENT_BYTES = 64 << 20
 
 
-def run_local(config: Config, placed: list[Placed], actor_argv: tuple[str, ...] = ACTOR_ARGV) -> int:
-    """Run to the end and show it; the exit code."""
-    abandoned = remove_abandoned(Path(config.run.dir).absolute())
-    folder = create_run_folder(config)
+def run_local(
+    config: Config,
+    placed: list[Placed],
+    actor_argv: tuple[str, ...] = ACTOR_ARGV,
+    *,
+    resumption: Resumption | None = None,
+) -> int:
+    """Run to the end and show it; the exit code. Raises UsageError if the run to be resumed lives."""
     progress = Progress(sys.stdout, config.learner.steps)
-    for path in abandoned:
+    for path in remove_abandoned(Path(config.run.dir).absolute()):
         progress.say(f"removed {path}, left behind by a run that was killed")
-    progress.say(f"run folder: {folder.path}")
+    folder = resumption.folder if resumption is not None else create_run_folder(config)
     with private_folder(folder, config) as lock:
+        if resumption is None:
+            progress.say(f"run folder: {folder.path}")
+        else:
+            for path in resumption.begin(config):
+                progress.say(f"set aside as {path}")
+            progress.say(resumption.describe())
         ended = asyncio.run(_Follower(config, folder, placed, actor_argv, lock, progress).main())
     progress.end()
     lines = read_metrics(folder.path / "metrics.jsonl")
@@ -56,6 +69,9 @@ def run_local(config: Config, placed: list[Placed], actor_argv: tuple[str, ...] 
         progress.say(str(ActorFailed(ended.actor, first, log=ended.log)))
     elif ended.result == "stopped":
         progress.say(f"ended before the last step: {ended.reason}")
+    elif ended.result == "preempted":
+        place = AUTO if folder.path.name == config.run.name else str(folder.path)
+        progress.say(f"{ended.reason}; the same command with --resume {place} goes on")
     return ended.exit_code
 
 
@@ -69,6 +85,8 @@ class _Follower:
     progress: Progress
     signal: int = 0
     """The first one that asked for the end."""
+    phase: str = ""
+    """Of the run, as last heard of."""
     _interrupted: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def main(self) -> EndedEvent:
@@ -107,6 +125,8 @@ class _Follower:
             ended = EndedEvent(result="failed", actor="agent/0", reason=reason, log=str(log), exit_code=1)
         if ended.result == "stopped" and self.signal:
             reason = "Ctrl-C" if self.signal == signal.SIGINT else signal.Signals(self.signal).name
+            if ended.reason.startswith("preempted"):
+                reason = f"{reason}: {ended.reason}"
             ended = msgspec.structs.replace(ended, reason=reason, exit_code=128 + self.signal)
         return ended
 
@@ -117,15 +137,25 @@ class _Follower:
             event = decoder.decode(line)
             if isinstance(event, EndedEvent):
                 last = event
+            elif isinstance(event, StateEvent):
+                self.phase = event.phase
             self.progress.show(event)
         return last
 
     async def _end(self, guard: asyncio.subprocess.Process) -> None:
         """Carry out what the user asks for by signals, each step with the next one's deadline."""
         await self._interrupted.wait()
-        self.progress.say("ending in good order; again to end at once")
-        self._send(guard, STOP)
-        await self._next_interrupt(self.config.supervision.drain_s + SLACK_S)
+        patience = self.config.supervision.drain_s + SLACK_S
+        if self.signal in PREEMPTING and self.phase == "running":
+            grace = self.config.preempt.grace_s
+            self.progress.say(f"making way: a checkpoint is written, within {grace:g} s; again to end at once")
+            self._send(guard, PREEMPT)
+            # The controller, and for want of it the agent, have the same time from when they hear of it.
+            patience += grace + self.config.supervision.drain_s
+        else:
+            self.progress.say("ending in good order; again to end at once")
+            self._send(guard, STOP)
+        await self._next_interrupt(patience)
         self.progress.say("ending at once")
         self._send(guard, KILL)
         await self._next_interrupt(SLACK_S)

@@ -1,9 +1,16 @@
 """Which actor runs on which host, with which GPUs and which environment: a pure function of config and hosts.
 
-GPUs go to the learner's ranks first, in order, then to the engines; no GPU is shared. Every learner rank of a host
-sees all the learner's GPUs there and takes the one of its LOCAL_RANK, as under torchrun; an engine sees its own
-alone; everybody else sees none. Threads: the learner's ranks and the engines of a host share its cores evenly and
-everybody else gets one, so nothing is oversubscribed. What does not fit is refused with the sum that does not.
+The first host is the head: the controller, the dataloader, the learner's rank 0 and the parameter server beside it are
+there. The learner's ranks fill the GPUs of the first hosts, as far as leaves room for the engines; ranks of a host
+follow one another. An engine never spans hosts; each goes where most GPUs are free. What computes on CPUs, ranks as
+well as engines, goes where it gets most cores, so such runs are spread evenly. The reward pool goes to the host with
+most cores free, counting one for each actor there. Where hosts are equal the earlier one is taken, and replicas are
+numbered in the order of the hosts.
+
+On each host GPUs go to the learner's ranks first, in order, then to the engines; no GPU is shared. Every learner rank
+of a host sees all the learner's GPUs there and takes one of its own, as under torchrun; an engine sees its own alone;
+everybody else sees none. Threads: the learner's ranks and the engines of a host share its cores evenly and everybody
+else gets one, so nothing is oversubscribed. What does not fit is refused with the sum that does not.
 """
 
 from __future__ import annotations
@@ -16,15 +23,20 @@ from asyncrl.errors import ConfigError
 from asyncrl.runtime.supervision import role_of
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
+MOST_HOSTS_NAMED = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """What a host offers. ``gpus`` are the values that CUDA_VISIBLE_DEVICES may take there."""
+    """What a host offers. ``gpus`` are the values that CUDA_VISIBLE_DEVICES may take there.
+
+    ``address`` is where the other hosts reach it; empty for network.host, as on the only host of a run.
+    """
 
     name: str
     cpus: int
     gpus: tuple[str, ...] = ()
+    address: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,60 +50,156 @@ class Placed:
 
 
 def place(config: Config, hosts: Sequence[Host]) -> list[Placed]:
-    """Place every actor of a run, the controller first. Raises ConfigError.
+    """Place every actor of a run, the controller first. ``hosts`` have different names, the head is the first of them.
 
-    Everything is on the first host: what spans hosts needs a way to start it there.
+    Raises ConfigError.
     """
-    assert len(hosts) == 1
-    host = hosts[0]
-    on_gpu = _learner_on_gpu(config, host)
-    learner_gpus, engine_gpus = _assign(config, host, on_gpu)
-    threads = _threads(config, host)
-    placed = []
+    assert hosts
+    assert len({host.name for host in hosts}) == len(hosts)
+    ranks, replicas = _counts(config, hosts)
+    on_gpu, each = _learner_on_gpu(config, hosts), _gpus_per_replica(config)
+    threads = [_threads(config, *there) for there in zip(hosts, ranks, replicas, strict=True)]
+    placed = {}
+    first_rank = first_replica = 0
+    for index, host in enumerate(hosts):
+        learner_gpus = host.gpus[: ranks[index]] if on_gpu else ()
+        for local in range(ranks[index]):
+            env = _environment(threads[index].get("learner", 1), learner_gpus)
+            env |= _torch_environment(config, hosts[0], ranks, index, local)
+            name = f"learner/{first_rank + local}"
+            placed[name] = Placed(name=name, host=host.name, gpus=learner_gpus[local : local + 1], env=env)
+        for local in range(replicas[index]):
+            gpus = host.gpus[len(learner_gpus) + local * each :][:each]
+            env = _environment(threads[index].get("rollouter", 1), gpus)
+            name = f"rollouter/{first_replica + local}"
+            placed[name] = Placed(name=name, host=host.name, gpus=gpus, env=env)
+        first_rank, first_replica = first_rank + ranks[index], first_replica + replicas[index]
     for name in config.actors:
-        role, index = role_of(name), int(name.partition("/")[2])
-        gpus = visible = engine_gpus[index] if role == "rollouter" else ()
-        env = dict.fromkeys(THREAD_VARIABLES, str(threads.get(role, 1)))
-        if role == "learner":
-            gpus, visible = learner_gpus[index : index + 1], learner_gpus
-            env |= _torch_environment(config, index)
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
-        placed.append(Placed(name=name, host=host.name, gpus=gpus, env=env))
-    return placed
+        if name not in placed:
+            host = _reward_host(config, hosts, ranks, replicas) if role_of(name) == "reward" else hosts[0]
+            placed[name] = Placed(name=name, host=host.name, env=_environment(1, ()))
+    return [placed[name] for name in config.actors]
 
 
-def _learner_on_gpu(config: Config, host: Host) -> bool:
+def _learner_on_gpu(config: Config, hosts: Sequence[Host]) -> bool:
     learner = config.learner
-    return learner.backend != "sim" and (learner.device == "cuda" or (learner.device == "auto" and bool(host.gpus)))
+    there = any(host.gpus for host in hosts)
+    return learner.backend != "sim" and (learner.device == "cuda" or (learner.device == "auto" and there))
 
 
-def _assign(config: Config, host: Host, on_gpu: bool) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """The GPUs of the learner's ranks and of each engine."""
-    ranks = config.learner.ranks if on_gpu else 0
-    replicas = config.rollout.replicas
-    each = config.rollout.gpus_per_replica if config.rollout.engine == "vllm" else 0
-    needed, there = ranks + replicas * each, len(host.gpus)
-    if needed > there:
-        parts = [f"learner.ranks = {ranks}"] * bool(ranks)
-        parts += [f"rollout.replicas x rollout.gpus_per_replica = {replicas} x {each} = {replicas * each}"] * bool(each)
-        advice = ['set learner.device = "cpu"'] * bool(ranks) + ["set rollout.gpus_per_replica = 0"] * bool(each)
-        raise ConfigError(
-            [
-                f"GPUs: {' + '.join(parts)} makes {needed}, but {host.name} has {there}; "
-                f"ask for fewer, or {' and '.join(advice)} to use the CPU"
+def _gpus_per_replica(config: Config) -> int:
+    return config.rollout.gpus_per_replica if config.rollout.engine == "vllm" else 0
+
+
+def _counts(config: Config, hosts: Sequence[Host]) -> tuple[list[int], list[int]]:
+    """Learner ranks and engines of each host. Raises ConfigError."""
+    on_gpu, each = _learner_on_gpu(config, hosts), _gpus_per_replica(config)
+    gpus = [len(host.gpus) for host in hosts]
+    if on_gpu:
+        ranks = _split_ranks(config, hosts, each)
+        free = [there - taken for there, taken in zip(gpus, ranks, strict=True)]
+    else:
+        # Rank 0 is on the head whatever its cores.
+        ranks = [1] + [0] * (len(hosts) - 1)
+        _spread(ranks, config.learner.ranks - 1, hosts, ranks)
+        free = gpus
+    replicas = [0] * len(hosts)
+    if not each:
+        _spread(replicas, config.rollout.replicas, hosts, list(ranks))
+        return ranks, replicas
+    if sum(there // each for there in free) < config.rollout.replicas:
+        raise _refusal(config, hosts, config.learner.ranks if on_gpu else 0, each)
+    for _ in range(config.rollout.replicas):
+        chosen = max(range(len(hosts)), key=lambda i: (free[i] - replicas[i] * each, -i))
+        replicas[chosen] += 1
+    return ranks, replicas
+
+
+def _spread(counts: list[int], more: int, hosts: Sequence[Host], computing: list[int]) -> None:
+    """Add ``more`` processes to ``counts``, each where it gets most cores; ``computing`` are those there already."""
+    for _ in range(more):
+        chosen = max(range(len(hosts)), key=lambda i: (hosts[i].cpus / (computing[i] + 1), -i))
+        counts[chosen] += 1
+        if counts is not computing:
+            computing[chosen] += 1
+
+
+def _split_ranks(config: Config, hosts: Sequence[Host], each: int) -> list[int]:
+    """Learner ranks of each host, a GPU each: the first hosts as full as leaves room for all engines on the others.
+
+    Raises ConfigError where there is no such split.
+    """
+    ranks, replicas = config.learner.ranks, config.rollout.replicas if each else 0
+    # most[i][n]: the most engines that fit on the hosts from i on beside n ranks there; None: the ranks do not fit.
+    most: list[list[int | None]] = [[0] + [None] * ranks]
+    for host in reversed(hosts):
+        rest, here = most[0], len(host.gpus)
+        row: list[int | None] = []
+        for wanted in range(ranks + 1):
+            fits = [
+                (here - taken) // each + after if each else after
+                for taken in range(min(wanted, here) + 1)
+                if (after := rest[wanted - taken]) is not None
             ]
+            row.append(max(fits, default=None))
+        most.insert(0, row)
+    split: list[int] = []
+    left, engines = ranks, 0
+    for index, host in enumerate(hosts):
+        here = len(host.gpus)
+        # Rank 0 is on the head.
+        least = 1 if index == 0 else 0
+        for taken in range(min(left, here), least - 1, -1):
+            after = most[index + 1][left - taken]
+            room = (here - taken) // each if each else 0
+            if after is not None and engines + room + after >= replicas:
+                split.append(taken)
+                left, engines = left - taken, engines + room
+                break
+        else:
+            raise _refusal(config, hosts, ranks, each)
+    return split
+
+
+def _refusal(config: Config, hosts: Sequence[Host], ranks: int, each: int) -> ConfigError:
+    """Why ``ranks`` of the learner and all engines of ``each`` GPUs do not fit."""
+    replicas = config.rollout.replicas
+    needed, there = ranks + replicas * each, sum(len(host.gpus) for host in hosts)
+    parts = [f"learner.ranks = {ranks}"] * bool(ranks)
+    parts += [f"rollout.replicas x rollout.gpus_per_replica = {replicas} x {each} = {replicas * each}"] * bool(each)
+    advice = ['set learner.device = "cpu"'] * bool(ranks) + ["set rollout.gpus_per_replica = 0"] * bool(each)
+    named = ", ".join(f"{host.name} {len(host.gpus)}" for host in hosts[:MOST_HOSTS_NAMED])
+    named += f" and {len(hosts) - MOST_HOSTS_NAMED} hosts more" if len(hosts) > MOST_HOSTS_NAMED else ""
+    has = f"{hosts[0].name} has {there}" if len(hosts) == 1 else f"there are {there}: {named}"
+    told = f"GPUs: {' + '.join(parts)} makes {needed}"
+    if needed > there:
+        told += f", but {has}; ask for fewer, or {' and '.join(advice)} to use the CPU"
+    elif ranks and not hosts[0].gpus:
+        told += f" and {has}, but the learner's rank 0 belongs on the first host, and {hosts[0].name} has no GPU"
+        told += "; name a host with GPUs first"
+    else:
+        told += (
+            f" and {has}, but an engine does not span hosts, and there is no room for {replicas} of {each} GPUs each"
         )
-    engines = [host.gpus[ranks + i * each : ranks + (i + 1) * each] for i in range(replicas)]
-    return host.gpus[:ranks], engines
+        told += " beside the learner" if ranks else ""
+        told += "; ask for fewer, or smaller ones"
+    return ConfigError([told])
 
 
-def _threads(config: Config, host: Host) -> dict[str, int]:
-    """Threads of a process of each role that computes."""
+def _reward_host(config: Config, hosts: Sequence[Host], ranks: Sequence[int], replicas: Sequence[int]) -> Host:
+    """The host with most cores free, counting one for each actor there."""
+    on_head = sum(role_of(name) not in ("learner", "rollouter", "reward") for name in config.actors)
+    free = [host.cpus - ranks[i] - replicas[i] - (on_head if i == 0 else 0) for i, host in enumerate(hosts)]
+    return hosts[free.index(max(free))]
+
+
+def _threads(config: Config, host: Host, ranks: int, replicas: int) -> dict[str, int]:
+    """Threads of a process of each role that computes on the host."""
     counts = {}
     if config.learner.backend != "sim":
-        counts["learner"] = config.learner.ranks
+        counts["learner"] = ranks
     if config.rollout.engine == "vllm":
-        counts["rollouter"] = config.rollout.replicas
+        counts["rollouter"] = replicas
     share = max(1, host.cpus // max(1, sum(counts.values())))
     threads = dict.fromkeys(counts, share)
     if "rollouter" in counts and config.rollout.vllm.threads:
@@ -99,26 +207,33 @@ def _threads(config: Config, host: Host) -> dict[str, int]:
     return threads
 
 
-def _torch_environment(config: Config, rank: int) -> dict[str, str]:
-    """What torch.distributed reads of itself; the port is agreed on by the ranks."""
-    ranks = str(config.learner.ranks)
+def _environment(threads: int, visible: Sequence[str]) -> dict[str, str]:
+    return dict.fromkeys(THREAD_VARIABLES, str(threads)) | {"CUDA_VISIBLE_DEVICES": ",".join(visible)}
+
+
+def _torch_environment(config: Config, head: Host, ranks: Sequence[int], index: int, local: int) -> dict[str, str]:
+    """What torch.distributed reads of itself, for a rank of the host at ``index``; the ranks agree on the port."""
     return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "WORLD_SIZE": ranks,
-        "LOCAL_WORLD_SIZE": ranks,
-        "MASTER_ADDR": config.network.host,
+        "RANK": str(sum(ranks[:index]) + local),
+        "LOCAL_RANK": str(local),
+        # Among the hosts that have ranks.
+        "GROUP_RANK": str(sum(map(bool, ranks[:index]))),
+        "WORLD_SIZE": str(config.learner.ranks),
+        "LOCAL_WORLD_SIZE": str(ranks[index]),
+        "MASTER_ADDR": head.address or config.network.host,
     }
 
 
 def describe(config: Config, placed: Sequence[Placed]) -> list[str]:
     """Placement and derived numbers, a line each, for people."""
     width = max(len(actor.name) for actor in placed)
+    host_width = max(len(actor.host) for actor in placed)
     rows = ["", "placement:"]
     for actor in placed:
         where = f"GPU {','.join(actor.gpus)}" if actor.gpus else "CPU"
-        rows.append(f"  {actor.name:<{width}}  {actor.host}  {where}  threads {actor.env[THREAD_VARIABLES[0]]}")
+        rows.append(
+            f"  {actor.name:<{width}}  {actor.host:<{host_width}}  {where}  threads {actor.env[THREAD_VARIABLES[0]]}"
+        )
     learner, rollout = config.learner, config.rollout
     in_flight = rollout.concurrency * rollout.replicas
     return [

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from asyncrl.launcher.spec import Event, MetricsEvent, RestartEvent, StateEvent
+from asyncrl.launcher.spec import (
+    Event,
+    MetricsEvent,
+    MovingEvent,
+    RestartEvent,
+    StacksEvent,
+    StateEvent,
+    StuckEvent,
+)
 
 Line = Mapping[str, Any]
 NAMES_SHOWN = 4
@@ -17,10 +27,11 @@ CLEAR_LINE = "\r\x1b[2K"
 
 
 class Progress:
-    """Shows events on ``out``; ``steps`` is the run's last step."""
+    """Shows events on ``out``, and what somebody should look at on ``err``; ``steps`` is the run's last step."""
 
-    def __init__(self, out: TextIO, steps: int) -> None:
+    def __init__(self, out: TextIO, steps: int, err: TextIO | None = None) -> None:
         self._out = out
+        self._err = sys.stderr if err is None else err
         self._steps = steps
         self._live = out.isatty()
         self._shown = ""
@@ -38,10 +49,19 @@ class Progress:
                 # Metrics say more; between them this line stays.
                 if not self._shown.startswith("step"):
                     self._now("running")
+            case StateEvent(phase="preempting"):
+                self._now("making way: waiting for a checkpoint")
             case StateEvent(phase="draining"):
                 self._now("draining: ending the actors in order")
             case RestartEvent(name=name, reason=reason):
                 self.say(f"{name} died ({reason}) and is started again")
+            case StuckEvent(report=report):
+                self.warn([f"watchdog: {report}"])
+            case StacksEvent(name=name, lines=lines, more=more, log=log):
+                rest = f"  ... {more} more lines in {log}" if more else f"  (also in {log})"
+                self.warn([f"stacks of {name}:", *(f"  {line}" for line in lines), rest])
+            case MovingEvent():
+                self.warn(["watchdog: the run moves again"])
             case MetricsEvent(line=line) if line.get("kind") == "eval":
                 self.say(describe_eval(line))
             case MetricsEvent(line=line):
@@ -52,6 +72,16 @@ class Progress:
     def say(self, text: str) -> None:
         """Show a line that stays."""
         self._write(f"{text}\n{self._fitted(self._shown)}" if self._live else f"{text}\n")
+
+    def warn(self, lines: list[str]) -> None:
+        """Show lines that stay, on ``err``."""
+        if self._live:
+            self._write("")
+        with contextlib.suppress(OSError):
+            self._err.write("".join(f"{line}\n" for line in lines))
+            self._err.flush()
+        if self._live:
+            self._write(self._fitted(self._shown))
 
     def end(self) -> None:
         """Leave the terminal as it was found."""
@@ -99,16 +129,25 @@ def describe_eval(line: Line) -> str:
 
 
 def read_metrics(path: Path) -> list[Line]:
-    """All lines of a metrics file; none if there is no such file. A torn last line is left out."""
+    """The lines of a metrics file that tell of the run as it stands; none if there is no such file.
+
+    A learner that was started again goes on from its checkpoint: its first step voids what its predecessors wrote of
+    the same step and later ones. A torn last line is left out.
+    """
     if not path.exists():
         return []
     found: list[Line] = []
+    newest = 0
     for text in path.read_text().splitlines():
         try:
             line = json.loads(text)
         except json.JSONDecodeError:
             continue
         if isinstance(line, dict):
+            start, step = line.get("start", 0), line.get("step", 0)
+            if line.get("kind") == "train" and start > newest:
+                newest = start
+                found = [other for other in found if other.get("start", 0) == start or other.get("step", 0) < step]
             found.append(line)
     return found
 
@@ -130,6 +169,7 @@ def summarise(lines: Iterable[Line], run_dir: Path, log_dir: Path, steps: int) -
     for label, place in (
         ("metrics", run_dir / "metrics.jsonl"),
         ("samples", run_dir / "samples"),
+        ("checkpoints", run_dir / "checkpoints"),
         ("model", run_dir / "export"),
         ("logs", log_dir),
     ):

@@ -12,6 +12,8 @@ from msgspec import Struct
 
 STOP = b"stop\n"
 """End the run in good order; a second one ends it at once."""
+PREEMPT = b"preempt\n"
+"""Let the run make way: write a checkpoint, then end it in good order."""
 KILL = b"kill\n"
 """End everything at once."""
 
@@ -32,7 +34,7 @@ class AgentSpec(Struct, frozen=True, kw_only=True):
     run_dir: str
     log_dir: str
     attempts: int
-    """Key pairs made for each actor; later starts use the last."""
+    """Key pairs made for each actor; later starts use the last, and the controller always its first."""
     actors: list[ActorSpec]
 
 
@@ -56,14 +58,35 @@ class RestartEvent(Struct, frozen=True, kw_only=True, tag="restart"):
     reason: str
 
 
+class StuckEvent(Struct, frozen=True, kw_only=True, tag="stuck"):
+    """An actor holds up the run, or does not answer."""
+
+    name: str
+    report: str
+
+
+class StacksEvent(Struct, frozen=True, kw_only=True, tag="stacks"):
+    """Where such an actor hangs: the first lines, and the file that holds all of them."""
+
+    name: str
+    lines: list[str]
+    more: int
+    """Lines that are only in the file."""
+    log: str
+
+
+class MovingEvent(Struct, frozen=True, kw_only=True, tag="moving"):
+    """The run moves again, and nobody had to be killed for it."""
+
+
 class EndedEvent(Struct, frozen=True, kw_only=True, tag="ended"):
     """The last event: how the run ended. ``actor`` is empty unless one failed."""
 
-    result: Literal["done", "stopped", "failed"]
+    result: Literal["done", "stopped", "preempted", "failed"]
     actor: str = ""
     reason: str = ""
     log: str = ""
     exit_code: int = 0
 
 
-Event = StateEvent | MetricsEvent | RestartEvent | EndedEvent
+Event = StateEvent | MetricsEvent | RestartEvent | StuckEvent | StacksEvent | MovingEvent | EndedEvent

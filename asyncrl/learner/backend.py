@@ -9,10 +9,12 @@ Order of calls, rank 0::
     backend = create(config, rank=0)
     host, port = backend.open_store(host)       # at once; the other ranks are told the two values
     backend.setup(host, port)                   # blocks until every rank is there and the model is checked
+    backend.load(folder)                        # to go on from a checkpoint; then nothing came before it
     probe = backend.probe()
     publication = backend.publish(0, probe)     # hand publication.manifest on, then publication.release()
     plan = build_step(groups, ..., world_size=config.learner.ranks, packed=backend.packed)
     metrics = backend.train(plan)               # one optimizer step; then plan.metrics and these are one line
+    saving = backend.save(folder)               # goes on by itself; saving.result() says how it ended
     backend.export(folder)
     backend.stop()                              # ends the followers too
 
@@ -23,13 +25,15 @@ Order of calls, every other rank::
     backend.follow()                            # does what rank 0 does until its stop, or until interrupt()
     backend.stop()
 
-Fails: an exception from any method but ``publish`` and ``export`` leaves the ranks out of step; the only
-thing left to do is to end the process. ``publish`` and ``export`` raise on rank 0 after all ranks have
-finished their part, so training may go on after them.
+Fails: an exception from any method but ``publish``, ``export``, ``sees`` and ``load`` leaves the ranks out of step;
+the only thing left to do is to end the process. The four raise after all ranks have finished their part, on rank 0
+alone but for ``load``, so that training may go on (after a failed ``load``: from the beginning, in new processes).
+What goes wrong while a checkpoint is written is the result of its future alone.
 """
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
 
@@ -81,6 +85,23 @@ class Backend(Protocol):
 
     def export(self, folder: Path) -> None:
         """Rank 0: write the current weights to ``folder`` in Hugging Face layout. Raises OSError."""
+
+    def sees(self, folder: Path) -> None:
+        """Rank 0: make sure that every rank finds what rank 0 puts into ``folder``. Raises CheckpointError."""
+
+    def save(self, folder: Path) -> Future[None]:
+        """Rank 0: write weights, optimizer, steps and generators of random numbers of all ranks into a new ``folder``.
+
+        Returns once they are copied; training that follows changes nothing of what is written. The future ends when
+        everything is flushed, ``contents.json`` last, or with CheckpointError when any rank could not write its part.
+        The one before must have ended.
+        """
+
+    def load(self, folder: Path) -> None:
+        """Rank 0: put back on all ranks what ``save`` wrote, by however many ranks.
+
+        Comes after ``setup`` and before anything else. Raises CheckpointError naming a file, on all ranks alike.
+        """
 
     def follow(self) -> None:
         """The other ranks: take part in whatever rank 0 does until it stops or ``interrupt`` is called.

@@ -22,6 +22,16 @@ class GroupBuffer:
     def __contains__(self, uid: str) -> bool:
         return uid in self._groups
 
+    @property
+    def uids(self) -> list[str]:
+        """Of the groups that are held."""
+        return list(self._groups)
+
+    @property
+    def groups(self) -> list[Group]:
+        """Those that are held."""
+        return list(self._groups.values())
+
     def add(self, group: Group) -> None:
         """Hold a group that is not held yet."""
         assert group.ticket.uid not in self._groups

@@ -6,27 +6,44 @@ rewards and is counted as failed; it is not a reward of 0.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from asyncrl.messages import Group
+from asyncrl.messages import EvalRound, Group, Ticket
 
 
 class EvalCollector:
     """Groups of eval rounds, by round (``NAME@ROUND``)."""
 
-    def __init__(self) -> None:
+    def __init__(self, closed: Iterable[str] = ()) -> None:
         self._sizes: dict[str, int] = {}
         self._groups: dict[str, dict[str, Group]] = {}
-        self._closed: set[str] = set()
+        self._closed = set(closed)
+        self._unknown: set[str] = set()
+        """Rounds of which there are groups and which the dataloader did not name the last time."""
+
+    @property
+    def closed(self) -> list[str]:
+        """Rounds that are over."""
+        return sorted(self._closed)
+
+    @property
+    def open(self) -> list[EvalRound]:
+        """Rounds that are not, with the groups that are here."""
+        return [EvalRound(name=round, held=list(self._groups.get(round, ()))) for round in self._sizes]
 
     def opened(self, sizes: dict[str, int]) -> None:
-        """Rounds that are open, as ``Supply.evals`` names them, with the number of their prompts."""
-        for purpose, size in sizes.items():
-            round = purpose.removeprefix("eval/")
-            if round not in self._closed:
-                self._sizes[round] = size
+        """Rounds that are open, as ``Supply.evals`` names them, with the number of their prompts.
+
+        Groups of a round that is not named twice running are dropped: it ended with the learner that knew it.
+        """
+        named = {purpose.removeprefix("eval/"): size for purpose, size in sizes.items()}
+        self._sizes = {round: size for round, size in named.items() if round not in self._closed}
+        for round in self._unknown - named.keys():
+            self._groups.pop(round, None)
+        self._unknown = self._groups.keys() - named.keys()
 
     def add(self, group: Group) -> bool:
         """Take a group; False for one that is held or was counted before."""
@@ -36,6 +53,26 @@ class EvalCollector:
         groups = self._groups.setdefault(round, {})
         groups[group.ticket.uid] = group
         return True
+
+    def reject(self, uid: str, reason: str) -> None:
+        """The dataloader will not grant this prompt: it counts as failed. Ignored if it is known."""
+        round, _, index = uid.rpartition("-")
+        name, _, version = round.rpartition("@")
+        ticket = Ticket(
+            uid=uid,
+            grant=0,
+            purpose=f"eval/{name}",
+            epoch=int(version),
+            index=int(index),
+            param_version=-1,
+            prompt_ids=np.zeros(0, np.int32),
+            prompt="",
+            row={},
+            samples=1,
+            temperature=0.0,
+            max_tokens=1,
+        )
+        self.add(Group(ticket=ticket, trajectories=[], failure=reason))
 
     def holds(self, uid: str) -> bool:
         """Whether this group is held or was counted before."""

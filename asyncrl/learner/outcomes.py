@@ -41,6 +41,16 @@ class OutcomeQueue:
         """Nothing more is to be leased for training."""
         self._finished = self._dirty = True
 
+    def restart(self) -> int:
+        """The dataloader has been told the ledger: what was to be reported is known to it.
+
+        Returns the number of the last report; the next one has the number after it. Each call gives a larger one, so
+        that of two such words the later is known for what it is.
+        """
+        self._number += 1
+        self._pending, self._step, self._dirty = [], None, False
+        return self._number
+
     def next_report(self) -> Outcomes | None:
         """The next report, to be repeated until it is acknowledged; None while there is nothing new."""
         if not self._dirty:

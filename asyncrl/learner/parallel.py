@@ -243,9 +243,40 @@ class Ranks:
                     found.append(bytes(buffer.numpy()).decode())
         return found
 
+    def another_group(self, timeout_s: float) -> dist.ProcessGroup | None:
+        """All ranks together: a group for ``exchange`` on another thread; None for a single rank, which needs none."""
+        if self.world_size == 1:
+            return None
+        with self.waiting("another process group"):
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+    def exchange(self, data: bytes, group: dist.ProcessGroup | None, what: str, timeout_s: float) -> list[bytes]:
+        """All ranks together, on one thread each: the ``data`` of every rank, in order of rank.
+
+        ``group`` is from ``another_group``, with that timeout; nothing else may use it meanwhile. The collectives of
+        the training go on beside it.
+        """
+        if group is None:
+            assert self.world_size == 1
+            return [data]
+        with self.waiting(what, timeout_s):
+            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+            dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
+            longest = max(int(size) for size in sizes)
+            ours = torch.zeros(longest, dtype=torch.uint8)
+            ours.numpy()[: len(data)] = np.frombuffer(data, dtype=np.uint8)
+            everyone = [torch.empty_like(ours) for _ in range(self.world_size)]
+            dist.all_gather(everyone, ours, group=group)
+            return [bytes(got[: int(size)].numpy()) for got, size in zip(everyone, sizes, strict=True)]
+
     @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """Around anything with a collective in it: says who waited for whom when one fails."""
+    def waiting(self, what: str, timeout_s: float | None = None) -> Iterator[None]:
+        """Around anything with a collective in it: says who waited for whom when one fails.
+
+        ``timeout_s`` where its process group has another limit than learner.collective_timeout_s.
+        """
         try:
             yield
         except RuntimeError as error:
@@ -254,8 +285,8 @@ class Ranks:
                     f"learner/{self.rank}",
                     "the other ranks of the learner",
                     what,
-                    self.timeout_s,
-                    "see their logs; the limit is learner.collective_timeout_s",
+                    timeout_s or self.timeout_s,
+                    "see their logs" + ("" if timeout_s else "; the limit is learner.collective_timeout_s"),
                 ) from error
             error.add_note(f"learner/{self.rank} of {self.world_size} ranks, {what}")
             raise

@@ -1,17 +1,21 @@
-"""The files that the learner writes: metrics.jsonl and samples/.
+"""The files that the learner writes: metrics.jsonl, quarantine.jsonl and samples/.
 
-Append-only, one JSON object a line, each with the learner's start number; a reader keeps the last line of a step.
-Fails with OSError.
+Append-only, one JSON object a line, each with the learner's start number; a reader keeps the last line of a step, and
+leaves out what is no JSON: the torn line of a process that was killed.
+
+Fails with OSError, after which the files are as before.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncrl.learner.intake import Quarantined
 from asyncrl.messages import Group
 
 
@@ -20,20 +24,58 @@ class RecordFiles:
 
     def __init__(self, run_dir: Path, start: int) -> None:
         self._metrics = run_dir / "metrics.jsonl"
+        self._quarantine = run_dir / "quarantine.jsonl"
         self._samples = run_dir / "samples"
         self._start = start
         self._samples.mkdir(exist_ok=True)
 
     def metrics(self, *lines: dict[str, Any]) -> None:
         """Append lines to metrics.jsonl."""
-        with self._metrics.open("a") as file:
-            file.writelines(json.dumps(finite(line | {"start": self._start})) + "\n" for line in lines)
+        _append(self._metrics, (finite(line | {"start": self._start}) for line in lines))
+
+    def quarantined(self, step: int, found: Sequence[Quarantined]) -> None:
+        """Append prompts that will not be trained, with the reason, to quarantine.jsonl."""
+        tickets = [item.group.ticket if item.group is not None else None for item in found]
+        _append(
+            self._quarantine,
+            (
+                {
+                    "uid": item.uid,
+                    "reason": item.reason,
+                    "step": step,
+                    "attempt": ticket.attempt if ticket is not None else None,
+                    "prompt": ticket.prompt if ticket is not None else None,
+                    "start": self._start,
+                }
+                for item, ticket in zip(found, tickets, strict=True)
+            ),
+        )
 
     def samples(self, step: int, version: int, groups: Sequence[Group]) -> None:
         """Write the trajectories of some groups of a step."""
-        with (self._samples / f"step_{step:06d}.jsonl").open("a") as file:
-            for group in groups:
-                file.write(json.dumps(finite(_sample(step, version, group) | {"start": self._start})) + "\n")
+        _append(
+            self._samples / f"step_{step:06d}.jsonl",
+            (finite(_sample(step, version, group) | {"start": self._start}) for group in groups),
+        )
+
+
+def _append(path: Path, lines: Iterable[dict[str, Any]]) -> None:
+    """All of the lines, or none and OSError. What a process left half-written when it died stays a line of its own."""
+    data = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            data = b"\n" + data
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+        except OSError:
+            os.ftruncate(descriptor, size)
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def _sample(step: int, version: int, group: Group) -> dict[str, Any]:

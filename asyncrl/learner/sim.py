@@ -7,10 +7,16 @@ imported. Ranks above 0 have nothing to follow.
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
+import msgspec
+
+from asyncrl.checkpoint.durable import sync_folder, write_file
 from asyncrl.config import Config
+from asyncrl.errors import CheckpointError
 from asyncrl.learner.batch import StepPlan
+from asyncrl.learner.checkpoint.trainer_contents import CONTENTS, TrainerContents, read_trainer_contents
 from asyncrl.learner.publication import OnSealed, Publication
 from asyncrl.learner.schedule import learning_rate
 from asyncrl.messages import Manifest, Probe
@@ -67,6 +73,25 @@ class SimTrainer:
 
     def export(self, folder: Path) -> None:
         """There are no weights to write."""
+
+    def sees(self, folder: Path) -> None:
+        """Rank 0 writes alone."""
+
+    def save(self, folder: Path) -> Future[None]:
+        done: Future[None] = Future()
+        contents = TrainerContents(steps=self._steps, world_size=self._config.learner.ranks)
+        try:
+            folder.mkdir()
+            write_file(folder / CONTENTS, [msgspec.json.encode(contents)])
+            sync_folder(folder)
+        except OSError as error:
+            done.set_exception(CheckpointError(str(folder), error.strerror or str(error)))
+        else:
+            done.set_result(None)
+        return done
+
+    def load(self, folder: Path) -> None:
+        self._steps = read_trainer_contents(folder).steps
 
     def follow(self) -> None:
         """Rank 0 needs nobody."""

@@ -1,4 +1,4 @@
-"""The lines of metrics.jsonl and the samples of each step, written in order and off the training path.
+"""The lines of metrics.jsonl, the samples of each step and what is quarantined: in order, off the training path.
 
 A step's line waits, for a limited time, until the rollouters have said what they did while it was trained; with it
 go the lines of the weight updates that ended meanwhile. A line that cannot be written is lost and counted; training
@@ -8,7 +8,7 @@ goes on.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from structlog.typing import FilteringBoundLogger
 
 from asyncrl.learner.generation_log import GenerationLog, update_line, update_metrics
+from asyncrl.learner.intake import Quarantined
 from asyncrl.learner.records import RecordFiles
 from asyncrl.messages import Group, RolloutStats
 from asyncrl.runtime.clock import Clock
@@ -47,7 +48,9 @@ class StepLines:
         counters: dict[str, float],
         clock: Clock,
         log: FilteringBoundLogger,
+        step: int = 0,
     ) -> None:
+        """``step`` is the last one whose line is written already."""
         self._records = records
         self._samples_per_step = samples_per_step
         self._tell = tell
@@ -58,6 +61,9 @@ class StepLines:
         self._stats_came = asyncio.Event()
         self._steps: asyncio.Queue[TrainedStep] = asyncio.Queue(LINES_PENDING)
         self._counted_at = clock.now()
+        self._written = step
+        """The last step whose line is written."""
+        self._line_written = asyncio.Event()
 
     def stats(self, name: str, incarnation: int, stats: RolloutStats) -> None:
         """What a rollouter did since its last report."""
@@ -73,6 +79,11 @@ class StepLines:
         await self._write(lambda: self._records.metrics(line))
         self._tell(line)
 
+    async def quarantined(self, step: int, found: Sequence[Quarantined]) -> None:
+        """Write prompts that will not be trained, after ``step`` steps."""
+        if found:
+            await self._write(partial(self._records.quarantined, step, found))
+
     async def run(self) -> None:
         """Until cancelled."""
         self._counted_at = self._clock.now()
@@ -86,7 +97,15 @@ class StepLines:
             except TimeoutError:
                 self._log.warning("statistics of a step are incomplete", step=step.line["step"])
             await self._write_step(step)
+            self._written = step.line["step"]
+            self._line_written.set()
             self._steps.task_done()
+
+    async def written(self, step: int) -> None:
+        """Until the line of this step, which was put, is written or lost."""
+        while self._written < step:
+            self._line_written.clear()
+            await self._line_written.wait()
 
     async def finish(self) -> None:
         """Until all lines are written, with the updates that ended after the last step."""

@@ -1,8 +1,8 @@
 """One rank of the learner: FSDP2 on torch.distributed (the ``fsdp2`` backend; its interface is in
 backend.py).
 
-Rank 0 plans and gives commands (train, score the probe, gather, stop); the other ranks follow. In a step every rank
-runs the same number of micro-batches over its share of the batch; one collective then gathers everyone's
+Rank 0 plans and gives commands (train, score the probe, gather, save, stop); the other ranks follow. In a step every
+rank runs the same number of micro-batches over its share of the batch; one collective then gathers everyone's
 sums, from which each rank computes the same loss, gradient norm and metrics, and takes or refuses the same
 step.
 
@@ -15,8 +15,11 @@ Fails as backend.py says.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import uuid
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import fields
 from pathlib import Path
 
@@ -28,8 +31,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 
 from asyncrl.config import Config
-from asyncrl.errors import NonFiniteStep
+from asyncrl.errors import CheckpointError, NonFiniteStep
 from asyncrl.learner.batch import MicroBatch, StepPlan
+from asyncrl.learner.checkpoint import dcp
+from asyncrl.learner.checkpoint.saver import Saver
 from asyncrl.learner.export import export
 from asyncrl.learner.losses import TokenSums, decoupled_loss, token_sums
 from asyncrl.learner.parallel import Ranks, open_store, pack_parcel, unpack_parcel
@@ -62,11 +67,31 @@ class Score(msgspec.Struct, frozen=True, tag=True):
     """Take part in scoring the probe."""
 
 
+class See(msgspec.Struct, frozen=True, tag=True):
+    """Say whether this file is there."""
+
+    path: str
+
+
+class Save(msgspec.Struct, frozen=True, tag=True):
+    """Take part in writing a checkpoint."""
+
+    folder: str
+    renew: bool
+
+
+class Load(msgspec.Struct, frozen=True, tag=True):
+    """Take part in reading a checkpoint."""
+
+    folder: str
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Nothing more will come."""
 
 
-_COMMANDS = msgspec.msgpack.Decoder(Train | Gather | Score | Stop)
+Command = Train | Gather | Score | See | Save | Load | Stop
+_COMMANDS = msgspec.msgpack.Decoder(Command)
 
 
 class Trainer:
@@ -104,6 +129,7 @@ class Trainer:
         self.packed = scoring.packed
         self._parameters = list(self._policy.parameters())
         self._optimizer = make_optimizer(self._policy, self._config)
+        self._saver = Saver(self._ranks)
 
     def train(self, plan: StepPlan) -> dict[str, float]:
         parcels = [pack_parcel(b"", _arrays(rank)) for rank in plan.ranks]
@@ -134,6 +160,31 @@ class Trainer:
         self._tell(Gather())
         export(self._gather(), model_folder(self._config.model), folder, self._dtype)
 
+    def sees(self, folder: Path) -> None:
+        probe = folder / f".probe-{uuid.uuid4().hex}"
+        try:
+            probe.touch()
+        except OSError as error:
+            raise CheckpointError(str(folder), error.strerror or str(error)) from error
+        try:
+            self._tell(See(str(probe)))
+            problems = self._look(probe)
+        finally:
+            with contextlib.suppress(OSError):
+                probe.unlink()
+        if problems:
+            raise CheckpointError(str(folder), f"checkpoint.dir must be seen by all ranks: {', '.join(problems)}")
+
+    def save(self, folder: Path) -> Future[None]:
+        assert not self._saver.busy, "the one before must have ended"
+        command = Save(str(folder), renew=self._saver.broken)
+        self._tell(command)
+        return self._save(command)
+
+    def load(self, folder: Path) -> None:
+        self._tell(Load(str(folder)))
+        self._load(folder)
+
     def follow(self) -> None:
         ranks = self._ranks
         assert ranks is not None
@@ -150,6 +201,13 @@ class Trainer:
                     pass
             elif isinstance(command, Score):
                 self._score_probe()
+            elif isinstance(command, See):
+                self._look(Path(command.path))
+            elif isinstance(command, Save):
+                # How it ends is told to rank 0, and logged here.
+                self._save(command)
+            elif isinstance(command, Load):
+                self._load(Path(command.folder))
             else:
                 return
 
@@ -161,11 +219,13 @@ class Trainer:
         if self._ranks is not None:
             if self._rank == 0:
                 self._tell(Stop())
+            if hasattr(self, "_saver"):
+                self._saver.close()
             self._ranks.close()
             self._ranks = None
         self._store = None
 
-    def _tell(self, command: Train | Gather | Score | Stop) -> Ranks:
+    def _tell(self, command: Command) -> Ranks:
         assert self._ranks is not None
         self._ranks.command(msgspec.msgpack.encode(command))
         return self._ranks
@@ -175,6 +235,20 @@ class Trainer:
         return gather_buckets(
             self._policy, self._ranks, dtype=self._dtype, bucket_bytes=self._config.weights.bucket_bytes
         )
+
+    def _look(self, path: Path) -> list[str]:
+        assert self._ranks is not None
+        problem = None if path.exists() else f"learner/{self._rank} does not see a file that learner/0 wrote there"
+        return self._ranks.agree(problem, "the folder of checkpoints")
+
+    def _save(self, command: Save) -> Future[None]:
+        return self._saver.save(
+            Path(command.folder), self._policy, self._optimizer, steps=self.steps, renew=command.renew
+        )
+
+    def _load(self, folder: Path) -> None:
+        assert self._ranks is not None
+        self.steps = dcp.load(folder, self._policy, self._optimizer, self._ranks)
 
     def _score_probe(self) -> Probe:
         ranks = self._ranks

@@ -1,4 +1,4 @@
-"""The version mark: the highest number that a publication of this run has ever had.
+"""The version mark: the highest number that a publication of this run has ever had, and the learner's start number.
 
 A version names one set of weights everywhere: in tickets, cache salts, engine labels, segments and bases of deltas.
 So a number is made durable in the run's folder before anybody hears of it, and is never given again, whatever
@@ -20,11 +20,12 @@ import msgspec
 from asyncrl.errors import ConfigError
 
 FILE = "version_mark.json"
-"""In the run's folder: ``{"version": ...}``."""
+"""In the run's folder: ``{"version": ..., "start": ...}``."""
 
 
 class _Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int
+    start: int = 0
 
 
 class VersionMark:
@@ -32,16 +33,27 @@ class VersionMark:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE
-        self.version = self._read()
+        mark = self._read()
+        self.version = mark.version
         """The highest number given so far; -1 before the first."""
+        self.start = mark.start
+        """How often a learner has begun in this folder."""
+
+    def begin(self) -> int:
+        """The number of this start of a learner, from 1, durable now. Raises OSError."""
+        self._write(_Mark(self.version, self.start + 1))
+        return self.start
 
     def advance(self) -> int:
         """A number that was never given before, durable now. Raises OSError."""
-        version = self.version + 1
+        self._write(_Mark(self.version + 1, self.start))
+        return self.version
+
+    def _write(self, mark: _Mark) -> None:
         aside = self._path.with_suffix(".new")
         try:
             with aside.open("wb") as file:
-                file.write(msgspec.json.encode(_Mark(version)))
+                file.write(msgspec.json.encode(mark))
                 file.flush()
                 os.fsync(file.fileno())
             aside.replace(self._path)
@@ -50,19 +62,18 @@ class VersionMark:
             with contextlib.suppress(OSError):
                 aside.unlink(missing_ok=True)
             raise
-        self.version = version
-        return version
+        self.version, self.start = mark.version, mark.start
 
-    def _read(self) -> int:
+    def _read(self) -> _Mark:
         try:
             mark = msgspec.json.decode(self._path.read_bytes(), type=_Mark)
         except FileNotFoundError:
-            return -1
+            return _Mark(-1)
         except (OSError, msgspec.DecodeError) as error:
             raise ConfigError([f"{self._path}: {_UNREADABLE}: {error}"]) from error
-        if mark.version < 0:
+        if mark.version < -1:
             raise ConfigError([f"{self._path}: {_UNREADABLE}: the version is {mark.version}"])
-        return mark.version
+        return mark
 
 
 _UNREADABLE = (

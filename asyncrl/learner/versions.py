@@ -15,7 +15,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from structlog.typing import FilteringBoundLogger
 
@@ -26,6 +26,8 @@ from asyncrl.learner.publication import Publication
 from asyncrl.learner.publisher import Publisher
 from asyncrl.learner.version_mark import VersionMark
 from asyncrl.messages import Probe, Request
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,8 @@ class Versions:
 
     async def make(self) -> MadeVersion:
         """The next version, of the weights as they are. Raises OSError."""
-        version = await asyncio.to_thread(self._mark.advance)
+        # On the one thread that an actor which ends waits for: no number is given behind its successor's back.
+        version = await self._on_thread(self._mark.advance)
         probe = await self._on_thread(self._backend.probe)
         sending = None
         if self._broadcaster is not None:
@@ -119,7 +122,7 @@ class Versions:
             work.add_done_callback(_release)
             raise
 
-    async def _on_thread(self, work: Callable[[], Probe | None]) -> Probe | None:
+    async def _on_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 

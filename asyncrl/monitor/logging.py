@@ -1,12 +1,17 @@
-"""Structured logs: one JSON object a line on standard error, which the node agent keeps in the actor's log file."""
+"""Structured logs: one JSON object a line on standard error, which the node agent keeps in the actor's log file.
+
+A line that cannot be written, as on a full disk, is lost; logging never fails.
+"""
 
 from __future__ import annotations
 
 import logging
-import sys
+import os
 from typing import Any
 
 import structlog
+
+STANDARD_ERROR = 2
 
 
 def configure_logging(level: str) -> None:
@@ -20,9 +25,28 @@ def configure_logging(level: str) -> None:
             structlog.processors.JSONRenderer(default=str),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=_Lines,
         cache_logger_on_first_use=True,
     )
+
+
+class _Lines:
+    """Each message as one write, so that lines of several threads and processes do not mix."""
+
+    def __init__(self, *_: Any) -> None:
+        self._torn = b""
+
+    def msg(self, message: str) -> None:
+        line = self._torn + message.encode(errors="replace") + b"\n"
+        try:
+            written = os.write(STANDARD_ERROR, line)
+        except OSError:
+            return
+        # A disk that fills up takes the beginning of a line; the next one starts afresh.
+        self._torn = b"\n" if written < len(line) else b""
+
+    log = debug = info = warn = warning = msg
+    fatal = failure = err = error = critical = exception = msg
 
 
 def get_logger(actor: str, **facts: Any) -> structlog.typing.FilteringBoundLogger:

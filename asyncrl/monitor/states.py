@@ -28,6 +28,11 @@ class StateLedger:
             self._seconds[self.state] = self._seconds.get(self.state, 0.0) + now - self._since
             self._since, self.state, self.awaiting = now, state, awaiting
 
+    def present(self) -> tuple[str, str, float]:
+        """The state, whom or what it waits for, and the seconds since it was entered."""
+        with self._lock:
+            return self.state, self.awaiting, self._now() - self._since
+
     def totals(self) -> dict[str, float]:
         """Seconds by state up to now; their sum is the age of the ledger."""
         with self._lock:

@@ -12,9 +12,10 @@ from dataclasses import asdict
 
 import msgspec
 
-from asyncrl.messages import Heartbeat, Score, Scores
+from asyncrl.messages import AwaitRecord, Heartbeat, Score, Scores
 from asyncrl.reward.pool import RewardPool
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
+from asyncrl.runtime.awaits import most_telling
 
 START_SHARE = 0.8
 """Of the time that an actor has for its start, what the pool may take, so that its own error comes first."""
@@ -35,6 +36,7 @@ class RewardActor(Actor):
             self.config.reward,
             max_tokens=self.config.rollout.max_tokens,
             start_timeout_s=START_SHARE * self.config.supervision.start_timeout_s,
+            on_output=lambda uid, text, dropped: self.log.info("printed", uid=uid, text=text, dropped_bytes=dropped),
         )
         await self._pool.start()
         self.log.info("workers ready", function=self.config.reward.function, workers=self.config.reward.workers)
@@ -52,8 +54,12 @@ class RewardActor(Actor):
         if pool is None:
             return said
         counters = {**said.counters, **asdict(pool.counters)}
+        awaits, task = said.awaits, pool.longest_task()
+        if task is not None:
+            uid, seconds = task
+            awaits = most_telling([*awaits, AwaitRecord("worker", f"{self.config.reward.function} of {uid}", seconds)])
         return msgspec.structs.replace(
-            said, progress=pool.counters.scored, ledger=pool.state_times(), counters=counters
+            said, progress=pool.counters.scored, ledger=pool.state_times(), counters=counters, awaits=awaits
         )
 
     @handler

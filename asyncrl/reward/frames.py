@@ -15,16 +15,21 @@ import msgspec
 
 MAX_RESULT_BYTES = 1 << 20
 MAX_TASK_BYTES = 1 << 30
+NO_MEMORY_EXIT = 120
+"""Exit code of a worker that has not even the memory to say so."""
+NO_SOCKET_EXIT = 121
+"""Exit code of a worker whose socket the function has closed."""
 READ_BYTES = 1 << 16
 _LENGTH = struct.Struct("<I")
 
 
 class Setup(msgspec.Struct, frozen=True, array_like=True):
-    """Which function the worker runs, as in the configuration."""
+    """Which function the worker runs, as in the configuration, and what memory it may take beyond its own."""
 
     function: str
     per: str
     options: dict[str, Any]
+    max_memory_bytes: int
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True):
@@ -43,12 +48,16 @@ class Task(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Result(msgspec.Struct, frozen=True, array_like=True):
-    """Finite rewards in the order of the completions; or ``error``, and nothing else counts."""
+    """Finite rewards in the order of the completions; or ``error``, and nothing else counts.
+
+    ``last`` asks for the worker's end: it has run out of memory, and what it still holds would be the next task's loss.
+    """
 
     rewards: list[float]
     components: list[dict[str, float]]
     run_s: float
     error: str = ""
+    last: bool = False
 
 
 class FrameReader:

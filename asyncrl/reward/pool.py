@@ -7,7 +7,8 @@ waiting for a worker counts as nothing. A worker that is killed or dies is repla
 be started any more does the pool fail as a whole (``watch``).
 
 Each worker has a socket of its own and runs its tasks in order, so nothing is shared that a dying worker could
-leave locked or half written, and the one it was at is known. While tasks are quick, a worker is sent the next
+leave locked or half written, and the one it was at is known. Its memory is bounded from inside and from outside
+(memory.py), what it prints is taken off it and bounded (output.py). While tasks are quick, a worker is sent the next
 few ahead, or it would spend more time on waiting for them than on running them. Those behind a task that turns
 out not to be quick go to other workers; should the late worker get to them after all, they run twice.
 """
@@ -19,6 +20,7 @@ import contextlib
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +31,7 @@ from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, RewardFa
 from asyncrl.messages import Score, Scores
 from asyncrl.monitor.states import StateLedger
 from asyncrl.reward.frames import MAX_TASK_BYTES, Ready, Result, Setup, Task
+from asyncrl.reward.memory import family, proportional_bytes, resident_bytes
 from asyncrl.reward.process import REAP_INTERVAL_S, WorkerProcess, kill_living
 from asyncrl.reward.shaping import shaped
 
@@ -43,6 +46,8 @@ PACE_WEIGHT = 0.2
 """Of the latest task in the recent time of a task."""
 CANCEL_GRACE_S = 1.0
 """How long the task of a caller who is gone may go on: about what the start of another worker would cost."""
+MEMORY_INTERVAL_S = 0.25
+"""Between two looks at what the workers hold."""
 CLOSE_TIMEOUT_S = 5.0
 MAX_START_FAILURES = 5
 FIRST_BACKOFF_S = 0.2
@@ -94,6 +99,10 @@ class _Slot:
     timer: asyncio.TimerHandle | None = None
     due: float = 0.0
     """When the timer comes."""
+    memory_limit: int = 0
+    """For the process and all that it has started."""
+    last_uid: str = ""
+    """Of the task that was answered last."""
     failed_starts: int = 0
     restart: asyncio.TimerHandle | None = None
 
@@ -106,8 +115,12 @@ class PoolCounters:
     failed: int = 0
     timed_out: int = 0
     """Those of the failed that ran over their time."""
+    out_of_memory: int = 0
+    """Worker processes ended because of reward.max_memory_bytes."""
+    output_dropped_bytes: int = 0
+    """Printed beyond reward.max_output_bytes."""
     workers_killed: int = 0
-    """Worker processes ended by the pool, because of a timeout, a cancelled task or a broken answer."""
+    """Worker processes ended by the pool, because of a timeout, memory, a cancelled task or a broken answer."""
     workers_died: int = 0
     """Worker processes that ended by themselves."""
 
@@ -115,21 +128,31 @@ class PoolCounters:
 class RewardPool:
     """``config.workers`` processes that run ``config.function``.
 
-    ``max_tokens`` is what the overlong penalty counts from. ``start``, then ``score`` by any number of tasks,
-    then ``close``, all in one event loop, in the main thread.
+    ``max_tokens`` is what the overlong penalty counts from. ``on_output`` gets what workers print: the uid of the task
+    that a worker was at (or had just ended; empty before the first), text, bytes dropped beyond it. ``start``, then
+    ``score`` by any number of tasks, then ``close``, all in one event loop, in the main thread.
     """
 
-    def __init__(self, config: RewardConfig, *, max_tokens: int, start_timeout_s: float = 120.0) -> None:
+    def __init__(
+        self,
+        config: RewardConfig,
+        *,
+        max_tokens: int,
+        start_timeout_s: float = 120.0,
+        on_output: Callable[[str, str, int], None] = lambda uid, text, dropped: None,
+    ) -> None:
         self._config, self._max_tokens, self._start_timeout_s = config, max_tokens, start_timeout_s
+        self._on_output = on_output
         self._loop = loop = asyncio.get_running_loop()
         self._penalty = config.truncated == "penalty"
-        self._setup = Setup(config.function, config.per, config.options)
+        self._setup = Setup(config.function, config.per, config.options, config.max_memory_bytes)
         self._encoder = msgspec.msgpack.Encoder()
         self._queue: deque[_Pending] = deque()
         self._idle: list[_Slot] = []
         self._slots = [_Slot(StateLedger(time.monotonic), loop.create_future()) for _ in range(config.workers)]
         self._all_ended = asyncio.Event()
         self._end: asyncio.Future[None] = loop.create_future()
+        self._memory_timer: asyncio.TimerHandle | None = None
         self.counters = PoolCounters()
 
     async def start(self) -> None:
@@ -143,6 +166,7 @@ class RewardPool:
                 for slot in self._slots:
                     self._launch(slot)
                 await asyncio.gather(*(slot.ready for slot in self._slots))
+            self._look_at_memory()
         except BaseException as error:
             await self.close()
             if isinstance(error, TimeoutError):
@@ -180,6 +204,17 @@ class RewardPool:
                 totals[state] = totals.get(state, 0.0) + seconds
         return totals
 
+    def longest_task(self) -> tuple[str, float] | None:
+        """The uid and the seconds of the task that has run longest; None if nothing runs. Callable from any thread."""
+        running = []
+        for slot in self._slots:
+            with contextlib.suppress(IndexError):
+                running.append((slot.began, slot.given[0].request.uid))
+        if not running:
+            return None
+        began, uid = min(running)
+        return uid, time.monotonic() - began
+
     async def close(self) -> None:
         """End every worker and what it has started. Open calls of ``score`` fail.
 
@@ -189,6 +224,8 @@ class RewardPool:
             self._end.set_result(None)
         # Marks it as seen, for there need not be anyone who watches.
         self._end.exception()
+        if self._memory_timer is not None:
+            self._memory_timer.cancel()
         while self._queue:
             self._queue.popleft().fail(self._failure("the pool was closed", retryable=True))
         helpers = []
@@ -226,6 +263,8 @@ class RewardPool:
         try:
             slot.process = WorkerProcess(
                 self._setup,
+                max_output_bytes=self._config.max_output_bytes,
+                on_output=lambda process: self._printed(slot, process),
                 on_ready=lambda _, ready: self._ready(slot, ready),
                 on_result=lambda _, result: self._answered(slot, result),
                 on_end=lambda process, reason: self._ended(slot, process, reason),
@@ -240,7 +279,9 @@ class RewardPool:
             assert slot.process is not None
             slot.process.kill("; ".join(ready.problems))
             return
+        assert slot.process is not None
         slot.failed_starts = 0
+        slot.memory_limit = resident_bytes([slot.process.pid]) + self._config.max_memory_bytes
         if not slot.ready.done():
             slot.ready.set_result(None)
         self._feed(slot)
@@ -325,7 +366,12 @@ class RewardPool:
         pending = slot.given[0] if slot.given else None
         if pending is None or (not result.error and len(result.rewards) != len(pending.request.completions)):
             raise ValueError("an answer to nothing that was asked")
+        assert slot.process is not None
         slot.given.popleft()
+        slot.last_uid = pending.request.uid
+        if slot.process.output.used:
+            slot.process.output.drain()
+            self._hand_out(slot.process, slot.last_uid, end_of_call=True)
         slot.given_bytes -= pending.size
         if slot.pace == math.inf:
             slot.pace = result.run_s
@@ -334,7 +380,9 @@ class RewardPool:
         if slot.given and slot.given[0].done():
             slot.forsaken = slot.began
             self._set_timer(slot)
-        if len(slot.given) <= slot.low and slot.given_bytes <= AHEAD_BYTES // 2:
+        if result.last:
+            self._replace(slot, result.error)
+        elif len(slot.given) <= slot.low and slot.given_bytes <= AHEAD_BYTES // 2:
             self._feed(slot)
         if result.error:
             pending.fail(self._failure(result.error, retryable=True))
@@ -342,7 +390,42 @@ class RewardPool:
             self.counters.scored += 1
             pending.set_result(self._scores(pending.request, result))
 
+    def _replace(self, slot: _Slot, reason: str) -> None:
+        """End a worker that is at no task. What was sent ahead goes to others."""
+        assert slot.process is not None
+        given, slot.given, slot.given_bytes = slot.given, deque(), 0
+        self.counters.out_of_memory += 1
+        slot.process.kill(reason)
+        self._put_back([pending for pending in given if not pending.done()])
+
+    def _look_at_memory(self) -> None:
+        for slot in self._slots:
+            process = slot.process
+            if process is None or process.ended or slot.ledger.state == "starting":
+                continue
+            pids = family(process.pid)
+            # Shared pages count more than once in the first, which costs next to nothing.
+            if resident_bytes(pids) > slot.memory_limit and (held := proportional_bytes(pids)) > slot.memory_limit:
+                self.counters.out_of_memory += 1
+                process.kill(
+                    f"took more than {self._config.max_memory_bytes} bytes of memory (reward.max_memory_bytes; "
+                    f"its worker process and {len(pids) - 1} below it held {held}); they were killed"
+                )
+        self._memory_timer = self._loop.call_later(MEMORY_INTERVAL_S, self._look_at_memory)
+
+    def _printed(self, slot: _Slot, process: WorkerProcess) -> None:
+        """While a task runs its output is kept, to be handed out as a whole."""
+        if not slot.given:
+            self._hand_out(process, slot.last_uid, end_of_call=False)
+
+    def _hand_out(self, process: WorkerProcess, uid: str, *, end_of_call: bool) -> None:
+        text, dropped = process.output.take(end_of_call=end_of_call)
+        self.counters.output_dropped_bytes += dropped
+        if text or dropped:
+            self._on_output(uid, text, dropped)
+
     def _ended(self, slot: _Slot, process: WorkerProcess, reason: str) -> None:
+        self._hand_out(process, slot.given[0].request.uid if slot.given else slot.last_uid, end_of_call=True)
         slot.process = None
         if slot in self._idle:
             self._idle.remove(slot)

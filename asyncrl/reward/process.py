@@ -20,31 +20,48 @@ from collections.abc import Callable
 import msgspec
 import psutil
 
-from asyncrl.reward.frames import MAX_RESULT_BYTES, READ_BYTES, FrameReader, Ready, Result, Setup, framed
+from asyncrl.reward.frames import (
+    MAX_RESULT_BYTES,
+    NO_MEMORY_EXIT,
+    NO_SOCKET_EXIT,
+    READ_BYTES,
+    FrameReader,
+    Ready,
+    Result,
+    Setup,
+    framed,
+)
+from asyncrl.reward.output import Output
 
 REAP_INTERVAL_S = 0.005
 REAP_GRACE_S = 1.0
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
+SOCKET_CLOSED = "closed the socket of its worker process, which was not its own"
+
 _setup_encoder = msgspec.msgpack.Encoder()
 
 
 class WorkerProcess:
-    """A process that runs ``python -m asyncrl.reward.worker``.
+    """A process that runs ``python -m asyncrl.reward.worker``, in a process group of its own.
 
-    ``on_ready`` gets its Ready, ``on_result`` each Result, ``on_end`` what became of it, in words.
+    ``on_ready`` gets its Ready, ``on_result`` each Result, ``on_end`` what became of it, in words. ``output`` is what
+    it prints, ``max_output_bytes`` of it a call, and drained by this object; ``on_output`` says that there is more.
     """
 
     def __init__(
         self,
         setup: Setup,
         *,
+        max_output_bytes: int,
+        on_output: Callable[[WorkerProcess], None],
         on_ready: Callable[[WorkerProcess, Ready], None],
         on_result: Callable[[WorkerProcess, Result], None],
         on_end: Callable[[WorkerProcess, str], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_ready, self._on_result, self._on_end = on_ready, on_result, on_end
+        self._on_output = on_output
         self._ready_decoder = msgspec.msgpack.Decoder(Ready)
         self._result_decoder = msgspec.msgpack.Decoder(Result)
         self._frames = FrameReader(MAX_RESULT_BYTES)
@@ -52,22 +69,31 @@ class WorkerProcess:
         self._is_ready = False
         self._fault = ""
         self.killed = False
+        self.output = Output(max_output_bytes)
         self._socket, theirs = socket.socketpair()
         with theirs:
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "asyncrl.reward.worker", str(theirs.fileno())],
+                    # -u: what is printed is out before the task is answered.
+                    [sys.executable, "-u", "-m", "asyncrl.reward.worker", str(theirs.fileno())],
                     stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
+                    stdout=self.output.write_fd,
+                    stderr=self.output.write_fd,
                     env={**os.environ, **ONE_THREAD},
                     pass_fds=[theirs.fileno()],
+                    # Of its own, so that nothing that the function starts and lets go of is missed at the end; its
+                    # session stays the actor's, by which the node agent finds what a killed actor leaves behind.
+                    process_group=0,
                 )
             except BaseException:
                 self._socket.close()
+                self.output.close()
                 raise
+            finally:
+                self.output.started()
         self._socket.setblocking(False)
         self._loop.add_reader(self._socket, self._read)
+        self._loop.add_reader(self.output.read_fd, self._drain)
         self.send(_setup_encoder.encode(setup))
 
     @property
@@ -123,8 +149,7 @@ class WorkerProcess:
         self._fault = self._fault or reason
         self.killed = True
         kill_living(self.descendants())
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGKILL)
+        self._kill_group()
         if not self.ended:
             self._hang_up()
 
@@ -134,6 +159,18 @@ class WorkerProcess:
             return psutil.Process(self.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
+
+    def _kill_group(self) -> None:
+        """As long as it is not reaped no other group can have its number."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def _drain(self) -> None:
+        if not self.output.drain(rounds=1):
+            # Closed by everybody who held it.
+            self._loop.remove_reader(self.output.read_fd)
+        self._on_output(self)
 
     def _take(self, frame: bytes | bytearray) -> None:
         if self.ended:
@@ -167,13 +204,20 @@ class WorkerProcess:
         self._loop.call_soon(self._reap, self._loop.time() + REAP_GRACE_S)
 
     def _reap(self, kill_at: float) -> None:
-        code = self._process.poll()
-        if code is not None:
+        if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            # Whom it has left behind; its number is its own until it is reaped.
+            self._kill_group()
+            code = self._process.wait()
+            self._loop.remove_reader(self.output.read_fd)
+            self.output.drain()
             self._on_end(self, self._fault or _describe_exit(code))
+            self.output.close()
             return
         if self._loop.time() >= kill_at:
             # It has closed its socket but lives on; from here on, it is only a matter of time.
-            self._process.send_signal(signal.SIGKILL)
+            self._fault = self._fault or f"{SOCKET_CLOSED}; the process was killed"
+            kill_living(self.descendants())
+            self._kill_group()
         self._loop.call_later(REAP_INTERVAL_S, self._reap, kill_at)
 
 
@@ -189,6 +233,12 @@ def kill_living(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def _describe_exit(code: int) -> str:
+    if code == NO_SOCKET_EXIT:
+        return SOCKET_CLOSED
+    if code == NO_MEMORY_EXIT:
+        return "left its worker process without memory (reward.max_memory_bytes)"
+    if code == -signal.SIGKILL:
+        return "died with its worker process (SIGKILL, as by the kernel when memory runs out)"
     if code >= 0:
         return f"ended its worker process (exit code {code})"
     with contextlib.suppress(ValueError):

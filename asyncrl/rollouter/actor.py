@@ -1,35 +1,43 @@
 """The rollouter: pulls tickets with credit, generates, has trajectories scored, delivers groups, updates its engine.
 
-A ticket is held from its grant until the learner has acknowledged the group; what a draining rollouter still holds
-is returned. It asks for new tickets whenever it has room for a whole group, and asks again when it serves a newer
-version, since that is what the gate counts with.
+A ticket is held from its grant until the living learner has acknowledged the group; what a draining rollouter still
+holds is returned. ``OpenTickets`` tells who lives: no learner and no dataloader that has been replaced is believed from
+then on, so that what the answer says stays true. With a spool, groups that an earlier incarnation finished are
+delivered before the dataloader hears that it is dead.
+
+It asks for new tickets whenever it has room for a whole group, and asks again when it serves a newer version, since
+that is what the gate counts with.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import TypeVar
 
-from asyncrl.errors import DeadlineExceeded, RemoteError, WireError
+from asyncrl.errors import DeadlineExceeded, InvalidRequest, ProtocolError, RemoteError, WireError
 from asyncrl.messages import (
-    Deliver,
-    Group,
+    HeldTicket,
     Lease,
     Leased,
+    OpenTickets,
     ReturnTickets,
     RolloutStats,
     Score,
     Scores,
     Ticket,
+    TicketsHeld,
     Trajectory,
     UpdateTimes,
 )
+from asyncrl.rollouter.delivery import Delivery
 from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.episodes import EpisodeEngine, single_turn
 from asyncrl.rollouter.groups import GroupRunner
+from asyncrl.rollouter.spool import Spool
 from asyncrl.rollouter.updates import UpdateFollower
-from asyncrl.runtime.actor import Actor, ActorContext
+from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.tokenizer import Tokenizer, load_tokenizer
 
 T = TypeVar("T")
@@ -51,7 +59,9 @@ class Rollouter(Actor):
     def __init__(self, context: ActorContext) -> None:
         super().__init__(context)
         self._tokenizer: Tokenizer
-        self._host = EngineHost(self.config, lambda: make_engine(self.config, self.name), self.clock, self.states)
+        self._host = EngineHost(
+            self.config, lambda: make_engine(self.config, self.name), self.clock, self.states, self.awaits
+        )
         self._groups = GroupRunner(
             self.config,
             episode=self._episode,
@@ -66,14 +76,26 @@ class Rollouter(Actor):
             call=lambda request: self.peer(PARAMETER_SERVER).call(request),
             committed=self._committed,
             updated=lambda times: self._updates.append(times),
+            awaits=self.awaits,
             clock=self.clock,
             log=self.log,
         )
+        self._delivery: Delivery
+        self._spool: Spool | None = None
+        if self.config.rollout.spool:
+            path = context.run_dir / "spool" / f"{self.name.replace('/', '-')}.msgpack"
+            self._spool = Spool(path, context.attempt, self.counters, self.log)
+        self._dataloader = 0
+        """Incarnation of the dataloader below which none lives any more."""
         self._held: dict[str, Ticket] = {}
+        self._ungenerated: Counter[str] = Counter()
+        """Trajectories of each held ticket that are not generated yet."""
         self._running: set[asyncio.Task[None]] = set()
+        """By the names of their tickets."""
         self._seen = 0
         self._generating = 0
         """Trajectories leased and not yet generated; those without a slot wait."""
+        self._preempted = False
         self._slots = asyncio.Semaphore(self.config.rollout.concurrency)
         self._room = asyncio.Event()
         self._ask_again = asyncio.Event()
@@ -83,12 +105,33 @@ class Rollouter(Actor):
     # --- life ---
 
     async def setup(self) -> None:
-        # Their HELLO tells these that an earlier incarnation is dead, long before the engine is up.
-        self.peer(DATALOADER).connect()
+        self._delivery = Delivery(self.peer(LEARNER), awaits=self.awaits, counters=self.counters, log=self.log)
+        # Its HELLO tells this one that an earlier incarnation is dead, long before the engine is up.
         self.peer(PARAMETER_SERVER).connect()
-        model = self.config.model
-        self._tokenizer = await asyncio.to_thread(load_tokenizer, model.path, trust_remote_code=model.trust_remote_code)
-        await self._host.start()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._recover())
+            model = self.config.model
+            self._tokenizer = await asyncio.to_thread(
+                load_tokenizer, model.path, trust_remote_code=model.trust_remote_code
+            )
+            await self._host.start()
+
+    async def _recover(self) -> None:
+        """Deliver what an earlier incarnation has finished, and only then let the dataloader know that it is dead.
+
+        The dataloader asks the learner what it holds, and has the rest generated again.
+        """
+        if self._spool is not None:
+            async for group in self._spool.recover():
+                uid = group.ticket.uid
+                try:
+                    await self._delivery.deliver(group)
+                except (ProtocolError, RemoteError) as error:
+                    # It is generated again, and if it is refused again, that ends the run with the reason.
+                    self.log.error("group of the spool is refused", uid=uid, error=str(error))
+                await self._spool.done(uid)
+                self.progress()
+        self.peer(DATALOADER).connect()
 
     async def run(self) -> None:
         work = [self._follower.run(), self._lease_tickets(), self._report_stats()]
@@ -101,7 +144,19 @@ class Rollouter(Actor):
         if self._held:
             await self._return_held()
 
+    def preempted(self) -> None:
+        """Generate nothing any more; what is generated is scored and delivered, for the learner's checkpoint."""
+        self._preempted = True
+        self._room.set()
+        self._ask_again.set()
+        for task in self._running:
+            if self._ungenerated[task.get_name()]:
+                task.cancel()
+
     async def close(self) -> None:
+        if self._spool is not None:
+            # What is drained has been returned, and is generated elsewhere.
+            await self._spool.close(remove=self.draining)
         await self._host.close()
 
     async def _return_held(self) -> None:
@@ -115,27 +170,31 @@ class Rollouter(Actor):
 
     async def _lease_tickets(self) -> None:
         samples = self.config.rollout.samples_per_prompt
-        while True:
-            # Rounded up: a group whose last samples wait for a slot keeps every slot busy behind stragglers.
-            free = -((self._generating - self.config.rollout.concurrency) // samples)
-            if free < 1:
-                self._room.clear()
-                await self._room.wait()
-                continue
-            reply = await self._lease(free)
-            if reply is None:
-                continue
-            for ticket in reply.tickets:
-                self._seen = max(self._seen, ticket.grant)
-                if ticket.uid not in self._held:
-                    self._held[ticket.uid] = ticket
-                    self._generating += ticket.samples
-                    task = self.tasks.create_task(self._run_ticket(ticket), name=ticket.uid)
-                    self._running.add(task)
-                    task.add_done_callback(self._running.discard)
-            if reply.closed and not reply.tickets:
-                self._room.clear()
-                await self._room.wait()
+        with self.awaits.on(DATALOADER, "Lease", idle=True) as leasing:
+            while not self._preempted:
+                # Rounded up: a group whose last samples wait for a slot keeps every slot busy behind stragglers.
+                free = -((self._generating - self.config.rollout.concurrency) // samples)
+                if free < 1:
+                    self._room.clear()
+                    await self._room.wait()
+                    continue
+                reply = await self._lease(free)
+                if reply is None or self._preempted:
+                    continue
+                if reply.tickets:
+                    leasing.renew()
+                for ticket in reply.tickets:
+                    self._seen = max(self._seen, ticket.grant)
+                    if ticket.uid not in self._held:
+                        self._held[ticket.uid] = ticket
+                        self._generating += ticket.samples
+                        self._ungenerated[ticket.uid] = ticket.samples
+                        task = self.tasks.create_task(self._run_ticket(ticket), name=ticket.uid)
+                        self._running.add(task)
+                        task.add_done_callback(self._running.discard)
+                if reply.closed and not reply.tickets:
+                    self._room.clear()
+                    await self._room.wait()
 
     async def _lease(self, free: int) -> Leased | None:
         """One lease call; given up when the version or what is held changes, since the gate then counts differently."""
@@ -149,7 +208,9 @@ class Rollouter(Actor):
                 # What was granted meanwhile is granted again, because ``seen`` does not cover it.
                 return None
             leased: Leased = call.result()
-            return leased
+            # A dataloader that has been replaced was told for nothing, and so are we: its successor knows of no such
+            # grant, and numbers its own from what it was told is seen.
+            return leased if call.answered_by >= self._dataloader else None
         except (DeadlineExceeded, RemoteError) as error:
             self.log.warning("dataloader is away", error=str(error))
             await asyncio.sleep(AWAY_S)
@@ -161,28 +222,42 @@ class Rollouter(Actor):
 
     async def _run_ticket(self, ticket: Ticket) -> None:
         group = await self._groups.run(ticket)
-        await self._deliver(group)
-        del self._held[ticket.uid]
+        if self._spool is not None:
+            await self._spool.add(group)
+        await self._delivery.deliver(group)
+        # Without waiting in between: an acknowledgement is worth something only for as long as nobody else is adopted.
+        del self._held[ticket.uid], self._ungenerated[ticket.uid]
+        self._host.suspects.forget(ticket.uid)
         self._ask_again.set()
         self.progress()
+        if self._spool is not None:
+            await self._spool.done(ticket.uid)
 
-    async def _deliver(self, group: Group) -> None:
-        """Until the learner has it: a lease ends by delivery only."""
-        while True:
-            try:
-                await self.peer(LEARNER).call(Deliver(group=group))
-            except DeadlineExceeded as error:
-                self.log.warning("learner is away", uid=group.ticket.uid, error=str(error))
-            else:
-                return
+    @handler
+    def open_tickets(self, request: OpenTickets, caller: Caller) -> TicketsHeld:
+        """What is held, once the living learner and the dataloader that asks are believed and nobody before them."""
+        if caller.name != DATALOADER:
+            raise InvalidRequest(f"{caller.name} does not grant tickets")
+        self._delivery.adopt(request.learner)
+        self._dataloader = max(self._dataloader, caller.incarnation)
+        self.peer(DATALOADER).adopt(caller.incarnation)
+        return TicketsHeld(
+            seen=self._seen,
+            served_version=self._host.version,
+            tickets=[
+                HeldTicket(ticket.uid, ticket.grant, self._host.suspects.deaths(ticket))
+                for ticket in self._held.values()
+            ],
+        )
 
     async def _episode(self, ticket: Ticket, sample: int) -> Trajectory:
         async with self._slots:
             engine = EpisodeEngine(self._host, self._tokenizer, self.config, ticket, sample)
             return await single_turn(engine, ticket, sample)
 
-    def _trajectory_generated(self) -> None:
+    def _trajectory_generated(self, ticket: Ticket) -> None:
         self._generating -= 1
+        self._ungenerated[ticket.uid] -= 1
         self._room.set()
 
     async def _call_reward(self, request: Score) -> Scores:
@@ -221,6 +296,11 @@ class Rollouter(Actor):
             self.counters["rollout/sampled_tokens"] = self._host.sampled_tokens
             self.counters["rollout/in_flight"] = self._generating
             self.counters["rollout/engine_restarts"] = self._host.restarts
+            self.counters["rollout/held"] = len(self._held)
+            self.counters["rollout/suspects"] = len(self._host.suspects)
+            self.counters["rollout/deaths_alone"] = self._host.suspects.own_deaths
+            self.counters["rollout/failed_alone"] = self._host.suspects.failed
+            self.counters["rollout/turns_alone"] = self._host.turns.lone_turns
 
 
 ACTOR = Rollouter

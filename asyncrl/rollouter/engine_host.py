@@ -2,20 +2,28 @@
 
 Invariants: nothing is submitted between a pause and the commit of its update; the cache salt of a submission is
 that of the version being served; an engine whose update failed stays paused until the update is repeated whole or
-the engine is replaced; an engine is replaced only after it is gone. Requests wait here while it cannot serve.
+the engine is replaced; an engine is replaced only after it is gone. Requests wait here while it cannot serve, and for
+their turn: a suspect of its deaths has it alone (suspects.py).
+
+A death is held against the tickets that were in the engine, unless it was frozen for an update: what fails to load is
+not the fault of a prompt.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from asyncrl.config import Config
 from asyncrl.errors import EngineDied, WeightsCorrupt
-from asyncrl.messages import Probe
+from asyncrl.messages import Probe, Ticket
 from asyncrl.monitor.states import StateLedger
 from asyncrl.rollouter.drift import Drift, measure_drift
 from asyncrl.rollouter.engines.base import Delta, Engine, GenerationRequest
+from asyncrl.rollouter.suspects import Suspects, Turns
+from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.clock import Clock
 from asyncrl.weights.broadcast import Broadcast
 from asyncrl.weights.staging import Staged
@@ -24,16 +32,30 @@ from asyncrl.weights.staging import Staged
 class EngineHost:
     """One engine at a time."""
 
-    def __init__(self, config: Config, make: Callable[[], Engine], clock: Clock, states: StateLedger) -> None:
+    def __init__(
+        self, config: Config, make: Callable[[], Engine], clock: Clock, states: StateLedger, awaits: Awaits
+    ) -> None:
         self._config = config
         self._make = make
         self._clock = clock
         self._states = states
+        self._tokens = awaits.on("engine", "tokens")
+        """Open while something runs; renewed with all that is sampled."""
         self._engine: Engine | None = None
         self._open = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._running = 0
+        self._running: Counter[str] = Counter()
+        """Submissions in the engine, by the uid of their ticket."""
+        self._frozen = False
+        """Paused, and its pause complete."""
+        self.suspects = Suspects(config.rollout.max_attempts)
+        self.turns = Turns(self.suspects.alone)
+        self._blamed = ""
+        """The ticket of the last death that was excused, until a submission has ended in good order."""
+        self.excused = False
+        """Whether the last death was that of a prompt which ran alone. Not where one prompt after the other dies and
+        nothing else works: that is the engine."""
         self._sampling_since: float | None = None
         self.died = asyncio.Event()
         """Set when the engine must be replaced."""
@@ -70,48 +92,72 @@ class EngineHost:
         self.version = -1
         self._loaded = None
         self.restarts += 1
+        self._frozen = False
         self.died.clear()
         await self.start()
 
     # --- requests ---
 
-    async def serving(self) -> int:
-        """Wait until requests may be submitted; returns the version being served.
+    @asynccontextmanager
+    async def turn(self, ticket: Ticket) -> AsyncIterator[int]:
+        """A ticket's turn for one submission, which is to begin at once; gives the version being served.
 
-        Ends when the engine serves again, or with the task that waits: an engine that does not come back fails the
-        rollouter, which owns every such task.
+        Waits until the engine serves, and for those before it. Ends when both have come, or with the task that waits:
+        an engine that does not come back fails the rollouter, which owns every such task.
         """
-        while not self._open.is_set():
-            await self._open.wait()
-        return self.version
+        await self.turns.take(ticket)
+        try:
+            while not self._open.is_set():
+                await self._open.wait()
+            yield self.version
+        finally:
+            self.turns.give_back(ticket)
 
-    async def stream(self, request: GenerationRequest) -> AsyncIterator[Delta]:
-        """Submit; to be called right after ``serving`` without waiting in between. Raises EngineDied."""
+    async def stream(self, request: GenerationRequest, ticket: Ticket) -> AsyncGenerator[Delta, None]:
+        """Submit; to be called at the beginning of a turn without waiting in between. Raises EngineDied."""
         engine = self._engine
         assert engine is not None
         assert self._open.is_set(), "submitted to an engine that does not serve"
-        self._enter()
+        self._enter(ticket.uid)
+        sampled = False
         try:
             async for delta in engine.generate(request):
                 self.sampled_tokens += len(delta.tokens)
+                self._tokens.renew()
+                sampled = sampled or bool(delta.tokens)
+                if sampled and delta.finish_reason is not None:
+                    self._blamed = ""
                 yield delta
         except EngineDied as error:
             if engine is self._engine:
                 self.lost(str(error))
             raise
         finally:
-            self._leave()
+            self._leave(ticket.uid)
 
     async def abort(self, id: str) -> None:
-        """End one request early."""
-        if self._engine is not None and not self.died.is_set():
-            await self._engine.abort([id])
+        """End one request early; its stream tells how that went."""
+        engine = self._engine
+        if engine is None or self.died.is_set():
+            return
+        try:
+            await engine.abort([id])
+        except EngineDied as error:
+            if engine is self._engine:
+                self.lost(str(error))
 
     def lost(self, reason: str) -> None:
         """The engine is dead, or as good as that: nothing is submitted until it has been replaced."""
         self._shut()
         if not self.died.is_set():
             self.reason = reason
+            inside = [] if self._frozen else list(self._running)
+            lone = self.turns.lone if inside else None
+            self.suspects.died(inside, reason, alone=lone is not None)
+            self.turns.end_lone()
+            self.excused = lone is not None and self._blamed in ("", lone)
+            if lone is not None and self.excused:
+                self._blamed = lone
         self.died.set()
 
     # --- updates ---
@@ -154,6 +200,7 @@ class EngineHost:
         began = self._clock.now()
         mode = {"abort_resume": "abort", "keep": "keep", "drain": "wait"}[self._config.rollout.on_update]
         await self._engine.pause(mode)  # type: ignore[arg-type]
+        self._frozen = True
         return self._clock.now() - began
 
     async def load(self, weights: Staged | Broadcast) -> float:
@@ -180,6 +227,7 @@ class EngineHost:
         version = self._loaded
         assert version is not None, "nothing complete is loaded"
         began = self._clock.now()
+        self._frozen = False
         await self._engine.resume()
         drift = None
         if probe is not None:
@@ -187,6 +235,7 @@ class EngineHost:
             if not drift.agrees:
                 self._loaded = None
                 await self._engine.pause("abort")
+                self._frozen = True
                 raise WeightsCorrupt(f"the engine does not compute what the learner does: {drift}", version=version)
         self.version = version
         self._admit()
@@ -196,6 +245,7 @@ class EngineHost:
         """Go on under the old weights. Not after a load has failed: the engine then waits for one that succeeds."""
         assert self._engine is not None
         if self._loaded is not None and self._loaded == self.version:
+            self._frozen = False
             await self._engine.resume()
             self._admit()
 
@@ -234,16 +284,21 @@ class EngineHost:
         taken, self.sampling = self.sampling, []
         return taken
 
-    def _enter(self) -> None:
-        self._running += 1
+    def _enter(self, uid: str) -> None:
+        if not self._running:
+            self._tokens.begin()
+        self._running[uid] += 1
         self._idle.clear()
         if self._sampling_since is None:
             self._sampling_since = self._clock.wall()
             self._states.enter("generating")
 
-    def _leave(self) -> None:
-        self._running -= 1
-        if self._running == 0:
+    def _leave(self, uid: str) -> None:
+        self._running[uid] -= 1
+        if not self._running[uid]:
+            del self._running[uid]
+        if not self._running:
+            self._tokens.end()
             self._close_interval()
             self._idle.set()
             if self._open.is_set():

@@ -2,12 +2,16 @@
 
 ``EpisodeEngine.generate`` hides that weights change, engines are paused and die: it returns a finished piece of
 text whose every token carries the log-prob and the version that sampled it.
+
+Fails with TrajectoryFailed when engines have died of the prompt too often (suspects.py). A death counts as no attempt
+otherwise, and costs no token that was handed over: what comes next is sampled after those, by the next engine.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +23,10 @@ from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.engines.base import GenerationRequest
 from asyncrl.rollouter.response import Response
 from asyncrl.tokenizer import Tokenizer
+
+
+class TrajectoryFailed(Exception):
+    """A trajectory failed for good; the text is the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,36 +53,28 @@ class EpisodeEngine:
         self._calls = 0
 
     async def generate(self, ids: Sequence[int], max_tokens: int | None = None) -> Generated:
-        """Sample a continuation of ``ids``, at most ``max_tokens`` long.
-
-        The death of an engine costs nothing that it had handed over; how often an engine may die is its host's matter.
-        """
+        """Sample a continuation of ``ids``, at most ``max_tokens`` long. Raises TrajectoryFailed."""
         ticket, rollout = self._ticket, self._config.rollout
         response = Response(max_tokens=max_tokens or ticket.max_tokens, stop=rollout.stop)
         self._calls += 1
         key = f"{ticket.uid}/{self._sample}/{self._calls}"
         while response.finish_reason is None:
-            version = await self._host.serving()
-            loads = self._host.loads
-            response.submitted(version)
-            request = GenerationRequest(
-                id=f"{key}/{response.submissions}",
-                prompt_ids=[*ids, *response.tokens],
-                max_tokens=response.remaining,
-                temperature=ticket.temperature,
-                seed=request_seed(self._config.run.seed, key, len(response.tokens)),
-                cache_salt=f"v{version}",
-                key=key,
-                held=len(response.tokens),
-            )
-            try:
+            self._require_innocent()
+            async with self._host.turn(ticket) as version:
+                # A sample of the same ticket may have had its turn before.
+                self._require_innocent()
+                response.submitted(version)
+                request = GenerationRequest(
+                    id=f"{key}/{response.submissions}",
+                    prompt_ids=[*ids, *response.tokens],
+                    max_tokens=response.remaining,
+                    temperature=ticket.temperature,
+                    seed=request_seed(self._config.run.seed, key, len(response.tokens)),
+                    cache_salt=f"v{version}",
+                    key=key,
+                    held=len(response.tokens),
+                )
                 await self._submit(request, response)
-            except EngineDied:
-                if self._host.loads == loads:
-                    # What was handed over was all sampled before the death, under the version of the submission.
-                    response.end_submission("abort")
-                else:
-                    response.lose_submission()
         return Generated(
             tokens=response.tokens,
             logprobs=response.logprobs,
@@ -85,14 +85,29 @@ class EpisodeEngine:
         )
 
     async def _submit(self, request: GenerationRequest, response: Response) -> None:
-        stopped = False
-        async for delta in self._host.stream(request):
-            if not stopped and delta.tokens:
-                stopped = response.extend(delta.tokens, delta.logprobs, self._tokenizer.decode)
-                if stopped and delta.finish_reason is None:
-                    await self._host.abort(request.id)
-            if delta.finish_reason is not None:
-                response.end_submission(delta.finish_reason, delta.spans)
+        """One submission, until it ends, or the engine with it."""
+        stopped = ended = False
+        loads, known = self._host.loads, len(response.tokens)
+        try:
+            async with aclosing(self._host.stream(request, self._ticket)) as deltas:
+                async for delta in deltas:
+                    if not stopped and delta.tokens:
+                        stopped = response.extend(delta.tokens, delta.logprobs, self._tokenizer.decode)
+                        if self._host.loads == loads:
+                            known = len(response.tokens)
+                        if stopped and delta.finish_reason is None:
+                            await self._host.abort(request.id)
+                    if delta.finish_reason is not None:
+                        response.end_submission(delta.finish_reason, delta.spans)
+                        ended = True
+        except EngineDied:
+            if not ended:
+                response.cut_submission(known)
+
+    def _require_innocent(self) -> None:
+        failure = self._host.suspects.failure(self._ticket)
+        if failure is not None:
+            raise TrajectoryFailed(failure)
 
 
 async def single_turn(engine: EpisodeEngine, ticket: Ticket, sample: int) -> Trajectory:

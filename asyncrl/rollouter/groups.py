@@ -1,8 +1,9 @@
 """From a ticket to a finished prompt group: episodes, scores, retries.
 
 Failure is per trajectory: only it is tried again, with backoff, up to ``rollout.max_attempts``. One that failed for
-good quarantines its group with the reason, or is left out where the configuration says so. An error is never a
-reward. Each trajectory is scored the moment it is finished; a group reward when the whole group is.
+good quarantines its group with the reason, or is left out where the configuration says so. The death of an engine is
+no attempt and is not seen here, unless engines have died of this very prompt too often; see suspects.py. An error is
+never a reward. Each trajectory is scored the moment it is finished; a group reward when the whole group is.
 """
 
 from __future__ import annotations
@@ -12,18 +13,15 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from asyncrl.config import Config
-from asyncrl.errors import EngineDied, RemoteError, WireError
+from asyncrl.errors import RemoteError, WireError
 from asyncrl.messages import Completion, Group, Score, Scores, Ticket, Trajectory
+from asyncrl.rollouter.episodes import TrajectoryFailed
 from asyncrl.runtime.clock import Clock
 
 T = TypeVar("T")
 
 MIN_SURVIVORS = 2
 """A baseline over the group needs two."""
-
-
-class TrajectoryFailed(Exception):
-    """A trajectory failed for good; the text is the reason."""
 
 
 class GroupRunner:
@@ -35,7 +33,7 @@ class GroupRunner:
         *,
         episode: Callable[[Ticket, int], Awaitable[Trajectory]],
         score: Callable[[Score], Awaitable[Scores]],
-        generated: Callable[[], None],
+        generated: Callable[[Ticket], None],
         clock: Clock,
     ) -> None:
         self._config = config
@@ -68,7 +66,7 @@ class GroupRunner:
             try:
                 trajectory = await self._retry("generation", lambda: self._episode(ticket, sample))
             finally:
-                self._generated()
+                self._generated(ticket)
             trajectory.generate_s = self._clock.now() - began
             if self._config.reward.per == "trajectory":
                 await self._score_into(ticket, [trajectory])
@@ -96,7 +94,7 @@ class GroupRunner:
         for number in range(1, rollout.max_attempts + 1):
             try:
                 return await attempt()
-            except (EngineDied, WireError, ValueError) as error:
+            except (WireError, ValueError) as error:
                 # An engine's ValueError is a request that it can never serve.
                 final = isinstance(error, ValueError) or (isinstance(error, RemoteError) and not error.retryable)
                 if final or number == rollout.max_attempts:

@@ -2,6 +2,7 @@
 
 Invariants: tokens, log-probs and version spans always cover the same positions; every token keeps the log-prob and
 the version that sampled it, also over aborts, resumes and the death of an engine; never more than ``max_tokens``.
+A token is given up only where nobody can say which version sampled it: see ``cut_submission``.
 Stop strings are looked for in the text of the whole response, so that one that straddles a resume still stops.
 """
 
@@ -91,11 +92,18 @@ class Response:
             elif reason == "length" or self.remaining <= 0:
                 self.finish_reason = "length"
 
-    def lose_submission(self) -> None:
-        """Forget what the present submission has sampled, because nobody can say under which version."""
-        self.finish_reason = None
-        del self.tokens[self._submission_start :]
-        del self.logprobs[self._submission_start :]
+    def cut_submission(self, known: int) -> None:
+        """The submission is over without a last word on its versions: the engine died.
+
+        The first ``known`` tokens of the response are those that were handed over before the weights changed under it,
+        all sampled under the version it began with. Of those after them, which there are only where the engine goes on
+        over a load (on_update = keep), nobody can say whether they were sampled before or after it: they are forgotten.
+        """
+        if known < len(self.tokens):
+            self.finish_reason = None
+            del self.tokens[known:]
+            del self.logprobs[known:]
+        self.end_submission("abort")
 
 
 def _contains(text: str, stops: Sequence[str]) -> bool:

@@ -48,12 +48,14 @@ from asyncrl.messages import (
 from asyncrl.rollouter.drift import Drift
 from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.fetch import fetch
+from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.supervision import RestartBudget
 from asyncrl.weights.broadcast import Broadcast
 from asyncrl.weights.place import host_id
 from asyncrl.weights.staging import Staged
 
+PARAMETER_SERVER = "parameter_server/0"
 PROBE_S = 10.0
 """Longest that a probe waits among the requests of an engine that serves."""
 AWAY_S = 0.5
@@ -74,6 +76,7 @@ class UpdateFollower:
         call: Callable[[Request], Awaitable[Any]],
         committed: Callable[[int], None],
         updated: Callable[[UpdateTimes], None],
+        awaits: Awaits,
         clock: Clock,
         log: FilteringBoundLogger,
     ) -> None:
@@ -83,6 +86,7 @@ class UpdateFollower:
         self._call = call
         self._committed = committed
         self._updated = updated
+        self._awaits = awaits
         self._clock = clock
         self._log = log
         supervision = config.supervision
@@ -115,17 +119,23 @@ class UpdateFollower:
     async def _follow(self) -> None:
         # Not for ever: a cancellation may be lost where several tasks end at once.
         while not self._host.died.is_set():
-            self._taking = await self._next_offer()
+            with self._awaits.on(PARAMETER_SERVER, "NextUpdate", idle=True):
+                while self._taking is None and not self._host.died.is_set():
+                    self._taking = await self._next_offer()
             if self._taking is not None:
                 await self._take(self._taking)
             if not self._host.died.is_set():
                 self._taking = None
 
     async def _replace_engine(self) -> None:
-        """Until one is up. Raises ActorFailed."""
-        reason = self._host.reason
+        """Until one is up. Raises ActorFailed.
+
+        A death of a prompt that ran alone is charged to that prompt only; see EngineHost.excused.
+        """
+        reason, excused = self._host.reason, self._host.excused
         while True:
-            pause_s = self._restarts.next(self._clock.now())
+            pause_s = self._config.supervision.backoff_s if excused else self._restarts.next(self._clock.now())
+            excused = False
             if pause_s is None:
                 supervision = self._config.supervision
                 raise ActorFailed(
@@ -235,10 +245,11 @@ class UpdateFollower:
             ) from error
 
     async def _wait_for_pause(self, version: int) -> None:
-        while True:
-            reply: PauseGranted | None = await self._ask(RequestPause(version=version))
-            if reply is not None and reply.granted:
-                return
+        with self._awaits.on(PARAMETER_SERVER, "RequestPause"):
+            while True:
+                reply: PauseGranted | None = await self._ask(RequestPause(version=version))
+                if reply is not None and reply.granted:
+                    return
 
     # --- by broadcast ---
 
@@ -263,10 +274,11 @@ class UpdateFollower:
         await self._conclude(offer, *done)
 
     async def _broadcast_begins(self, version: int, epoch: int) -> bool:
-        while True:
-            reply: BroadcastBegins | None = await self._ask(JoinBroadcast(version=version, epoch=epoch))
-            if reply is not None and reply.decided:
-                return reply.begins
+        with self._awaits.on(PARAMETER_SERVER, "JoinBroadcast"):
+            while True:
+                reply: BroadcastBegins | None = await self._ask(JoinBroadcast(version=version, epoch=epoch))
+                if reply is not None and reply.decided:
+                    return reply.begins
 
     # --- both ---
 

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from asyncrl.config import Config
-from asyncrl.errors import ActorFailed, AsyncRLError, DeadlineExceeded, RemoteError, WireError
+from asyncrl.errors import AsyncRLError, DeadlineExceeded, RemoteError, WireError
 from asyncrl.messages import (
     ActorRecord,
+    AwaitRecord,
     Heartbeat,
     Register,
     ReportFailure,
@@ -28,6 +29,7 @@ from asyncrl.messages import (
 )
 from asyncrl.monitor.logging import get_logger
 from asyncrl.monitor.states import StateLedger
+from asyncrl.runtime.awaits import Awaits, most_telling
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.endpoint import Endpoint
 from asyncrl.runtime.peer import REPEAT_S, Peer
@@ -76,6 +78,7 @@ class Actor:
         self.clock = context.clock
         self.log = get_logger(context.name)
         self.states = StateLedger(self.clock.now)
+        self.awaits = Awaits(self.clock.now)
         self.address = ""
         """Where its server is bound, once it is."""
         self.facts: dict[str, Any] = {}
@@ -83,6 +86,9 @@ class Actor:
         self.ready = False
         self.tasks: asyncio.TaskGroup
         self.run_state = RunState(number=-1, phase="starting")
+        self._known_to = 0
+        """Incarnation of the controller where this actor is registered."""
+        self._has_made_way = False
         self._drained = asyncio.Event()
         self._peers: dict[str, Peer] = {}
         self._progress = 0
@@ -112,6 +118,12 @@ class Actor:
 
     def peer_replaced(self, name: str, incarnation: int) -> None:
         """A newer incarnation of an actor has said HELLO: this one of it is dead."""
+
+    def preempted(self) -> None:
+        """The run makes way: nothing new is begun, and what is worth keeping is brought to the learner's checkpoint.
+
+        Called once, from the event loop, after ``setup``.
+        """
 
     # --- what an actor uses ---
 
@@ -153,23 +165,32 @@ class Actor:
 
     def heartbeat(self, beat: int, loop_lag_s: float) -> Heartbeat:
         """What this actor says of itself now; called from any thread."""
-        oldest = max(
-            (
-                (call[1], f"{peer.name} {call[0]}")
-                for peer in list(self._peers.values())
-                if (call := peer.oldest_call())
-            ),
-            default=None,
-        )
+        awaits = self._all_awaits()
+        oldest = next((wait for wait in awaits if not wait.idle), None)
+        ledger = self.states.totals()
+        state, awaiting, state_s = self.states.present()
+        if not self.ready:
+            state, state_s = "starting", sum(ledger.values())
         return Heartbeat(
             beat=beat,
             progress=self._progress,
-            state=self.states.state if self.ready else "starting",
+            state=state,
+            awaiting=awaiting,
+            state_s=state_s,
             loop_lag_s=loop_lag_s,
-            oldest_await=f"{oldest[1]} {oldest[0]:.1f}" if oldest else "",
-            ledger=self.states.totals(),
+            oldest_await=f"{oldest.whom} {oldest.what} {oldest.seconds:.1f}" if oldest else "",
+            awaits=awaits,
+            ledger=ledger,
             counters=dict(self.counters),
         )
+
+    def _all_awaits(self) -> list[AwaitRecord]:
+        """The waits that are open, and the calls in flight that belong to none of them."""
+        waits = self.awaits.records()
+        known = {(wait.whom, wait.what) for wait in waits}
+        for peer in list(self._peers.values()):
+            waits += [call for call in peer.oldest_calls() if (call.whom, call.what) not in known]
+        return most_telling(waits)
 
     # --- its life ---
 
@@ -206,7 +227,7 @@ class Actor:
                 if server is not None:
                     server.close()
                 self.context.transport.close()
-                self.log.info("ended")
+                self.log.info("ended", counters=self.counters)
 
     async def _live(self) -> None:
         supervised = self.context.controller is not None
@@ -218,6 +239,7 @@ class Actor:
             return
         self.ready = True
         self.states.enter("ready")
+        self._make_way()
         if supervised:
             await self._register(address=self.address)
         await self.run()
@@ -236,10 +258,8 @@ class Actor:
             await asyncio.gather(task, drained, return_exceptions=True)
 
     def _bind_address(self) -> str:
-        network = self.config.network
-        if self.role == "controller":
-            return f"tcp://{network.host}:{network.controller_port}"
-        return f"tcp://{network.host}:{network.ports}"
+        """Where its server is to be bound."""
+        return f"tcp://{self.config.network.host}:{self.config.network.ports}"
 
     async def _register(self, address: str) -> None:
         if address and self.context.credentials.curve:
@@ -252,22 +272,39 @@ class Actor:
             pid=os.getpid(),
             facts=self.facts,
         )
-        await self.peer(CONTROLLER).call(Register(record=record))
+        # A controller that is itself being started again is waited for.
+        timeout = self.config.supervision.start_timeout_s
+        call = self.peer(CONTROLLER).call(Register(record=record), timeout=timeout)
+        await call
+        self._known_to = call.answered_by
 
     async def _watch_run(self) -> None:
         """Follow the run's state for the whole life of this actor."""
         while True:
+            call = self.peer(CONTROLLER).call(WatchRun(seen=self.run_state.number))
             try:
-                state: RunState = await self.peer(CONTROLLER).call(WatchRun(seen=self.run_state.number))
+                with self.awaits.on(CONTROLLER, "WatchRun", idle=True):
+                    state: RunState = await call
             except (DeadlineExceeded, RemoteError) as error:
                 # Data goes on without the controller; it comes back under its address or the agent ends us.
                 self.log.warning("controller is away", error=str(error))
                 await asyncio.sleep(REPEAT_S / 10)
                 continue
+            if call.answered_by != self._known_to:
+                self.log.info("controller has started again", incarnation=call.answered_by)
+                # If it refuses, this incarnation is dead to the others and must end.
+                await self._register(address=self.address if self.ready else "")
             self.run_state = state
             if self.role in state.draining and not self.draining:
                 self.log.info("draining", reason=state.reason)
                 self._drained.set()
+            self._make_way()
+
+    def _make_way(self) -> None:
+        if self.run_state.phase == "preempting" and self.ready and not self._has_made_way:
+            self._has_made_way = True
+            self.log.info("the run makes way")
+            self.preempted()
 
     async def _resolve(self, name: str, above: int) -> ActorRecord | None:
         reply = await self.peer(CONTROLLER).call(Resolve(name=name, above=above))
@@ -282,9 +319,9 @@ class Actor:
         self.log.error("handler failed", type=type, exc_info=error)
 
     def _will_be_restarted(self, error: BaseException) -> bool:
-        policy = ROLES.get(self.role)
-        healable = not (isinstance(error, AsyncRLError) and error.exit_code in UNHEALABLE_EXITS)
-        return policy is not None and policy.restart and healable and not isinstance(error, ActorFailed)
+        if isinstance(error, AsyncRLError) and (not error.restartable or error.exit_code in UNHEALABLE_EXITS):
+            return False
+        return self.role in ROLES
 
     async def _report(self, error: BaseException) -> None:
         """Tell the controller why this actor ends."""

@@ -2,13 +2,15 @@
 
 The thread has its own socket and codec. It tells progress apart from being alive: the count of useful events and
 the lag of the event loop go along with each beat. It never fails the actor; a controller that is away is said
-HELLO again when it asks for it.
+HELLO again when it asks for it. When this process is asked for its stacks, the thread adds those of the tasks, which
+it can even while the event loop is blocked.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
+import sys
 import threading
 import time
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 import zmq
 
 from asyncrl.errors import ProtocolError
+from asyncrl.runtime import stacks
 from asyncrl.runtime.actor import CONTROLLER, Actor
 from asyncrl.runtime.endpoint import Endpoint
 from asyncrl.wire.envelope import Kind, decode_header
@@ -31,6 +34,7 @@ class HeartbeatThread:
         self._address = address
         self._stop = threading.Event()
         self._loop_seen = time.monotonic()
+        self._stacks_asked = 0
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         context = actor.context
         self._endpoint = Endpoint(
@@ -76,6 +80,7 @@ class HeartbeatThread:
                 header = self._endpoint.header(Kind.CAST, type(message).__name__)
                 self._send(socket, [header, *self._endpoint.codec.encode(message)])
                 self._listen(socket)
+                self._write_stacks()
         finally:
             socket.close(0)
             context.destroy(linger=0)
@@ -89,6 +94,19 @@ class HeartbeatThread:
 
     def _mark(self) -> None:
         self._loop_seen = time.monotonic()
+
+    def _write_stacks(self) -> None:
+        """Of all tasks, if this process was asked for its stacks since the last beat."""
+        asked = stacks.requests.count
+        if asked != self._stacks_asked:
+            self._stacks_asked = asked
+            try:
+                text = stacks.describe_tasks(self._loop)
+            except RuntimeError as error:
+                # Tasks come and go faster than they can be listed.
+                text = f"{stacks.TASKS_BEGIN} {error}\n{stacks.TASKS_END}\n"
+            sys.stderr.write(text)
+            sys.stderr.flush()
 
     def _listen(self, socket: Any) -> None:
         while True:

@@ -5,6 +5,9 @@ message id, which the peer recognises. When the peer is replaced by a new incarn
 new one, and the others fail with PeerRestarted if they had been sent. Every call ends: with its reply, RemoteError,
 PeerRestarted, Refused, or DeadlineExceeded, which says who waited, on whom, for what, and what the connection was
 doing. Cancelling the awaited future cancels the handler on the other side.
+
+Who learns in another way that a peer has been replaced says so with ``adopt``: nothing that older incarnations say is
+believed from then on. A reply may have been taken in just before; ``answered_by`` of its call tells whose it was.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from collections import deque
 from typing import Any
 
 from asyncrl.errors import DeadlineExceeded, PeerRestarted, ProtocolError, Refused, RemoteError
-from asyncrl.messages import ActorRecord, Message, Request
+from asyncrl.messages import ActorRecord, AwaitRecord, Message, Request
 from asyncrl.runtime.deadlines import Deadlines
 from asyncrl.runtime.endpoint import Endpoint, size_of
 from asyncrl.wire.envelope import ErrorBody, Header, Kind, Refuse, Welcome, decode_header
@@ -23,14 +26,18 @@ from asyncrl.wire.transport import Client, Frames
 
 REPEAT_S = 5.0
 """A call without an answer is sent again after this; so is a HELLO after a fifth of it."""
+LOOKED_AT = 64
+"""Calls in flight that a heartbeat looks at."""
 
 
 class CallFuture(asyncio.Future[Any]):
     """A call in flight. Cancelling it tells the other side."""
 
-    __slots__ = ("deadline", "frames", "id", "kind", "on_wire", "peer", "sent", "started", "tick")
+    __slots__ = ("answered_by", "deadline", "frames", "id", "kind", "on_wire", "peer", "sent", "started", "tick")
 
     peer: Peer
+    answered_by: int
+    """Incarnation of the peer that has replied; 0 before."""
     id: int
     kind: type[Request]
     frames: list[Any]
@@ -62,6 +69,8 @@ class Peer:
         self._client: Client | None = None
         self._incarnation = 0
         """Of the peer, from its WELCOME; 0 before the first."""
+        self._adopted = 0
+        """Older incarnations of the peer are not believed."""
         self._limit = endpoint.max_message_bytes
         self._credit = 0
         self._on_wire = 0
@@ -78,7 +87,7 @@ class Peer:
 
     # --- the caller's side ---
 
-    def call(self, request: Request, timeout: float | None = None) -> asyncio.Future[Any]:
+    def call(self, request: Request, timeout: float | None = None) -> CallFuture:
         """Send a request; await the result for its reply. ``timeout`` in seconds."""
         endpoint = self._endpoint
         if timeout is None:
@@ -86,6 +95,7 @@ class Peer:
         kind = type(request)
         future = CallFuture(loop=self._loop)
         future.peer, future.kind, future.sent, future.on_wire = self, kind, False, False
+        future.answered_by = 0
         future.frames = endpoint.codec.encode(request)
         future.id = self._next_id
         self._next_id += 1
@@ -121,6 +131,20 @@ class Peer:
         """Say HELLO now instead of with the first call."""
         self._connect()
 
+    def adopt(self, incarnation: int) -> None:
+        """Take ``incarnation`` for the living one: what older ones say is not believed from here on.
+
+        A connection to an older one is dropped; calls in flight that may be repeated go to the new one.
+        """
+        assert not self._fixed, "a peer of a fixed address has no older incarnation elsewhere"
+        if incarnation <= self._adopted:
+            return
+        self._adopted = incarnation
+        known = max(self._incarnation, self._record.incarnation if self._record is not None else 0)
+        if self._client is not None and known < incarnation:
+            self._disconnect()
+            self._find()
+
     def close(self) -> None:
         """Disconnect; calls in flight fail."""
         self._closed = True
@@ -131,11 +155,13 @@ class Peer:
             self._finish(future).set_exception(self._expired(future))
         self._deadlines.close()
 
-    def oldest_call(self) -> tuple[str, float] | None:
-        """(request type, seconds waited) of the call in flight for longest."""
-        for future in self._pending.values():
-            return future.kind.__name__, self._loop.time() - future.started
-        return None
+    def oldest_calls(self) -> list[AwaitRecord]:
+        """What is waited for here, of the LOOKED_AT calls in flight for longest; callable from any thread."""
+        oldest: dict[type[Request], float] = {}
+        for future in list(self._pending.values())[:LOOKED_AT]:
+            oldest.setdefault(future.kind, future.started)
+        now = self._loop.time()
+        return [AwaitRecord(self.name, kind.__name__, now - since, kind.idle) for kind, since in oldest.items()]
 
     def forget(self, future: CallFuture, *, tell: bool) -> None:
         """Stop waiting for a call; ``tell`` sends CANCEL."""
@@ -149,7 +175,7 @@ class Peer:
     def _connect(self) -> None:
         if self._client is not None or self._closed:
             return
-        if self._record is None:
+        if self._record is None or self._record.incarnation < self._adopted:
             self._find()
             return
         endpoint = self._endpoint
@@ -199,14 +225,14 @@ class Peer:
     async def _resolve(self) -> None:
         try:
             while not self._closed and not self.ready:
-                above = self._record.incarnation if self._record is not None else 0
+                above = max(self._record.incarnation if self._record is not None else 0, self._adopted - 1)
                 try:
                     record = await self._endpoint.resolve(self.name, above)
                 except (DeadlineExceeded, RemoteError):
                     # The controller is away; the callers' own deadlines bound this.
                     await asyncio.sleep(REPEAT_S / 10)
                     continue
-                if record is not None and not self.ready:
+                if record is not None and record.incarnation >= self._adopted and not self.ready:
                     self._record = record
                     self._disconnect()
                     self._connect()
@@ -242,6 +268,9 @@ class Peer:
     def _receive(self, frames: Frames) -> None:
         try:
             header = decode_header(frames[0])
+            if header.incarnation < max(self._incarnation, self._adopted):
+                self._endpoint.count("wire/from_replaced")
+                return
             if header.kind == Kind.REPLY:
                 self._on_reply(header, frames)
             elif header.kind == Kind.ERROR:
@@ -257,7 +286,7 @@ class Peer:
 
     def _on_reply(self, header: Header, frames: Frames) -> None:
         future = self._pending.get(header.in_reply_to)
-        if future is None or header.incarnation < self._incarnation:
+        if future is None:
             return
         kind = future.kind.reply
         self._finish(future)
@@ -269,6 +298,7 @@ class Peer:
         except ProtocolError as error:
             future.set_exception(error)
         else:
+            future.answered_by = header.incarnation
             future.set_result(reply)
         self._use_credit()
 

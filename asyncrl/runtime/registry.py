@@ -1,22 +1,29 @@
 """The records of all actors by name, and who of them is the living one.
 
-Invariant: for each name only the largest incarnation ever seen is heard; whatever an older one says is
-refused (fencing), and a name whose actor has ended resolves to nothing until a larger incarnation
-registers. A missed heartbeat changes no record: silence is a stall (``silent``), and only the end of a process or
-of a host is a death. Pure: the caller brings the time.
+Invariants: for each name only the largest incarnation ever seen is heard; whatever an older one says is
+refused (fencing), and a name whose actor has ended, or is condemned to be killed, resolves to nothing until a larger
+incarnation registers. A missed heartbeat changes no record: silence is a stall (``silent``), and only the end of a
+process or of a host is a death. Of a gang nobody lives on who started before the newest death in it, unless that death
+was brought about for this very reason: so its new actors can only meet new ones, even if this registry is itself
+younger than they are. Pure: the caller brings the time.
 
 Fails with Refused (code ``incarnation``), which names both incarnations.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+import msgspec
 
 from asyncrl.errors import Refused
 from asyncrl.messages import ActorRecord, Condemned, Heartbeat
+from asyncrl.runtime.supervision import is_gang, role_of
 
-LONGEST_GAP = 0.25
-"""Share of the time after which silence is a stall: who looks less often than this may not have listened himself."""
+LONGEST_GAP = 0.5
+"""Share of the time after which silence is a stall: who looks less often than this may not have listened himself. The
+shortest such time is that of three looks."""
 
 
 @dataclass(slots=True)
@@ -31,12 +38,21 @@ class Entry:
     heartbeat: Heartbeat | None = None
     progressed: float = 0.0
     """When its progress last moved (s)."""
+    version: int = -1
+    """The newest weights it knew of at its last heartbeat."""
     ended: bool = False
+    condemned: str = ""
+    """Why it is to be killed, if it is."""
+
+    @property
+    def heard_of(self) -> bool:
+        """Whether anything it says counts."""
+        return not self.ended and not self.condemned
 
     @property
     def ready(self) -> bool:
         """Whether it lives and has said where it can be called, which it does once its start-up is over."""
-        return not self.ended and bool(self.record.address)
+        return self.heard_of and bool(self.record.address)
 
 
 @dataclass(slots=True)
@@ -44,19 +60,25 @@ class Registry:
     """Entries by actor name."""
 
     entries: dict[str, Entry] = field(default_factory=dict)
+    _broken: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """For the role of a gang: who started before this incarnation is to be started again, and why."""
     _looked: float = 0.0
     _listening_since: float = 0.0
 
     def register(self, record: ActorRecord, now: float) -> None:
-        """Take in a record. Raises Refused for an incarnation that is not the newest, or has ended."""
+        """Take in a record; an address that was given once stays.
+
+        Raises Refused for an incarnation that is not the newest, has ended, or is condemned.
+        """
         entry = self._admit(record, now)
-        entry.record = record
+        address = record.address or entry.record.address
+        entry.record = msgspec.structs.replace(record, address=address)
         entry.heard = now
 
     def heartbeat(self, name: str, incarnation: int, beat: Heartbeat, now: float) -> bool:
         """Take in a heartbeat; False if it is not the living incarnation's, or is not its newest."""
         entry = self.entries.get(name)
-        if entry is None or entry.ended or incarnation != entry.record.incarnation:
+        if entry is None or not entry.heard_of or incarnation != entry.record.incarnation:
             return False
         last = entry.heartbeat
         if last is not None and beat.beat <= last.beat:
@@ -67,17 +89,44 @@ class Registry:
         entry.heard = now
         return True
 
-    def ended(self, name: str, incarnation: int, now: float) -> bool:
-        """Note the end of an incarnation and of every older one; False if a larger one lives."""
+    def ended(self, name: str, incarnation: int, now: float, died: int = 0) -> bool:
+        """Note the end of an incarnation and of every older one; False if a larger one lives.
+
+        ``died`` is when it ended (ns, on the clock of incarnations), or 0 if it was asked or condemned to.
+        """
         entry = self.entries.get(name)
-        if entry is None or incarnation > entry.record.incarnation:
+        known = entry is not None and incarnation <= entry.record.incarnation
+        if entry is None or not known:
             # It ended before it was ever heard of; its late words are refused all the same.
             record = ActorRecord(name=name, incarnation=incarnation, address="")
-            self.entries[name] = Entry(record, since=now, heard=now, ended=True)
-            return True
-        if incarnation == entry.record.incarnation:
+            entry = self.entries[name] = Entry(record, since=now, heard=now, ended=True)
+        same = incarnation == entry.record.incarnation
+        if same and known:
             entry.ended = True
+        if died and not (same and entry.condemned):
+            self._break_gang(name, died, "died")
         return entry.ended
+
+    def condemn(self, actors: Iterable[Condemned]) -> None:
+        """These are to be killed, and with one of a gang all that live of it; who is not living is passed over."""
+        for actor in actors:
+            entry = self.entries.get(actor.name)
+            if entry is not None and entry.heard_of and entry.record.incarnation == actor.incarnation:
+                entry.condemned = actor.reason
+                self._break_gang(actor.name, self._newest_of(actor.name) + 1, "is killed")
+
+    @property
+    def condemned(self) -> list[Condemned]:
+        """All that are to be killed and whose end is not known yet."""
+        return [
+            Condemned(name, entry.record.incarnation, entry.condemned)
+            for name, entry in self.entries.items()
+            if entry.condemned and not entry.ended
+        ]
+
+    def silence_of(self, entry: Entry, now: float) -> float:
+        """Seconds for which it could have been heard of and was not."""
+        return now - max(entry.heard, self._listening_since)
 
     def silent(self, now: float, silence_s: float) -> list[Condemned]:
         """The living actors that were not heard of for ``silence_s``; to be asked regularly.
@@ -91,7 +140,7 @@ class Registry:
         return [
             Condemned(name, entry.record.incarnation, f"it did not beat for {now - entry.heard:.0f} s")
             for name, entry in self.entries.items()
-            if not entry.ended and now - max(entry.heard, self._listening_since) >= silence_s
+            if entry.heard_of and self.silence_of(entry, now) >= silence_s
         ]
 
     def resolve(self, name: str, above: int = 0, *, unready: bool = False) -> ActorRecord | None:
@@ -100,7 +149,7 @@ class Registry:
         With ``unready`` it is enough that it has facts.
         """
         entry = self.entries.get(name)
-        if entry is None or entry.ended or entry.record.incarnation <= above:
+        if entry is None or not entry.heard_of or entry.record.incarnation <= above:
             return None
         return entry.record if entry.ready or (unready and entry.record.facts) else None
 
@@ -109,14 +158,39 @@ class Registry:
         return {name for name, entry in self.entries.items() if entry.ready}
 
     def _admit(self, record: ActorRecord, now: float) -> Entry:
-        entry = self.entries.get(record.name)
-        if entry is None or record.incarnation > entry.record.incarnation:
-            entry = self.entries[record.name] = Entry(record, since=now, heard=now, progressed=now)
-        elif record.incarnation < entry.record.incarnation or entry.ended:
+        name, incarnation = record.name, record.incarnation
+        entry = self.entries.get(name)
+        if entry is None or incarnation > entry.record.incarnation:
+            replaced, entry = entry, Entry(record, since=now, heard=now, progressed=now)
+            self.entries[name] = entry
+            if replaced is not None and replaced.heard_of:
+                # Nobody has said so yet, but it must have died before this one was started.
+                self._break_gang(name, incarnation, "died")
+            self._spare_or_condemn(name)
+        known = entry.record.incarnation
+        if incarnation < known or not entry.heard_of:
+            state = ", which has ended" if entry.ended else ", which is to be killed" if entry.condemned else ""
             raise Refused(
-                "controller/0",
-                "incarnation",
-                ours=f"{record.name} of incarnation {record.incarnation}",
-                theirs=f"{entry.record.incarnation}" + (", which has ended" if entry.ended else ""),
+                "controller/0", "incarnation", ours=f"{name} of incarnation {incarnation}", theirs=f"{known}{state}"
             )
         return entry
+
+    def _break_gang(self, name: str, before: int, what: str) -> None:
+        """Who belongs to the gang of ``name`` and started before this incarnation is to be killed."""
+        role = role_of(name)
+        if is_gang(name) and before > self._broken.get(role, (0, ""))[0]:
+            self._broken[role] = before, f"{name} {what}, and all of {role} start again together"
+            for other in self.entries:
+                if role_of(other) == role:
+                    self._spare_or_condemn(other)
+
+    def _spare_or_condemn(self, name: str) -> None:
+        before, reason = self._broken.get(role_of(name), (0, ""))
+        entry = self.entries[name]
+        if entry.heard_of and entry.record.incarnation < before:
+            entry.condemned = reason
+
+    def _newest_of(self, name: str) -> int:
+        """The newest incarnation that lives of the gang of ``name``."""
+        entries = [entry for other, entry in self.entries.items() if role_of(other) == role_of(name)]
+        return max(entry.record.incarnation for entry in entries if not entry.ended)

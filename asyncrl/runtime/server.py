@@ -4,6 +4,12 @@ Nothing but a HELLO is served on a connection before its WELCOME; whoever is not
 says, or has been replaced by a newer incarnation is refused. A call that arrives again while its handler runs, or
 after it was answered, is not run again: replies to calls that may not be repeated are kept until the caller has
 them. Every failure of a handler becomes an ERROR for its caller; malformed frames are counted and change nothing.
+
+Whatever is sent, in whatever numbers, what is kept here is bounded: names, connections of a name, calls and stored
+replies of a connection, and the time for which a call may be parked. Three counters, which every heartbeat carries,
+tell what did not enter: ``wire/strangers`` counts connections that were turned away before they could say anything,
+and messages on connections without WELCOME; ``wire/refused`` HELLOs and messages of somebody who is not who he says he
+is, or not one of this run; ``wire/malformed`` what cannot be read.
 """
 
 from __future__ import annotations
@@ -34,8 +40,17 @@ from asyncrl.wire.envelope import (
 from asyncrl.wire.transport import Frames
 from asyncrl.wire.transport import Server as BoundSocket
 
+STRANGERS, REFUSED, MALFORMED = "wire/strangers", "wire/refused", "wire/malformed"
 MAX_SESSIONS_PER_NAME = 4
 """An actor has one connection for its calls, one for its heartbeats, and leaves a few behind when it reconnects."""
+MAX_NAMES = 16384
+"""Where no keys say who there can be."""
+MAX_STORED = 4 * CREDIT
+"""Replies kept for one connection."""
+LONGEST_CALL_S = 7 * 86400.0
+"""A caller that wants to wait longer is answered as if this were its deadline."""
+LONGEST_ERROR = 16384
+"""Characters. What is wrong with a message may be as long as the message."""
 
 
 @dataclass(slots=True)
@@ -110,10 +125,12 @@ class CallServer:
         self._expired: set[asyncio.Future[Any]] = set()
         """Those of the running calls whose deadline is over."""
         self._bound: BoundSocket | None = None
+        for counter in (STRANGERS, REFUSED, MALFORMED):
+            endpoint.counters.setdefault(counter, 0)
 
     def bind(self, address: str) -> str:
         """Bind and return the real address. Raises OSError."""
-        self._bound = self._endpoint.transport.bind(address, self._receive)
+        self._bound = self._endpoint.transport.bind(address, self._receive, lambda: self._endpoint.count(STRANGERS))
         return self._bound.address
 
     def close(self) -> None:
@@ -140,10 +157,16 @@ class CallServer:
                 return
             session = self._sessions.get(routing_id)
             if session is None:
+                self._endpoint.count(STRANGERS)
                 self._error(routing_id, header, "hello_required", "say HELLO first", retryable=True)
                 return
+            if owner is not None and owner != session.name:
+                # Routing ids are chosen by the peer: somebody has taken over another's connection.
+                self._refuse(routing_id, header.id, "key", f"the key of {owner}", session.name)
+                return
             if header.sender != session.name or header.incarnation != session.incarnation:
-                raise ProtocolError("sender does not fit its HELLO")
+                self._endpoint.count(REFUSED)
+                return
             if header.kind == Kind.CALL:
                 self._on_call(session, header, frames)
             elif header.kind == Kind.CAST:
@@ -152,8 +175,8 @@ class CallServer:
                 self._cancel(session, header.in_reply_to)
             else:
                 raise ProtocolError(f"a client does not send {Kind(header.kind).name}")
-        except (ProtocolError, IndexError):
-            self._endpoint.count("wire/malformed")
+        except ProtocolError:
+            self._endpoint.count(MALFORMED)
 
     def _on_hello(self, routing_id: bytes, header: Header, hello: Hello, owner: str | None) -> None:
         ours = self._endpoint.credentials
@@ -166,8 +189,10 @@ class CallServer:
             refusal = ("name", header.sender, hello.name)
         elif ours.curve and owner != hello.name:
             refusal = ("key", f"the key of {owner}", hello.name)
-        elif hello.incarnation < self._newest.get(hello.name, 0):
-            refusal = ("incarnation", str(self._newest[hello.name]), str(hello.incarnation))
+        elif hello.incarnation < (newest := self._newest.get(hello.name, 0)):
+            refusal = ("incarnation", str(newest), str(hello.incarnation))
+        elif hello.name not in self._newest and len(self._newest) >= MAX_NAMES:
+            refusal = ("name", f"one of {MAX_NAMES} known actors", hello.name)
         if refusal is not None:
             self._refuse(routing_id, header.id, *refusal)
             return
@@ -176,7 +201,10 @@ class CallServer:
         self._drop_sessions(hello.name, hello.incarnation, routing_id)
         if replaced < hello.incarnation:
             self._on_replaced(hello.name, replaced)
-        if routing_id not in self._sessions:
+        known = self._sessions.get(routing_id)
+        if known is None or (known.name, known.incarnation) != (hello.name, hello.incarnation):
+            if known is not None:
+                self._drop(known)
             self._sessions[routing_id] = _Session(routing_id, hello.name, hello.incarnation, hello.max_message_bytes)
         welcome = Welcome(
             run_id=ours.run_id,
@@ -192,9 +220,12 @@ class CallServer:
         own = [s for s in self._sessions.values() if s.name == name and s.routing_id != but]
         current = [s for s in own if s.incarnation == incarnation]
         for session in [s for s in own if s.incarnation != incarnation] + current[: 1 - MAX_SESSIONS_PER_NAME]:
-            del self._sessions[session.routing_id]
-            for id in list(session.running):
-                self._cancel(session, id)
+            self._drop(session)
+
+    def _drop(self, session: _Session) -> None:
+        del self._sessions[session.routing_id]
+        for id in list(session.running):
+            self._cancel(session, id)
 
     def _cancel(self, session: _Session, id: int) -> None:
         task = session.running.get(id)
@@ -210,7 +241,7 @@ class CallServer:
             if header.id in session.stored:
                 self._transmit(session.routing_id, session.stored[header.id])
                 return
-        if len(session.running) >= CREDIT:
+        if len(session.running) >= CREDIT or len(session.stored) >= MAX_STORED:
             self._error(session.routing_id, header, "over_credit", "too many calls unanswered", retryable=True)
             return
         found = self._handlers.get(header.type)
@@ -225,10 +256,10 @@ class CallServer:
         try:
             request = self._endpoint.codec.decode(found.request, frames[1], frames[2:])
         except ProtocolError as error:
-            self._endpoint.count("wire/malformed")
+            self._endpoint.count(MALFORMED)
             self._error(session.routing_id, header, "invalid", str(error))
             return
-        deadline = self._loop.time() + header.deadline_ms / 1000
+        deadline = self._loop.time() + min(header.deadline_ms / 1000, LONGEST_CALL_S)
         caller = Caller(session.name, session.incarnation, header.param_version, deadline)
         if found.is_async:
             task = self._endpoint.spawn(self._run_call(session, header, found, request, caller))
@@ -327,11 +358,11 @@ class CallServer:
         )
 
     def _error(self, routing_id: bytes, header: Header, code: str, message: str, *, retryable: bool = False) -> None:
-        body = ErrorBody(code=code, message=message, retryable=retryable, actor=self._endpoint.name)
+        body = ErrorBody(code=code, message=message[:LONGEST_ERROR], retryable=retryable, actor=self._endpoint.name)
         self._send(routing_id, Kind.ERROR, "ErrorBody", header.id, self._endpoint.codec.encode(body))
 
     def _refuse(self, routing_id: bytes, id: int, code: str, ours: str, theirs: str) -> None:
-        self._endpoint.count("wire/refused")
+        self._endpoint.count(REFUSED)
         body = Refuse(code=code, ours=ours, theirs=theirs)
         self._send(routing_id, Kind.REFUSE, "Refuse", id, self._endpoint.codec.encode(body))
 

@@ -1,6 +1,6 @@
-"""Who is restarted, how soon and how often, and in which order roles end.
+"""What the end of an actor means: how soon and how often it is started again, and in which order roles end.
 
-One table says what each role may do; ``Supervisor`` applies it to the deaths that a node agent sees.
+One table says what is particular to each role; ``Supervisor`` applies it to the deaths that a node agent sees.
 Invariant: an actor is restarted at most ``max_restarts`` times within any window of ``window_s``, each time
 after a pause twice as long as the one before; whatever else happens ends the run with a reason that can be
 printed. Pure: the caller brings the time.
@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 
 STOPPED_EXIT_CODE = 130
 """Exit code of a run that was ended before its last step, as by Ctrl-C."""
+PREEMPTED_EXIT_CODE = 75
+"""Exit code of a run that made way, and left a checkpoint from which it can be resumed."""
 LONGEST_BACKOFF_S = 60.0
 UNHEALABLE_EXITS = frozenset({2, 78})
 """Exit codes of wrong usage and wrong configuration or data: a restart meets the same."""
@@ -21,21 +23,23 @@ UNHEALABLE_EXITS = frozenset({2, 78})
 
 @dataclass(frozen=True, slots=True)
 class RolePolicy:
-    """What the end of a run, and of an actor, means for one role."""
+    """What is particular to one role."""
 
     drain_rank: int
     """When the run ends, the actors of a rank are told to end once all of the lower ranks have."""
-    restart: bool
-    """A death is followed by a restart; else it ends the run."""
+    gang: bool = False
+    """Its actors compute together: when one dies all of them are started again, so that new ones meet new ones."""
+    fixed: bool = False
+    """It is found at one address with one key for the whole run, so its successor takes over both."""
 
 
 ROLES: dict[str, RolePolicy] = {
-    "rollouter": RolePolicy(drain_rank=1, restart=True),
-    "reward": RolePolicy(drain_rank=1, restart=True),
-    "parameter_server": RolePolicy(drain_rank=2, restart=True),
-    "dataloader": RolePolicy(drain_rank=2, restart=False),
-    "learner": RolePolicy(drain_rank=3, restart=False),
-    "controller": RolePolicy(drain_rank=4, restart=False),
+    "rollouter": RolePolicy(drain_rank=1),
+    "reward": RolePolicy(drain_rank=1),
+    "parameter_server": RolePolicy(drain_rank=2),
+    "dataloader": RolePolicy(drain_rank=2),
+    "learner": RolePolicy(drain_rank=3, gang=True),
+    "controller": RolePolicy(drain_rank=4, fixed=True),
 }
 
 
@@ -47,6 +51,12 @@ def role_of(name: str) -> str:
 def drain_rank(name: str) -> int:
     """The drain rank of an actor."""
     return ROLES[role_of(name)].drain_rank
+
+
+def is_gang(name: str) -> bool:
+    """Whether an actor dies and starts with all of its role; False for what is none of the run's actors."""
+    policy = ROLES.get(role_of(name))
+    return policy is not None and policy.gang
 
 
 def describe_exit(exit_code: int) -> str:
@@ -107,8 +117,6 @@ class Supervisor:
     def ended(self, name: str, exit_code: int, now: float) -> Restart | GiveUp:
         """Decide over a process that ended at ``now`` (monotonic, s) though nobody asked it to."""
         what = describe_exit(exit_code)
-        if not ROLES[role_of(name)].restart:
-            return GiveUp(f"ended unasked ({what})")
         if exit_code in UNHEALABLE_EXITS:
             return GiveUp(f"ended with {what}, which a restart would not mend")
         budget = self._budgets.setdefault(name, RestartBudget(self.max_restarts, self.window_s, self.backoff_s))

@@ -52,11 +52,13 @@ class Codec:
         """Read a body as ``kind``. Raises ProtocolError."""
         decoder = self._decoders.get(kind)
         if decoder is None:
-            decoder = self._decoders[kind] = msgspec.msgpack.Decoder(kind, dec_hook=self._decode_array)
+            decoder = self._decoders[kind] = msgspec.msgpack.Decoder(
+                kind, dec_hook=self._decode_array, ext_hook=_no_extension
+            )
         self._incoming = buffers
         try:
             message: T = decoder.decode(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError, MemoryError) as error:
             raise ProtocolError(f"body of {kind.__name__}: {error}") from None
         finally:
             self._incoming = ()
@@ -81,11 +83,11 @@ class Codec:
             raise ValueError(f"expected an array as [dtype, shape, frame], got {type(value).__name__}")
         dtype, shape, index = value
         if not (isinstance(dtype, str) and dtype in DTYPES):
-            raise ValueError(f"unknown dtype {dtype!r}")
+            raise ValueError("unknown dtype")
         if not (isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS and all(_is_size(n) for n in shape)):
-            raise ValueError(f"bad shape {shape!r}")
+            raise ValueError("bad shape")
         if not (_is_size(index) and index < len(self._incoming)):
-            raise ValueError(f"no frame {index!r} among {len(self._incoming)}")
+            raise ValueError(f"no such frame among {len(self._incoming)}")
         buffer = self._incoming[index]
         view = memoryview(buffer if isinstance(buffer, (bytes, bytearray, memoryview)) else buffer.buffer)
         item = 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
@@ -97,10 +99,18 @@ class Codec:
             return np.frombuffer(view, dtype=dtype).reshape(shape)
         torch = _torch()
         if kind is torch.Tensor:
-            if not view.nbytes:
-                return torch.empty(shape, dtype=getattr(torch, dtype))
-            return torch.frombuffer(view, dtype=getattr(torch, dtype)).reshape(shape)
+            try:
+                if not view.nbytes:
+                    return torch.empty(shape, dtype=getattr(torch, dtype))
+                return torch.frombuffer(view, dtype=getattr(torch, dtype)).reshape(shape)
+            except RuntimeError as error:
+                # No elements, but more of them in the other dimensions than can be counted.
+                raise ValueError(f"bad shape: {error}") from None
         raise ValueError(f"{kind.__name__} is no array type")
+
+
+def _no_extension(code: int, _data: memoryview) -> Any:
+    raise ValueError(f"extension type {code}")
 
 
 def _is_size(value: Any) -> bool:

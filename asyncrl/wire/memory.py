@@ -36,7 +36,7 @@ class MemoryTransport:
         self._network = network
         self._open: list[MemoryServer | MemoryClient] = []
 
-    def bind(self, address: str, receive: ServerReceive) -> MemoryServer:
+    def bind(self, address: str, receive: ServerReceive, turned_away: Callable[[], None]) -> MemoryServer:
         if not address.startswith("memory://") or address.endswith(":0"):
             address = self._network.free_address()
         if address in self._network.servers:

@@ -43,8 +43,12 @@ class Client(Protocol):
 class Transport(Protocol):
     """Makes servers and clients. All callbacks come on the event loop that called."""
 
-    def bind(self, address: str, receive: ServerReceive) -> Server:
-        """Bind; a port of 0 is replaced in ``Server.address`` by the real one."""
+    def bind(self, address: str, receive: ServerReceive, turned_away: Callable[[], None]) -> Server:
+        """Bind; a port of 0 is replaced in ``Server.address`` by the real one.
+
+        ``turned_away`` is called for each connection that ended before it was let in: its key is not listed, it has
+        none, or it does not speak the transport's language.
+        """
 
     def connect(
         self, address: str, routing_id: bytes, receive: ClientReceive, lost: Callable[[], None], peer: str

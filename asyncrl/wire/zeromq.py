@@ -3,18 +3,19 @@
 Sockets are driven by the event loop's reader callback: no task and no future per message. A ROUTER is MANDATORY
 and takes over the routing id of a peer that comes back; heartbeats end half-open pipes; LINGER is 0 and high-water
 marks are finite, so nothing waits and nothing grows without bound. A frame over MAXMSGSIZE makes ZeroMQ drop the
-connection without a word, so senders check the size their peer stated.
+connection without a word, so senders check the size their peer stated. Who does not get through the handshake, which
+has a deadline, is counted and never seen by the receiver.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import zmq
 import zmq.utils.z85
-from zmq.utils.monitor import recv_monitor_message
 
 from asyncrl.wire.keys import ZAP_DOMAIN, Credentials, Doorkeeper
 from asyncrl.wire.transport import ClientReceive, Frames, ServerReceive
@@ -25,11 +26,18 @@ BATCH = 512
 SEND_BATCH = 32
 """Messages that may wait for the next turn of the loop before they are handed to ZeroMQ."""
 HEARTBEAT_MS = 5000
+HANDSHAKE_MS = 30_000
+"""Whoever has connected and not got through the handshake by then is dropped, however slowly it goes on sending."""
+TURNED_AWAY = int(
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 # As plain numbers: an enumeration's operators cost as much as handing over a frame.
 NOW, NOW_AND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
 RawSocket = Any
+
+_monitors = itertools.count()
 
 
 class ZmqTransport:
@@ -45,12 +53,7 @@ class ZmqTransport:
             self._doorkeeper = Doorkeeper(self._context, credentials.peers)
             self._doorkeeper.start()
 
-    @property
-    def refused_keys(self) -> int:
-        """Connections refused because their key is unknown."""
-        return self._doorkeeper.refused if self._doorkeeper else 0
-
-    def bind(self, address: str, receive: ServerReceive) -> ZmqServer:
+    def bind(self, address: str, receive: ServerReceive, turned_away: Callable[[], None]) -> ZmqServer:
         socket = self._socket(zmq.ROUTER)
         socket.router_mandatory = 1
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -65,7 +68,7 @@ class ZmqTransport:
         except zmq.ZMQError as error:
             socket.close(0)
             raise OSError(error.errno, f"{address}: {error.strerror}") from None
-        server = ZmqServer(socket, self._open.discard, receive, curve=self._credentials.curve)
+        server = ZmqServer(socket, self._open.discard, receive, turned_away, curve=self._credentials.curve)
         self._open.add(server)
         return server
 
@@ -104,6 +107,7 @@ class ZmqTransport:
         socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TTL, 3 * HEARTBEAT_MS)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         socket.copy_threshold = COPY_BELOW_BYTES
         return socket
 
@@ -214,11 +218,18 @@ class ZmqServer(_ZmqSocket):
     _plain = 3
 
     def __init__(
-        self, socket: RawSocket, closed: Callable[[_ZmqSocket], None], receive: ServerReceive, *, curve: bool
+        self,
+        socket: RawSocket,
+        closed: Callable[[_ZmqSocket], None],
+        receive: ServerReceive,
+        turned_away: Callable[[], None],
+        *,
+        curve: bool,
     ) -> None:
         self.address = socket.last_endpoint.decode().rstrip("\0")
         self._on_message = receive
         self._curve = curve
+        self._monitor = _Monitor(socket, TURNED_AWAY, turned_away)
         super().__init__(socket, closed)
 
     def _receive_one(self) -> None:
@@ -236,6 +247,10 @@ class ZmqServer(_ZmqSocket):
     def send(self, routing_id: bytes, frames: Frames) -> bool:
         return self._send([routing_id, *frames])
 
+    def close(self) -> None:
+        self._monitor.close()
+        super().close()
+
 
 class ZmqClient(_ZmqSocket):
     """See Client."""
@@ -251,34 +266,57 @@ class ZmqClient(_ZmqSocket):
         endpoint: str,
     ) -> None:
         self._on_message = receive
-        self._on_lost = lost
-        self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor = _Monitor(socket, zmq.EVENT_DISCONNECTED, lost)
         super().__init__(socket, closed)
-        self._monitor_fd = self._monitor.getsockopt(zmq.FD)
-        self._loop.add_reader(self._monitor_fd, self._read_monitor)
         socket.connect(endpoint)
-        self._loop.call_soon(self._read_monitor)
 
     def _receive_one(self) -> None:
         self._on_message(self._rest([self._take_frame(NOW)], 2))
-
-    def _read_monitor(self) -> None:
-        while not self._closed:
-            try:
-                recv_monitor_message(self._monitor, zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._on_lost()
 
     def send(self, frames: Frames) -> bool:
         return self._send(frames)
 
     def close(self) -> None:
-        if not self._closed:
-            self._loop.remove_reader(self._monitor_fd)
-            self._socket.disable_monitor()
-            self._monitor.close(0)
+        self._monitor.close()
         super().close()
+
+
+class _Monitor:
+    """Calls ``happened`` for each of certain events of a socket from here on.
+
+    Its queue has no bound: ZeroMQ's thread, which serves all sockets, would wait until there is room. An event is
+    a few bytes, and the loop takes up all of them at each turn.
+    """
+
+    def __init__(self, socket: RawSocket, events: int, happened: Callable[[], None]) -> None:
+        self._monitored, self._happened = socket, happened
+        # Never used again: ZeroMQ gives a name back some time after its socket is closed.
+        endpoint = f"inproc://monitor-{next(_monitors)}"
+        socket.monitor(endpoint, events)
+        self._pair = socket.context.socket(zmq.PAIR)
+        self._pair.rcvhwm = 0
+        self._pair.connect(endpoint)
+        self._fd = self._pair.getsockopt(zmq.FD)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._fd, self._read)
+        self._loop.call_soon(self._read)
+        self._closed = False
+
+    def _read(self) -> None:
+        while not self._closed:
+            try:
+                self._pair.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._happened()
+
+    def close(self) -> None:
+        """No more calls. To be closed before its socket; may be repeated."""
+        if not self._closed:
+            self._closed = True
+            self._loop.remove_reader(self._fd)
+            self._monitored.disable_monitor()
+            self._pair.close(0)
 
 
 def _bind(socket: RawSocket, address: str) -> None:

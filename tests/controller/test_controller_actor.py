@@ -6,13 +6,16 @@ import time
 
 import pytest
 
+from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.config import validate_config
 from asyncrl.controller import actor as controller_module
 from asyncrl.controller.actor import LINES_KEPT, Controller
-from asyncrl.errors import RemoteError
+from asyncrl.errors import AsyncRLError, RemoteError
+from asyncrl.launcher.link import ControllerLink
 from asyncrl.messages import (
     ActorEnded,
     ActorRecord,
+    CheckpointWritten,
     Heartbeat,
     MetricsLine,
     Register,
@@ -22,7 +25,7 @@ from asyncrl.messages import (
     StopRun,
     WatchRun,
 )
-from asyncrl.runtime.actor import CONTROLLER, ActorContext
+from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext
 from asyncrl.runtime.endpoint import Endpoint
 from asyncrl.runtime.peer import Peer
 from asyncrl.wire.keys import Credentials
@@ -50,29 +53,38 @@ class Cluster:
         self.network = MemoryNetwork()
         self.peers = []
 
-    async def __aenter__(self):
-        context = ActorContext(
+    def context(self, name, incarnation, controller=None):
+        return ActorContext(
             config=self.config,
-            name=CONTROLLER,
-            incarnation=7,
+            name=name,
+            incarnation=incarnation,
             run_dir=self.run_dir,
             transport=self.network.transport(),
             credentials=CREDENTIALS,
-            controller=None,
+            controller=controller,
         )
-        self.controller = Controller(context)
+
+    async def __aenter__(self):
+        await self.start(7)
+        return self
+
+    async def start(self, incarnation):
+        self.controller = Controller(self.context(CONTROLLER, incarnation))
         self.main = asyncio.create_task(self.controller.main())
         for _ in range(5000):
             if self.controller.ready:
-                return self
+                return
             await asyncio.sleep(0.001)
         raise TimeoutError("the controller does not get ready")
+
+    async def die(self):
+        self.main.cancel()
+        await asyncio.gather(self.main, return_exceptions=True)
 
     async def __aexit__(self, *_):
         for peer in self.peers:
             peer.close()
-        self.main.cancel()
-        await asyncio.gather(self.main, return_exceptions=True)
+        await self.die()
 
     def caller(self, name="agent/0", incarnation=1):
         endpoint = Endpoint(
@@ -143,8 +155,9 @@ def test_a_parked_call_is_answered_before_half_of_its_deadline(tmp_path):
         began = time.monotonic()
         reply = await cluster.caller().call(Resolve(name="reward/0"), timeout=0.4)
         assert reply.record is None
-        state = await cluster.caller().call(WatchRun(seen=0), timeout=0.4)
-        assert state.number == 0
+        number = (await cluster.caller().call(WatchRun())).number
+        state = await cluster.caller().call(WatchRun(seen=number), timeout=0.4)
+        assert state.number == number
         assert time.monotonic() - began < 0.8
 
     run(tmp_path, scenario)
@@ -222,7 +235,7 @@ def test_who_stops_beating_is_told_to_be_killed_until_its_end_is_reported(tmp_pa
     async def scenario(cluster):
         froze, over = asyncio.Event(), asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
-            for name, until in (("rollouter/0", froze), ("learner/0", over)):
+            for name, until in (("rollouter/0", froze), ("reward/0", over)):
                 await cluster.register(name)
                 tasks.create_task(beats(cluster.caller(name), until=until))
             watcher = cluster.caller()
@@ -232,18 +245,16 @@ def test_who_stops_beating_is_told_to_be_killed_until_its_end_is_reported(tmp_pa
             assert not call.done()
             froze.set()
             state = await call
-            assert [(actor.name, actor.incarnation) for actor in state.stalled] == [("rollouter/0", 1)]
-            assert state.stalled[0].silent_s >= 0.4
+            assert [(actor.name, actor.incarnation) for actor in state.condemned] == [("rollouter/0", 1)]
+            assert "did not beat" in state.condemned[0].reason
             assert state.failed_actor == ""
             await watcher.call(
                 ActorEnded(name="rollouter/0", incarnation=1, exit_code=-9, fatal=False, reason="killed by SIGKILL")
             )
             state = await watcher.call(WatchRun(seen=state.number))
-            assert state.stalled == []
+            assert state.condemned == []
+            assert state.phase == "starting"
             over.set()
-            state = await watcher.call(WatchRun(seen=state.number))
-        assert (state.failed_actor, state.phase) == ("learner/0", "draining")
-        assert "did not beat" in state.reason
 
     tree = CONFIG.model_dump() | {"supervision": {"heartbeat_s": 0.05, "silence_s": 0.4}}
     run(tmp_path, scenario, validate_config(tree))
@@ -300,5 +311,176 @@ def test_a_late_word_of_an_older_end_is_ignored(tmp_path):
         await agent.call(StopRun(reason="Ctrl-C"))
         state = await agent.call(WatchRun())
         assert (state.phase, state.reason, state.failed_actor) == ("draining", "Ctrl-C", "")
+
+    run(tmp_path, scenario)
+
+
+def test_the_death_of_a_rank_is_the_end_of_the_others(tmp_path):
+    async def scenario(cluster):
+        for name in cluster.config.actors:
+            if name != CONTROLLER:
+                await cluster.register(name, incarnation=100)
+        agent = cluster.caller()
+        assert (await agent.call(WatchRun())).phase == "running"
+        end = ActorEnded(name="learner/1", incarnation=100, exit_code=-9, fatal=False, reason="killed", died=500)
+        await agent.call(end)
+        state = await agent.call(WatchRun())
+        assert [(actor.name, actor.incarnation) for actor in state.condemned] == [("learner/0", 100)]
+        # Before it is killed nobody finds it any more, and it cannot come back.
+        assert (await agent.call(Resolve(name="learner/0", unready=True), timeout=0.2)).record is None
+        with pytest.raises(RemoteError, match="Refused"):
+            await cluster.register("learner/0", incarnation=100)
+        await agent.call(ActorEnded(name="learner/0", incarnation=100, exit_code=-9, fatal=False, reason="killed"))
+        await cluster.register("learner/0", incarnation=600)
+        await cluster.register("learner/1", incarnation=601)
+        state = await agent.call(WatchRun())
+        assert (state.phase, state.condemned) == ("running", [])
+
+    run(tmp_path, scenario, validate_config(CONFIG.model_dump() | {"learner": {"backend": "sim", "ranks": 2}}))
+
+
+def test_a_run_that_is_preempted_ends_with_its_checkpoint(tmp_path):
+    async def scenario(cluster):
+        await cluster.all_ready()
+        agent, learner = cluster.caller(), cluster.caller("learner/0")
+        assert (await agent.call(WatchRun())).checkpoint == -1
+        await agent.call(StopRun(reason="preempted", preempt=True))
+        state = await agent.call(WatchRun())
+        assert (state.phase, state.draining) == ("preempting", [])
+        await learner.call(CheckpointWritten(version=3, step=6, path="/runs/x/checkpoints/v00000003"))
+        assert (await agent.call(WatchRun(seen=state.number))).checkpoint == 3
+        await learner.call(RunFinished(preempted=True))
+        state = await agent.call(WatchRun())
+        assert (state.phase, state.exit_code, state.failed_actor) == ("draining", 75, "")
+
+    run(tmp_path, scenario)
+
+
+def test_a_checkpoint_of_an_earlier_attempt_counts(tmp_path):
+    checkpoints = CheckpointFolder(tmp_path / "checkpoints")
+    checkpoints.claim(1)
+    partial = checkpoints.begin(5)
+    (partial / "state.json").write_text("{}")
+    checkpoints.commit(partial, version=5, step=10, files=["state.json"])
+
+    async def scenario(cluster):
+        assert (await cluster.caller().call(WatchRun())).checkpoint == 5
+
+    run(tmp_path, scenario)
+
+
+class Working(Actor):
+    """Knows where it can be called, and is told to make way."""
+
+    role = "rollouter"
+    times = 0
+
+    async def setup(self):
+        self.facts = {"port": 7}
+
+    def preempted(self):
+        self.times += 1
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def test_a_successor_is_told_everything_by_those_who_come_back(tmp_path):
+    """I5: the actor goes on with its own incarnation, and nobody has to be asked for its address."""
+
+    async def scenario(cluster):
+        address = cluster.controller.address
+        actor = Working(cluster.context("rollouter/0", 9, controller=address))
+        states = []
+        link = ControllerLink(
+            cluster.context("agent/0", 1, controller=address),
+            on_state=lambda state: states.append((state.number, [line["step"] for line in state.lines])),
+            on_silent=lambda: None,
+            on_successor=lambda: states.append("successor"),
+        )
+        lives = [asyncio.create_task(who.main()) for who in (actor, link)]
+        learner = cluster.caller("learner/0")
+        try:
+            await until(lambda: "rollouter/0" in cluster.controller._registry.ready() and states)
+            await learner.call(StopRun(reason="preempted", preempt=True))
+            await until(lambda: actor.times == 1)
+            learner.cast(MetricsLine(line={"step": 1}))
+            await until(lambda: any(1 in lines for _, lines in states))
+            last = max(number for number, _ in states)
+            await cluster.die()
+            await asyncio.sleep(0.05)
+            assert not any(life.done() for life in lives)
+            await cluster.start(10**9)
+            assert cluster.controller.address == address
+            await until(lambda: "rollouter/0" in cluster.controller._registry.ready())
+            record = cluster.controller._registry.resolve("rollouter/0")
+            assert (record.incarnation, record.address, record.facts) == (9, actor.address, {"port": 7})
+            await until(lambda: "successor" in states and states[-1] != "successor")
+            after = states[states.index("successor") + 1 :]
+            assert all(number > last for number, _ in after)
+            # It is not yet asked to make way, and is not told twice when it is.
+            assert cluster.controller._state(0).phase == "starting"
+            await learner.call(StopRun(reason="preempted", preempt=True))
+            await until(lambda: actor.run_state.phase == "preempting" and actor.run_state.number > last)
+            assert actor.times == 1
+            learner.cast(MetricsLine(line={"step": 2}))
+            await until(lambda: [2] in [lines for _, lines in states[states.index("successor") + 1 :]])
+        finally:
+            for life in lives:
+                life.cancel()
+            await asyncio.gather(*lives, return_exceptions=True)
+
+    run(tmp_path, scenario)
+
+
+def test_an_actor_that_the_successor_refuses_ends(tmp_path):
+    async def scenario(cluster):
+        actor = Working(cluster.context("rollouter/0", 9, controller=cluster.controller.address))
+        life = asyncio.create_task(actor.main())
+        await until(lambda: "rollouter/0" in cluster.controller._registry.ready())
+        await cluster.die()
+        await cluster.start(10**9)
+        await cluster.register("rollouter/0", incarnation=11)
+        with pytest.raises(AsyncRLError, match="incarnation"):
+            await life
+
+    run(tmp_path, scenario)
+
+
+def test_a_successor_condemns_nobody_before_it_has_listened(tmp_path):
+    async def scenario(cluster):
+        over = asyncio.Event()
+        await cluster.die()
+        await cluster.start(10**9)
+        async with asyncio.TaskGroup() as tasks:
+            # It registers again first, and beats a while later.
+            await cluster.register("rollouter/0")
+            await asyncio.sleep(0.3)
+            tasks.create_task(beats(cluster.caller("rollouter/0"), until=over))
+            for _ in range(10):
+                await asyncio.sleep(0.05)
+                assert cluster.controller._state(0).condemned == []
+            over.set()
+
+    tree = CONFIG.model_dump() | {"supervision": {"heartbeat_s": 0.05, "silence_s": 0.4}}
+    run(tmp_path, scenario, validate_config(tree))
+
+
+def test_who_starts_while_the_run_makes_way_is_told_once_it_is_up(tmp_path):
+    class Slow(Working):
+        async def setup(self):
+            await until(lambda: self.run_state.phase == "preempting")
+            assert self.times == 0
+
+    async def scenario(cluster):
+        await cluster.caller().call(StopRun(reason="preempted", preempt=True))
+        actor = Slow(cluster.context("rollouter/0", 9, controller=cluster.controller.address))
+        life = asyncio.create_task(actor.main())
+        await until(lambda: "rollouter/0" in cluster.controller._registry.ready())
+        assert actor.times == 1
+        life.cancel()
+        await asyncio.gather(life, return_exceptions=True)
 
     run(tmp_path, scenario)

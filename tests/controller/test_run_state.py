@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.controller.run_state import LAST_RANK, RunStateMachine
-from asyncrl.messages import Stalled
+from asyncrl.messages import Condemned
 from asyncrl.runtime.supervision import drain_rank
 
 ACTORS = ("dataloader/0", "reward/0", "parameter_server/0", "learner/0", "learner/1", "rollouter/0", "rollouter/1")
@@ -18,7 +18,7 @@ RANKS = [
 
 
 def machine(*, running=True):
-    run = RunStateMachine(frozenset(ACTORS), now=0.0, start_timeout_s=60.0, drain_s=10.0)
+    run = RunStateMachine(frozenset(ACTORS), now=0.0, start_timeout_s=60.0, drain_s=10.0, grace_s=30.0)
     if running:
         assert run.ready(ACTORS, 1.0)
     return run
@@ -147,50 +147,95 @@ def test_a_restart_has_its_own_time_to_get_ready():
     assert run.outcome.actor == "rollouter/0"
 
 
+FROZEN = Condemned("rollouter/0", 7, "it did not beat for 61 s")
+
+
 @pytest.mark.parametrize("running", [True, False])
-@pytest.mark.parametrize("name", ["rollouter/1", "reward/0", "parameter_server/0"])
-def test_a_frozen_actor_is_to_be_killed_until_its_end_is_known(name, running):
+def test_the_condemned_are_shown_until_they_are_so_no_more(running):
     run = machine(running=running)
-    number, stall = run.number, Stalled(name, 7, 61.0)
-    assert run.silent([stall], 100.0 if running else 50.0)
-    assert (run.stalled, run.number, run.drain) == ([stall], number + 1, 0)
-    # It stays so, whether it is silent for longer or heard of again.
-    assert not run.silent([Stalled(name, 7, 62.0)], 101.0)
-    assert not run.silent([], 102.0)
-    assert run.stalled == [stall]
-    assert run.ended(name, -9, False, "", "", 103.0)
-    assert run.stalled == []
-
-
-def test_a_successor_may_freeze_too():
-    run = machine()
-    run.silent([Stalled("rollouter/0", 7, 61.0)], 100.0)
-    assert run.silent([Stalled("rollouter/0", 8, 61.0)], 200.0)
-    assert run.stalled == [Stalled("rollouter/0", 8, 61.0)]
-
-
-@pytest.mark.parametrize("name", ["learner/1", "dataloader/0"])
-def test_the_run_does_not_outlive_a_frozen_actor_that_is_not_restarted(name):
-    run = machine()
-    assert run.silent([Stalled("rollouter/0", 6, 70.0), Stalled(name, 7, 61.4)], 100.0)
-    assert (run.phase, run.outcome.actor, run.outcome.exit_code) == ("draining", name, 1)
-    assert run.outcome.reason == "frozen: it did not beat for 61 s (supervision.silence_s)"
-    assert run.stalled == []
+    phase, number = run.phase, run.number
+    assert run.condemn([FROZEN])
+    assert (run.condemned, run.number, run.phase, run.drain) == ([FROZEN], number + 1, phase, 0)
+    assert not run.condemn([FROZEN])
+    other = Condemned("learner/0", 3, "learner/1 died")
+    assert run.condemn([FROZEN, other])
+    assert run.condemned == [other, FROZEN]
+    assert run.condemn([])
+    assert run.condemned == []
 
 
 def test_draining_has_deadlines_of_its_own():
     run = machine()
-    run.silent([Stalled("rollouter/0", 6, 70.0)], 100.0)
+    run.condemn([FROZEN])
     run.finish(101.0)
-    assert run.stalled == []
-    assert not run.silent([Stalled("rollouter/1", 6, 70.0), Stalled("learner/0", 6, 70.0)], 102.0)
-    assert (run.stalled, run.outcome.exit_code) == ([], 0)
+    assert run.condemned == []
+    number = run.number
+    assert not run.condemn([FROZEN, Condemned("learner/0", 6, "")])
+    assert (run.condemned, run.number, run.outcome.exit_code) == ([], number, 0)
 
 
 def test_strangers_are_not_looked_after():
     run = machine()
-    assert not run.silent([Stalled("rollouter/9", 6, 70.0)], 100.0)
-    assert run.stalled == []
+    assert not run.condemn([Condemned("rollouter/9", 6, "")])
+    assert run.condemned == []
+
+
+def test_a_run_makes_way_until_a_checkpoint_is_written():
+    run = machine()
+    number = run.number
+    assert run.preempt(10.0)
+    assert (run.phase, run.number, run.draining, run.next_deadline()) == ("preempting", number + 1, [], 40.0)
+    assert not run.preempt(11.0)
+    assert run.next_deadline() == 40.0
+    assert run.checkpoint_written(12)
+    assert not run.checkpoint_written(12)
+    assert run.finish(12.0, preempted=True)
+    assert (run.phase, run.outcome.exit_code, run.outcome.actor) == ("draining", 75, "")
+    assert "version 12" in run.outcome.reason
+
+
+@pytest.mark.parametrize(("checkpoint", "exit_code"), [(4, 75), (0, 75), (-1, 130)])
+def test_past_the_grace_only_a_complete_checkpoint_counts(checkpoint, exit_code):
+    run = machine()
+    if checkpoint >= 0:
+        run.checkpoint_written(checkpoint)
+    run.preempt(10.0)
+    assert not run.tick(39.9)
+    assert run.tick(40.0)
+    assert (run.phase, run.outcome.exit_code, run.outcome.actor) == ("draining", exit_code, "")
+
+
+def test_who_makes_way_may_just_finish_fail_or_be_stopped():
+    for event, exit_code in (
+        (lambda run: run.finish(12.0), 0),
+        (lambda run: run.fail("learner/0", "no signal", "", 1, 12.0), 1),
+        (lambda run: run.stop("Ctrl-C", 12.0), 130),
+        (lambda run: run.ended("learner/0", 78, True, "", "", 12.0), 78),
+    ):
+        run = machine()
+        run.checkpoint_written(3)
+        run.preempt(10.0)
+        assert event(run)
+        assert (run.phase, run.outcome.exit_code) == ("draining", exit_code)
+        assert not run.preempt(13.0)
+
+
+def test_deaths_and_late_starts_do_not_keep_a_run_from_making_way():
+    run = machine()
+    run.ended("rollouter/0", -9, False, "", "", 5.0)
+    run.preempt(60.0)
+    run.ended("learner/1", -9, False, "", "", 61.0)
+    assert not run.tick(70.0)
+    assert (run.phase, run.next_deadline()) == ("preempting", 90.0)
+    run.started("learner/1")
+    run.ready(ACTORS, 80.0)
+    assert run.phase == "preempting"
+
+
+def test_a_controller_that_is_new_makes_way_before_everybody_is_back():
+    run = machine(running=False)
+    assert run.preempt(2.0)
+    assert (run.phase, run.waiting_for) == ("preempting", [])
 
 
 def test_a_run_can_be_stopped_before_it_runs():
@@ -206,8 +251,9 @@ events = st.one_of(
     st.tuples(st.just("ready"), st.sets(st.sampled_from(ACTORS))),
     st.tuples(st.just("ended"), st.sampled_from(ACTORS), st.booleans()),
     st.tuples(st.just("started"), st.sampled_from(ACTORS)),
-    st.tuples(st.just("silent"), st.sampled_from(ACTORS), st.integers(1, 3)),
-    st.tuples(st.sampled_from(["stop", "finish", "fail", "tick"])),
+    st.tuples(st.just("condemn"), st.sets(st.tuples(st.sampled_from(ACTORS), st.integers(1, 3)), max_size=3)),
+    st.tuples(st.just("checkpoint"), st.integers(0, 3)),
+    st.tuples(st.sampled_from(["stop", "finish", "fail", "tick", "preempt", "made way"])),
 )
 
 
@@ -217,7 +263,7 @@ def test_invariants(history):
     now, drain_began, outcome = 0.0, None, None
     for gap, (kind, *arguments) in history:
         now += gap
-        before = (run.number, run.phase, run.drain, run.waiting_for, run.outcome, run.stalled)
+        before = (run.number, run.phase, run.drain, run.waiting_for, run.outcome, run.condemned, run.checkpoint)
         match kind:
             case "ready":
                 changed = run.ready(arguments[0], now)
@@ -225,8 +271,14 @@ def test_invariants(history):
                 changed = run.ended(arguments[0], 1, arguments[1], "why", "", now)
             case "started":
                 changed = run.started(arguments[0]) or False
-            case "silent":
-                changed = run.silent([Stalled(*arguments, 61.0)], now)
+            case "condemn":
+                changed = run.condemn([Condemned(*actor, "why") for actor in arguments[0]])
+            case "checkpoint":
+                changed = run.checkpoint_written(arguments[0])
+            case "preempt":
+                changed = run.preempt(now)
+            case "made way":
+                changed = run.finish(now, preempted=True)
             case "stop":
                 changed = run.stop("why", now)
             case "finish":
@@ -235,12 +287,14 @@ def test_invariants(history):
                 changed = run.fail("learner/0", "why", "", 1, now)
             case _:
                 changed = run.tick(now)
-        after = (run.number, run.phase, run.drain, run.waiting_for, run.outcome, run.stalled)
+        after = (run.number, run.phase, run.drain, run.waiting_for, run.outcome, run.condemned, run.checkpoint)
         assert changed == (after[0] > before[0])
         if not changed:
             assert after == before
         assert run.drain >= before[2]
-        assert (run.phase in ("starting", "running")) == (run.drain == 0) == (run.outcome is None)
+        assert (run.phase in ("starting", "running", "preempting")) == (run.drain == 0) == (run.outcome is None)
+        # A run that makes way has something to go on from.
+        assert outcome is not None or run.outcome is None or run.outcome.exit_code != 75 or run.checkpoint >= 0
         assert run.final == (run.drain == LAST_RANK)
         outcome = outcome or run.outcome
         assert run.outcome is outcome

@@ -22,10 +22,12 @@ import pytest
 
 from asyncrl.dataloader.evals import EvalRounds
 from asyncrl.dataloader.gate import Gate
+from asyncrl.dataloader.holders import Ask
 from asyncrl.dataloader.limit import PATIENCE, WorkingLimit
 from asyncrl.dataloader.order import EpochOrder
 from asyncrl.dataloader.prompt_queue import PromptQueue
-from asyncrl.dataloader.tickets import Ask, Tickets
+from asyncrl.dataloader.tickets import Tickets
+from asyncrl.ledger import Ledger
 from asyncrl.messages import Outcome, Outcomes
 
 LONGEST = 8.0
@@ -138,8 +140,8 @@ def simulate(
     per_version = step * steps_per_version
     steps = versions * steps_per_version
     working = limit(staleness_max=staleness_max, step=step, version=per_version, adapt=adapt)
-    gate = Gate(working, groups_per_version=per_version, groups_of_run=steps * step)
-    tickets = Tickets(PromptQueue(EpochOrder("sim", seed, 1000)), gate, EvalRounds([]))
+    gate = Gate(working, groups_per_version=per_version, groups_left=steps * step)
+    tickets = Tickets(PromptQueue(EpochOrder("sim", seed, 1000), Ledger()), gate, EvalRounds([]), max_attempts=3)
     random_ = random.Random(seed)
     generate_time = per_version * samples * mean_length() / slots
     train_time = ratio * generate_time

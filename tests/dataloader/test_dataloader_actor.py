@@ -4,119 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Net
-from inprocess import CREDENTIALS, sim_config
+from serving_dataloader import A, B, Learner, run, running, small_config, uids
 
-from asyncrl.config import Config
 from asyncrl.dataloader import actor as actor_module
 from asyncrl.dataloader.actor import ACTOR, Dataloader
+from asyncrl.dataloader.prompt_queue import TOO_LONG
 from asyncrl.errors import ConfigError, DataError, RemoteError
-from asyncrl.messages import (
-    ActorRecord,
-    Done,
-    Held,
-    Holds,
-    Lease,
-    Leased,
-    Outcome,
-    Outcomes,
-    OutcomesSeen,
-    ReturnTickets,
-    Supply,
-    WatchSupply,
-)
-from asyncrl.runtime.actor import ActorContext, Caller, handler
-from asyncrl.runtime.peer import Peer
-
-TIMEOUT_S = 10.0
-A, B, LEARNER = "rollouter/0", "rollouter/1", "learner/0"
-
-
-class Learner:
-    """Answers what it holds."""
-
-    def __init__(self, *held: str) -> None:
-        self.held = set(held)
-        self.asked: list[list[str]] = []
-
-    @handler
-    def holds(self, request: Holds, caller: Caller) -> Held:
-        self.asked.append(request.uids)
-        return Held(uids=[uid for uid in request.uids if uid in self.held])
-
-
-class Running:
-    """A dataloader and its peers."""
-
-    def __init__(self, net: Net, actor: Dataloader) -> None:
-        self.net, self.actor = net, actor
-        self._peers: dict[tuple[str, int], Peer] = {}
-        self._reports = 0
-
-    def call(self, name: str, request: Any, incarnation: int = 1) -> asyncio.Future[Any]:
-        peer = self._peers.get((name, incarnation))
-        if peer is None:
-            peer = self.net.client("dataloader/0", name, incarnation)
-            self._peers[name, incarnation] = peer
-        return peer.call(request, timeout=TIMEOUT_S)
-
-    def lease(self, name: str = A, free: int = 4, *, incarnation: int = 1, **fields: Any) -> asyncio.Future[Leased]:
-        request = Lease(**{"seen": 0, "free_groups": free, "served_version": 0, **fields})
-        return self.call(name, request, incarnation)
-
-    def report(self, *uids: str, kind: Any = "trained", **fields: Any) -> asyncio.Future[OutcomesSeen]:
-        self._reports += 1
-        outcomes = [Outcome(uid, kind) for uid in uids]
-        fields = {"version": 0, "trained_at_version": 0, **fields}
-        return self.call(LEARNER, Outcomes(number=self._reports, outcomes=outcomes, **fields))
-
-    def supply(self, seen: int = -1) -> asyncio.Future[Supply]:
-        return self.call(LEARNER, WatchSupply(seen=seen))
-
-
-@asynccontextmanager
-async def running(config: Config, run_dir: Path, learner: Learner | None = None) -> AsyncIterator[Running]:
-    async with Net(memory=True, credentials=lambda _name: CREDENTIALS) as net, asyncio.TaskGroup() as tasks:
-        context = ActorContext(
-            config=config,
-            name="dataloader/0",
-            incarnation=1,
-            run_dir=run_dir,
-            transport=net._network.transport(),
-            credentials=CREDENTIALS,
-            controller=None,
-        )
-        actor = Dataloader(context)
-        actor._endpoint.resolve = net._resolve
-        if learner is not None:
-            net.serve(learner, LEARNER)
-        life = tasks.create_task(actor.main())
-        while not actor.ready and not life.done():
-            await asyncio.sleep(0.001)
-        if life.done():
-            await life
-        net.register(ActorRecord(name="dataloader/0", incarnation=1, address=actor.address))
-        yield Running(net, actor)
-        actor.begin_drain()
-
-
-def run(main: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(main, 30))
-
-
-def uids(leased: Leased) -> list[str]:
-    return [ticket.uid for ticket in leased.tickets]
+from asyncrl.messages import Done, Leased, OutcomesSeen, Rejected, ReturnTickets
 
 
 def test_leases_carry_all_that_a_rollouter_needs(tmp_path: Path) -> None:
     async def main() -> None:
-        config = sim_config(data={"shuffle": False}, rollout={"temperature": 0.7, "max_tokens": 33})
+        config = small_config(data={"shuffle": False}, rollout={"temperature": 0.7, "max_tokens": 33})
         async with running(config, tmp_path) as it:
             first, second = (await it.lease(free=2)).tickets
             assert first.prompt_ids.tolist() == list(first.prompt.encode())
@@ -132,7 +35,7 @@ def test_leases_carry_all_that_a_rollouter_needs(tmp_path: Path) -> None:
 def test_eval_tickets_have_their_own_sampling(tmp_path: Path) -> None:
     async def main() -> None:
         evaluation = {"data": {"source": "synthetic", "size": 1}, "n": 3, "temperature": 0.0, "max_tokens": 5}
-        async with running(sim_config(eval={"held": evaluation}), tmp_path) as it:
+        async with running(small_config(eval={"held": evaluation}), tmp_path) as it:
             (ticket,) = (await it.lease()).tickets
             assert (ticket.uid, ticket.purpose, ticket.epoch, ticket.index) == ("held@0-0", "eval/held", 0, 0)
             assert (ticket.samples, ticket.temperature, ticket.max_tokens) == (3, 0.0, 5)
@@ -143,7 +46,7 @@ def test_eval_tickets_have_their_own_sampling(tmp_path: Path) -> None:
 
 def test_a_lease_is_parked_until_a_place_is_free(tmp_path: Path) -> None:
     async def main() -> None:
-        async with running(sim_config(staleness={"max": 0}), tmp_path) as it:
+        async with running(small_config(staleness={"max": 0}), tmp_path) as it:
             granted = uids(await it.lease(A, 2)) + uids(await it.lease(B, 2))
             parked = it.lease(B, 2, seen=2)
             await asyncio.sleep(0.05)
@@ -158,12 +61,11 @@ def test_a_lease_is_parked_until_a_place_is_free(tmp_path: Path) -> None:
 
 
 def test_a_parked_call_is_answered_with_nothing_before_half_of_its_deadline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setitem(globals(), "TIMEOUT_S", 0.4)
-
     async def main() -> None:
-        async with running(sim_config(), tmp_path) as it:
+        async with running(small_config(), tmp_path) as it:
+            it.timeout_s = 0.4
             supply = await it.supply()
             assert await it.lease(served_version=-1) == Leased(tickets=[], closed=False)
             assert await it.supply(seen=supply.number) == supply
@@ -173,7 +75,7 @@ def test_a_parked_call_is_answered_with_nothing_before_half_of_its_deadline(
 
 def test_a_call_that_is_given_up_takes_nothing(tmp_path: Path) -> None:
     async def main() -> None:
-        async with running(sim_config(staleness={"max": 0}), tmp_path) as it:
+        async with running(small_config(staleness={"max": 0}), tmp_path) as it:
             granted = uids(await it.lease(A, 4))
             parked = it.lease(A, 4, seen=4)
             await asyncio.sleep(0.05)
@@ -188,13 +90,13 @@ def test_a_call_that_is_given_up_takes_nothing(tmp_path: Path) -> None:
 def test_the_orphans_of_a_dead_rollouter_are_granted_again_once_the_learner_has_spoken(tmp_path: Path) -> None:
     async def main() -> None:
         learner = Learner()
-        config = sim_config(staleness={"max": 0})
+        config = small_config(staleness={"max": 0})
         async with running(config, tmp_path, learner) as it:
             granted = uids(await it.lease(A, 4))
             learner.held = set(granted[:1])
             again = await it.lease(A, 4, incarnation=2)
             assert uids(again) == granted[1:]
-            assert learner.asked == [granted]
+            assert learner.asked[-1] == granted
             assert it.actor.counters["tickets/orphaned"] == 4
 
     run(main())
@@ -202,7 +104,7 @@ def test_the_orphans_of_a_dead_rollouter_are_granted_again_once_the_learner_has_
 
 def test_the_learner_is_woken_when_the_supply_changes(tmp_path: Path) -> None:
     async def main() -> None:
-        config = sim_config(learner={"steps": 1})
+        config = small_config(learner={"steps": 1})
         async with running(config, tmp_path) as it:
             supply = await it.supply()
             assert (supply.exhausted, supply.outstanding) == (False, 0)
@@ -223,7 +125,7 @@ def test_the_learner_is_woken_when_the_supply_changes(tmp_path: Path) -> None:
 
 def test_rollouters_are_sent_away_when_the_run_is_finished(tmp_path: Path) -> None:
     async def main() -> None:
-        config = sim_config(learner={"steps": 1})
+        config = small_config(learner={"steps": 1})
         async with running(config, tmp_path) as it:
             granted = uids(await it.lease(A, 9))
             parked = it.lease(A, 9, seen=4)
@@ -235,11 +137,11 @@ def test_rollouters_are_sent_away_when_the_run_is_finished(tmp_path: Path) -> No
     run(main())
 
 
-def test_an_outcome_of_what_was_never_granted_is_the_learners_error(tmp_path: Path) -> None:
+def test_an_outcome_of_what_is_no_prompt_is_the_learners_error(tmp_path: Path) -> None:
     async def main() -> None:
-        async with running(sim_config(), tmp_path) as it:
-            with pytest.raises(RemoteError, match="7-7") as caught:
-                await it.report("7-7")
+        async with running(small_config(), tmp_path) as it:
+            with pytest.raises(RemoteError, match="0-700") as caught:
+                await it.report("0-700")
             assert caught.value.code == "ProtocolError"
 
     run(main())
@@ -254,11 +156,11 @@ def test_prompts_that_are_too_long_are_reported_and_never_granted(
 
     async def main() -> None:
         data = {"source": "jsonl", "path": str(path), "max_prompt_tokens": 10, "shuffle": False}
-        async with running(sim_config(data=data), tmp_path) as it:
+        async with running(small_config(data=data), tmp_path) as it:
             assert uids(await it.lease(A, 3)) == ["0-0", "0-2", "1-0"]
-            assert (await it.supply()).too_long == ["0-1"]
+            assert (await it.supply()).rejected == [Rejected("0-1", TOO_LONG)]
             await it.report("0-1", kind="quarantined", version=-1)
-            assert (await it.supply()).too_long == []
+            assert (await it.supply()).rejected == []
 
     run(main())
 
@@ -280,7 +182,7 @@ def test_bad_data_ends_the_actor_before_it_is_ready(
     tmp_path: Path, changes: dict[str, Any], error: type[Exception], match: str
 ) -> None:
     async def main() -> None:
-        async with running(sim_config(**changes), tmp_path):
+        async with running(small_config(**changes), tmp_path):
             raise AssertionError("it was ready")
 
     with pytest.RaisesGroup(pytest.RaisesExc(error, match=match), flatten_subgroups=True, allow_unwrapped=True):

@@ -12,7 +12,7 @@ from asyncrl.dataloader.limit import WorkingLimit
 
 def make_gate(*, staleness_max: int = 1, groups: int = 4, run: int = 1000, adapt: bool = False, **rest: int) -> Gate:
     limit = WorkingLimit(groups_per_step=groups, groups_per_version=groups, staleness_max=staleness_max, adapt=adapt)
-    return Gate(limit, groups_per_version=groups, groups_of_run=run, **rest)
+    return Gate(limit, groups_per_version=groups, groups_left=run, **rest)
 
 
 def admitted(gate: Gate, served_version: int, outstanding: int = 0) -> int:
@@ -48,12 +48,19 @@ def test_counts_with_the_version_that_is_served_and_not_the_newest_one() -> None
 
 def test_counts_what_was_trained_and_not_version_times_groups() -> None:
     # A short step, or a version restored from a checkpoint, breaks v * G.
-    gate = make_gate(first_version=5, trained=7)
+    gate = make_gate(run=993, first_version=5, trained=7)
     assert admitted(gate, 5) == 8
     gate.trained = 9
     gate.published(6, 9)
     assert admitted(gate, 5) == 6
     assert admitted(gate, 6) == 8
+
+
+def test_what_was_trained_since_the_newest_version_takes_places_of_its_successor() -> None:
+    # A dataloader that has started again in the middle of a version.
+    gate = make_gate(first_version=5, trained=22, trained_at_version=20)
+    assert admitted(gate, 5) == 6
+    assert gate.needed(0) == 1000
 
 
 def test_nothing_is_admitted_before_a_version_of_the_present_learner_is_served() -> None:

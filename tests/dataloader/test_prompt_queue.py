@@ -6,10 +6,11 @@ import pytest
 
 from asyncrl.dataloader.order import EpochOrder
 from asyncrl.dataloader.prompt_queue import PromptQueue
+from asyncrl.ledger import Ledger
 
 
 def make_queue(size: int = 3, *oversize: int) -> PromptQueue:
-    return PromptQueue(EpochOrder("f", 0, size, shuffle=False), frozenset(oversize))
+    return PromptQueue(EpochOrder("f", 0, size, shuffle=False), Ledger(), frozenset(oversize))
 
 
 def test_epochs_stream_into_one_another() -> None:
@@ -31,19 +32,17 @@ def test_a_returned_prompt_that_is_finished_meanwhile_is_not_taken_again() -> No
     queue = make_queue()
     prompt = queue.take()
     queue.give_back(prompt)
-    assert prompt.uid in queue
-    queue.finish(prompt.uid)
-    assert prompt.uid not in queue
+    queue.finish("filtered", 0, 0)
     assert queue.take().uid == "0-1"
 
 
 def test_oversize_prompts_are_passed_over_and_named_until_they_are_reported() -> None:
     queue = make_queue(3, 1)
     assert [queue.take().uid for _ in range(4)] == ["0-0", "0-2", "1-0", "1-2"]
-    assert list(queue.too_long) == ["0-1", "1-1"]
-    queue.finish("0-1")
-    assert list(queue.too_long) == ["1-1"]
-    assert queue.passed_too_long == 2
+    assert list(queue.rejected) == ["0-1", "1-1"]
+    queue.finish("quarantined", 0, 1)
+    assert list(queue.rejected) == ["1-1"]
+    assert queue.rejections == 2
 
 
 def test_a_prompt_comes_back_only_once() -> None:

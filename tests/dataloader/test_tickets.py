@@ -8,12 +8,14 @@ import pytest
 
 from asyncrl.dataloader.evals import EvalRounds, EvalSet
 from asyncrl.dataloader.gate import Gate
+from asyncrl.dataloader.holders import Ask, Grant
 from asyncrl.dataloader.limit import WorkingLimit
 from asyncrl.dataloader.order import EpochOrder
-from asyncrl.dataloader.prompt_queue import PromptQueue
-from asyncrl.dataloader.tickets import Ask, Grant, Tickets
+from asyncrl.dataloader.prompt_queue import TOO_LONG, PromptQueue
+from asyncrl.dataloader.tickets import Tickets
 from asyncrl.errors import ProtocolError
-from asyncrl.messages import Outcome, Outcomes
+from asyncrl.ledger import Ledger
+from asyncrl.messages import Outcome, Outcomes, Rejected
 
 A, B = "rollouter/0", "rollouter/1"
 
@@ -34,9 +36,11 @@ class Book:
         limit = WorkingLimit(
             groups_per_step=groups, groups_per_version=groups, staleness_max=staleness_max, adapt=False
         )
-        gate = Gate(limit, groups_per_version=groups, groups_of_run=steps * groups)
+        gate = Gate(limit, groups_per_version=groups, groups_left=steps * groups)
         order = EpochOrder("f", 0, size, shuffle=False)
-        self.tickets = Tickets(PromptQueue(order, oversize), gate, EvalRounds(evals))
+        self.ledger = Ledger()
+        queue = PromptQueue(order, self.ledger, oversize)
+        self.tickets = Tickets(queue, gate, EvalRounds(evals), max_attempts=3)
         self.number = 0
 
     def lease(
@@ -167,13 +171,15 @@ def test_orphans_stay_outstanding_until_the_learner_has_said_whether_it_holds_th
     assert book.tickets.outstanding == 2
 
 
-def test_only_a_prompt_that_its_dead_holder_had_seen_gets_the_next_attempt_number() -> None:
+def test_a_death_counts_for_what_may_have_been_generated_then() -> None:
     book = Book()
-    book.lease(A, 1)
-    book.lease(A, 1, seen=1)
+    book.lease(A, 3)
+    book.lease(A, 1, seen=3, holding=("0-0", "0-2"))
     book.tickets.died(A, 1)
-    book.tickets.settle(book.tickets.orphans, [])
-    assert [(g.prompt.uid, g.prompt.attempt) for g in book.lease(B, 2)] == [("0-0", 1), ("0-1", 0)]
+    # 0-1 was delivered, by its holder's word; 0-2 was too, by the learner's; 0-3 may have arrived.
+    book.tickets.settle(book.tickets.orphans, ["0-2"])
+    assert [(g.prompt.uid, g.attempt) for g in book.lease(B, 3)] == [("0-0", 1), ("0-1", 0), ("0-3", 1)]
+    assert book.tickets.supply.attempts == {"0-0": 1, "0-3": 1}
 
 
 def test_the_death_of_an_incarnation_that_is_known_to_be_gone_changes_nothing() -> None:
@@ -225,15 +231,46 @@ def test_a_repeated_report_and_one_after_a_gap_change_nothing() -> None:
     assert book.tickets.counts["trained"] == 1
 
 
-@pytest.mark.parametrize("wrong", [("0-9",), ("0-0", "0-9"), ("0-0", "0-0"), ("x@0-0",)])
-def test_an_outcome_of_what_is_not_open_is_refused_as_a_whole(wrong: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "kind"),
+    [
+        (("0-100",), "trained"),
+        (("0-0", "0-100"), "trained"),
+        (("0-0", "0-0"), "trained"),
+        (("0-0", "0-3"), "trained"),
+        (("x",), "trained"),
+        (("0-0",), "evaluated"),
+        (("x@0-0",), "trained"),
+    ],
+)
+def test_an_outcome_that_cannot_be_is_refused_as_a_whole(wrong: tuple[str, ...], kind: str) -> None:
     book = Book()
     book.lease(A, 4)
+    book.report("0-3", kind="filtered")
     with pytest.raises(ProtocolError, match=wrong[-1]):
-        book.report(*wrong)
-    assert book.tickets.outstanding == 4
-    book.number = 0
-    assert book.report("0-0") == 1
+        book.report(*wrong, kind=kind)
+    assert book.tickets.outstanding == 3
+    book.number = 1
+    assert book.report("0-0") == 2
+
+
+def test_an_outcome_of_a_prompt_whose_turn_has_not_come_is_recorded_and_the_prompt_passed_over() -> None:
+    book = Book()
+    book.report("0-1", kind="filtered")
+    book.report("0-2", "1-0")
+    assert uids(book.lease(A, 2)) == ["0-0", "0-3"]
+    assert book.tickets.outstanding == 2
+    assert book.tickets._gate.trained == 2
+
+
+def test_an_outcome_that_is_known_changes_nothing() -> None:
+    book = Book(evals=(EvalSet("a", (0, 1), at_start=True),))
+    book.report("0-0", "0-1")
+    book.report("0-0")
+    book.report("a@0-0", kind="evaluated")
+    book.report("a@0-0", "a@9-0", kind="evaluated")
+    assert book.tickets._gate.trained == 2
+    assert book.tickets.supply.evals == {"eval/a@0": 2}
 
 
 def test_a_late_outcome_of_a_prompt_that_was_granted_again_ends_that_grant_too() -> None:
@@ -249,9 +286,9 @@ def test_a_late_outcome_of_a_prompt_that_was_granted_again_ends_that_grant_too()
 def test_prompts_that_are_too_long_are_named_until_they_are_reported() -> None:
     book = Book(oversize=frozenset({1, 2}))
     assert uids(book.lease(A, 2)) == ["0-0", "0-3"]
-    assert book.tickets.supply.too_long == ["0-1", "0-2"]
+    assert book.tickets.supply.rejected == [Rejected("0-1", TOO_LONG), Rejected("0-2", TOO_LONG)]
     book.report("0-1", kind="quarantined", version=-1)
-    assert book.tickets.supply.too_long == ["0-2"]
+    assert book.tickets.supply.rejected == [Rejected("0-2", TOO_LONG)]
     assert book.tickets.outstanding == 2
 
 

@@ -15,10 +15,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from asyncrl.dataloader.evals import EvalPrompt, EvalRounds, EvalSet
 from asyncrl.dataloader.gate import Gate
+from asyncrl.dataloader.holders import Ask, Grant
 from asyncrl.dataloader.limit import WorkingLimit
 from asyncrl.dataloader.order import EpochOrder
 from asyncrl.dataloader.prompt_queue import PromptQueue, TrainingPrompt
-from asyncrl.dataloader.tickets import Ask, Grant, Tickets
+from asyncrl.dataloader.suspects import ALONE_FROM
+from asyncrl.dataloader.tickets import Tickets
+from asyncrl.ledger import Ledger
 from asyncrl.messages import Outcome, Outcomes
 
 SIGNAL = ("trained", "trained", "trained", "filtered", "quarantined")
@@ -53,6 +56,7 @@ class Loop(RuleBasedStateMachine):
         oversize=st.sets(st.integers(0, 6), max_size=3),
         in_order=st.booleans(),
         no_signal=st.sampled_from([False, False, False, True]),
+        suspects=st.one_of(st.just(set()), st.sets(st.integers(0, 6))),
         evals=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2), st.booleans(), st.booleans()), max_size=2),
     )
     def start(
@@ -67,6 +71,7 @@ class Loop(RuleBasedStateMachine):
         oversize: set[int],
         in_order: bool,
         no_signal: bool,
+        suspects: set[int],
         evals: list[tuple[int, int, bool, bool]],
     ) -> None:
         self.groups_per_step = groups_per_step
@@ -91,11 +96,13 @@ class Loop(RuleBasedStateMachine):
         gate = Gate(
             working,
             groups_per_version=self.per_version,
-            groups_of_run=self.steps * groups_per_step,
+            groups_left=self.steps * groups_per_step,
         )
         self.order = EpochOrder("model", 0, size)
-        queue = PromptQueue(self.order, self.oversize)
-        self.tickets = Tickets(queue, gate, EvalRounds(self.eval_sets))
+        ledger = Ledger()
+        ledger.attempts = {f"0-{index}": ALONE_FROM for index in suspects}
+        queue = PromptQueue(self.order, ledger, self.oversize)
+        self.tickets = Tickets(queue, gate, EvalRounds(self.eval_sets), max_attempts=1_000_000)
         self.rollouters = [Rollouter(f"rollouter/{i}") for i in range(replicas)]
 
         # The learner.
@@ -188,6 +195,7 @@ class Loop(RuleBasedStateMachine):
             assert grant.param_version == newest_known
             numbers[grant.number] = uid
             self.check_new_grant(ask, grant)
+            self.check_alone(rollouter, ask, grant, grants)
             if isinstance(grant.prompt, TrainingPrompt):
                 new += 1
         if new:
@@ -211,11 +219,19 @@ class Loop(RuleBasedStateMachine):
             if grant.prompt.version:
                 assert grant.prompt.version in self.trained_at
             return
-        if self.returned:
-            assert uid in self.returned, "what came back goes first"
+        if uid in self.returned:
             self.returned.remove(uid)
         else:
-            assert uid == self.next_in_order(), "a prompt was left out"
+            # Those that run alone have their own turn.
+            attempts = self.tickets.supply.attempts
+            if not grant.alone:
+                assert all(attempts.get(other, 0) >= ALONE_FROM for other in self.returned), "what came back goes first"
+            while (following := self.next_in_order()) != uid:
+                assert attempts.get(following, 0) >= ALONE_FROM, "a prompt was left out"
+                self.returned.add(following)
+        # Places of those that wait to run alone are kept for them.
+        unconcluded = self.outstanding() | self.returned
+        assert self.reported_trained + len(unconcluded) <= self.steps * self.groups_per_step
         assert not self.reported_finished
         assert ask.served_version >= 0
         for item in self.eval_sets:
@@ -228,6 +244,17 @@ class Loop(RuleBasedStateMachine):
         admitted = self.trained_at[ask.served_version] + (self.staleness_max + 1) * self.per_version
         assert self.trained + len(unconcluded) <= admitted
         assert self.reported_trained + len(self.outstanding()) <= self.steps * self.groups_per_step
+
+    def check_alone(self, rollouter: Rollouter, ask: Ask, grant: Grant, grants: list[Grant]) -> None:
+        uid = grant.prompt.uid
+        assert grant.alone == (self.tickets.supply.attempts.get(uid, 0) >= ALONE_FROM)
+        if ask.incarnation != rollouter.incarnation:
+            return
+        held = rollouter.holding.values()
+        assert not any(other.alone for other in held), "granted beside one that runs alone"
+        if grant.alone:
+            assert grants == [grant]
+            assert not held, "granted alone to a rollouter that holds something"
 
     def next_in_order(self) -> str:
         while True:
@@ -355,7 +382,7 @@ class Loop(RuleBasedStateMachine):
 
     def read_supply(self) -> None:
         supply = self.tickets.supply
-        for uid in supply.too_long:
+        for uid in (rejected.uid for rejected in supply.rejected):
             assert int(uid.partition("-")[2]) in self.oversize
             if uid not in self.concluded:
                 self.conclude(uid, "quarantined")

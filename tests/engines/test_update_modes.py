@@ -25,6 +25,7 @@ from asyncrl.messages import Ticket
 from asyncrl.monitor.states import StateLedger
 from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.episodes import EpisodeEngine, Generated
+from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.clock import LoopClock
 
 pytestmark = [
@@ -101,7 +102,7 @@ class Changing:
         self.config = config_for("unused", **rollout)
         self.borrowed = Borrowed(engine)
         clock = LoopClock()
-        self.host = EngineHost(self.config, lambda: self.borrowed, clock, StateLedger(clock.now))  # type: ignore
+        self.host = EngineHost(self.config, lambda: self.borrowed, clock, StateLedger(clock.now), Awaits(clock.now))  # type: ignore
         self.models = [make_model(seed) for seed in (1, 2)]
         self.of: dict[int, Any] = {}
         self._versions, self._publisher = versions, Publisher()

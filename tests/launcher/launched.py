@@ -1,4 +1,4 @@
-"""A launched run with stub actors, as a process of its own: python launched.py BEHAVIOUR_JSON CONFIG_JSON."""
+"""A launched run with stub actors, as a process of its own: python launched.py BEHAVIOUR_JSON CONFIG_JSON RESUME."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ STUB = Path(__file__).parent / "stub_actor.py"
 WAIT_S = 60.0
 
 
-def config_tree(run_dir: Path, **supervision: Any) -> dict[str, Any]:
-    """A simulated run in ``run_dir``/runs/trial."""
+def config_tree(run_dir: Path, sections: dict[str, Any] | None = None, **supervision: Any) -> dict[str, Any]:
+    """A simulated run in ``run_dir``/runs/trial; ``sections`` are laid over it."""
     return {
         "run": {"name": "trial", "dir": str(run_dir / "runs")},
         "data": {"source": "synthetic"},
         "rollout": {"engine": "sim"},
         "learner": {"backend": "sim", "steps": 3},
         "supervision": {"backoff_s": 0.05, "drain_s": 4.0} | supervision,
-    }
+    } | (sections or {})
 
 
 def marked(mark: object) -> dict[int, str]:
@@ -60,11 +60,20 @@ def wait_until(condition: Any, what: str) -> Any:
 class Launched:
     """After ``close`` nothing of it is left behind, whatever the test does."""
 
-    def __init__(self, folder: Path, behaviour: dict[str, Any], **supervision: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        behaviour: dict[str, Any],
+        sections: dict[str, Any] | None = None,
+        *,
+        resume: str = "",
+        **supervision: Any,
+    ) -> None:
         self.folder = folder
         self.run_dir = folder / "runs" / "trial"
-        self.out = folder / "out.txt"
-        argv = [sys.executable, __file__, json.dumps(behaviour), json.dumps(config_tree(folder, **supervision))]
+        self.out = folder / f"out-{len(list(folder.glob('out-*')))}.txt"
+        tree = config_tree(folder, sections, **supervision)
+        argv = [sys.executable, __file__, json.dumps(behaviour), json.dumps(tree), resume]
         with self.out.open("w") as out:
             self.process = subprocess.Popen(argv, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
 
@@ -122,11 +131,14 @@ def main() -> int:
     from asyncrl.config import validate_config
     from asyncrl.launcher.local import run_local
     from asyncrl.launcher.placement import Host, place
+    from asyncrl.launcher.resume import find_resumption
 
-    behaviour, tree = sys.argv[1:]
-    config = validate_config(json.loads(tree))
+    behaviour, tree, resume = sys.argv[1:]
+    config, resumption = validate_config(json.loads(tree)), None
+    if resume:
+        config, resumption = find_resumption(config, resume)
     placed = place(config, [Host(name="box", cpus=2)])
-    return run_local(config, placed, (sys.executable, str(STUB), behaviour))
+    return run_local(config, placed, (sys.executable, str(STUB), behaviour), resumption=resumption)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ BEHAVIOUR_JSON maps an actor's name to what it does beside living on the real ru
     {"die": [SECONDS, EXIT_CODE, TIMES]}   ends unasked; a negative code is a signal
     {"raise": "text"}                      fails in setup with a DataError
     {"finish": STEPS}                      writes STEPS lines of metrics, then says that the run is finished
+    {"finish_after": SECONDS}              waits as long before it says so
+    {"preempted": VERSION}                 when the run makes way, says that this checkpoint is complete and all is done
     {"deaf": true}                         does not end when drained
     {"children": true}                     leaves processes behind: in its group, in another, and daemonised
     {"slow": SECONDS}                      takes as long to start
@@ -23,7 +25,7 @@ from typing import Any
 
 from asyncrl.cli.actor import LEFT_TO_OTHERS
 from asyncrl.errors import DataError
-from asyncrl.messages import MetricsLine, RunFinished
+from asyncrl.messages import CheckpointWritten, MetricsLine, RunFinished
 from asyncrl.runtime.actor import CONTROLLER, Actor
 
 DAEMON = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(600)\n"
@@ -49,12 +51,21 @@ class Stub(Actor):
                 line = {"kind": "train", "step": step, "reward/mean": step / 10}
                 with (self.context.run_dir / "metrics.jsonl").open("a") as file:
                     file.write(json.dumps(line) + "\n")
-                assert self.peer(CONTROLLER).cast(MetricsLine(line=line))
+                self.peer(CONTROLLER).cast(MetricsLine(line=line))
                 await asyncio.sleep(0.01)
+            await asyncio.sleep(self.does.get("finish_after", 0))
             await self.peer(CONTROLLER).call(RunFinished())
         await self.drained()
         if self.does.get("deaf"):
             await asyncio.sleep(600)
+
+    def preempted(self) -> None:
+        if "preempted" in self.does:
+            self.tasks.create_task(self._leave_checkpoint(self.does["preempted"]))
+
+    async def _leave_checkpoint(self, version: int) -> None:
+        await self.peer(CONTROLLER).call(CheckpointWritten(version=version, step=version, path="somewhere"))
+        await self.peer(CONTROLLER).call(RunFinished(preempted=True))
 
     async def _die(self, after: float, exit_code: int, times: int) -> None:
         tally = self.context.run_dir / f"deaths-{self.role}"

@@ -6,10 +6,16 @@ from hypothesis import strategies as st
 
 from asyncrl.config import SupervisionConfig
 from asyncrl.launcher.host import NEVER_RAN_GRACE_S, Announce, AskStop, Host, Kill, KillAll, Report, Spawn
-from asyncrl.messages import RunState, Stalled
+from asyncrl.messages import Condemned, RunState
 
 NAMES = ("controller/0", "dataloader/0", "learner/0", "rollouter/0", "rollouter/1")
 POLICY = SupervisionConfig(max_restarts=2, backoff_s=1.0, restart_window_s=1000.0, drain_s=10.0, host_grace_s=60.0)
+GRACE_S = 30.0
+
+
+ROLLOUTER = NAMES.index("rollouter/0") + 1
+"""Its incarnation."""
+LEARNER = NAMES.index("learner/0") + 1
 
 
 def state(phase, **changes):
@@ -17,7 +23,7 @@ def state(phase, **changes):
 
 
 def host(*, running=True):
-    found = Host({name: f"/logs/{name.replace('/', '-')}.log" for name in NAMES}, POLICY)
+    found = Host({name: f"/logs/{name.replace('/', '-')}.log" for name in NAMES}, POLICY, grace_s=GRACE_S)
     assert found.begin() == [Spawn("controller/0")]
     if running:
         assert found.controller_found(0.0) == [Spawn(name) for name in NAMES[1:]]
@@ -36,7 +42,9 @@ def test_the_others_are_started_once_the_controller_is_found():
 
 def test_a_death_is_followed_by_a_restart_after_a_pause():
     found = host()
-    assert found.exited("rollouter/0", -9, "", 5.0) == [Report("rollouter/0", -9, False, "killed by SIGKILL")]
+    assert found.exited("rollouter/0", -9, "", 5.0) == [
+        Report("rollouter/0", ROLLOUTER, -9, False, "killed by SIGKILL")
+    ]
     assert found.next_deadline() == 6.0
     assert found.tick(5.9) == []
     assert found.tick(6.0) == [Announce("rollouter/0", "killed by SIGKILL"), Spawn("rollouter/0")]
@@ -46,38 +54,37 @@ def test_a_death_is_followed_by_a_restart_after_a_pause():
     assert found.tick(9.0)[0] == Announce("rollouter/0", "exit code 3: out of memory")
 
 
-ROLLOUTER = NAMES.index("rollouter/0") + 1
-
-
-def stalled(*actors):
-    return state("running", stalled=[Stalled(name, incarnation, 61.0) for name, incarnation in actors])
+def condemned(*actors):
+    return state(
+        "running", condemned=[Condemned(name, incarnation, "it did not beat for 61 s") for name, incarnation in actors]
+    )
 
 
 def test_a_frozen_actor_is_killed_once_and_started_again_as_after_any_death():
     found = host()
-    assert found.state(stalled(("rollouter/0", ROLLOUTER)), 5.0) == [Kill("rollouter/0")]
-    assert found.state(stalled(("rollouter/0", ROLLOUTER)), 5.1) == []
-    (report,) = found.exited("rollouter/0", -9, "last words", 5.2)
-    assert report == Report("rollouter/0", -9, False, "killed by SIGKILL: it did not beat for 61 s")
-    assert found.state(stalled(("rollouter/0", ROLLOUTER)), 5.3) == []
+    assert found.state(condemned(("rollouter/0", ROLLOUTER)), 5.0) == [Kill("rollouter/0")]
+    assert found.state(condemned(("rollouter/0", ROLLOUTER)), 5.1) == []
+    (report,) = found.exited("rollouter/0", -9, "last words", 5.2, 52)
+    assert report == Report("rollouter/0", ROLLOUTER, -9, False, "killed by SIGKILL: it did not beat for 61 s")
+    assert found.state(condemned(("rollouter/0", ROLLOUTER)), 5.3) == []
     assert found.tick(6.2) == [Announce("rollouter/0", report.reason), Spawn("rollouter/0")]
     found.spawned("rollouter/0", 100)
-    assert found.state(stalled(("rollouter/0", ROLLOUTER)), 6.3) == []
-    assert found.state(stalled(("rollouter/0", 100)), 70.0) == [Kill("rollouter/0")]
+    assert found.state(condemned(("rollouter/0", ROLLOUTER)), 6.3) == []
+    assert found.state(condemned(("rollouter/0", 100)), 70.0) == [Kill("rollouter/0")]
     assert found.exited("rollouter/0", -9, "", 70.1)[0].reason == report.reason
 
 
 @pytest.mark.parametrize("actor", [("rollouter/0", ROLLOUTER - 1), ("rollouter/0", ROLLOUTER + 1), ("rollouter/9", 1)])
 def test_only_the_process_that_is_frozen_is_killed(actor):
     found = host()
-    assert found.state(stalled(actor), 5.0) == []
+    assert found.state(condemned(actor), 5.0) == []
     assert found.exited("rollouter/0", -9, "", 6.0)[0].reason == "killed by SIGKILL"
 
 
 def test_nobody_is_killed_for_a_stall_while_the_run_ends():
     found = host()
     found.state(state("draining"), 5.0)
-    assert found.state(stalled(("rollouter/0", ROLLOUTER)), 5.1) == []
+    assert found.state(condemned(("rollouter/0", ROLLOUTER)), 5.1) == []
 
 
 def test_giving_up_ends_the_run_with_its_reason():
@@ -96,15 +103,28 @@ def test_giving_up_ends_the_run_with_its_reason():
     assert found.next_deadline() == 30.0
 
 
-def test_a_role_that_is_not_restarted_ends_the_run():
+def test_what_a_restart_would_not_mend_ends_the_run():
     found = host()
-    assert found.exited("learner/0", 78, "", 5.0) == [Report("learner/0", 78, True, "ended unasked (exit code 78)")]
+    reason = "ended with exit code 78, which a restart would not mend"
+    assert found.exited("learner/0", 78, "", 5.0, 50) == [Report("learner/0", LEARNER, 78, True, reason, 50)]
     assert found.failure.exit_code == 78
+
+
+def test_a_death_says_when_unless_it_was_wanted():
+    """So a controller can tell whose death is to be followed by that of its gang."""
+    found = host()
+    assert found.exited("learner/0", -9, "", 5.0, 50)[0].died == 50
+    found.tick(6.0)
+    found.spawned("learner/0", 60)
+    found.state(condemned(("learner/0", 60)), 7.0)
+    assert found.exited("learner/0", -9, "", 7.1, 71)[0].died == 0
+    found.stop("SIGINT", 8.0)
+    assert found.exited("rollouter/0", 0, "", 8.1, 81)[0].died == 0
 
 
 def test_the_reason_that_an_actor_gave_itself_wins():
     found = host()
-    found.exited("learner/0", 1, "", 5.0)
+    found.exited("learner/0", 2, "", 5.0)
     found.state(state("draining", failed_actor="learner/0", reason="no signal", exit_code=1), 5.1)
     assert str(found.failure) == "learner/0: no signal (log: /logs/learner-0.log)"
 
@@ -115,7 +135,7 @@ def test_nothing_is_started_while_the_run_ends():
     found.state(state("draining"), 5.5)
     assert found.next_deadline() == 15.5
     assert found.tick(7.0) == []
-    assert found.exited("rollouter/1", -9, "", 7.0) == [Report("rollouter/1", -9, False, "")]
+    assert found.exited("rollouter/1", -9, "", 7.0) == [Report("rollouter/1", ROLLOUTER + 1, -9, False, "")]
     assert found.next_deadline() == 15.5
     assert found.tick(15.5) == [KillAll()]
     assert found.next_deadline() is None
@@ -127,14 +147,131 @@ def test_nothing_is_started_while_the_run_ends():
     assert found.failure is None
 
 
-def test_without_its_controller_nobody_could_end_in_order():
+def test_the_others_go_on_while_the_controller_is_started_again():
     found = host()
-    assert found.exited("controller/0", 1, "boom", 5.0) == [KillAll()]
-    assert str(found.failure) == "controller/0: ended unasked (exit code 1): boom (log: /logs/controller-0.log)"
+    ends = found.exited("rollouter/0", -9, "", 4.0, 40)
+    found.tick(5.0)
+    found.spawned("rollouter/0", 50)
+    assert found.exited("controller/0", -9, "", 5.0, 50) == []
+    assert not found.ending
+    assert found.living == set(NAMES[1:])
+    # Deaths go on being mended meanwhile.
+    ends += found.exited("rollouter/1", 1, "boom", 5.5, 55)
+    assert found.tick(6.0) == [Announce("controller/0", "killed by SIGKILL"), Spawn("controller/0")]
+    assert found.tick(6.5) == [Announce("rollouter/1", "exit code 1: boom"), Spawn("rollouter/1")]
+    # Its successor hears of every end, and starts nobody a second time.
+    assert found.controller_found(7.0) == ends
+    assert found.next_deadline() is None
+    assert found.living == set(NAMES)
+
+
+def test_a_controller_that_keeps_dying_ends_the_run_with_its_name():
+    found = host()
+    for now in (1.0, 10.0):
+        assert found.exited("controller/0", -9, "", now) == []
+        found.tick(now + 5)
+        found.controller_found(now + 6)
+    assert found.exited("controller/0", 1, "boom", 20.0) == [KillAll()]
+    reason = "exit code 1, after 2 restarts within 1000 s: boom"
+    assert str(found.failure) == f"controller/0: {reason} (log: /logs/controller-0.log)"
+
+
+def test_a_controller_that_does_not_come_back_ends_the_run():
+    found = host()
+    found.exited("controller/0", -9, "", 5.0)
+    found.tick(6.0)
+    assert found.next_deadline() == 6.0 + POLICY.start_timeout_s
+    assert found.tick(6.0 + POLICY.start_timeout_s) == [KillAll()]
+    assert found.failure.actor == "controller/0"
+
+
+def test_a_controller_that_dies_at_its_start_is_started_again():
+    found = host(running=False)
+    assert found.exited("controller/0", -9, "", 5.0) == []
+    assert found.tick(6.0) == [Announce("controller/0", "killed by SIGKILL"), Spawn("controller/0")]
+    assert found.controller_found(7.0) == [Spawn(name) for name in NAMES[1:]]
+
+
+def test_a_frozen_controller_is_killed_and_started_again():
+    found = host()
+    found.state(state("running"), 10.0)
+    assert found.controller_silent(40.0) == []
+    assert found.controller_silent(69.0) == []
+    assert found.controller_silent(99.0) == [Kill("controller/0")]
+    assert found.controller_silent(130.0) == []
+    assert found.exited("controller/0", -9, "", 131.0) == []
+    # Nobody answers while there is none.
+    assert found.controller_silent(131.1) == []
+    assert found.tick(132.0)[0] == Announce("controller/0", "killed by SIGKILL: it did not answer for 89 s")
+    found.controller_found(133.0)
+    # One call without an answer may be this host's own fault: it was asleep.
+    assert found.controller_silent(1000.0) == []
+    found.state(state("running"), 1000.1)
+    assert found.controller_silent(1100.0) == []
+
+
+def test_without_its_controller_nobody_ends_in_order():
     found = host()
     found.state(state("done", draining=["controller"]), 5.0)
     assert found.exited("controller/0", 0, "", 5.1) == [KillAll()]
     assert found.failure is None
+    found = host()
+    found.exited("controller/0", -9, "", 5.0)
+    assert found.stop("SIGINT", 5.1) == [KillAll()]
+    assert (found.stopped, found.failure) == ("SIGINT", None)
+
+
+def test_a_run_makes_way():
+    found = host()
+    assert found.preempt("SIGTERM", 5.0) == [AskStop("SIGTERM", preempt=True)]
+    # Asked by two at once, as when a scheduler signals every process.
+    assert found.preempt("SIGUSR2", 5.1) == []
+    assert not found.ending
+    found.state(state("preempting"), 5.2)
+    # Deaths are mended meanwhile.
+    found.exited("learner/0", -9, "", 6.0)
+    assert found.tick(7.0)[-1] == Spawn("learner/0")
+    found.state(state("draining", exit_code=75, reason="preempted with a checkpoint of version 3"), 8.0)
+    assert (found.ending, found.deadline) == (True, 18.0)
+    assert (found.preempted, found.finished_run, found.failure) == (True, False, None)
+    assert found.stopped == "preempted with a checkpoint of version 3"
+
+
+def test_the_wish_to_make_way_outlives_the_controller():
+    found = host()
+    found.exited("controller/0", -9, "", 5.0)
+    assert found.preempt("SIGTERM", 5.5) == []
+    found.tick(6.0)
+    assert found.controller_found(7.0) == [AskStop("SIGTERM", preempt=True)]
+    found.exited("controller/0", -9, "", 8.0)
+    found.tick(10.0)
+    assert found.controller_found(11.0) == [AskStop("SIGTERM", preempt=True)]
+
+
+@pytest.mark.parametrize("checkpoint", [-1, 3])
+def test_who_does_not_make_way_in_time_is_killed(checkpoint):
+    found = host()
+    found.state(state("running", checkpoint=checkpoint), 1.0)
+    found.preempt("SIGTERM", 5.0)
+    assert found.next_deadline() == 5.0 + GRACE_S + POLICY.drain_s
+    assert found.tick(5.0 + GRACE_S + POLICY.drain_s) == [KillAll()]
+    assert (found.preempted, found.failure) == (checkpoint >= 0, None)
+
+
+def test_what_has_not_run_does_not_make_way():
+    found = host(running=False)
+    assert found.preempt("SIGTERM", 5.0) == [KillAll()]
+    assert (found.stopped, found.preempted) == ("SIGTERM", False)
+
+
+def test_a_second_wish_ends_at_once():
+    found = host()
+    found.preempt("SIGTERM", 5.0)
+    assert found.stop("SIGINT", 6.0) == [KillAll()]
+    found = host()
+    found.preempt("SIGTERM", 5.0)
+    assert found.kill("again", 6.0) == [KillAll()]
+    assert found.stopped == "again"
 
 
 def test_stop_asks_the_controller_and_the_second_kills():
@@ -192,19 +329,19 @@ def test_a_host_ends_when_launcher_and_controller_are_silent(heard, ends):
 events = st.one_of(
     st.just(("found",)),
     st.tuples(st.just("exited"), st.sampled_from(NAMES), st.sampled_from([0, 1, 78, -9])),
-    st.tuples(st.just("state"), st.sampled_from(["starting", "running", "draining", "done", "failed"])),
-    st.sampled_from([("stop",), ("kill",), ("unreachable",), ("launcher_gone",), ("tick",)]),
+    st.tuples(st.just("state"), st.sampled_from(["starting", "running", "preempting", "draining", "done", "failed"])),
+    st.sampled_from([("stop",), ("preempt",), ("kill",), ("unreachable",), ("launcher_gone",), ("silent",), ("tick",)]),
 )
 
 
 @given(st.lists(st.tuples(st.floats(0, 15), events), max_size=80))
 def test_invariants(history):
     found = host(running=False)
-    now, processes, ending_since, was_found = 0.0, {"controller/0"}, None, False
+    now, processes, ending_since, was_found, asked_since = 0.0, {"controller/0"}, None, False, None
     for gap, (kind, *arguments) in history:
         now += gap
         instructions = []
-        if kind == "found" and not was_found and "controller/0" in processes:
+        if kind == "found" and "controller/0" in processes:
             was_found = True
             instructions = found.controller_found(now)
         elif kind == "exited" and arguments[0] in processes:
@@ -215,8 +352,11 @@ def test_invariants(history):
             instructions = found.state(state(arguments[0], **failed), now)
         elif kind == "launcher_gone":
             found.launcher_gone()
-        elif kind in ("stop", "kill"):
+        elif kind in ("stop", "kill", "preempt"):
+            asked_since = now if asked_since is None else asked_since
             instructions = getattr(found, kind)("why", now)
+        elif kind == "silent" and was_found:
+            instructions = found.controller_silent(now)
         elif kind in ("unreachable", "tick") and (kind == "tick" or found.ending):
             instructions = getattr(found, kind)(now)
         for instruction in instructions:
@@ -224,11 +364,15 @@ def test_invariants(history):
                 assert instruction.name not in processes
                 assert not found.ending
                 processes.add(instruction.name)
+            if isinstance(instruction, Kill):
+                assert instruction.name in processes
         assert found.living == processes
         if found.ending and ending_since is None:
             ending_since = now
         if found.ending and found.deadline is not None:
             assert found.deadline <= ending_since + POLICY.drain_s
         assert found.finished == (found.ending and not processes)
+        if asked_since is not None and not found.ending:
+            assert found.next_deadline() <= asked_since + GRACE_S + POLICY.drain_s
         if found.ending:
             assert found.failure or found.stopped or found.finished_run

@@ -1,12 +1,15 @@
 """asyncrl-launch as a command: help, wrong usage, wrong configuration, dry run."""
 
+import json
 import subprocess
 import sys
 
 import pytest
+from test_resume import write_checkpoint
 
 from asyncrl.cli import doctor, export, launch, top
-from asyncrl.config import known_keys
+from asyncrl.config import known_keys, load_config
+from asyncrl.launcher.folders import create_run_folder
 
 SIM = """
 [data]
@@ -74,6 +77,7 @@ def test_every_key_is_listed(capsys):
     [
         ([], "no CONFIG file"),
         (["c.toml", "--nonsense"], "--nonsense"),
+        (["c.toml", "--resume"], "--resume: expected one argument"),
         (["c.toml", "--hosts", "hosts.txt"], "--hosts: several hosts are not there yet"),
         (["c.toml", "--learner.lr"], "--learner.lr: a value is missing"),
         (["c.toml", "--learner.lr", "--dry-run"], "--learner.lr: a value is missing"),
@@ -121,3 +125,47 @@ def test_a_dry_run_shows_everything_and_starts_nothing(config, tmp_path, capsys)
 def test_commands_that_are_not_there_say_so(command, capsys):
     assert command.main() == 2
     assert "not there yet" in capsys.readouterr().err
+
+
+@pytest.fixture
+def left(config, tmp_path):
+    """A run that was left with a checkpoint of version 3, step 3."""
+    settings = load_config([config], {})
+    run = create_run_folder(settings).path
+    write_checkpoint(settings, run, 3)
+    (run / "export").mkdir()
+    return run
+
+
+def test_a_dry_run_shows_what_it_would_resume_from(config, left, capsys):
+    assert launch.main([config, "--dry-run", "--resume", "auto"]) == 0
+    assert f"resuming {left} from version 3, step 3: {left}/checkpoints/v00000003" in capsys.readouterr().out
+    assert sorted(entry.name for entry in (left / "logs").iterdir()) == ["attempt_1"]
+
+
+def test_what_cannot_be_resumed_says_why(config, left, capsys):
+    assert launch.main([config, "--resume", "auto", "--run.name", "other"]) == 2
+    assert "runs/other holds no run" in capsys.readouterr().err
+    assert launch.main([config, "--resume", "/nowhere"]) == 2
+    assert "--resume /nowhere: there is no such folder" in capsys.readouterr().err
+    assert launch.main([config, "--resume", "auto", "--run.seed", "7"]) == 78
+    assert "run.seed: was 0 when the run was left, is 7 now" in capsys.readouterr().err
+    (left / "checkpoints" / "v00000003" / "state.json").write_text("{")
+    assert launch.main([config, "--resume", "auto"]) == 1
+    assert "state.json" in capsys.readouterr().err
+
+
+def test_what_may_have_changed_is_part_of_the_configuration(config, left, capsys):
+    flags = ["--allow-changed-seed", "--allow-changed-batch", "--allow-changed-data"]
+    argv = [config, "--dry-run", "--resume", "auto", "--run.seed", "7", "--rollout.samples_per_prompt", "2"]
+    assert launch.main([*argv, "--allow-changed-seed"]) == 78
+    assert launch.main([*argv, *flags]) == 0
+    shown = capsys.readouterr().out
+    tree, _ = json.JSONDecoder().raw_decode(shown)
+    assert tree["resume"]["allow"] == ["data", "seed", "batch"]
+
+
+def test_a_finished_run_with_nothing_left_to_do_says_so(config, left, capsys):
+    assert launch.main([config, "--resume", "auto", "--learner.steps", "2"]) == 0
+    assert f"{left} is finished: step 3 of 2; raise learner.steps to go on" in capsys.readouterr().out
+    assert sorted(entry.name for entry in (left / "logs").iterdir()) == ["attempt_1"]

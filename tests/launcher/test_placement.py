@@ -1,7 +1,9 @@
-"""Placement, by tables."""
+"""Placement, by tables and properties."""
+
+import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.config import validate_config
@@ -144,8 +146,225 @@ def test_no_gpu_is_given_twice(ranks, replicas, each, gpus):
 
 
 def test_it_can_be_read():
-    settings = config(ranks=1, replicas=2)
-    text = "\n".join(describe(settings, place(settings, [host(gpus=3)])))
+    asked = config(ranks=1, replicas=2)
+    text = "\n".join(describe(asked, place(asked, [host(gpus=3)])))
     assert "rollouter/1" in text
     assert "GPU 2" in text
     assert "gate capacity, groups        16 = (staleness.max 1 + 1) x G" in text
+
+
+def hosts_of(*gpus, cpus=8):
+    """Hosts a, b, c, ... with so many GPUs and cores; ``cpus`` may be one number for each."""
+    cores = [cpus] * len(gpus) if isinstance(cpus, int) else cpus
+    return [
+        Host(name=chr(ord("a") + i), cpus=cores[i], gpus=tuple(map(str, range(count))), address=f"10.0.0.{i}")
+        for i, count in enumerate(gpus)
+    ]
+
+
+def row(placed, role):
+    """Where the actors of a role are, in order, as "a:0,1 b:2": host and GPUs."""
+    chosen = [actor for actor in placed if actor.name.startswith(role + "/")]
+    return " ".join(actor.host + (":" + ",".join(actor.gpus) if actor.gpus else "") for actor in chosen)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "replicas", "each", "device", "learner", "rollouter"),
+    [
+        # The learner fills the first hosts; engines go where most is free, numbered by host.
+        ((4, 4), 2, 2, 1, "auto", "a:0 a:1", "b:0 b:1"),
+        ((4, 4), 2, 5, 1, "auto", "a:0 a:1", "a:2 a:3 b:0 b:1 b:2"),
+        ((4, 4), 6, 2, 1, "auto", "a:0 a:1 a:2 a:3 b:0 b:1", "b:2 b:3"),
+        ((8, 8, 8), 8, 4, 4, "cuda", "a:0 a:1 a:2 a:3 a:4 a:5 a:6 a:7", "b:0,1,2,3 b:4,5,6,7 c:0,1,2,3 c:4,5,6,7"),
+        # A full first host would leave room for one engine only.
+        ((3, 3), 2, 2, 2, "auto", "a:0 b:0", "a:1,2 b:1,2"),
+        ((3, 3), 2, 1, 2, "auto", "a:0 a:1", "b:0,1"),
+        ((1, 4, 4), 3, 2, 3, "auto", "a:0 b:0 c:0", "b:1,2,3 c:1,2,3"),
+        # The learner alone, the engines alone.
+        ((2, 2), 3, 2, 0, "auto", "a:0 a:1 b:0", "a b"),
+        ((2, 2), 2, 2, 2, "cpu", "a b", "a:0,1 b:0,1"),
+        ((0, 2), 1, 2, 1, "cpu", "a", "b:0 b:1"),
+        # Without GPUs all is spread evenly.
+        ((0, 0), 1, 1, 0, "auto", "a", "b"),
+        ((0, 0, 0), 1, 2, 0, "auto", "a", "b c"),
+        ((0, 0, 0), 4, 5, 0, "auto", "a a b c", "a b b c c"),
+    ],
+)
+def test_several_hosts(gpus, ranks, replicas, each, device, learner, rollouter):
+    placed = place(config(ranks, replicas, each, device), hosts_of(*gpus))
+    assert row(placed, "learner") == learner
+    assert row(placed, "rollouter") == rollouter
+    for role in ("controller", "dataloader", "parameter_server"):
+        assert row(placed, role) == "a"
+
+
+def test_cpu_processes_go_where_they_get_most_cores():
+    placed = place(config(1, 3, 0, "cpu"), hosts_of(0, 0, cpus=[4, 16]))
+    assert row(placed, "rollouter") == "b b b"
+    # Rank 0 is on the head all the same.
+    assert row(placed, "learner") == "a"
+
+
+def test_simulated_replicas_are_spread():
+    placed = place(config(1, 9, 8, sim=True), hosts_of(0, 0))
+    assert row(placed, "rollouter") == "a a a a b b b b b"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cpus", "replicas", "host"),
+    [
+        ((2,), 8, 1, "a"),
+        ((2, 2), 8, 1, "b"),
+        ((2, 2), [13, 8], 2, "a"),
+        ((2, 2), [10, 8], 2, "b"),
+        ((1, 2), [12, 9], 2, "a"),
+        ((2, 0, 0), 8, 1, "b"),
+    ],
+)
+def test_the_reward_pool_is_where_most_cores_are_free(gpus, cpus, replicas, host):
+    assert row(place(config(1, replicas, 1), hosts_of(*gpus, cpus=cpus)), "reward") == host
+
+
+def test_each_host_shares_its_own_cores():
+    placed = by_name(place(config(3, 2, 1), hosts_of(2, 4, cpus=[8, 32])))
+    threads = {name: actor.env["OMP_NUM_THREADS"] for name, actor in placed.items()}
+    assert (threads["learner/0"], threads["learner/2"], threads["rollouter/0"]) == ("4", "10", "10")
+    assert threads["reward/0"] == threads["controller/0"] == "1"
+
+
+def test_torch_finds_its_ranks_across_hosts():
+    placed = by_name(place(config(ranks=5, replicas=1, gpus_per_replica=1), hosts_of(2, 0, 4)))
+    keys = ("RANK", "LOCAL_RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES")
+    assert [tuple(placed[f"learner/{rank}"].env[key] for key in keys) for rank in range(5)] == [
+        ("0", "0", "0", "2", "5", "10.0.0.0", "0,1"),
+        ("1", "1", "0", "2", "5", "10.0.0.0", "0,1"),
+        ("2", "0", "1", "3", "5", "10.0.0.0", "0,1,2"),
+        ("3", "1", "1", "3", "5", "10.0.0.0", "0,1,2"),
+        ("4", "2", "1", "3", "5", "10.0.0.0", "0,1,2"),
+    ]
+    assert placed["rollouter/0"].env["CUDA_VISIBLE_DEVICES"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "replicas", "each", "device", "said"),
+    [
+        (
+            (4, 4),
+            4,
+            3,
+            2,
+            "auto",
+            "GPUs: learner.ranks = 4 + rollout.replicas x rollout.gpus_per_replica = 3 x 2 = 6 makes 10, but there are "
+            '8: a 4, b 4; ask for fewer, or set learner.device = "cpu" and set rollout.gpus_per_replica = 0 to use the '
+            "CPU",
+        ),
+        (
+            (2, 2),
+            1,
+            1,
+            3,
+            "auto",
+            "GPUs: learner.ranks = 1 + rollout.replicas x rollout.gpus_per_replica = 1 x 3 = 3 makes 4 and there are "
+            "4: a 2, b 2, but an engine does not span hosts, and there is no room for 1 of 3 GPUs each beside the "
+            "learner; ask for fewer, or smaller ones",
+        ),
+        (
+            (3, 3),
+            1,
+            3,
+            2,
+            "cpu",
+            "GPUs: rollout.replicas x rollout.gpus_per_replica = 3 x 2 = 6 makes 6 and there are 6: a 3, b 3, but an "
+            "engine does not span hosts, and there is no room for 3 of 2 GPUs each; ask for fewer, or smaller ones",
+        ),
+        (
+            (0, 8),
+            2,
+            2,
+            1,
+            "auto",
+            "GPUs: learner.ranks = 2 + rollout.replicas x rollout.gpus_per_replica = 2 x 1 = 2 makes 4 and there are "
+            "8: a 0, b 8, but the learner's rank 0 belongs on the first host, and a has no GPU; name a host with GPUs "
+            "first",
+        ),
+        (
+            (1,) * 20,
+            21,
+            1,
+            0,
+            "cuda",
+            "GPUs: learner.ranks = 21 makes 21, but there are 20: "
+            + ", ".join(f"{chr(ord('a') + i)} 1" for i in range(16))
+            + " and 4 hosts more; ask for fewer, or set learner.device = "
+            '"cpu" to use the CPU',
+        ),
+    ],
+)
+def test_what_no_split_over_hosts_can_hold_is_refused_with_the_sum(gpus, ranks, replicas, each, device, said):
+    with pytest.raises(ConfigError) as caught:
+        place(config(ranks, replicas, each, device), hosts_of(*gpus))
+    assert caught.value.problems == [said]
+
+
+def can_hold(gpus, ranks, replicas, each):
+    """Whether any split of the ranks leaves room for the engines, rank 0 being on the first host."""
+    return any(
+        sum(split) == ranks
+        and (not ranks or split[0])
+        and (not each or sum((g - r) // each for g, r in zip(gpus, split, strict=True)) >= replicas)
+        for split in itertools.product(*(range(g + 1) for g in gpus))
+    )
+
+
+@settings(max_examples=300)
+@given(
+    gpus=st.lists(st.integers(0, 5), min_size=1, max_size=4),
+    cpus=st.lists(st.integers(1, 64), min_size=4, max_size=4),
+    ranks=st.integers(1, 8),
+    replicas=st.integers(1, 6),
+    each=st.integers(0, 4),
+    device=st.sampled_from(["auto", "cuda", "cpu"]),
+)
+def test_placement_over_hosts(gpus, cpus, ranks, replicas, each, device):
+    asked, hosts = config(ranks, replicas, each, device), hosts_of(*gpus, cpus=cpus)
+    on_gpu = device == "cuda" or (device == "auto" and any(gpus))
+    if not can_hold(gpus, ranks if on_gpu else 0, replicas, each):
+        with pytest.raises(ConfigError, match=r"GPUs: .* makes \d+"):
+            place(asked, hosts)
+        return
+    placed = place(asked, hosts)
+    assert placed == place(asked, hosts)
+    assert [actor.name for actor in placed] == list(asked.actors)
+    # Nobody shares a GPU, and each has what it is to have, on its own host.
+    given_away = [(actor.host, gpu) for actor in placed for gpu in actor.gpus]
+    assert len(given_away) == len(set(given_away))
+    offered = {host.name: host for host in hosts}
+    for actor in placed:
+        wanted = on_gpu if actor.name.startswith("learner/") else each if actor.name.startswith("rollouter/") else 0
+        assert len(actor.gpus) == wanted and set(actor.gpus) <= set(offered[actor.host].gpus)
+    # Ranks of a host follow one another, from the head on; what torch is told agrees with where they are.
+    learners = [actor for actor in placed if actor.name.startswith("learner/")]
+    assert learners[0].host == "a"
+    assert [actor.host for actor in learners] == sorted(actor.host for actor in learners)
+    for rank, actor in enumerate(learners):
+        there = [other.name for other in learners if other.host == actor.host]
+        assert actor.env["RANK"] == str(rank)
+        assert actor.env["LOCAL_RANK"] == str(there.index(actor.name))
+        assert actor.env["LOCAL_WORLD_SIZE"] == str(len(there))
+        assert (
+            actor.gpus == tuple(actor.env["CUDA_VISIBLE_DEVICES"].split(",")[there.index(actor.name) :][:1])
+            or not on_gpu
+        )
+    # Nothing that computes outnumbers its cores but by having a thread at least.
+    for host in hosts:
+        roles = ("learner/", "rollouter/")
+        threads = [int(a.env["OMP_NUM_THREADS"]) for a in placed if a.host == host.name and a.name.startswith(roles)]
+        assert sum(threads) <= max(host.cpus, len(threads))
+
+
+@given(count=st.integers(1, 6), ranks=st.integers(1, 12), replicas=st.integers(1, 24))
+def test_cpu_runs_are_spread_evenly(count, ranks, replicas):
+    placed = place(config(ranks, replicas, 0, "cpu"), hosts_of(*[0] * count))
+    roles = ("learner/", "rollouter/")
+    loads = [sum(a.host == host.name and a.name.startswith(roles) for a in placed) for host in hosts_of(*[0] * count)]
+    assert max(loads) - min(loads) <= 1

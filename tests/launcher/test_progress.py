@@ -6,7 +6,7 @@ import json
 import pytest
 
 from asyncrl.launcher.progress import CLEAR_LINE, Progress, describe_step, read_metrics, summarise
-from asyncrl.launcher.spec import MetricsEvent, RestartEvent, StateEvent
+from asyncrl.launcher.spec import MetricsEvent, MovingEvent, RestartEvent, StacksEvent, StateEvent, StuckEvent
 
 
 class Terminal(io.StringIO):
@@ -118,3 +118,52 @@ def test_a_torn_line_is_left_out(tmp_path):
     assert read_metrics(path) == []
     path.write_text(json.dumps({"step": 1}) + "\n" + '{"step": 2, "rew')
     assert read_metrics(path) == [{"step": 1}]
+
+
+def test_what_a_restored_learner_does_again_counts_once(tmp_path):
+    """Its first line voids what was written of that step and later ones, evaluations included."""
+    lines = [{"kind": "train", "step": step, "start": 1, "reward/mean": 0.1} for step in range(1, 6)]
+    lines.insert(3, {"kind": "eval", "step": 4, "start": 1, "eval/x/mean": 0.2})
+    # The evaluation at the step that is being written may come first.
+    lines += [{"kind": "eval", "step": 4, "start": 2, "eval/x/mean": 0.9}]
+    lines += [{"kind": "train", "step": step, "start": 2, "reward/mean": 0.5} for step in (4, 5)]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    seen = [(line["kind"], line["step"], line["start"]) for line in read_metrics(path)]
+    assert seen == [
+        *(("train", step, 1) for step in (1, 2, 3)),
+        ("eval", 4, 2),
+        ("train", 4, 2),
+        ("train", 5, 2),
+    ]
+
+
+STUCK = [
+    StuckEvent(name="reward/0", report="nothing has moved for 301 s, because of reward/0"),
+    StacksEvent(name="reward/0", lines=["Thread 1", "  in score"], more=70, log="/logs/agent-0.log"),
+    MovingEvent(),
+]
+TOLD = """watchdog: nothing has moved for 301 s, because of reward/0
+stacks of reward/0:
+  Thread 1
+    in score
+  ... 70 more lines in /logs/agent-0.log
+watchdog: the run moves again
+"""
+
+
+def test_who_holds_up_the_run_is_told_on_the_error_output():
+    out, err = io.StringIO(), io.StringIO()
+    progress = Progress(out, 10, err)
+    for event in STUCK:
+        progress.show(event)
+    assert (out.getvalue(), err.getvalue()) == ("", TOLD)
+
+
+def test_on_a_terminal_the_live_line_makes_way_for_it_and_comes_back():
+    both = Terminal()
+    progress = Progress(both, 10, both)
+    progress.show(MetricsEvent(line=LINE))
+    live = both.getvalue()
+    progress.show(STUCK[2])
+    assert both.getvalue()[len(live) :] == f"{CLEAR_LINE}watchdog: the run moves again\n{live}"

@@ -12,8 +12,8 @@ from launched import Launched, marked, wait_until
 def launched(tmp_path):
     runs = []
 
-    def start(behaviour, **supervision):
-        runs.append(Launched(tmp_path, behaviour, **supervision))
+    def start(behaviour, sections=None, **supervision):
+        runs.append(Launched(tmp_path, behaviour, sections, **supervision))
         return runs[-1]
 
     yield start
@@ -62,7 +62,7 @@ def test_an_actor_that_keeps_dying_ends_the_run(launched):
 
 
 def test_a_frozen_actor_is_killed_and_started_again_and_the_run_goes_on(launched):
-    run = launched({"rollouter/0": {"children": True}}, heartbeat_s=0.2, stall_s=1.5, restart_window_s=60.0)
+    run = launched({"rollouter/0": {"children": True}}, heartbeat_s=0.2, silence_s=1.5, restart_window_s=60.0)
     run.wait_to_show("running")
     frozen = run.actor("rollouter/0")
     os.kill(frozen, signal.SIGSTOP)
@@ -78,13 +78,22 @@ def test_a_frozen_actor_is_killed_and_started_again_and_the_run_goes_on(launched
     assert_all_gone(run)
 
 
-def test_a_frozen_actor_that_is_not_restarted_ends_the_run(launched):
-    run = launched({}, heartbeat_s=0.2, stall_s=1.5, drain_s=1.0)
+def test_ranks_die_and_start_again_together(launched):
+    sections = {"learner": {"backend": "sim", "ranks": 2}}
+    run = launched({"learner/0": {"slow": 0.3}}, sections, restart_window_s=60.0)
     run.wait_to_show("running")
-    os.kill(run.actor("learner/0"), signal.SIGSTOP)
+    before = {name: run.actor(name) for name in ("learner/0", "learner/1", "rollouter/0")}
+    os.kill(before["learner/1"], signal.SIGKILL)
+    run.wait_to_show("learner/0 died (killed by SIGKILL: learner/1 died, and all of learner start again together)")
+    for name in ("learner/0", "learner/1"):
+        wait_until(lambda name=name: run.actor(name) != before[name], f"the successor of {name}")
+    time.sleep(1.0)
+    assert run.actor("rollouter/0") == before["rollouter/0"]
+    run.process.send_signal(signal.SIGINT)
     code, shown = run.end()
-    assert code == 1
-    assert shown[-1].startswith("learner/0: frozen: it did not beat for ")
+    assert code == 130
+    # One restart each.
+    assert sum(" died " in line and "is started again" in line for line in shown) == 2, shown
     assert_all_gone(run)
 
 
@@ -181,12 +190,139 @@ def test_a_run_goes_on_without_its_launcher(launched):
     assert (run.run_dir / "metrics.jsonl").read_text().count("\n") == 3
 
 
-def test_a_controller_that_is_killed_ends_the_run(launched):
-    run = launched({})
+@pytest.mark.parametrize("curve", ["off", "required"])
+def test_a_run_goes_on_without_its_controller(launched, curve):
+    """I5: it is started again on its port, with its key, and everybody who was there comes back to it."""
+    sections = {"security": {"curve": curve}}
+    run = launched({"learner/0": {"finish": 3, "finish_after": 12.0}}, sections, restart_window_s=60.0)
+    log = run.run_dir / "logs" / "attempt_1" / "controller-0.log"
+
+    def have_registered(times):
+        said = log.read_text() if log.exists() else ""
+        return all(said.count(f'"{name}", "address": "tcp') >= times for name in ("learner/0", *names))
+
+    names = ("rollouter/0", "dataloader/0", "reward/0", "parameter_server/0")
+    wait_until(lambda: have_registered(1), "the start")
+    others = {name: run.actor(name) for name in names}
+    os.kill(run.actor("controller/0"), signal.SIGKILL)
+    run.wait_to_show("controller/0 died (killed by SIGKILL) and is started again")
+    wait_until(lambda: have_registered(2), "their return")
+    assert {name: run.actor(name) for name in others} == others
+    code, shown = run.end()
+    assert code == 0, shown
+    assert sum(" died " in line for line in shown) == 1, shown
+    assert "draining: ending the actors in order" in shown
+    assert_all_gone(run)
+
+
+def test_a_controller_that_keeps_dying_ends_the_run_with_its_name(launched):
+    run = launched({}, max_restarts=1)
     run.wait_to_show("running")
-    controller = next(pid for pid, words in marked(run.folder).items() if " controller/0 " in words)
-    os.kill(controller, signal.SIGKILL)
+    first = run.actor("controller/0")
+    os.kill(first, signal.SIGKILL)
+    second = wait_until(lambda: next((pid for pid in (run.actor("controller/0"),) if pid != first), None), "another")
+    os.kill(second, signal.SIGKILL)
     code, shown = run.end()
     assert code == 1
-    assert shown[-1].startswith("controller/0: ended unasked (killed by SIGKILL)")
+    assert shown[-1].startswith("controller/0: killed by SIGKILL, after 1 restarts within 600 s")
     assert_all_gone(run)
+
+
+def test_deaths_while_the_controller_is_away_are_mended(launched):
+    run = launched({"learner/0": {"finish": 3, "finish_after": 3.0}}, restart_window_s=60.0, backoff_s=0.5)
+    run.wait_to_show("step 3/3")
+    for name in ("controller/0", "rollouter/0", "learner/0"):
+        os.kill(run.actor(name), signal.SIGKILL)
+    for name in ("controller/0", "rollouter/0", "learner/0"):
+        run.wait_to_show(f"{name} died (killed by SIGKILL) and is started again")
+    code, shown = run.end()
+    assert code == 0, shown
+    assert_all_gone(run)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_a_preempted_run_writes_a_checkpoint_and_can_be_resumed(launched, number):
+    run = launched({"learner/0": {"preempted": 7}})
+    run.wait_to_show("running")
+    run.process.send_signal(number)
+    code, shown = run.end()
+    assert code == 75, shown
+    assert "making way: a checkpoint is written, within 60 s; again to end at once" in shown
+    assert shown[-1] == "preempted with a checkpoint of version 7; the same command with --resume auto goes on"
+    assert_all_gone(run)
+
+
+def test_the_wish_to_make_way_reaches_the_successor_of_the_controller(launched):
+    run = launched({"learner/0": {"preempted": 7}}, restart_window_s=60.0, backoff_s=1.0)
+    run.wait_to_show("running")
+    os.kill(run.actor("controller/0"), signal.SIGKILL)
+    wait_until(lambda: " controller/0 " not in str(marked(run.run_dir)), "its end")
+    run.process.send_signal(signal.SIGTERM)
+    code, shown = run.end()
+    assert code == 75, shown
+    assert_all_gone(run)
+
+
+def test_past_its_grace_a_run_without_a_checkpoint_is_just_ended(launched):
+    run = launched({}, {"preempt": {"grace_s": 0.5}})
+    run.wait_to_show("running")
+    run.process.send_signal(signal.SIGTERM)
+    code, shown = run.end()
+    assert code == 143, shown
+    assert shown[-1] == (
+        "ended before the last step: SIGTERM: preempted, and no checkpoint was complete after 0.5 s (preempt.grace_s)"
+    )
+    assert_all_gone(run)
+
+
+def test_a_second_signal_does_not_let_it_make_way(launched):
+    run = launched({}, {"preempt": {"grace_s": 600.0}})
+    run.wait_to_show("running")
+    run.process.send_signal(signal.SIGUSR2)
+    run.wait_to_show("making way: waiting for a checkpoint")
+    run.process.send_signal(signal.SIGTERM)
+    code, shown = run.end()
+    assert code == 128 + signal.SIGUSR2
+    assert "ending at once" in shown
+    assert_all_gone(run)
+
+
+def test_a_signal_to_every_process_of_a_run_is_one_wish(launched):
+    """As a scheduler sends it: launcher, guard, agent and actors."""
+    run = launched({"learner/0": {"preempted": 7}})
+    run.wait_to_show("running")
+    for pid in (*marked(run.folder), run.pid("agent")):
+        os.kill(pid, signal.SIGTERM)
+    code, shown = run.end()
+    assert code == 75, shown
+    assert_all_gone(run)
+
+
+def test_a_run_that_was_killed_as_a_whole_is_resumed_in_its_folder(launched):
+    """I7: nothing but files is left, and those are dealt with by the next start."""
+    run = launched({"learner/0": {"preempted": 7}, "rollouter/0": {"children": True}})
+    run.wait_to_show("running")
+    for pid in {run.process.pid, run.pid("guard"), run.pid("agent"), *marked(run.folder)}:
+        os.kill(pid, signal.SIGKILL)
+    run.process.wait()
+    wait_until(lambda: not marked(run.folder), "the end of all")
+    assert (run.run_dir / "private").exists()
+    again = launched({"learner/0": {"finish": 3}}, resume="auto")
+    code, shown = again.end()
+    assert code == 0, shown
+    assert shown[0] == f"removed {run.run_dir / 'private'}, left behind by a run that was killed"
+    assert shown[1].startswith(f"resuming {run.run_dir}: there is no complete checkpoint")
+    assert [entry.name for entry in sorted((run.run_dir / "logs").iterdir())] == ["attempt_1", "attempt_2"]
+    assert (run.run_dir / "config_attempt_1.json").is_file()
+    assert_all_gone(again)
+
+
+def test_a_run_that_lives_cannot_be_resumed(launched):
+    run = launched({})
+    run.wait_to_show("running")
+    code, shown = launched({}, resume="auto").end()
+    assert code == 1
+    assert shown[-1].endswith(f"{run.run_dir} is in use: the run in it is still going on; end that first")
+    assert (run.run_dir / "private" / "lock").exists()
+    run.process.send_signal(signal.SIGINT)
+    assert run.end()[0] == 130

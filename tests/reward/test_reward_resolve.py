@@ -67,7 +67,7 @@ def _modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def scored(runner: asyncio.Runner, function: str, per: str = "trajectory", **options: Any) -> Any:
     task = Task("p", {"answer": "1"}, ["ab", "abc"], ["length", "length"])
-    return resolve(Setup(function, per, options), runner)(task)
+    return resolve(Setup(function, per, options, 1 << 30), runner)(task)
 
 
 def test_a_function_is_given_what_it_accepts(runner: asyncio.Runner) -> None:

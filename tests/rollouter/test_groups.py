@@ -6,8 +6,9 @@ import pytest
 from inprocess import sim_config
 from test_messages import make_group
 
-from asyncrl.errors import DeadlineExceeded, EngineDied, RemoteError
+from asyncrl.errors import DeadlineExceeded, RemoteError
 from asyncrl.messages import Scores
+from asyncrl.rollouter.episodes import TrajectoryFailed
 from asyncrl.rollouter.groups import GroupRunner
 from asyncrl.runtime.clock import LoopClock, run_virtual
 
@@ -21,8 +22,8 @@ def ticket():
 class Scripted:
     """Episodes and scores that fail as often as they are told to."""
 
-    def __init__(self, *, deaths=(), refusals=(), final=(), lengths=(1, 2, 3, 4)):
-        self.deaths, self.refusals = dict(deaths), dict(refusals)
+    def __init__(self, *, losses=(), refusals=(), final=(), lengths=(1, 2, 3, 4)):
+        self.losses, self.refusals = dict(losses), dict(refusals)
         self.final = set(final)
         self.lengths = lengths
         self.events = []
@@ -30,9 +31,9 @@ class Scripted:
 
     async def episode(self, ticket, sample):
         await asyncio.sleep(self.lengths[sample])
-        if self.deaths.get(sample, 0) > 0:
-            self.deaths[sample] -= 1
-            raise EngineDied("e", "killed")
+        if self.losses.get(sample, 0) > 0:
+            self.losses[sample] -= 1
+            raise DeadlineExceeded("rollouter/0", "env/0", "Step", 1.0)
         self.events.append(("generated", sample, asyncio.get_running_loop().time()))
         trajectory = make_group(samples=SAMPLES).trajectories[sample]
         trajectory.reward, trajectory.text = None, str(sample)
@@ -57,7 +58,7 @@ class Scripted:
 def run(script, **tables):
     config = sim_config(**tables)
 
-    def generated():
+    def generated(_ticket):
         script.generated += 1
 
     runner = GroupRunner(config, episode=script.episode, score=script.score, generated=generated, clock=LoopClock())
@@ -83,7 +84,7 @@ def test_a_group_reward_waits_for_the_whole_group():
 
 
 def test_only_what_failed_is_tried_again_with_growing_pauses():
-    script = Scripted(deaths={1: 2}, refusals={3: 1})
+    script = Scripted(losses={1: 2}, refusals={3: 1})
     group = run(script, rollout={"max_attempts": 3, "retry_backoff_s": 1.0})
     assert group.failure is None
     assert [t.reward for t in group.trajectories] == [0.0, 1.0, 2.0, 3.0]
@@ -95,22 +96,38 @@ def test_only_what_failed_is_tried_again_with_growing_pauses():
 
 @pytest.mark.parametrize(
     "script",
-    [Scripted(deaths={2: 99}), Scripted(refusals={2: 99}), Scripted(final={2})],
-    ids=["death", "score", "final"],
+    [Scripted(losses={2: 99}), Scripted(refusals={2: 99}), Scripted(final={2})],
+    ids=["episode", "score", "final"],
 )
 def test_a_failure_for_good_quarantines_the_group_with_its_reason(script):
     group = run(script)
     assert group.trajectories == []
-    assert any(word in group.failure for word in ("killed", "timeout", "nonsense"))
+    assert any(word in group.failure for word in ("env/0", "timeout", "nonsense"))
     assert script.generated == SAMPLES
 
 
 def test_or_is_left_out_while_enough_survive():
-    group = run(Scripted(deaths={2: 99}), rollout={"on_failed_trajectory": "drop"})
+    group = run(Scripted(losses={2: 99}), rollout={"on_failed_trajectory": "drop"})
     assert [t.sample for t in group.trajectories] == [0, 1, 3]
     assert group.dropped == 1
-    group = run(Scripted(deaths={0: 99, 1: 99, 2: 99}), rollout={"on_failed_trajectory": "drop"})
+    group = run(Scripted(losses={0: 99, 1: 99, 2: 99}), rollout={"on_failed_trajectory": "drop"})
     assert group.failure is not None
+
+
+def test_what_failed_for_good_is_not_tried_again():
+    class Hopeless(Scripted):
+        tries = 0
+
+        async def episode(self, ticket, sample):
+            if sample == 1:
+                self.tries += 1
+                raise TrajectoryFailed("the engine died of it")
+            return await super().episode(ticket, sample)
+
+    script = Hopeless()
+    group = run(script)
+    assert (group.failure, group.trajectories, script.tries) == ("the engine died of it", [], 1)
+    assert script.generated == SAMPLES
 
 
 def test_a_reward_pool_that_is_away_is_no_reward_of_zero():

@@ -77,13 +77,43 @@ def test_a_stop_string_that_straddles_the_cut_still_stops(cut):
     assert response.spans[-1].end == 4
 
 
-def test_what_nobody_can_date_is_forgotten():
+def test_the_death_of_an_engine_costs_only_what_nobody_can_date():
     response = Response(max_tokens=10)
     response.submitted(1)
     response.extend([1, 2], [0.0, 0.0], decode)
-    response.end_submission("abort")
-    response.submitted(1)
+    response.cut_submission(known=2)
+    assert (response.tokens, response.spans) == ([1, 2], [VersionSpan(1, 0, 2)])
+    response.submitted(2)
     response.extend([3], [0.0], decode)
-    response.lose_submission()
-    assert response.tokens == [1, 2]
-    assert response.spans == [VersionSpan(1, 0, 2)]
+    response.extend([4], [0.0], decode)
+    response.cut_submission(known=3)
+    assert response.tokens == [1, 2, 3]
+    assert response.logprobs == [0.0] * 3
+    assert response.spans == [VersionSpan(1, 0, 2), VersionSpan(2, 2, 3)]
+    assert response.finish_reason is None
+
+
+def test_a_response_that_was_over_when_its_engine_died_stays_so():
+    response = Response(max_tokens=4, stop=["cd"])
+    response.submitted(1)
+    assert response.extend([0, 2, 3], [0.0] * 3, decode)
+    response.cut_submission(known=3)
+    assert (response.finish_reason, response.tokens) == ("stop", [0, 2, 3])
+    full = Response(max_tokens=2)
+    full.submitted(1)
+    full.extend([0, 2], [0.0] * 2, decode)
+    full.cut_submission(known=2)
+    assert full.finish_reason == "length"
+
+
+def test_a_stop_string_among_what_is_forgotten_did_not_stop_anything():
+    response = Response(max_tokens=9, stop=["cd"])
+    response.submitted(1)
+    response.extend([0, 2], [0.0] * 2, decode)
+    assert response.extend([3], [0.0], decode)
+    response.cut_submission(known=2)
+    assert response.finish_reason is None
+    response.submitted(2)
+    assert response.extend([3], [0.0], decode)
+    response.end_submission("abort")
+    assert response.spans == [VersionSpan(1, 0, 2), VersionSpan(2, 2, 3)]

@@ -28,6 +28,7 @@ from asyncrl.monitor.logging import get_logger
 from asyncrl.monitor.states import StateLedger
 from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.updates import UpdateFollower
+from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.clock import LoopClock, run_virtual
 from asyncrl.weights.broadcast import Broadcast
 from asyncrl.weights.segments import Segment, layout
@@ -147,8 +148,13 @@ def follow(server_of: Callable[[], Server], *, loads=(), scores=(), **tables):
         clock = LoopClock()
         loads_left, scores_left = list(loads), list(scores)
         committed, updated = [], []
+        awaits = Awaits(clock.now)
         host = EngineHost(
-            config, lambda: StubEngine(events, loads_left, scores_left), clock, StateLedger(clock.now, "starting")
+            config,
+            lambda: StubEngine(events, loads_left, scores_left),
+            clock,
+            StateLedger(clock.now, "starting"),
+            awaits,
         )
         follower = UpdateFollower(
             config,
@@ -157,6 +163,7 @@ def follow(server_of: Callable[[], Server], *, loads=(), scores=(), **tables):
             call=server.call,
             committed=committed.append,
             updated=updated.append,
+            awaits=awaits,
             clock=clock,
             log=get_logger("rollouter/0"),
         )

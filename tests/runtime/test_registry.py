@@ -1,11 +1,14 @@
 """Records, incarnations and fencing."""
 
+import contextlib
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import Refused
-from asyncrl.messages import ActorRecord, Heartbeat, Stalled
+from asyncrl.messages import ActorRecord, Condemned, Heartbeat
 from asyncrl.runtime.registry import LONGEST_GAP, Registry
 
 
@@ -111,7 +114,15 @@ def look(registry, *, start=0.0, until):
 
 def test_who_does_not_beat_any_more_is_silent():
     assert look(beaten(at=5.0), until=44.9) == []
-    assert look(beaten(at=5.0), until=45.0) == [Stalled("rollouter/0", 9, 40.0)]
+    assert look(beaten(at=5.0), until=45.0) == [Condemned("rollouter/0", 9, "it did not beat for 40 s")]
+
+
+def test_the_shortest_silence_that_may_be_configured_is_noticed():
+    registry = Registry()
+    registry.register(record(9), 0.0)
+    # Three heartbeats long, asked once in a heartbeat.
+    found = [registry.silent(float(now), 3.0) for now in range(8)]
+    assert [actor.name for actor in found[-1]] == ["rollouter/0"]
 
 
 def test_any_word_of_it_ends_the_silence():
@@ -130,7 +141,7 @@ def test_who_has_ended_is_not_silent_and_its_successor_has_its_own_time():
     registry.register(record(10), 100.0)
     assert look(registry, start=100.0, until=139.9) == []
     # It has never beaten at all.
-    assert look(registry, start=139.9, until=140.0) == [Stalled("rollouter/0", 10, 40.0)]
+    assert look(registry, start=139.9, until=140.0) == [Condemned("rollouter/0", 10, "it did not beat for 40 s")]
 
 
 def test_silence_counts_only_while_somebody_listens():
@@ -139,7 +150,7 @@ def test_silence_counts_only_while_somebody_listens():
     assert look(registry, until=30.0) == []
     assert registry.silent(1000.0, STALL_S) == []
     assert look(registry, start=1000.0, until=1039.9) == []
-    assert look(registry, start=1039.9, until=1040.0) == [Stalled("rollouter/0", 9, 1035.0)]
+    assert look(registry, start=1039.9, until=1040.0) == [Condemned("rollouter/0", 9, "it did not beat for 1035 s")]
 
 
 @given(
@@ -169,3 +180,228 @@ def test_only_the_newest_incarnation_is_ever_heard(events):
             newest = max(newest, incarnation)
         found = registry.resolve("rollouter/0")
         assert found is None or (found.incarnation == newest and newest not in dead)
+
+
+# --- condemned actors and gangs ---
+
+RANKS = ("learner/0", "learner/1", "learner/2")
+FROZEN = "it did not beat for 61 s"
+
+
+def gang(**incarnations):
+    """A registry with these ranks ready, by their number, and a rollouter."""
+    registry = Registry()
+    registry.register(record(5), 0.0)
+    for rank, incarnation in incarnations.items():
+        registry.register(record(incarnation, name=f"learner/{rank[1:]}"), 0.0)
+    return registry
+
+
+def killed(registry):
+    return {actor.name: actor.incarnation for actor in registry.condemned}
+
+
+def test_the_condemned_are_dead_to_the_others_at_once():
+    registry = beaten(at=5.0)
+    assert registry.condemned == []
+    registry.condemn([Condemned("rollouter/0", 9, FROZEN), Condemned("rollouter/7", 1, FROZEN)])
+    assert registry.condemned == [Condemned("rollouter/0", 9, FROZEN)]
+    assert registry.resolve("rollouter/0") is None
+    assert registry.ready() == set()
+    assert not registry.heartbeat("rollouter/0", 9, beat(7), 6.0)
+    with pytest.raises(Refused, match="to be killed"):
+        registry.register(record(9), 6.0)
+    assert look(registry, until=200.0) == []
+    assert registry.ended("rollouter/0", 9, 200.0)
+    assert registry.condemned == []
+    registry.register(record(10), 201.0)
+    assert registry.ready() == {"rollouter/0"}
+    # What is said of its predecessor does not touch it.
+    registry.condemn([Condemned("rollouter/0", 9, FROZEN)])
+    assert registry.condemned == []
+
+
+def test_a_successor_that_registers_first_leaves_nothing_to_kill():
+    registry = gang()
+    registry.condemn([Condemned("rollouter/0", 5, FROZEN)])
+    registry.register(record(6), 1.0)
+    assert registry.condemned == []
+    assert registry.ready() == {"rollouter/0"}
+
+
+@pytest.mark.parametrize("first", ["report", "registration"])
+def test_the_death_of_a_rank_condemns_the_ranks_it_was_with(first):
+    """Whether the agent's word of it comes first or its own successor."""
+    registry = gang(r0=100, r1=101, r2=102)
+    events = [
+        lambda: registry.ended("learner/1", 101, 1.0, 500),
+        lambda: registry.register(record(501, name="learner/1"), 1.0),
+    ]
+    for event in events if first == "report" else reversed(events):
+        event()
+        assert killed(registry) == {"learner/0": 100, "learner/2": 102}
+    assert "learner/1 died" in registry.condemned[0].reason
+    assert registry.resolve("learner/0", unready=True) is None
+    assert registry.ready() == {"rollouter/0", "learner/1"}
+    for now, name, old, new in ((2.0, "learner/0", 100, 600), (2.1, "learner/2", 102, 601)):
+        assert registry.ended(name, old, now)
+        registry.register(record(new, name=name), now)
+    assert killed(registry) == {}
+    assert registry.ready() == {"rollouter/0", *RANKS}
+
+
+def test_a_rank_that_dies_while_its_gang_is_killed_begins_no_new_cycle():
+    """Its peers lost it and end by themselves, before their agent has heard that they are condemned."""
+    registry = gang(r0=100, r1=101)
+    registry.ended("learner/1", 101, 1.0, 500)
+    registry.register(record(501, name="learner/1"), 1.5)
+    assert registry.ended("learner/0", 100, 2.0, 700)
+    assert killed(registry) == {}
+    registry.register(record(701, name="learner/0"), 2.0)
+    assert registry.ready() == {"rollouter/0", "learner/0", "learner/1"}
+
+
+def test_a_rank_that_dies_again_during_the_restart_begins_the_cycle_anew():
+    registry = gang(r0=100, r1=101)
+    registry.ended("learner/1", 101, 1.0, 500)
+    registry.ended("learner/0", 100, 1.1)
+    registry.register(record(600, name="learner/0", address=""), 2.0)
+    registry.register(record(601, name="learner/1", address=""), 2.0)
+    registry.ended("learner/1", 601, 3.0, 800)
+    assert killed(registry) == {"learner/0": 600}
+    # One that died before it was heard of has met nobody.
+    registry.ended("learner/0", 600, 3.1)
+    registry.register(record(901, name="learner/1", address=""), 4.0)
+    registry.ended("learner/0", 900, 4.0, 899)
+    assert killed(registry) == {}
+
+
+def test_a_frozen_rank_takes_its_gang_along():
+    registry = gang(r0=100, r1=101, r2=102)
+    registry.condemn([Condemned("learner/1", 101, FROZEN)])
+    assert killed(registry) == {"learner/0": 100, "learner/1": 101, "learner/2": 102}
+    assert {actor.reason for actor in registry.condemned if actor.name == "learner/1"} == {FROZEN}
+    for name, old in (("learner/1", 101), ("learner/0", 100), ("learner/2", 102)):
+        registry.ended(name, old, 1.0)
+        registry.register(record(old + 500, name=name), 2.0)
+    assert registry.ready() == {"rollouter/0", *RANKS}
+
+
+def test_the_end_of_a_rank_that_was_told_to_leaves_the_others_alone():
+    registry = gang(r0=100, r1=101)
+    registry.ended("learner/1", 101, 1.0)
+    assert killed(registry) == {}
+
+
+def test_a_death_beside_the_gang_leaves_it_alone():
+    registry = gang(r0=100, r1=101)
+    registry.ended("rollouter/0", 5, 1.0, 500)
+    registry.register(record(501), 2.0)
+    assert killed(registry) == {}
+
+
+def test_a_registry_that_is_new_keeps_old_ranks_from_new_ones():
+    """It has not seen the death, and is told of it before, between or after the ranks that come back."""
+    events = [
+        lambda registry: registry.ended("learner/1", 101, 9.0, 500),
+        lambda registry: registry.register(record(501, name="learner/1"), 9.0),
+        lambda registry: registry.register(record(100, name="learner/0"), 9.0),
+    ]
+    for order in itertools.permutations(events):
+        registry = Registry()
+        for event in order:
+            with contextlib.suppress(Refused):
+                event(registry)
+        assert killed(registry) == {"learner/0": 100}
+        assert registry.ready() == {"learner/1"}
+
+
+def test_a_registry_that_is_new_takes_a_gang_that_is_whole_as_it_is():
+    """Old deaths that its agent tells again are older than everybody who lives."""
+    registry = Registry()
+    registry.register(record(600, name="learner/0"), 9.0)
+    registry.ended("learner/1", 101, 9.0, 500)
+    registry.ended("learner/0", 100, 9.0)
+    registry.register(record(501, name="learner/1"), 9.0)
+    assert killed(registry) == {}
+    assert registry.ready() == {"learner/0", "learner/1"}
+
+
+steps = st.lists(
+    st.tuples(st.sampled_from(["die", "kill", "report", "start", "freeze", "forget"]), st.sampled_from(RANKS)),
+    max_size=60,
+)
+
+
+@given(steps)
+def test_new_ranks_meet_new_ranks_only(history):
+    """I5, I7: ranks die, freeze and are killed by their agent, reports are late, the controller forgets everything."""
+    registry, clock = Registry(), 1
+    living, met, unreported, dead = {}, {}, [], {}
+
+    def start(name):
+        nonlocal clock
+        clock += 1
+        living[name] = clock
+        with contextlib.suppress(Refused):
+            registry.register(record(clock, name=name), clock)
+        met[clock] = {
+            other.incarnation
+            for other in (registry.resolve(rank, unready=True) for rank in RANKS)
+            if other is not None and registry.resolve(name) is not None
+        } - {clock}
+
+    def end(name, asked):
+        nonlocal clock
+        clock += 1
+        incarnation = living.pop(name)
+        dead[incarnation] = asked
+        unreported.append((name, incarnation, 0 if asked else clock))
+
+    def report():
+        for name, incarnation, died in unreported:
+            registry.ended(name, incarnation, clock, died)
+        unreported.clear()
+
+    def obey():
+        for actor in registry.condemned:
+            if living.get(actor.name) == actor.incarnation:
+                end(actor.name, asked=True)
+
+    told = []
+    for name in RANKS:
+        start(name)
+    for kind, name in history:
+        match kind:
+            case "die" if name in living:
+                end(name, asked=False)
+                told += unreported[-1:]
+            case "kill":
+                obey()
+            case "report":
+                report()
+            case "start" if name not in living:
+                start(name)
+            case "freeze" if name in living:
+                registry.condemn([Condemned(name, living[name], FROZEN)])
+            case "forget":
+                registry = Registry()
+                for rank, incarnation in living.items():
+                    with contextlib.suppress(Refused):
+                        registry.register(record(incarnation, name=rank), clock)
+                # The agent tells what it has told before.
+                for end_of in told:
+                    registry.ended(end_of[0], end_of[1], clock, end_of[2])
+    # Let the agent do its work: whoever is to be killed is, and everybody is started again.
+    for _ in range(2 * len(RANKS)):
+        report()
+        obey()
+        report()
+        for name in RANKS:
+            if name not in living:
+                start(name)
+    assert killed(registry) == {}
+    assert registry.ready() == set(RANKS)
+    for incarnation in living.values():
+        # Nobody has met one who died unasked since.
+        assert not {other for other in met.get(incarnation, ()) if dead.get(other) is False}

@@ -4,6 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.errors import (
+    ActorFailed,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DeadlineExceeded,
+    NonFiniteStep,
+    RunChanged,
+    UsageError,
+)
+from asyncrl.runtime.actor import Actor
 from asyncrl.runtime.supervision import (
     LONGEST_BACKOFF_S,
     ROLES,
@@ -12,6 +23,7 @@ from asyncrl.runtime.supervision import (
     Supervisor,
     describe_exit,
     drain_rank,
+    is_gang,
 )
 
 
@@ -28,10 +40,12 @@ def supervisor(**changes):
         ("reward/0", -11, True),
         ("rollouter/0", 78, False),
         ("reward/0", 2, False),
-        ("learner/0", -9, False),
-        ("dataloader/0", 1, False),
+        ("learner/1", -9, True),
+        ("learner/0", 78, False),
+        ("dataloader/0", 1, True),
         ("parameter_server/0", -9, True),
-        ("controller/0", 1, False),
+        ("controller/0", -9, True),
+        ("controller/0", 2, False),
     ],
 )
 def test_who_is_restarted(name, exit_code, restarted):
@@ -91,3 +105,33 @@ def test_roles_end_before_those_that_they_need():
     order = [{"rollouter", "reward"}, {"parameter_server", "dataloader"}, {"learner"}, {"controller"}]
     by_rank = [{role for role in ROLES if drain_rank(f"{role}/0") == rank} for rank in (1, 2, 3, 4)]
     assert by_rank == order
+
+
+@pytest.mark.parametrize(
+    ("error", "restarted"),
+    [
+        (RuntimeError("a lost peer"), True),
+        (CheckpointError("v1", "torn"), True),
+        (DeadlineExceeded("learner/0", "dataloader/0", "Restored", 30.0), True),
+        (ConfigError(["no model"]), False),
+        (DataError("no column", path="x.jsonl"), False),
+        (UsageError("what?"), False),
+        (ActorFailed("learner/0", "no signal"), False),
+        (NonFiniteStep("loss", step=3, uids=[]), False),
+        (RunChanged("seed", "run.seed", was="1", now="2"), False),
+    ],
+)
+def test_an_error_says_whether_a_restart_may_mend_it(error, restarted):
+    class Doomed(Actor):
+        role = "learner"
+
+    doomed = Doomed.__new__(Doomed)
+    assert doomed._will_be_restarted(error) == restarted
+    assert getattr(error, "restartable", True) == restarted
+
+
+def test_what_is_particular_to_a_role():
+    assert {role for role, policy in ROLES.items() if policy.gang} == {"learner"}
+    assert {role for role, policy in ROLES.items() if policy.fixed} == {"controller"}
+    assert is_gang("learner/3")
+    assert not is_gang("agent/0")

@@ -8,7 +8,7 @@ import pytest
 from inprocess import System, sim_config
 
 from asyncrl.errors import ActorFailed, DeadlineExceeded
-from asyncrl.learner import actor as learner_module
+from asyncrl.learner import training as learner_module
 from asyncrl.learner.sim import SimTrainer
 from asyncrl.learner.version_mark import FILE, VersionMark
 
@@ -43,7 +43,7 @@ def play(system, scenario):
 
 
 async def step(system, number):
-    while "learner/0" not in system.actors or system.actors["learner/0"]._step < number:
+    while "learner/0" not in system.actors or system.actors["learner/0"].step < number:
         await asyncio.sleep(0.002)
     return system.actors["learner/0"]
 
@@ -51,9 +51,9 @@ async def step(system, number):
 async def standstill(learner):
     """The step at which there is nothing left to train."""
     while True:
-        before = learner._step
+        before = learner.step
         await asyncio.sleep(0.4)
-        if learner._step == before and learner.states.awaiting == "groups":
+        if learner.step == before and learner.states.awaiting == "groups":
             return before
 
 
@@ -83,11 +83,11 @@ def test_training_goes_on_without_a_parameter_server_as_far_as_the_gate_lets_it(
         else:
             # What a stopped process does: it hears nothing and says nothing.
             server._endpoint.ending = True
-        steps["then"] = learner._step
+        steps["then"] = learner.step
         steps["stood still"] = await standstill(learner)
         # Longer than the deadline of a call.
         await asyncio.sleep(2.5)
-        assert learner._step == steps["stood still"]
+        assert learner.step == steps["stood still"]
         # What was made meanwhile is not kept: the newest, what is held, and what is being told.
         assert len(learner._versions._publisher._held) <= 3
         if fault == "dead":
@@ -144,7 +144,7 @@ def test_the_last_version_is_published_before_the_last_evaluation(tmp_path, full
     async def scenario():
         learner = await step(system, STEPS - 1)
         full_disk.set()
-        while learner._step < STEPS or learner.counters.get("weights/not_published", 0) < 3:
+        while learner.step < STEPS or learner.counters.get("weights/not_published", 0) < 3:
             await asyncio.sleep(0.01)
         full_disk.clear()
 
@@ -193,7 +193,7 @@ def test_a_learner_that_starts_where_another_has_published_takes_the_next_number
     run_dir = tmp_path / "run"
     seen = []
     for _ in range(2):
-        system = System(sim_config(learner={"steps": 3}), run_dir)
+        system = System(sim_config(learner={"steps": 3}, checkpoint={"every_versions": 0}), run_dir)
         assert asyncio.run(system.run()).phase == "done"
         seen += [line["weights/version"] for line in system.lines("train")[-3:]]
         shutil.rmtree(run_dir / "private")

@@ -52,7 +52,7 @@ async def disturb(system, when, what):
 
 def step_reached(system, step):
     learner = system.actors.get("learner/0")
-    return learner is not None and learner._step >= step
+    return learner is not None and learner.step >= step
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -136,7 +136,7 @@ def test_i4_a_version_with_a_flipped_bit_is_named_never_loaded_and_made_anew(tmp
             return msgspec.structs.replace(bucket, checksum=bucket.checksum ^ 1) if len(sealed) == 5 else bucket
 
     monkeypatch.setattr("asyncrl.learner.sim.Segment", Flipped)
-    monkeypatch.setattr("asyncrl.learner.actor.OWED_RETRY_S", 0.2)
+    monkeypatch.setattr("asyncrl.learner.training.OWED_RETRY_S", 0.2)
     system = System(config, tmp_path / "run")
     with capture_logs() as logs:
         state = asyncio.run(asyncio.wait_for(system.run(), 60))

@@ -59,7 +59,7 @@ def test_filtered_groups_are_replaced_and_no_signal_ends_the_run(tmp_path):
     with pytest.raises(Exception, match="no signal") as caught:
         asyncio.run(system.run())
     assert "Rewards seen: " in str(caught.value)
-    assert system.actors["learner/0"]._ledger.count("filtered") > 12
+    assert system.actors["learner/0"]._intake.ledger.count("filtered") > 12
 
 
 def test_evaluations_run_at_start_between_and_at_the_end_and_never_train(tmp_path):
@@ -90,9 +90,10 @@ def test_a_stopped_run_drains_in_order_and_returns_what_is_in_flight(tmp_path):
     tickets = system.actors["dataloader/0"]._tickets
     learner = system.actors["learner/0"]
     rollouters = {name: actor for name, actor in system.actors.items() if name.startswith("rollouter")}
-    for uid, granted in tickets._granted.items():
-        in_learner = uid in learner._in_training or uid in learner._buffer
-        unreported = uid in {outcome.uid for outcome in learner._outcomes._pending}
+    for uid in list(tickets._holders.uids):
+        granted = tickets._holders[uid]
+        in_learner = uid in learner._intake.claims
+        unreported = uid in {outcome.uid for outcome in learner._intake.outcomes._pending}
         # A grant whose reply was on its way when its rollouter ended has never been seen.
         unseen = granted.number > rollouters[granted.rollouter]._seen
         assert in_learner or unreported or unseen, f"{uid} was neither delivered nor returned"
@@ -118,7 +119,7 @@ def test_i1_a_rollouter_that_dies_again_and_again_loses_nothing_and_repeats_noth
             rollouter, learner = system.actors.get("rollouter/0"), system.actors.get("learner/0")
             generating = rollouter is not None and rollouter._generating > 0
             evaluating = any("@" in uid for uid in rollouter._held) if rollouter is not None else False
-            if learner is not None and generating and (evaluating if when == "eval" else learner._step > 2 * deaths):
+            if learner is not None and generating and (evaluating if when == "eval" else learner.step > 2 * deaths):
                 await system.replace("rollouter/0")
                 deaths += 1
         return system, await running, deaths

@@ -12,6 +12,10 @@ def make_engine(config: Config, name: str) -> Engine:
         from asyncrl.rollouter.engines.sim import SimEngine
 
         return SimEngine(config, name)
+    if config.rollout.engine == "reference":
+        from asyncrl.rollouter.engines.reference.engine import ReferenceEngine
+
+        return ReferenceEngine(config, name)
     from asyncrl.rollouter.engines.vllm.engine import VllmEngine
 
     return VllmEngine(config, name)

@@ -22,50 +22,12 @@ from asyncrl.config import Config
 from asyncrl.errors import BroadcastFailed, ConfigError, EngineDied
 from asyncrl.rollouter.engines.base import Delta, GenerationRequest, PauseMode
 from asyncrl.rollouter.engines.sim_model import Batch, content
+from asyncrl.rollouter.engines.stream import DeltaStream
 from asyncrl.weights.broadcast import Broadcast
 from asyncrl.weights.staging import Layout, Staged, check_complete
 
 if TYPE_CHECKING:
     from asyncrl.weights.collective.receiver import Receiver
-
-
-class _Stream:
-    """Hands deltas to one reader."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._pending: Delta | None = None
-        self._error: EngineDied | None = None
-        self._reader: asyncio.Future[None] | None = None
-
-    def put(self, delta: Delta) -> None:
-        held = self._pending
-        if held is not None:
-            delta = Delta(
-                tokens=held.tokens + delta.tokens,
-                logprobs=held.logprobs + delta.logprobs,
-                finish_reason=delta.finish_reason,
-                spans=delta.spans,
-            )
-        self._pending = delta
-        self._wake()
-
-    def fail(self, error: EngineDied) -> None:
-        self._error = error
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
-
-    async def get(self) -> Delta:
-        while self._pending is None:
-            if self._error is not None:
-                raise self._error
-            self._reader = self._loop.create_future()
-            await self._reader
-        delta, self._pending = self._pending, None
-        return delta
 
 
 class SimEngine:
@@ -79,7 +41,7 @@ class SimEngine:
         self._batch = Batch(
             self._sim, self._seed, config.rollout.stream_interval, _lifetime(self._sim.crash_probability)
         )
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, DeltaStream] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
         """When the timer comes; uvloop's handles do not always know."""
@@ -131,7 +93,7 @@ class SimEngine:
         assert self._batch.version >= 0, "nothing is generated before the first load"
         assert request.id not in self._streams, f"request {request.id} is in flight already"
         self._batch.submit(loop.time(), request)
-        stream = self._streams[request.id] = _Stream(loop)
+        stream = self._streams[request.id] = DeltaStream(loop)
         over = False
         try:
             self._step()

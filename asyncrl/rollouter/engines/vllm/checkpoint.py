@@ -3,7 +3,7 @@
 Everything here is plain JSON: the configuration, the generation defaults, the tokenizer's special tokens, and the
 headers of the safetensors files (https://github.com/huggingface/safetensors#format).
 
-Fails with ConfigError naming the file and what to do.
+Fails with ConfigError naming the file and what to do; weights that are not the model's with WeightsCorrupt.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ConfigError
+from asyncrl.weights.staging import Staged, check_complete
 
 Shapes = dict[str, tuple[str, tuple[int, ...]]]
 
@@ -92,6 +93,17 @@ def optional_names(config: dict[str, Any], names: Iterable[str]) -> frozenset[st
         if text_config(config).get("tie_word_embeddings", config.get("tie_word_embeddings", True)):
             patterns += getattr(cls, "_tied_weights_keys", None) or ()
     return frozenset(name for name in names if any(re.search(pattern, name) for pattern in patterns))
+
+
+def check_layout(staged: Staged, folder: str) -> None:
+    """Raise WeightsCorrupt unless ``staged`` has all of the model's weights, in the shapes that ``folder`` says.
+
+    A folder without safetensors files says nothing.
+    """
+    shapes = weight_shapes(folder)
+    if shapes is not None:
+        optional = optional_names(read_config(folder), shapes.keys() | staged.layout.keys())
+        check_complete(staged.version, staged.layout, shapes, optional=optional, dtypes=False)
 
 
 def _header(path: Path) -> dict[str, Any]:

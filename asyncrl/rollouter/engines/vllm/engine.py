@@ -273,12 +273,8 @@ class VllmEngine:
     def _check_layout(self, staged: Staged) -> None:
         if self._layout is not None:
             check_complete(staged.version, staged.layout, self._layout)
-            return
-        shapes = checkpoint.weight_shapes(self._model_path)
-        if shapes is not None:
-            config = checkpoint.read_config(self._model_path)
-            optional = checkpoint.optional_names(config, shapes.keys() | staged.layout.keys())
-            check_complete(staged.version, staged.layout, shapes, optional=optional, dtypes=False)
+        else:
+            checkpoint.check_layout(staged, self._model_path)
 
     async def load(self, weights: Staged | Broadcast, *, recompute_kv: bool) -> None:
         """See Engine."""

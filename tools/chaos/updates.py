@@ -1,7 +1,7 @@
 """Kill and freeze the processes of a run that updates its weights all the time, and see that it goes on.
 
-    python -m tools.chaos --engine sim --rounds 30
-    python -m tools.chaos --engine vllm --rounds 6 --seed 7
+    python -m tools.chaos.updates --engine sim --rounds 30
+    python -m tools.chaos.updates --engine vllm --rounds 6 --seed 7
 
 Each round picks a victim (a rollouter, an engine core, the parameter server), a signal (SIGKILL, or SIGSTOP, which is
 taken back after a while or left for the run to notice) and a moment at random, waits until training has published two
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.tiny_model import make_model
-from tools.live_run import LiveRun, LogTail
+from tools.live_run import LiveRun, UpdatePhases
 
 SUMMARY = "Kill and freeze the processes of a run that updates its weights all the time."
 START_S = 180.0
@@ -137,8 +137,7 @@ class Torment:
         self._replicas = [f"rollouter/{index}" for index in range(REPLICAS if engine == "sim" else 2)]
         self.phases: Counter[str] = Counter()
         """How often a victim was struck in each."""
-        self._news = LogTail(run, "parameter_server/0")
-        self._last_phases: dict[str, str] = {}
+        self._update_phases = UpdatePhases(run)
 
     def all_serve(self, version: int) -> bool:
         """Whether every replica has committed at least ``version``."""
@@ -183,16 +182,9 @@ class Torment:
     def _await_phase(self, round: Round) -> None:
         """Until the phase has come; a short one may be over again before the signal arrives."""
         until = time.monotonic() + PHASE_S
-        while (found := self._phase(round.victim)) != round.phase and time.monotonic() < until:
+        while (found := self._update_phases.of(round.victim)) != round.phase and time.monotonic() < until:
             time.sleep(0.002)
         self.phases[found] += 1
-
-    def _phase(self, victim: str) -> str:
-        """In which the parameter server has last seen the victim, or whoever changed last."""
-        for line in self._news.read():
-            if line.get("event") == "phase":
-                self._last_phases[line["replica"]] = self._last_phases[""] = line["phase"]
-        return self._last_phases.get(victim, self._last_phases.get("", "none"))
 
 
 def torment(
@@ -219,7 +211,7 @@ def torment(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.chaos", description=__doc__.split("\n")[0] if __doc__ else ""
+        prog="python -m tools.chaos.updates", description=__doc__.split("\n")[0] if __doc__ else ""
     )
     parser.add_argument("--engine", choices=("sim", "vllm"), default="sim")
     parser.add_argument("--rounds", type=int, default=30)

@@ -1,0 +1,74 @@
+"""What a checkpoint holds beside the trainer's own files: where the run stands, and groups that were scored.
+
+``state.json`` is CheckpointState (state.py); ``groups.msgpack`` are the groups of the buffer, then those filtered since
+the last step, each a record of group_file.py. Both are read back as they were written, or not at all.
+
+Fails with CheckpointError naming the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.checkpoint.durable import write_file
+from asyncrl.checkpoint.state import FORMAT, CheckpointState
+from asyncrl.errors import CheckpointError, DataError
+from asyncrl.group_file import pack_group, read_groups
+from asyncrl.messages import Group
+
+STATE, GROUPS, TRAINER = "state.json", "groups.msgpack", "trainer"
+"""Names inside a checkpoint; TRAINER is the folder of what ``Backend.save`` writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What was read from a checkpoint."""
+
+    path: Path
+    state: CheckpointState
+    buffered: list[Group]
+    filtered: list[Group]
+
+
+def write_contents(folder: Path, state: CheckpointState, buffered: Sequence[Group], filtered: Sequence[Group]) -> None:
+    """Write both files, flushed; the folder is the caller's to flush. Raises CheckpointError."""
+    state = msgspec.structs.replace(state, buffered=len(buffered), filtered=len(filtered))
+    path = folder / STATE
+    try:
+        write_file(path, [msgspec.json.encode(state)])
+        path = folder / GROUPS
+        write_file(path, map(pack_group, chain(buffered, filtered)))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(str(path), getattr(error, "strerror", None) or str(error)) from error
+
+
+def read_state(folder: Path) -> CheckpointState:
+    """Where the run stood. Raises CheckpointError."""
+    path = folder / STATE
+    try:
+        state = msgspec.json.decode(path.read_bytes(), type=CheckpointState)
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(str(path), f"cannot be read: {error}") from error
+    if state.format != FORMAT:
+        reason = f"has format {state.format}, and this asyncrl reads {FORMAT}; go on with the asyncrl that wrote it"
+        raise CheckpointError(str(path), reason)
+    return state
+
+
+def read_contents(folder: Path) -> Contents:
+    """Both files. Raises CheckpointError."""
+    state = read_state(folder)
+    path = folder / GROUPS
+    try:
+        with path.open("rb") as file:
+            groups = list(read_groups(file))
+    except (OSError, DataError) as error:
+        raise CheckpointError(str(path), f"cannot be read: {error}") from error
+    if len(groups) != state.buffered + state.filtered:
+        raise CheckpointError(str(path), f"holds {len(groups)} groups, not {state.buffered + state.filtered}")
+    return Contents(folder, state, groups[: state.buffered], groups[state.buffered :])

@@ -1,0 +1,278 @@
+"""The folder of a run's checkpoints on disk.
+
+    CHECKPOINT_DIR/
+        writer.json                          {"incarnation": ...}: the newest learner; an older one may not write
+        latest                               name of the newest, for people; nothing reads it
+        v00000012/                           complete: it holds COMPLETE
+            COMPLETE                         {"version", "step", "files"}: the checksums of the files beside it
+            state.json  groups.msgpack  trainer/
+        v00000012.1/                         version 12 written once more, with groups that came in since
+        abandoned-v00000031/                 newer than what the run was resumed from
+        .v00000013.partial-INCARNATION/      being written
+        .dead-...                            being removed
+
+It keeps: whatever dies at whatever moment, ``newest`` gives the checkpoint of the last ``commit`` that returned, or the
+one being committed, whole. A checkpoint is written aside, flushed, marked COMPLETE, flushed, and appears by one
+rename; a complete one is never written to, and removed only once it has been renamed away and a newer one is there.
+
+An older learner that wakes up does no harm: it finds a newer incarnation in writer.json, and what it was writing has
+been renamed away by the newer one's ``claim``, so that its own last rename fails.
+
+Fails with CheckpointError, which names the file; what was complete stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.checkpoint.durable import (
+    Digest,
+    difference,
+    digest_file,
+    replace_file,
+    sync_folder,
+    write_file,
+)
+from asyncrl.checkpoint.retention import Found, superfluous
+from asyncrl.config import Config
+from asyncrl.errors import CheckpointError
+
+COMPLETE, WRITER, LATEST = "COMPLETE", "writer.json", "latest"
+LOOKS = 10
+"""Times that a folder in which somebody removes checkpoints is looked at."""
+_NAME = re.compile(r"^v(\d{8,})(?:\.(\d+))?$")
+_LEFTOVER = re.compile(r"^\.(v\d+\.partial-\d+|dead-.*)$")
+_LOG = logging.getLogger(__name__)
+
+
+class _Writer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    incarnation: int
+
+
+class _Complete(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    version: int
+    step: int
+    files: dict[str, Digest]
+
+
+def checkpoint_dir(config: Config, run_dir: Path) -> Path:
+    """Where the checkpoints of a run are."""
+    if config.checkpoint.dir is None:
+        return run_dir / "checkpoints"
+    return Path(config.checkpoint.dir) / run_dir.name
+
+
+class CheckpointFolder:
+    """The checkpoints of one run. Everything blocks. Reading needs no claim."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._incarnation: int | None = None
+
+    # --- reading ---
+
+    def newest(self) -> Found | None:
+        """The newest complete checkpoint; None if there is none. Raises CheckpointError.
+
+        While a learner writes, one that was the newest may be gone the next moment: then a newer one is there.
+        """
+        for _ in range(LOOKS):
+            names = self._complete_names()
+            if not names:
+                return None
+            path = self.folder / max(names)[-1]
+            try:
+                return self.at(path)
+            except CheckpointError:
+                if (path / COMPLETE).exists():
+                    raise
+        raise CheckpointError(str(self.folder), f"its newest checkpoint was gone each of the {LOOKS} times it was read")
+
+    def at(self, path: Path) -> Found:
+        """The complete checkpoint of that name. Raises CheckpointError if it is none."""
+        name = _NAME.match(path.name)
+        mark = path / COMPLETE
+        if name is None:
+            raise CheckpointError(str(path), "its name is not that of a checkpoint, as v00000012 is")
+        complete = _read_complete(mark)
+        if complete.version != int(name[1]):
+            raise CheckpointError(str(mark), f"it is of version {complete.version}; the folder was renamed")
+        return Found(complete.version, int(name[2] or 0), complete.step, path)
+
+    def verify(self, found: Found) -> None:
+        """Hold the files that ``commit`` was given against their checksums. Raises CheckpointError naming one."""
+        for name, written in _read_complete(found.path / COMPLETE).files.items():
+            path = found.path / name
+            with _telling(path):
+                problem = difference(path, written)
+            if problem is not None:
+                raise CheckpointError(str(path), f"{problem}; {_GO_BACK}")
+
+    def _complete_names(self) -> list[tuple[int, int, str]]:
+        """(version, serial, name) of the complete ones, in no order."""
+        with _telling(self.folder):
+            try:
+                names = os.listdir(self.folder)
+            except FileNotFoundError:
+                return []
+            found = [match for match in map(_NAME.match, names) if match]
+            return [
+                (int(name[1]), int(name[2] or 0), name[0])
+                for name in found
+                if (self.folder / name[0] / COMPLETE).exists()
+            ]
+
+    # --- writing ---
+
+    def claim(self, incarnation: int) -> None:
+        """Become the writer, and remove what dead ones left unfinished. Raises CheckpointError, also when a newer
+        learner has claimed the folder.
+        """
+        with _telling(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            sync_folder(self.folder.parent)
+        self._refuse_if_older(incarnation)
+        with _telling(self.folder / WRITER):
+            replace_file(self.folder / WRITER, msgspec.json.encode(_Writer(incarnation)))
+        self._incarnation = incarnation
+        with _telling(self.folder):
+            for name in sorted(os.listdir(self.folder)):
+                path = self.folder / name
+                if _LEFTOVER.match(name) or (_NAME.match(name) and not (path / COMPLETE).exists()):
+                    self._bury(path)
+
+    def begin(self, version: int) -> Path:
+        """A new folder, to be filled and then given to ``commit`` or ``discard``. Raises CheckpointError."""
+        self._refuse_if_older(self._writer)
+        partial = self.folder / f".v{version:08d}.partial-{self._writer}"
+        with _telling(partial):
+            if partial.exists():
+                self._bury(partial)
+            partial.mkdir()
+        return partial
+
+    def commit(self, partial: Path, *, version: int, step: int, files: Sequence[str]) -> Path:
+        """Make what is in ``partial`` the newest checkpoint. Returns where it is.
+
+        ``files`` are the names of those whose checksums are to be noted, flushed like everything in folders inside
+        ``partial``. Raises CheckpointError: it is not committed then, and to be discarded.
+        """
+        with _telling(partial):
+            complete = _Complete(version, step, {name: digest_file(partial / name) for name in files})
+            sync_folder(partial)
+            write_file(partial / COMPLETE, [msgspec.json.encode(complete)])
+            sync_folder(partial)
+        self._refuse_if_older(self._writer)
+        target = self.folder / f"v{version:08d}"
+        with _telling(target):
+            serial = 0
+            while (target / COMPLETE).exists():
+                serial += 1
+                target = self.folder / f"v{version:08d}.{serial}"
+            if target.exists():
+                self._bury(target)
+            os.rename(partial, target)
+            sync_folder(self.folder)
+        try:
+            replace_file(self.folder / LATEST, target.name.encode() + b"\n")
+        except OSError as error:
+            _LOG.warning("%s is committed, but %s could not be written: %s", target, LATEST, error)
+        return target
+
+    def discard(self, partial: Path) -> None:
+        """Remove what could not be finished, as far as that is possible."""
+        shutil.rmtree(partial, ignore_errors=True)
+
+    def set_aside_above(self, kept: Found) -> list[Path]:
+        """Rename every complete checkpoint newer than ``kept``: the run goes on from ``kept``, and what came after it
+        is another history. Returns their new paths. Raises CheckpointError.
+        """
+        aside = []
+        # The newest first: until the last one is renamed, none that is to stay is hidden.
+        for version, serial, name in sorted(self._complete_names(), reverse=True):
+            if (version, serial) <= (kept.version, kept.serial):
+                break
+            target, count = self.folder / f"abandoned-{name}", 1
+            with _telling(target):
+                while target.exists():
+                    count += 1
+                    target = self.folder / f"abandoned-{name}-{count}"
+                os.rename(self.folder / name, target)
+            aside.append(target)
+        with _telling(self.folder):
+            sync_folder(self.folder)
+        return aside
+
+    def retain(self, *, keep: int, keep_every_steps: int) -> list[Path]:
+        """Remove what need not be kept; see retention.py. Returns what was removed. Raises CheckpointError."""
+        complete = []
+        for *_, name in self._complete_names():
+            # One that cannot be read is left for people to look at.
+            with contextlib.suppress(CheckpointError):
+                complete.append(self.at(self.folder / name))
+        removed = [found.path for found in superfluous(complete, keep=keep, keep_every_steps=keep_every_steps)]
+        with _telling(self.folder):
+            for path in removed:
+                self._bury(path)
+        return removed
+
+    @property
+    def _writer(self) -> int:
+        assert self._incarnation is not None, "claim comes first"
+        return self._incarnation
+
+    def _refuse_if_older(self, incarnation: int) -> None:
+        path = self.folder / WRITER
+        try:
+            writer = msgspec.json.decode(path.read_bytes(), type=_Writer)
+        except FileNotFoundError:
+            return
+        except (OSError, msgspec.DecodeError) as error:
+            reason = f"cannot be read, so that nobody knows who may write here: {error}; remove it if no run uses it"
+            raise CheckpointError(str(path), reason) from error
+        if writer.incarnation > incarnation:
+            raise CheckpointError(
+                str(self.folder),
+                f"a newer learner (incarnation {writer.incarnation}) writes here; {incarnation} may not any more",
+            )
+
+    def _bury(self, path: Path) -> None:
+        """Remove a folder such that no half of it is ever seen under its name. Raises OSError."""
+        grave = self.folder / f".dead-{path.name.lstrip('.')}-{time.time_ns()}"
+        os.rename(path, grave)
+        sync_folder(self.folder)
+        shutil.rmtree(grave)
+
+
+_GO_BACK = "to go on from the checkpoint before it, move this one out of the folder of checkpoints"
+
+
+def _read_complete(mark: Path) -> _Complete:
+    try:
+        return msgspec.json.decode(mark.read_bytes(), type=_Complete)
+    except FileNotFoundError as error:
+        raise CheckpointError(str(mark.parent), f"is not complete: it holds no {COMPLETE}") from error
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(str(mark), f"cannot be read: {error}; {_GO_BACK}") from error
+
+
+@contextmanager
+def _telling(path: Path) -> Iterator[None]:
+    """Around work on ``path``: what the operating system refuses becomes CheckpointError naming the file."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        where = error.filename if isinstance(error.filename, str) else str(path)
+        raise CheckpointError(where, error.strerror or str(error)) from error

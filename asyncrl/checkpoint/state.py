@@ -1,0 +1,65 @@
+"""Where a run stands: what a learner has to know, beside weights and groups, to lose nothing and repeat nothing."""
+
+from __future__ import annotations
+
+import msgspec
+
+from asyncrl.config import Config
+from asyncrl.messages import Count, LedgerState
+
+FORMAT = 1
+
+
+class Geometry(msgspec.Struct, frozen=True, kw_only=True):
+    """How prompts become steps and versions; a ledger and a schedule of steps only make sense with theirs."""
+
+    groups_per_step: Count
+    steps_per_version: Count
+    samples_per_prompt: Count
+
+    @classmethod
+    def of(cls, config: Config) -> Geometry:
+        """That of a configuration."""
+        return cls(
+            groups_per_step=config.learner.groups_per_step,
+            steps_per_version=config.learner.steps_per_version,
+            samples_per_prompt=config.rollout.samples_per_prompt,
+        )
+
+
+class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the run stands at a version boundary. Fields are only ever added, with a default."""
+
+    format: int = FORMAT
+    version: Count
+    """Newest published version: that of the weights in the checkpoint."""
+    trained_at_version: Count
+    """T(version): groups trained when it was published."""
+    step: Count
+    """Steps trained."""
+    start: Count
+    """Number of the learner's start in this run; lines of append-only files carry it."""
+    incarnation: Count
+    """Of the learner that wrote it."""
+    ledger: LedgerState
+    fingerprint: str
+    """Of the prompts that the ledger speaks of."""
+    seed: int
+    """Of their order."""
+    geometry: Geometry
+    world_size: Count
+    """Ranks that wrote it."""
+    limit: float = 0.0
+    """Working limit eta_t, in versions."""
+    rounds_closed: list[str] = []
+    """Rounds of evaluation that are over, as NAME@ROUND."""
+    quarantined: Count = 0
+    """Groups quarantined since the last step."""
+    delivered_lengths: list[Count] = []
+    """Response lengths delivered since the last step, in tokens."""
+    accumulators: dict[str, float] = {}
+    """Running sums of metrics, by name."""
+    buffered: Count = 0
+    """Groups in the buffer; they are in groups.msgpack, first."""
+    filtered: Count = 0
+    """Groups filtered since the last step; they follow."""

@@ -1,0 +1,50 @@
+"""What the registry knows of the actors, as the watchdog looks at it. Pure: the caller brings the time (s)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import msgspec
+
+from asyncrl.controller.blame import Seen
+from asyncrl.messages import AwaitRecord
+from asyncrl.runtime.registry import Entry, Registry
+
+GROUPS, TOKENS = "ledger/trained", "rollout/sampled_tokens"
+"""Counters of a heartbeat that show that the run moves, beside the version."""
+FRESH_S = 3.0
+"""The waits of a heartbeat that is younger are taken as they stand."""
+
+
+def look_at(registry: Registry, names: Collection[str], now: float) -> Mapping[str, Seen]:
+    """Each of ``names`` that has beaten in this incarnation. Its times go on where its last heartbeat left them."""
+    found = {}
+    for name in names:
+        entry = registry.entries.get(name)
+        if entry is not None and entry.heartbeat is not None:
+            found[name] = _seen(registry, entry, now)
+    return found
+
+
+def _seen(registry: Registry, entry: Entry, now: float) -> Seen:
+    beat = entry.heartbeat
+    assert beat is not None
+    age = now - entry.heard
+    return Seen(
+        name=entry.record.name,
+        incarnation=entry.record.incarnation,
+        state=beat.state,
+        state_s=beat.state_s + age,
+        waits=_aged(beat.awaits, age),
+        progress_s=now - entry.progressed,
+        silent_s=registry.silence_of(entry, now),
+        ended=not entry.heard_of,
+        version=entry.version,
+        figures=(float(entry.version), beat.counters.get(GROUPS, 0.0), beat.counters.get(TOKENS, 0.0)),
+    )
+
+
+def _aged(awaits: list[AwaitRecord], age: float) -> list[AwaitRecord]:
+    if age < FRESH_S:
+        return awaits
+    return [msgspec.structs.replace(wait, seconds=wait.seconds + age) for wait in awaits]

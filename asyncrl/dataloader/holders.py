@@ -1,0 +1,181 @@
+"""Who holds which prompt: grants by rollouter, numbered, and the prompts that are outstanding. Pure.
+
+Invariants: a prompt is granted at most once at a time; numbers grow within an incarnation of a rollouter, and are never
+those of a grant that it may have received from a lost dataloader. A prompt without a holder is with the learner, or its
+holder has died; it stays outstanding until it is released.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from asyncrl.dataloader.evals import EvalPrompt
+from asyncrl.dataloader.prompt_queue import TrainingPrompt
+
+Prompt = TrainingPrompt | EvalPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A rollouter's request for groups; the fields are those of Lease."""
+
+    rollouter: str
+    incarnation: int
+    seen: int
+    free_groups: int
+    served_version: int
+    holding: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A prompt granted to a rollouter."""
+
+    number: int
+    prompt: Prompt
+    param_version: int
+    """The newest published version at the grant."""
+    attempt: int = 0
+    """Deaths that its earlier holders took part in."""
+    alone: bool = False
+    """Nothing else is generated beside it."""
+
+
+@dataclass(slots=True)
+class Holder:
+    """A rollouter, as of its last call."""
+
+    incarnation: int
+    seen: int
+    last_grant: int
+    served_version: int
+    holding: frozenset[str] = frozenset()
+    grants: dict[int, Grant] = field(default_factory=dict)
+    """By number, ascending; until the outcome is reported or the prompt is returned."""
+
+    def running(self, ask: Ask) -> list[Grant]:
+        """Grants that it generates, or may never have received."""
+        return [grant for grant in self.grants.values() if grant.number > ask.seen or grant.prompt.uid in ask.holding]
+
+
+@dataclass(slots=True)
+class Held:
+    """A prompt that is out."""
+
+    prompt: Prompt
+    rollouter: str | None = None
+    """None when the learner has it, or the holder has died."""
+    number: int = 0
+    suspect: bool = False
+    """Its holder died generating it."""
+    alone: bool = False
+
+
+class Holders:
+    """All rollouters, and all prompts that are out."""
+
+    def __init__(self) -> None:
+        self._rollouters: dict[str, Holder] = {}
+        self._held: dict[str, Held] = {}
+        self.outstanding = 0
+        """Training prompts among those that are out."""
+
+    def __len__(self) -> int:
+        """Rollouters that live as far as is known."""
+        return len(self._rollouters)
+
+    def __contains__(self, uid: str) -> bool:
+        return uid in self._held
+
+    def __getitem__(self, uid: str) -> Held:
+        return self._held[uid]
+
+    @property
+    def uids(self) -> Iterable[str]:
+        """Of all prompts that are out, in the order of their grants."""
+        return self._held.keys()
+
+    @property
+    def oldest_served(self) -> int:
+        """The oldest version that anybody serves; there must be somebody."""
+        return min(holder.served_version for holder in self._rollouters.values())
+
+    def get(self, rollouter: str) -> Holder | None:
+        """A rollouter, if it is known."""
+        return self._rollouters.get(rollouter)
+
+    def current(self, ask: Ask) -> Holder | None:
+        """Who asks; None if a later call of the same rollouter, or a newer incarnation of it, was heard."""
+        holder = self._rollouters.get(ask.rollouter)
+        if holder is None or (holder.incarnation, holder.seen) != (ask.incarnation, ask.seen):
+            return None
+        return holder
+
+    def update(self, ask: Ask) -> None:
+        """Take note of a call of a rollouter whose older incarnations have been ``remove``d."""
+        holder = self._rollouters.get(ask.rollouter)
+        if holder is None:
+            self._rollouters[ask.rollouter] = Holder(
+                ask.incarnation, ask.seen, ask.seen, ask.served_version, ask.holding
+            )
+        elif ask.incarnation == holder.incarnation and ask.seen >= holder.seen:
+            holder.seen = ask.seen
+            holder.served_version = ask.served_version
+            holder.holding = ask.holding
+            # A lost dataloader may have granted more than is known here.
+            self.skip_to(ask.rollouter, ask.seen)
+
+    def remove(self, rollouter: str) -> list[Held]:
+        """A rollouter is dead: what it held has no holder. Suspect is what it generated and may have received.
+
+        That it received a grant is known only when it asks again, which a full one does not before it has finished
+        something; so a grant that it may have received counts as received, unless it is one alone: to run alone by
+        mistake costs time, to be rejected by mistake the prompt.
+        """
+        holder = self._rollouters.pop(rollouter)
+        found = []
+        for number, grant in holder.grants.items():
+            held = self._held[grant.prompt.uid]
+            held.rollouter = None
+            if number <= holder.seen:
+                held.suspect = grant.prompt.uid in holder.holding
+            else:
+                held.suspect = not grant.alone
+            found.append(held)
+        return found
+
+    def grant(self, rollouter: str, prompt: Prompt, param_version: int, *, attempt: int, alone: bool) -> Grant:
+        """Grant a prompt that is not out."""
+        holder = self._rollouters[rollouter]
+        grant = Grant(holder.last_grant + 1, prompt, param_version, attempt, alone)
+        self.restore(rollouter, grant)
+        return grant
+
+    def skip_to(self, rollouter: str, number: int) -> None:
+        """The next grant of a rollouter has a number above this one."""
+        holder = self._rollouters[rollouter]
+        holder.last_grant = max(holder.last_grant, number)
+
+    def restore(self, rollouter: str, grant: Grant) -> None:
+        """A rollouter holds a prompt that is not out, by a grant with this number."""
+        self.skip_to(rollouter, grant.number)
+        holder = self._rollouters[rollouter]
+        assert grant.number not in holder.grants
+        holder.grants[grant.number] = grant
+        self.hold(grant.prompt, rollouter, grant)
+
+    def hold(self, prompt: Prompt, rollouter: str | None = None, grant: Grant | None = None) -> None:
+        """A prompt is out from here on, with the learner where no rollouter is named."""
+        assert prompt.uid not in self._held, f"{prompt.uid} is granted to two"
+        number, alone = (grant.number, grant.alone) if grant is not None else (0, False)
+        self._held[prompt.uid] = Held(prompt, rollouter, number, alone=alone)
+        self.outstanding += isinstance(prompt, TrainingPrompt)
+
+    def release(self, uid: str) -> Held:
+        """A prompt is not out any more."""
+        held = self._held.pop(uid)
+        if held.rollouter is not None:
+            del self._rollouters[held.rollouter].grants[held.number]
+        self.outstanding -= isinstance(held.prompt, TrainingPrompt)
+        return held

@@ -1,0 +1,116 @@
+"""Making the tickets anew from what the learner, the rollouters and the data say. Pure.
+
+Invariant: what comes out depends on the learner's word, the prompts and what is held, and on nothing that a dataloader
+remembers but grants that are still on their way, and deaths. So a dataloader that has started again, and one whose
+learner went back to an earlier state, do the same.
+
+Fails with RunChanged when the ledger speaks of other prompts, or of another order, and that is not allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from asyncrl.dataloader.evals import EvalRounds, EvalSet
+from asyncrl.dataloader.gate import Gate
+from asyncrl.dataloader.limit import WorkingLimit
+from asyncrl.dataloader.order import EpochOrder
+from asyncrl.dataloader.prompt_queue import PromptQueue
+from asyncrl.dataloader.tickets import Tickets
+from asyncrl.errors import InvalidRequest, RunChanged
+from asyncrl.ledger import Ledger, position_of
+from asyncrl.messages import Restored, TicketsHeld
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What the configuration and the data say."""
+
+    order: EpochOrder
+    oversize: frozenset[int]
+    evals: tuple[EvalSet, ...]
+    groups_per_version: int
+    max_attempts: int
+    may_change: Collection[str] = ()
+    """Of data, seed and batch: resume.allow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a rollouter says it holds."""
+
+    incarnation: int
+    tickets: TicketsHeld
+
+
+def check_unchanged(source: Source, request: Restored) -> None:
+    """Raises RunChanged."""
+    order = source.order
+    if _is_other_data(source, request) and "data" not in source.may_change:
+        raise RunChanged("data", "the prompts differ", was=request.fingerprint, now=order.fingerprint)
+    if request.seed not in (-1, order.seed) and "seed" not in source.may_change:
+        raise RunChanged("seed", "run.seed differs", was=str(request.seed), now=str(order.seed))
+
+
+def rebuild(
+    source: Source,
+    limit: WorkingLimit,
+    request: Restored,
+    answers: Mapping[str, Answer],
+    previous: Tickets | None,
+    supply_number: int,
+) -> Tickets:
+    """Tickets that stand where ``request`` says the run does; ``previous`` is left as it is.
+
+    ``answers`` are of all living rollouters, by name. Raises InvalidRequest on what is no ledger. May take a second for
+    a million prompts.
+    """
+    try:
+        ledger = Ledger.restore(request.ledger)
+    except ValueError as error:
+        raise InvalidRequest(f"where the run stands cannot be read: {error}") from error
+    if _is_other_data(source, request):
+        ledger.first_epoch = _next_epoch(ledger, request.claims)
+    trained = ledger.count("trained")
+    gate = Gate(
+        limit,
+        groups_per_version=source.groups_per_version,
+        groups_left=request.groups_left,
+        first_version=request.version,
+        trained=trained,
+        trained_at_version=request.trained_at_version,
+    )
+    evals = EvalRounds(
+        source.evals,
+        request.version,
+        closed=request.rounds_closed,
+        open={round.name: round.held for round in request.rounds_open},
+        overdue=trained > 0,
+    )
+    if request.finished:
+        gate.finish()
+        evals.finish(request.version)
+    tickets = Tickets(
+        PromptQueue(source.order, ledger, source.oversize),
+        gate,
+        evals,
+        max_attempts=source.max_attempts,
+        number=request.outcomes_number,
+        supply_number=supply_number,
+    )
+    for uid in request.claims:
+        tickets.claim(uid)
+    for name, answer in answers.items():
+        tickets.adopt(name, answer.incarnation, answer.tickets, previous)
+    return tickets
+
+
+def _is_other_data(source: Source, request: Restored) -> bool:
+    return request.fingerprint not in ("", source.order.fingerprint)
+
+
+def _next_epoch(ledger: Ledger, claims: Collection[str]) -> int:
+    """The first epoch of which the learner knows nothing."""
+    known = [*ledger.epochs, *(position_of(uid)[0] for uid in claims)]
+    return max([ledger.first_epoch, *(epoch + 1 for epoch in known)])

@@ -1,0 +1,123 @@
+"""Files of records, one after the other: scored groups in a checkpoint, and what a rollouter keeps on its disk.
+
+A record is one MessagePack value, an array of two: the xxh3_64 of the body, and the body as a byte string. The body is
+the MessagePack map of a struct; arrays in it are [dtype, shape, bytes], little-endian. What comes before the body has a
+fixed size, so a file is read record by record, and any streaming reader of MessagePack can read it too.
+
+Invariants: a record is read whole and as it was written, or not at all; whoever reads holds one record at a time;
+nothing is unpickled. A file to which a process was appending when it died has at most its last record torn.
+
+Fails with DataError, which names the file and the number of the record, counted from 1.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import struct
+import sys
+from collections.abc import Iterator
+from typing import Any, BinaryIO, TypeVar
+
+import msgspec
+import numpy as np
+import xxhash
+
+from asyncrl.errors import DataError
+from asyncrl.messages import Group
+
+assert sys.byteorder == "little", "arrays are stored in little-endian order"
+
+T = TypeVar("T")
+
+HEAD = struct.Struct(">BBQBI")
+"""Array of two, uint64, its value; bin32, its length."""
+ARRAY_OF_2, UINT64, BIN32 = 0x92, 0xCF, 0xC6
+MAX_BODY_BYTES = 2**32 - 1
+DTYPES = frozenset({"bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64))}) | {
+    "float16",
+    "float32",
+    "float64",
+}
+
+
+def pack_group(group: Group) -> bytes:
+    """A group as one record, to be appended to a file. Raises ValueError over MAX_BODY_BYTES."""
+    return pack_record(group)
+
+
+def read_groups(file: BinaryIO, *, torn_tail: bool = False) -> Iterator[Group]:
+    """The groups of a file, read one by one from where it stands. Raises DataError; see ``read_records``."""
+    return read_records(file, Group, torn_tail=torn_tail)
+
+
+def pack_record(value: msgspec.Struct) -> bytes:
+    """Any struct as one record, by itself independent of all others. Raises ValueError over MAX_BODY_BYTES."""
+    body = msgspec.msgpack.encode(value, enc_hook=_encode_array)
+    if len(body) > MAX_BODY_BYTES:
+        raise ValueError(f"{type(value).__name__} of {len(body)} bytes is too large for a record")
+    return HEAD.pack(ARRAY_OF_2, UINT64, xxhash.xxh3_64_intdigest(body), BIN32, len(body)) + body
+
+
+def read_records(file: BinaryIO, kind: type[T], *, torn_tail: bool = False) -> Iterator[T]:
+    """The records of a file (seekable) as ``kind``, a struct or a union of tagged ones. Raises DataError.
+
+    With ``torn_tail`` a last record that ends too early, or whose checksum is wrong, is left out instead. What follows
+    a damaged record is not read.
+    """
+    decoder = msgspec.msgpack.Decoder(kind, dec_hook=_decode_array)
+    at = file.tell()
+    # A damaged length is not believed beyond it.
+    end = file.seek(0, io.SEEK_END)
+    file.seek(at)
+    number = 0
+    while at < end:
+        number += 1
+        body, problem, torn = b"", "", at + HEAD.size > end
+        if not torn:
+            array, uint, checksum, binary, size = HEAD.unpack(file.read(HEAD.size))
+            at += HEAD.size + size
+            torn = at > end
+            if (array, uint, binary) != (ARRAY_OF_2, UINT64, BIN32):
+                problem, torn = "does not begin as a record does", False
+            elif not torn:
+                body = file.read(size)
+                if xxhash.xxh3_64_intdigest(body) != checksum:
+                    # Pages reach the disk in any order: the last record may have its length and not its bytes.
+                    problem, torn = "is damaged: its checksum is wrong", at == end
+        if torn:
+            if torn_tail:
+                return
+            problem = problem or "ends too early"
+        if problem:
+            raise _error(file, number, problem)
+        try:
+            yield decoder.decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
+            raise _error(file, number, f"cannot be read: {error}") from None
+
+
+def _error(file: BinaryIO, number: int, problem: str) -> DataError:
+    name = getattr(file, "name", None)
+    return DataError(f"record {number} {problem}", path=str(name) if name is not None else "records", line=number)
+
+
+def _encode_array(value: Any) -> Any:
+    if not isinstance(value, np.ndarray) or value.dtype.name not in DTYPES:
+        raise TypeError(f"{getattr(value, 'dtype', type(value).__name__)} cannot be stored in a record")
+    return [value.dtype.name, list(value.shape), np.ascontiguousarray(value).reshape(-1).view(np.uint8).data]
+
+
+def _decode_array(kind: type, value: Any) -> Any:
+    if kind is not np.ndarray:
+        raise ValueError(f"{kind.__name__} is no array type")
+    if not (isinstance(value, list) and len(value) == 3):
+        raise ValueError(f"expected an array as [dtype, shape, bytes], got {type(value).__name__}")
+    dtype, shape, data = value
+    if not (isinstance(dtype, str) and dtype in DTYPES and isinstance(data, bytes)):
+        raise ValueError(f"not an array: {dtype!r}")
+    if not (isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)):
+        raise ValueError(f"bad shape {shape!r}")
+    if len(data) != math.prod(shape) * np.dtype(dtype).itemsize:
+        raise ValueError(f"{dtype}{shape} does not fit {len(data)} bytes")
+    return np.frombuffer(data, dtype=dtype).reshape(shape)

@@ -1,0 +1,121 @@
+"""What a run is resumed from: which folder, which checkpoint, and whether it is still the same run.
+
+Looks and compares; nothing is changed before ``begin``, which is called with the run's private folder held. The order
+of the data and the meaning of a step depend on the seed and on the geometry of batches, so a run is refused with
+RunChanged (exit code 78) when they are not those of its checkpoint, unless the user allows it; the data themselves
+are compared by the dataloader, which has read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.checkpoint.contents import read_state
+from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
+from asyncrl.checkpoint.retention import Found
+from asyncrl.checkpoint.state import Geometry
+from asyncrl.config import Config, validate_config
+from asyncrl.errors import RunChanged, UsageError
+from asyncrl.launcher.folders import CONFIG, RunFolder, begin_attempt, in_use, is_living, next_attempt
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumption:
+    """A run that is to go on, and from where."""
+
+    folder: RunFolder
+    checkpoint: Found | None
+    """None: from the initial weights, as there is no complete checkpoint."""
+    is_finished: bool
+    """Whether nothing is left to be done."""
+
+    def describe(self) -> str:
+        """In one line, for people."""
+        if self.checkpoint is None:
+            return (
+                f"resuming {self.folder.path}: there is no complete checkpoint, so it begins from the initial weights"
+            )
+        found = self.checkpoint
+        return f"resuming {self.folder.path} from version {found.version}, step {found.step}: {found.path}"
+
+    def begin(self, config: Config) -> list[Path]:
+        """Make this the run's attempt, and its checkpoint the newest; the newer ones that were renamed.
+
+        To be called with the private folder held. Raises CheckpointError or OSError.
+        """
+        begin_attempt(self.folder, config)
+        if self.checkpoint is None:
+            return []
+        return CheckpointFolder(self.checkpoint.path.parent).set_aside_above(self.checkpoint)
+
+
+def find_resumption(config: Config, place: str) -> tuple[Config, Resumption]:
+    """Where the run of ``config`` goes on; ``place`` is "auto", a run folder, or a checkpoint.
+
+    The configuration comes back with the name and folder of the run that was found. Raises UsageError,
+    CheckpointError or RunChanged.
+    """
+    chosen: Path | None = None
+    if place == AUTO:
+        path = Path(config.run.dir).absolute() / config.run.name
+        if not (path / CONFIG).is_file():
+            raise UsageError(
+                f"--resume auto: {path} holds no run; name one by run.dir and run.name, or begin one without --resume"
+            )
+    else:
+        path, chosen = _locate(config, Path(place).absolute())
+    if is_living(path):
+        raise in_use(path)
+    tree = config.model_dump(mode="json")
+    tree["run"] |= {"dir": str(path.parent), "name": path.name}
+    config = validate_config(tree)
+    checkpoints = CheckpointFolder(checkpoint_dir(config, path))
+    found = checkpoints.newest() if chosen is None else checkpoints.at(chosen)
+    done = False
+    if found is not None:
+        _compare(config, found)
+        exported = not config.checkpoint.export_at_end or (path / "export").is_dir()
+        done = found.step >= config.learner.steps and exported
+    return config, Resumption(folder=next_attempt(path), checkpoint=found, is_finished=done)
+
+
+def _locate(config: Config, place: Path) -> tuple[Path, Path | None]:
+    """The run folder, and the checkpoint if ``place`` is one."""
+    if (place / CONFIG).is_file():
+        return place, None
+    if not place.is_dir():
+        raise UsageError(f"--resume {place}: there is no such folder; give a run folder or one of its checkpoints")
+    # By default checkpoints lie in the run folder; elsewhere, in a folder with the name of theirs.
+    named = place.parent.name if config.checkpoint.dir is not None else config.run.name
+    for run in (place.parent.parent, Path(config.run.dir).absolute() / named):
+        if (run / CONFIG).is_file() and checkpoint_dir(config, run).absolute() == place.parent:
+            return run, place
+    raise UsageError(
+        f"--resume {place}: neither a run folder nor one of the checkpoints of a run; with checkpoint.dir set, run.dir "
+        "says where the run folder is"
+    )
+
+
+def _compare(config: Config, found: Found) -> None:
+    state = read_state(found.path)
+    if state.seed != config.run.seed and "seed" not in config.resume.allow:
+        raise RunChanged("seed", "run.seed", was=str(state.seed), now=str(config.run.seed))
+    changed = [] if "batch" in config.resume.allow else list(_differences(state.geometry, Geometry.of(config)))
+    if changed:
+        keys, was, now = (", ".join(parts) for parts in zip(*changed, strict=True))
+        raise RunChanged("batch", keys, was=was, now=now)
+
+
+def _differences(was: Geometry, now: Geometry) -> Iterator[tuple[str, str, str]]:
+    for key, field in (
+        ("learner.groups_per_step", "groups_per_step"),
+        ("learner.steps_per_version", "steps_per_version"),
+        ("rollout.samples_per_prompt", "samples_per_prompt"),
+    ):
+        before, after = getattr(was, field), getattr(now, field)
+        if before != after:
+            yield key, str(before), str(after)

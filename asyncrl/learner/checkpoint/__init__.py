@@ -1,0 +1,1 @@
+"""Checkpoints of the learner: what the run goes on from."""

@@ -1,0 +1,35 @@
+"""What a trainer has written, in ``contents.json`` of its folder of a checkpoint: the last file, of either backend.
+
+Fails with CheckpointError naming the file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.checkpoint.durable import Digest
+from asyncrl.errors import CheckpointError
+
+CONTENTS = "contents.json"
+
+
+class TrainerContents(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields are only ever added, with a default."""
+
+    steps: int
+    """Optimizer steps taken."""
+    world_size: int
+    """Ranks that wrote."""
+    files: dict[str, Digest] = {}
+    """All other files of the folder."""
+
+
+def read_trainer_contents(folder: Path) -> TrainerContents:
+    """Raises CheckpointError."""
+    path = folder / CONTENTS
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=TrainerContents)
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(str(path), f"cannot be read: {error}") from error

@@ -1,0 +1,208 @@
+"""Writing and restoring checkpoints from an event loop (the learner's rank 0); the disk has threads of its own.
+
+Training waits only until the state is copied. What follows (writing, flushing, committing, removing the old ones) goes
+on in a task of the caller's. At most one checkpoint is being written: one that comes due meanwhile is skipped and
+counted, but for a final one, which waits.
+
+Fails with CheckpointError from ``restore``. A checkpoint that cannot be written is told to ``on_failed``, what there is
+of it is removed, and the last complete one stays; training goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.checkpoint.contents import (
+    GROUPS,
+    STATE,
+    TRAINER,
+    Contents,
+    read_contents,
+    write_contents,
+)
+from asyncrl.checkpoint.folder import CheckpointFolder
+from asyncrl.checkpoint.state import CheckpointState
+from asyncrl.errors import CheckpointError
+from asyncrl.learner.backend import Backend
+from asyncrl.learner.checkpoint.trainer_contents import CONTENTS
+from asyncrl.messages import Group
+from asyncrl.runtime.clock import Clock
+
+_FILES = (STATE, GROUPS, f"{TRAINER}/{CONTENTS}")
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A checkpoint that is complete."""
+
+    version: int
+    step: int
+    path: Path
+    staged_s: float
+    """For which training waited."""
+    seconds: float
+    """From the beginning until it was complete."""
+
+
+class Checkpoints:
+    """See the module. ``thread`` is the one from which all of ``backend`` is called."""
+
+    def __init__(
+        self,
+        folder: Path,
+        incarnation: int,
+        backend: Backend,
+        thread: Executor,
+        *,
+        keep: int,
+        keep_every_steps: int,
+        tasks: asyncio.TaskGroup,
+        clock: Clock,
+        recorded: Callable[[CheckpointState], Awaitable[None]],
+        on_written: Callable[[Written], object],
+        on_failed: Callable[[int, CheckpointError], object],
+    ) -> None:
+        """``recorded`` returns once the lines of all that the checkpoint holds are written: whoever goes on from it
+        does not write them again.
+        """
+        self.skipped = 0
+        """Checkpoints that came due while one was being written."""
+        self.newest: Path | None = None
+        """The newest complete one, restored or written."""
+        self._folder = CheckpointFolder(folder)
+        self._incarnation = incarnation
+        self._backend = backend
+        self._thread = thread
+        self._keep, self._keep_every_steps = keep, keep_every_steps
+        self._tasks = tasks
+        self._clock = clock
+        self._recorded, self._on_written, self._on_failed = recorded, on_written, on_failed
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def busy(self) -> bool:
+        """One is being copied or written."""
+        return not self._idle.is_set()
+
+    async def restore(self) -> Contents | None:
+        """Become the writer of the folder and put the backend where the newest checkpoint was; None if there is none.
+
+        Comes after ``Backend.setup``. Raises CheckpointError.
+        """
+        loop = asyncio.get_running_loop()
+        await asyncio.to_thread(self._folder.claim, self._incarnation)
+        await loop.run_in_executor(self._thread, self._backend.sees, self._folder.folder)
+        contents = await asyncio.to_thread(self._read_newest)
+        if contents is not None:
+            await loop.run_in_executor(self._thread, self._backend.load, contents.path / TRAINER)
+            self.newest = contents.path
+        return contents
+
+    async def write(
+        self,
+        state: CheckpointState,
+        buffered: Sequence[Group],
+        filtered: Sequence[Group],
+        *,
+        final: bool = False,
+    ) -> bool:
+        """Copy what is to be written, and begin to write it. False when nothing was begun: it was skipped, or failed
+        at once.
+
+        The callbacks say how it ends. A ``final`` one waits for the one before. Groups are not to be changed later.
+        """
+        if self.busy and not final:
+            self.skipped += 1
+            return False
+        buffered, filtered = list(buffered), list(filtered)
+        while self.busy:
+            await self._idle.wait()
+        self._idle.clear()
+        began = self._clock.now()
+        try:
+            partial = await asyncio.to_thread(self._folder.begin, state.version)
+            loop = asyncio.get_running_loop()
+            saving = await loop.run_in_executor(self._thread, self._backend.save, partial / TRAINER)
+        except CheckpointError as error:
+            self._idle.set()
+            self._on_failed(state.version, error)
+            return False
+        except BaseException:
+            self._idle.set()
+            raise
+        staged_s = self._clock.now() - began
+        self._tasks.create_task(
+            self._finish(partial, saving, state, buffered, filtered, began=began, staged_s=staged_s)
+        )
+        return True
+
+    async def settle(self) -> None:
+        """Until none is being written. May be cancelled; the writing goes on then."""
+        await self._idle.wait()
+
+    async def _finish(
+        self,
+        partial: Path,
+        saving: Future[None],
+        state: CheckpointState,
+        buffered: list[Group],
+        filtered: list[Group],
+        *,
+        began: float,
+        staged_s: float,
+    ) -> None:
+        try:
+            path = await self._commit(partial, saving, state, buffered, filtered)
+            self.newest = path
+            seconds = self._clock.now() - began
+            self._on_written(
+                Written(version=state.version, step=state.step, path=path, staged_s=staged_s, seconds=seconds)
+            )
+            await self._retain()
+        except CheckpointError as error:
+            await asyncio.to_thread(self._folder.discard, partial)
+            self._on_failed(state.version, error)
+        finally:
+            self._idle.set()
+
+    async def _commit(
+        self,
+        partial: Path,
+        saving: Future[None],
+        state: CheckpointState,
+        buffered: list[Group],
+        filtered: list[Group],
+    ) -> Path:
+        # Both to their end: nothing is removed under the hands of those who still write.
+        ended = await asyncio.gather(
+            asyncio.to_thread(write_contents, partial, state, buffered, filtered),
+            asyncio.wrap_future(saving),
+            return_exceptions=True,
+        )
+        for problem in ended:
+            if problem is not None:
+                raise problem
+        await self._recorded(state)
+        return await asyncio.to_thread(
+            self._folder.commit, partial, version=state.version, step=state.step, files=_FILES
+        )
+
+    async def _retain(self) -> None:
+        try:
+            await asyncio.to_thread(self._folder.retain, keep=self._keep, keep_every_steps=self._keep_every_steps)
+        except CheckpointError as error:
+            _LOG.warning("old checkpoints could not be removed: %s", error)
+
+    def _read_newest(self) -> Contents | None:
+        found = self._folder.newest()
+        if found is None:
+            return None
+        self._folder.verify(found)
+        return read_contents(found.path)

@@ -1,0 +1,175 @@
+"""What becomes of every group: taken once, trained, filtered or quarantined once, reported once. Pure.
+
+Invariant (exactly once): a prompt that has an outcome, is in training or in the buffer is never taken again, so that
+whatever is delivered twice, by whom ever, is trained at most once; and a group that was taken leaves only by an
+outcome. Ledger, buffer and what is to be reported change together: ``snapshot`` is consistent at any moment.
+
+A group that cannot be trained is quarantined with its reason; one whose rewards are all equal is filtered under
+dynamic sampling. Neither is ever a reward of 0.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from asyncrl.config import LearnerConfig
+from asyncrl.learner.batch import check_group, has_signal
+from asyncrl.learner.buffer import GroupBuffer
+from asyncrl.learner.outcomes import OutcomeQueue
+from asyncrl.ledger import Kind, Ledger, position_of
+from asyncrl.messages import Group, LedgerState, Outcome
+
+FRACTION_FROM = 100
+"""Prompts with an outcome from which on ``learner.max_quarantined_fraction`` counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """A prompt that will not be trained. ``group`` is None when it was never generated."""
+
+    uid: str
+    reason: str
+    group: Group | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All that a successor needs in order to go on."""
+
+    ledger: LedgerState
+    buffered: list[Group]
+    filtered: list[Group]
+    """Since the last step."""
+    failed: int = 0
+    """Quarantined since the last step."""
+    delivered_lengths: list[int] = field(default_factory=list)
+    """Of the responses taken since the last step."""
+
+
+class Intake:
+    """See the module."""
+
+    def __init__(self, learner: LearnerConfig, restored: Snapshot | None = None) -> None:
+        self._learner = learner
+        self.ledger = Ledger() if restored is None else Ledger.restore(restored.ledger)
+        self.buffer = GroupBuffer()
+        self.outcomes = OutcomeQueue()
+        self.filtered: list[Group] = []
+        """Since the last step."""
+        self.quarantined: list[Quarantined] = []
+        """Not written yet; the caller takes them."""
+        self.delivered_lengths: list[int] = []
+        """Of the responses taken since the last step."""
+        self._failed = 0
+        """Quarantined since the last step."""
+        self._last_problem = ""
+        self._in_training: dict[str, Group] = {}
+        if restored is not None:
+            self.filtered = list(restored.filtered)
+            self._failed = restored.failed
+            self.delivered_lengths = list(restored.delivered_lengths)
+            for group in restored.buffered:
+                if not self.has(group.ticket.uid):
+                    self.buffer.add(group)
+
+    def has(self, uid: str) -> bool:
+        """Whether this prompt is not to be granted again."""
+        return uid in self._in_training or uid in self.buffer or self.ledger.outcome(*position_of(uid)) is not None
+
+    @property
+    def claims(self) -> list[str]:
+        """Uids in training and in the buffer."""
+        return [*self._in_training, *self.buffer.uids]
+
+    def deliver(self, group: Group) -> Literal["duplicate", "buffered"] | Kind:
+        """Take a group, once."""
+        uid = group.ticket.uid
+        if self.has(uid):
+            return "duplicate"
+        self.delivered_lengths += [len(t.tokens) for t in group.trajectories]
+        problem = check_group(group)
+        if problem is not None:
+            self._quarantine(Quarantined(uid, problem, group))
+            return "quarantined"
+        if self._learner.dynamic_sampling and not has_signal(group, self._learner.signal_tolerance):
+            self.filtered.append(group)
+            self._conclude(uid, "filtered")
+            return "filtered"
+        self.buffer.add(group)
+        return "buffered"
+
+    def reject(self, uid: str, reason: str) -> None:
+        """The dataloader will not grant this prompt; ignored if it is known."""
+        if not self.has(uid):
+            self._quarantine(Quarantined(uid, reason))
+
+    def begin_step(self) -> tuple[list[Group], list[Group]]:
+        """The groups of the next step, in the order in which they are trained; those filtered since the last one."""
+        assert not self._in_training
+        groups = self.buffer.take(self._learner.groups_per_step)
+        self._in_training = {group.ticket.uid: group for group in groups}
+        filtered, self.filtered, self._failed = self.filtered, [], 0
+        return groups, filtered
+
+    def end_step(self) -> list[int]:
+        """The step was taken. Returns the lengths of the responses delivered since the last one."""
+        for uid in self._in_training:
+            self._conclude(uid, "trained")
+        self._in_training = {}
+        lengths, self.delivered_lengths = self.delivered_lengths, []
+        return lengths
+
+    def spoil_step(self, uids: Collection[str], reason: str) -> None:
+        """The step was not taken because of these groups: they are quarantined, the others may be trained again."""
+        groups, self._in_training = self._in_training, {}
+        for uid, group in groups.items():
+            if uid in uids:
+                self._quarantine(Quarantined(uid, reason, group))
+            else:
+                self.buffer.add(group)
+
+    def problem(self) -> str | None:
+        """Why the run cannot go on like this, or None."""
+        learner = self._learner
+        if len(self.filtered) + self._failed > learner.max_filtered_ratio * learner.groups_per_step:
+            return _no_signal(self.filtered, self._failed, self._last_problem)
+        quarantined = self.ledger.count("quarantined")
+        concluded = quarantined + self.ledger.count("trained") + self.ledger.count("filtered")
+        if concluded >= FRACTION_FROM and quarantined > learner.max_quarantined_fraction * concluded:
+            return (
+                f"{quarantined} of {concluded} prompts were quarantined, over learner.max_quarantined_fraction = "
+                f"{learner.max_quarantined_fraction:g}; the last one because: {self._last_problem}. "
+                "quarantine.jsonl has all of them"
+            )
+        return None
+
+    def snapshot(self) -> Snapshot:
+        """As it stands between two steps."""
+        assert not self._in_training
+        return Snapshot(
+            self.ledger.state, self.buffer.groups, list(self.filtered), self._failed, list(self.delivered_lengths)
+        )
+
+    def _quarantine(self, quarantined: Quarantined) -> None:
+        self._failed += 1
+        self._last_problem = quarantined.reason
+        self.quarantined.append(quarantined)
+        self._conclude(quarantined.uid, "quarantined")
+
+    def _conclude(self, uid: str, kind: Kind) -> None:
+        self.ledger.record(kind, *position_of(uid))
+        self.outcomes.outcome(Outcome(uid, kind))
+
+
+def _no_signal(filtered: Sequence[Group], failed: int, last_problem: str) -> str:
+    if failed > len(filtered):
+        return f"no signal: {failed} groups failed since the last step, the last one because: {last_problem}"
+    rewards = Counter(round(float(t.reward or 0.0), 4) for group in filtered for t in group.trajectories)
+    histogram = ", ".join(f"{reward:g}: {count}" for reward, count in sorted(rewards.items())[:20])
+    return (
+        f"no signal: {len(filtered)} groups in a row had equal rewards in themselves. Rewards seen: {histogram}. "
+        "Look at samples/ and reward.function, or raise learner.max_filtered_ratio"
+    )

@@ -1,0 +1,181 @@
+"""The learner's side of its talk with the dataloader: where the run stands, what became of groups, what is to come.
+
+A dataloader that has started again, and the dataloader of a learner that has, is told first where the run stands
+(``Restored``); then outcomes are reported in order, numbered and repeated until acknowledged. What was told with the
+ledger is not reported again. Both may be asked of the other side at any moment, so that either may die at any moment.
+
+Fails with ConfigError when the prompts or their order are not those of the ledger.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from structlog.typing import FilteringBoundLogger
+
+from asyncrl.errors import ConfigError, DeadlineExceeded, RemoteError, RestoreNeeded, RunChanged
+from asyncrl.learner.evals import EvalCollector
+from asyncrl.learner.intake import Intake
+from asyncrl.messages import Request, Restored, Resumed, Supply, WatchSupply
+from asyncrl.runtime.awaits import Awaits
+
+DATALOADER = "dataloader/0"
+AWAY_S = 0.5
+"""Pause before a dataloader that did not answer is asked again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stand:
+    """Where the training is, as far as the gate is concerned."""
+
+    version: int
+    trained_at_version: int
+    groups_left: int
+    finished: bool
+
+
+class SupplyLine:
+    """``call`` asks the dataloader; ``news`` is told of everything that changes ``supply``."""
+
+    def __init__(
+        self,
+        call: Callable[[Request], asyncio.Future[Any]],
+        intake: Intake,
+        evals: EvalCollector,
+        *,
+        stand: Callable[[], Stand],
+        news: Callable[[], None],
+        awaits: Awaits,
+        log: FilteringBoundLogger,
+    ) -> None:
+        self.supply = Supply(number=-1, exhausted=False, outstanding=0)
+        """As last heard."""
+        self.limit = 0.0
+        """The working limit, in versions, as last heard."""
+        self.fingerprint = ""
+        """Of the prompts that the ledger speaks of; empty until the dataloader has named it."""
+        self.seed = -1
+        """Of their order."""
+        self._call = call
+        self._intake = intake
+        self._evals = evals
+        self._stand = stand
+        self._news = news
+        self._awaits = awaits
+        self._log = log
+        self._changed = asyncio.Event()
+        self._acknowledged = asyncio.Event()
+        self._restoring = asyncio.Lock()
+        self._restored = 0
+        """How often the dataloader has been told where the run stands."""
+
+    def changed(self) -> None:
+        """There is something to report."""
+        self._changed.set()
+
+    async def restore(self) -> None:
+        """Tell the dataloader where the run stands, until it goes on from there. Raises ConfigError."""
+        seen = self._restored
+        async with self._restoring:
+            if self._restored != seen:
+                # The other loop has met the same new dataloader.
+                return
+            with self._awaits.on(DATALOADER, "Restored"):
+                while True:
+                    try:
+                        resumed: Resumed = await self._call(self._message())
+                    except DeadlineExceeded as error:
+                        self._log.warning("dataloader is away", error=str(error))
+                    except RemoteError as error:
+                        if error.code == RunChanged.code:
+                            raise ConfigError([error.message]) from error
+                        self._log.warning("dataloader cannot go on", error=str(error))
+                        await asyncio.sleep(AWAY_S)
+                    else:
+                        break
+            self.fingerprint, self.seed, self.limit = resumed.fingerprint, resumed.seed, resumed.limit
+            self._intake.ledger.first_epoch = resumed.first_epoch
+            self.supply = Supply(number=-1, exhausted=False, outstanding=0)
+            self._restored += 1
+            self._acknowledged.set()
+            self._log.info("dataloader goes on", fingerprint=resumed.fingerprint, seed=resumed.seed)
+
+    def _message(self) -> Restored:
+        intake, stand = self._intake, self._stand()
+        return Restored(
+            version=stand.version,
+            trained_at_version=stand.trained_at_version,
+            groups_left=stand.groups_left,
+            outcomes_number=intake.outcomes.restart(),
+            ledger=intake.ledger.state,
+            claims=intake.claims,
+            fingerprint=self.fingerprint,
+            seed=self.seed,
+            rounds_closed=self._evals.closed,
+            rounds_open=self._evals.open,
+            finished=stand.finished,
+        )
+
+    async def report(self) -> None:
+        """Report outcomes until cancelled."""
+        while True:
+            report = self._intake.outcomes.next_report()
+            if report is None:
+                self._acknowledged.set()
+                self._changed.clear()
+                await self._changed.wait()
+                continue
+            restored = self._restored
+            with self._awaits.on(DATALOADER, "Outcomes"):
+                while self._restored == restored:
+                    try:
+                        self.limit = (await self._call(report)).limit
+                        break
+                    except (DeadlineExceeded, RemoteError) as error:
+                        await self._after(error)
+
+    async def all_acknowledged(self) -> None:
+        """Until everything that is to be reported just now has been."""
+        self._acknowledged.clear()
+        self._changed.set()
+        await self._acknowledged.wait()
+
+    async def watch(self) -> None:
+        """Follow what is still to come until cancelled: eval rounds, prompts to be quarantined, the end of the data."""
+        while True:
+            try:
+                with self._awaits.on(DATALOADER, "WatchSupply", idle=True):
+                    supply: Supply = await self._call(WatchSupply(seen=self.supply.number))
+            except (DeadlineExceeded, RemoteError) as error:
+                await self._after(error)
+                continue
+            self.supply = supply
+            self._evals.opened(supply.evals)
+            for rejected in supply.rejected:
+                if "@" in rejected.uid:
+                    self._evals.reject(rejected.uid, rejected.reason)
+                else:
+                    self._intake.reject(rejected.uid, rejected.reason)
+            self._intake.ledger.attempts = dict(supply.attempts)
+            self._changed.set()
+            self._news()
+
+    async def rounds_over(self) -> bool:
+        """Whether no round is open; asked afresh, since what was seen before the last outcome does not count."""
+        while True:
+            try:
+                supply: Supply = await self._call(WatchSupply(seen=-1))
+            except (DeadlineExceeded, RemoteError) as error:
+                await self._after(error)
+            else:
+                return not supply.evals
+
+    async def _after(self, error: DeadlineExceeded | RemoteError) -> None:
+        if isinstance(error, RemoteError) and error.code == RestoreNeeded.code:
+            await self.restore()
+            return
+        self._log.warning("dataloader is away", error=str(error))
+        await asyncio.sleep(AWAY_S)

@@ -1,0 +1,313 @@
+"""The loop of rank 0: wait for groups, train a step, publish a version, write a checkpoint; until the last step.
+
+It waits for groups, never for a replica, the parameter server or a disk. A version that cannot be written, as on a
+full disk, is owed: training goes on with the groups that the last one admits, and the run ends with the reason only
+when those are used up and nothing can be published for UNPUBLISHED_S. A checkpoint that cannot be written is counted
+and named in the log; the last complete one stays.
+
+Preempted, it takes what the rollouters still deliver, comes to a version boundary, and writes a checkpoint.
+
+Fails with ActorFailed, which ends the run, when there is no signal or a step is not finite.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from structlog.typing import FilteringBoundLogger
+
+from asyncrl.config import Config
+from asyncrl.errors import ActorFailed, AsyncRLError, NonFiniteStep
+from asyncrl.learner.backend import Backend
+from asyncrl.learner.batch import build_step
+from asyncrl.learner.intake import Intake
+from asyncrl.learner.step_lines import StepLines, TrainedStep
+from asyncrl.learner.supply_line import Stand, SupplyLine
+from asyncrl.learner.versions import Versions
+from asyncrl.monitor.states import StateLedger
+from asyncrl.runtime.awaits import Awaits
+from asyncrl.runtime.clock import Clock
+
+OWED_RETRY_S = 5.0
+"""Pause before a version that could not be published is tried again."""
+UNPUBLISHED_S = 120.0
+"""Longest that no version can be published while there is nothing left to train."""
+LAST_GROUPS_SHARE = 0.3
+"""Of preempt.grace_s: longest wait for what the rollouters still deliver."""
+
+T = TypeVar("T")
+
+
+class Training:
+    """See the module. ``step`` is what has been trained already."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        name: str,
+        backend: Backend,
+        thread: ThreadPoolExecutor,
+        intake: Intake,
+        versions: Versions,
+        lines: StepLines,
+        checkpoint: Callable[[], Awaitable[None]],
+        published: Callable[[int], None],
+        progress: Callable[[], None],
+        states: StateLedger,
+        counters: dict[str, float],
+        clock: Clock,
+        log: FilteringBoundLogger,
+        awaits: Awaits,
+        step: int,
+    ) -> None:
+        self.step = step
+        """Steps trained so far."""
+        self.version = -1
+        """The newest one."""
+        self.supply: SupplyLine
+        self.news = asyncio.Event()
+        """Groups, supply or preemption: whoever waits looks again."""
+        self.preempted = False
+        self._config = config
+        self._name = name
+        self._backend = backend
+        self._thread = thread
+        self._intake = intake
+        self._versions = versions
+        self._lines = lines
+        self._checkpoint = checkpoint
+        self._published = published
+        self._progress = progress
+        self._states = states
+        self._counters = counters
+        self._clock = clock
+        self._log = log
+        self._awaits = awaits
+        self._trained_at_version = 0
+        self._first_version = -1
+        self._unpublished = 0
+        """Steps trained since the newest version."""
+        self._finished = False
+        self._waited = False
+        """Whether the step under way had to wait for groups."""
+        self._not_published = ""
+        """Why the last attempt to publish failed."""
+
+    @property
+    def stand(self) -> Stand:
+        """Where the training is."""
+        learner = self._config.learner
+        return Stand(
+            version=self.version,
+            trained_at_version=self._trained_at_version,
+            groups_left=(learner.steps - self.step) * learner.groups_per_step,
+            finished=self._finished,
+        )
+
+    async def begin(self) -> None:
+        """Publish the weights at the start. Raises ActorFailed."""
+        if await self._try_to_publish() is None:
+            raise ActorFailed(self._name, f"the weights at the start cannot be published: {self._not_published}")
+        self._first_version = self.version
+
+    async def run(self) -> None:
+        """Train to the last step, or to the boundary at which a preempted run stops; all is published then."""
+        learner = self._config.learner
+        while self.step < learner.steps:
+            began = self._clock.now()
+            with self._awaits.on("rollouter", "groups"):
+                there = await self._groups_are_there()
+            if not there:
+                break
+            step = await self._train_step(began)
+            if step is None:
+                continue
+            self.step += 1
+            self._unpublished += 1
+            boundary = False
+            if self._unpublished >= learner.steps_per_version:
+                publish_began = self._clock.now()
+                published = await self._try_to_publish()
+                boundary = published is not None
+                step.line.update(published or {})
+                step.line["time/publish_s"] = self._clock.now() - publish_began
+            step.line["weights/version"] = self.version
+            step.line["time/step_s"] = self._clock.now() - began
+            await self._lines.put(step)
+            self._progress()
+            every = self._config.checkpoint.every_versions * learner.steps_per_version
+            if boundary and every and self.step % every == 0 and self.step < learner.steps:
+                self._states.enter("checkpointing")
+                await self._checkpoint()
+        await self._publish_the_rest()
+
+    async def finish(self) -> None:
+        """The last step is trained: what is left are the last evaluations and what the user keeps.
+
+        A round at the end is granted only to engines that serve the last version, so it is the one that waits for
+        the parameter server to have it.
+        """
+        self._finished = True
+        self._intake.outcomes.finished()
+        self._states.enter("waiting", "last evaluations")
+        await self.supply.all_acknowledged()
+        owed_until = self._clock.now() + UNPUBLISHED_S
+        with self._awaits.on("rollouter", "last evaluations"):
+            while not await self.supply.rounds_over():
+                self.news.clear()
+                if self._versions.spoiled:
+                    if await self._try_to_publish(until=owed_until) is None:
+                        await asyncio.sleep(OWED_RETRY_S)
+                else:
+                    await self.news.wait()
+
+    async def _train_step(self, began: float) -> TrainedStep | None:
+        """One step; None when it was not taken and its bad groups are quarantined."""
+        learner, intake = self._config.learner, self._intake
+        version = self.version
+        groups, filtered = intake.begin_step()
+        intake.outcomes.step_began(len(intake.buffer), waited=self._waited and version > self._first_version)
+        self.supply.changed()
+        train_began, train_wall = self._clock.now(), self._clock.wall()
+        self._states.enter("training")
+        plan = await self._on_thread(
+            lambda: build_step(
+                groups,
+                filtered=filtered,
+                version=version,
+                fresh=self._unpublished == 0,
+                config=self._config,
+                world_size=learner.ranks,
+                packed=self._backend.packed,
+            )
+        )
+        try:
+            trained = await self._on_thread(lambda: self._backend.train(plan))
+        except NonFiniteStep as error:
+            if learner.on_nonfinite != "skip":
+                raise
+            self._log.error("step was not taken", error=str(error))
+            self._counters["learner/skipped_steps"] = self._counters.get("learner/skipped_steps", 0) + 1
+            intake.spoil_step(error.uids, f"the {error.what} of step {self.step + 1} is not finite")
+            self.supply.changed()
+            return None
+        train_ended = self._clock.now()
+        lengths = intake.end_step()
+        self.supply.changed()
+        ledger = intake.ledger
+        self._counters["ledger/trained"] = ledger.count("trained")
+        line = {
+            "kind": "train",
+            "step": self.step + 1,
+            "weights/version": version,
+            **plan.metrics,
+            **trained,
+            "rollout/granted_length_mean": sum(lengths) / len(lengths) if lengths else None,
+            "staleness/limit": self.supply.limit,
+            "buffer/groups": len(intake.buffer),
+            "time/wait_for_groups_s": train_began - began,
+            "time/train_s": train_ended - train_began,
+            "time/publish_s": 0.0,
+            "ledger/trained": ledger.count("trained"),
+            "ledger/filtered": ledger.count("filtered"),
+            "ledger/quarantined": ledger.count("quarantined"),
+        }
+        return TrainedStep(line=line, train_began=train_wall, train_ended=self._clock.wall(), groups=groups)
+
+    async def _groups_are_there(self) -> bool:
+        """Until a step's groups are there, or all that are ever to come are; False when the run makes way instead.
+
+        Raises ActorFailed when the run cannot go on.
+        """
+        learner, intake = self._config.learner, self._intake
+        self._states.enter("waiting", "groups")
+        wanted = learner.groups_per_step
+        if not self._config.staleness.max:
+            # All of a version's, or which of them make up a step would be a matter of who came first.
+            wanted *= max(1, learner.steps_per_version - self._unpublished)
+        self._waited = len(intake.buffer) < wanted
+        owed_until, retry_at = self._clock.now() + UNPUBLISHED_S, self._clock.now() + OWED_RETRY_S
+        while True:
+            if problem := intake.problem():
+                raise ActorFailed(self._name, problem)
+            if self.preempted:
+                await self._take_the_last()
+                return False
+            if len(intake.buffer) >= wanted:
+                return True
+            supply = self.supply.supply
+            if supply.exhausted and supply.outstanding == len(intake.buffer) > 0:
+                return True
+            self.news.clear()
+            if not self._owes_version:
+                await self.news.wait()
+                continue
+            try:
+                # News that come again and again must not put it off.
+                async with asyncio.timeout(max(0.0, retry_at - self._clock.now())):
+                    await self.news.wait()
+            except TimeoutError:
+                await self._try_to_publish(until=owed_until)
+                self._states.enter("waiting", "groups")
+                retry_at = self._clock.now() + OWED_RETRY_S
+
+    async def _take_the_last(self) -> None:
+        """Until the rollouters have delivered or returned what they hold, or for as long as that may take."""
+        self._states.enter("waiting", "last groups")
+        within = LAST_GROUPS_SHARE * self._config.preempt.grace_s
+        try:
+            async with asyncio.timeout(within):
+                while not (self.supply.supply.exhausted and self.supply.supply.outstanding <= len(self._intake.buffer)):
+                    self.news.clear()
+                    await self.news.wait()
+        except TimeoutError:
+            self._log.warning("not all groups came in before the checkpoint", waited_s=within)
+
+    @property
+    def _owes_version(self) -> bool:
+        return self._unpublished >= self._config.learner.steps_per_version or self._versions.spoiled
+
+    async def _publish_the_rest(self) -> None:
+        owed_until = self._clock.now() + UNPUBLISHED_S
+        while self._unpublished:
+            if await self._try_to_publish(until=owed_until) is None:
+                await asyncio.sleep(OWED_RETRY_S)
+
+    async def _try_to_publish(self, until: float | None = None) -> dict[str, float] | None:
+        """The figures of a new version; None when it could not be written and is owed.
+
+        Raises ActorFailed when that is so after ``until``.
+        """
+        try:
+            return await self._publish()
+        except OSError as error:
+            if isinstance(error, AsyncRLError):
+                # Not a disk or memory that is full: the ranks are out of step.
+                raise
+            self._not_published = str(error)
+            self._counters["weights/not_published"] = self._counters.get("weights/not_published", 0) + 1
+            self._log.error("no version published; training goes on as long as it can", error=str(error))
+            if until is not None and self._clock.now() >= until:
+                reason = f"no version could be published for {UNPUBLISHED_S:g} s: {error}"
+                raise ActorFailed(self._name, reason) from error
+            return None
+
+    async def _publish(self) -> dict[str, float]:
+        """Make a version of the present weights; the rest of its way needs nobody here. Raises OSError."""
+        self._states.enter("publishing")
+        made = await self._versions.make()
+        self._unpublished = 0
+        self.version = made.version
+        self._trained_at_version = self._intake.ledger.count("trained")
+        self._published(made.version)
+        # Harmless before the parameter server has it: the gate counts with what engines serve.
+        self._intake.outcomes.published(made.version, self._trained_at_version)
+        self.supply.changed()
+        return made.metrics
+
+    async def _on_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)

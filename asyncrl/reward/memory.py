@@ -1,0 +1,84 @@
+"""How much memory a worker takes, and the limits that it is given.
+
+Two nets, for neither holds everything. The worker limits its private memory (RLIMIT_DATA, inherited by what it starts),
+so that the function gets a MemoryError at the very allocation that is too much; memory that is only reserved does not
+count. The pool looks at what the worker and all its descendants hold together, shared memory included, and kills.
+Invariant: measuring never fails, it only sees less: a process that is gone holds nothing, and on a kernel without lists
+of children only the worker itself is seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from pathlib import Path
+
+REPORT_BYTES = 32 << 20
+"""Beyond the limit, for telling that it was reached."""
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class MemoryLimit:
+    """Lets this process take ``more_bytes`` of private memory beyond what it holds now, and some for its last words."""
+
+    def __init__(self, more_bytes: int) -> None:
+        self.more_bytes = more_bytes
+        self._at_start = _private_bytes()
+        limit = self._at_start + more_bytes
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        ceiling = limit + REPORT_BYTES
+        if hard != resource.RLIM_INFINITY:
+            ceiling = min(ceiling, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (min(limit, ceiling), ceiling))
+
+    def spent(self) -> bool:
+        """Whether more than half of it is in use: what fails then may have failed because of that."""
+        return _private_bytes() - self._at_start > self.more_bytes // 2
+
+    def open_reserve(self) -> None:
+        """Give this process what was kept for its last words."""
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+
+
+def resident_bytes(pids: list[int]) -> int:
+    """In physical memory, over all of ``pids``; what they share counts once for each."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError, IndexError):
+            total += int(Path(f"/proc/{pid}/statm").read_bytes().split()[1]) * _PAGE_BYTES
+    return total
+
+
+def proportional_bytes(pids: list[int]) -> int:
+    """As resident_bytes, but each page counts once, divided among its holders. Slow for a large process."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/smaps_rollup").read_bytes().splitlines():
+                if line.startswith(b"Pss:"):
+                    total += int(line.split()[1]) << 10
+    return total
+
+
+def family(pid: int) -> list[int]:
+    """A process and all that descend from it."""
+    found = [pid]
+    for one in found:
+        # Each thread has children of its own.
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(f"/proc/{one}/task"):
+                with contextlib.suppress(OSError):
+                    found += map(int, Path(f"/proc/{one}/task/{thread}/children").read_bytes().split())
+    return found
+
+
+def _private_bytes() -> int:
+    """What RLIMIT_DATA counts of this process."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_bytes().splitlines():
+            if line.startswith(b"VmData:"):
+                return int(line.split()[1]) << 10
+    return 0

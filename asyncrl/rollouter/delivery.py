@@ -1,0 +1,70 @@
+"""Brings finished groups to the learner, to the incarnation of it that lives.
+
+Invariant: ``deliver`` is over only when the living learner has acknowledged the group, so that its ticket may be
+released. An acknowledgement of a learner that has been replaced, also one that was taken in before that was known, is
+worth nothing: what it acknowledged died with it, and the group is delivered again. The learner knows each group by its
+uid, so that one which arrives twice is trained once.
+
+Fails with WireError where the learner refuses the group for good.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from structlog.typing import FilteringBoundLogger
+
+from asyncrl.errors import DeadlineExceeded, RemoteError
+from asyncrl.messages import Deliver, Group
+from asyncrl.runtime.awaits import Awaits
+from asyncrl.runtime.peer import Peer
+
+AWAY_S = 0.5
+"""Pause before a learner that cannot take groups yet is asked again."""
+
+
+class Delivery:
+    """See the module."""
+
+    def __init__(self, learner: Peer, *, awaits: Awaits, counters: dict[str, float], log: FilteringBoundLogger) -> None:
+        self._learner = learner
+        self._living = 0
+        """Incarnation of the learner below which none lives any more."""
+        self._awaits = awaits
+        self._counters = counters
+        self._log = log
+        for name in ("adoptions", "delivered_again"):
+            counters[f"rollout/{name}"] = 0
+
+    def adopt(self, incarnation: int) -> None:
+        """Take an incarnation of the learner for the living one."""
+        if incarnation > self._living:
+            self._living = incarnation
+            self._counters["rollout/adoptions"] += 1
+            self._log.info("learner adopted", incarnation=incarnation)
+            self._learner.adopt(incarnation)
+
+    async def deliver(self, group: Group) -> None:
+        """Until the living learner has it: a lease ends by delivery only."""
+        with self._awaits.on(self._learner.name, "Deliver"):
+            while not await self._delivered(group):
+                pass
+
+    async def _delivered(self, group: Group) -> bool:
+        uid = group.ticket.uid
+        call = self._learner.call(Deliver(group=group))
+        try:
+            await call
+        except DeadlineExceeded as error:
+            self._log.warning("learner is away", uid=uid, error=str(error))
+            return False
+        except RemoteError as error:
+            if not error.retryable:
+                raise
+            self._log.info("learner takes no groups yet", uid=uid, error=str(error))
+            await asyncio.sleep(AWAY_S)
+            return False
+        if call.answered_by >= self._living:
+            return True
+        self._counters["rollout/delivered_again"] += 1
+        return False

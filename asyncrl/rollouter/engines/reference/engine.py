@@ -1,0 +1,388 @@
+"""The reference engine: what transformers samples, a sequence at a time; the truth that others are held against.
+
+A shell around model.py: everything is decided on the event loop, everything is computed on one thread. Sequences run
+in order of (priority, arrival), each to its end; the thread looks for an interruption between two tokens. That order
+changes nothing in what they say. Nothing is computed while weights are loaded, because the thread is the same.
+
+Fails with EngineDied when a computation fails or makes no progress for ``rollout.engine_timeout_s``, and what waits for
+it with the same; with WeightsCorrupt and BroadcastFailed as staging and broadcasts do. After a load that failed it has
+its old weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+from asyncrl.config import Config
+from asyncrl.errors import AsyncRLError, BroadcastFailed, ConfigError, EngineDied
+from asyncrl.messages import VersionSpan
+from asyncrl.rollouter.engines.base import Delta, GenerationRequest, PauseMode
+from asyncrl.rollouter.engines.reference.noise import seed_of
+from asyncrl.rollouter.engines.stream import DeltaStream
+from asyncrl.rollouter.engines.vllm import checkpoint
+from asyncrl.rollouter.engines.vllm.options import longest_sequence
+from asyncrl.weights.broadcast import Broadcast
+from asyncrl.weights.staging import Layout, Staged, check_complete
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from asyncrl.rollouter.engines.reference.model import Continuation, Model, Sampled
+    from asyncrl.weights.collective.receiver import Receiver
+
+CLOSE_S = 10.0
+"""Time that a computation gets to notice its interruption."""
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A request that has not ended."""
+
+    id: str
+    it: Continuation
+    stream: DeltaStream
+    spans: list[VersionSpan] = field(default_factory=list)
+    sampled: int = 0
+    stale: bool = False
+    """Some of its keys and values are of older weights."""
+    aborted: bool = False
+    ended: bool = False
+
+
+class ReferenceEngine:
+    """See Engine."""
+
+    def __init__(self, config: Config, name: str) -> None:
+        assert config.model.path is not None
+        self.name = name
+        self.workers = 1
+        self._config = config
+        self._folder = config.model.path
+        self._timeout_s = config.rollout.engine_timeout_s
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
+        self._interrupt = threading.Event()
+        self._model: Model | None = None
+        self._receiver: Receiver | None = None
+        self._flights: dict[str, _Flight] = {}
+        self._waiting: list[tuple[int, int, _Flight]] = []
+        """Heap of those not begun, and some that have ended since."""
+        self._arrivals = itertools.count()
+        self._current: _Flight | None = None
+        """The one that was begun."""
+        self._computing = False
+        self._changed = asyncio.Event()
+        self._at_rest = asyncio.Event()
+        """Nothing is computed for a request, nor will be before ``_wake``."""
+        self._paused = False
+        self._admitting = True
+        self._version = -1
+        self._layout: Layout | None = None
+        self._dead: EngineDied | None = None
+        self._runner: asyncio.Task[None] | None = None
+
+    # --- life ---
+
+    async def start(self) -> None:
+        """See Engine."""
+        self._model = await self._compute("its model", self._make_model, self._config.supervision.start_timeout_s)
+        longest = longest_sequence(self._config)
+        if self._model.context is not None and longest > self._model.context:
+            raise ConfigError(
+                [
+                    f"model.path: the model takes {self._model.context} tokens, but the longest prompt and response "
+                    f"have {longest}; lower rollout.max_tokens or data.max_prompt_tokens"
+                ]
+            )
+        self._runner = asyncio.create_task(self._run())
+
+    def _make_model(self) -> Model:
+        from asyncrl.rollouter.engines.reference.model import Model
+
+        return Model(self._config.model, checkpoint.stop_token_ids(self._folder))
+
+    async def close(self) -> None:
+        """See Engine."""
+        self._die("it was closed")
+        if self._receiver is not None:
+            await asyncio.to_thread(self._receiver.close)
+            self._receiver = None
+        if self._runner is not None:
+            self._runner.cancel()
+            await asyncio.wait([self._runner])
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        ending = asyncio.ensure_future(asyncio.to_thread(self._thread.shutdown))
+        await asyncio.wait([ending], timeout=CLOSE_S)
+        self._model = None
+
+    def _require_alive(self) -> None:
+        if self._dead is not None:
+            raise self._dead
+
+    def _die(self, reason: str) -> EngineDied:
+        """Only the first reason counts."""
+        if self._dead is None:
+            self._dead = EngineDied(self.name, reason)
+            self._interrupt.set()
+            for flight in self._flights.values():
+                flight.stream.fail(self._dead)
+            self._at_rest.set()
+        return self._dead
+
+    # --- requests ---
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+        """See Engine."""
+        self._require_alive()
+        assert self._version >= 0, "nothing is generated before the first load"
+        assert request.id not in self._flights, f"request {request.id} is in flight already"
+        flight = _Flight(request.id, self._continuation(request), DeltaStream(asyncio.get_running_loop()))
+        self._flights[request.id] = flight
+        heapq.heappush(self._waiting, (request.priority, next(self._arrivals), flight))
+        self._wake()
+        over = False
+        try:
+            while not over:
+                delta = await flight.stream.get()
+                over = delta.finish_reason is not None
+                yield delta
+        finally:
+            del self._flights[request.id]
+            if not over:
+                self._abort(flight)
+
+    def _continuation(self, request: GenerationRequest) -> Continuation:
+        from asyncrl.rollouter.engines.reference.model import Continuation
+
+        model = self._model
+        assert model is not None, "not started"
+        ids = [int(token) for token in request.prompt_ids]
+        if not ids or not all(0 <= token < model.vocabulary for token in ids):
+            raise ValueError(f"request {request.id}: its {len(ids)} tokens are none, or not all of the vocabulary")
+        if model.context is not None and len(ids) >= model.context:
+            raise ValueError(f"request {request.id}: {len(ids)} tokens leave no room within {model.context}")
+        limit = len(ids) + request.max_tokens
+        seed = request.seed
+        return Continuation(
+            ids=ids,
+            prompt=max(1, len(ids) - request.held),
+            limit=limit if model.context is None else min(limit, model.context),
+            temperature=request.temperature,
+            seed=seed_of(self._config.run.seed, self.name, request.id) if seed is None else seed,
+        )
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        """See Engine."""
+        self._require_alive()
+        for id in ids:
+            if id in self._flights:
+                self._abort(self._flights[id])
+
+    def _abort(self, flight: _Flight) -> None:
+        flight.aborted = True
+        if flight is self._current and self._computing:
+            # Ended by the runner, with the tokens that the thread brings.
+            self._interrupt.set()
+        elif not flight.ended:
+            self._end(flight)
+
+    def _end(self, flight: _Flight, sampled: Sampled | None = None) -> None:
+        finish = None if sampled is None else sampled.finish_reason
+        flight.ended = True
+        flight.stream.put(
+            Delta(
+                tokens=[] if sampled is None else sampled.tokens,
+                logprobs=[] if sampled is None else sampled.logprobs,
+                finish_reason=finish or "abort",
+                spans=flight.spans,
+            )
+        )
+        if flight is self._current:
+            self._current = None
+
+    async def score(self, ids: Sequence[int]) -> list[float]:
+        """See Engine."""
+        self._require_alive()
+        model = self._loaded()
+        tokens = [int(token) for token in ids]
+        if len(tokens) < 2:
+            return []
+        if model.context is not None and len(tokens) > model.context:
+            raise ValueError(f"cannot score {len(tokens)} tokens: the model takes {model.context}")
+        return await self._compute("a score", lambda: model.score(tokens), self._timeout_s)
+
+    # --- stepping ---
+
+    def _wake(self) -> None:
+        """There may be something to compute."""
+        self._at_rest.clear()
+        self._changed.set()
+
+    async def _run(self) -> None:
+        try:
+            while self._dead is None:
+                self._changed.clear()
+                flight = self._next()
+                if flight is None:
+                    self._at_rest.set()
+                    await self._changed.wait()
+                else:
+                    await self._advance(flight)
+        except EngineDied:
+            # Everybody who waits has been told.
+            assert self._dead is not None
+
+    def _next(self) -> _Flight | None:
+        if self._paused:
+            return None
+        while self._current is None and self._admitting and self._waiting:
+            _, _, flight = heapq.heappop(self._waiting)
+            if not flight.ended:
+                self._current = flight
+        return self._current
+
+    async def _advance(self, flight: _Flight) -> None:
+        model, it, count = self._loaded(), flight.it, self._config.rollout.stream_interval
+        self._interrupt.clear()
+        self._computing = True
+        try:
+            sampled = await self._compute(
+                f"request {flight.id}", lambda: model.advance(it, count, self._interrupt.is_set), self._timeout_s
+            )
+        finally:
+            self._computing = False
+        self._note_version(flight, len(sampled.tokens))
+        if flight.aborted or sampled.finish_reason is not None:
+            self._end(flight, sampled)
+        elif sampled.tokens:
+            flight.stream.put(Delta(tokens=sampled.tokens, logprobs=sampled.logprobs))
+
+    def _note_version(self, flight: _Flight, tokens: int) -> None:
+        if not tokens:
+            return
+        start, flight.sampled = flight.sampled, flight.sampled + tokens
+        last = flight.spans[-1] if flight.spans else None
+        if last is not None and (last.version, last.mixed_kv) == (self._version, flight.stale):
+            start = flight.spans.pop().start
+        flight.spans.append(VersionSpan(self._version, start, flight.sampled, flight.stale))
+
+    async def _compute(self, what: str, work: Callable[[], T], timeout_s: float) -> T:
+        """The result of ``work`` on the thread. Raises what of ours it raises, and EngineDied otherwise."""
+        self._require_alive()
+        computing = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        computing.add_done_callback(_look_at)
+        fed = -1
+        while not computing.done():
+            if fed == (fed := self._fed):
+                raise self._die(f"did nothing for {what} for {timeout_s:g} s")
+            await asyncio.wait([computing], timeout=timeout_s)
+        self._require_alive()
+        try:
+            return computing.result()
+        except AsyncRLError:
+            raise
+        except Exception as error:
+            raise self._die(f"failed at {what}: {error!r}") from error
+
+    @property
+    def _fed(self) -> int:
+        return 0 if self._model is None else self._model.fed
+
+    def _loaded(self) -> Model:
+        assert self._model is not None, "not started"
+        assert self._version >= 0, "nothing is computed before the first load"
+        return self._model
+
+    # --- weights ---
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See Engine. Under ``wait`` only what was begun counts; the others wait for the resume."""
+        self._require_alive()
+        if mode == "wait":
+            self._admitting = False
+        else:
+            self._paused = True
+            self._interrupt.set()
+            if mode == "abort":
+                await self.abort(list(self._flights))
+        # Ends because every sequence does, or with the engine.
+        await self._at_rest.wait()
+        self._require_alive()
+        self._paused = self._admitting = True
+
+    async def resume(self) -> None:
+        """See Engine."""
+        self._require_alive()
+        self._paused = False
+        self._wake()
+
+    async def accept(self, staged: Staged) -> None:
+        """See Engine."""
+        self._require_alive()
+        if self._layout is not None:
+            check_complete(staged.version, staged.layout, self._layout)
+        else:
+            await asyncio.to_thread(checkpoint.check_layout, staged, self._folder)
+
+    async def load(self, weights: Staged | Broadcast, *, recompute_kv: bool) -> None:
+        """See Engine."""
+        self._require_alive()
+        model, version = self._model, weights.version
+        assert model is not None, "not started"
+        assert self._paused, "only a paused engine may load"
+        if isinstance(weights, Staged):
+            tensors = await asyncio.to_thread(_read, weights)
+        else:
+            try:
+                tensors = await asyncio.to_thread(self._receive, weights)
+            except BroadcastFailed:
+                self._require_alive()
+                raise
+        await self._compute(
+            f"the load of version {version}", lambda: model.load(tensors, version), self._config.weights.deadline_s
+        )
+        if isinstance(weights, Staged):
+            self._layout = weights.layout
+        self._version = version
+        for flight in self._flights.values():
+            if recompute_kv:
+                flight.it.forget()
+            flight.stale = flight.it.seen > 0
+
+    def _receive(self, weights: Broadcast) -> dict[str, Tensor]:
+        from asyncrl.rollouter.engines.reference.model import bucket_tensors
+        from asyncrl.weights.collective.receiver import Receiver
+
+        receiver = self._receiver = self._receiver or Receiver()
+        if self._dead is not None:
+            # Closed before there was anything to close.
+            receiver.close()
+        tensors = {}
+        for memory, bucket in zip(receiver.receive(weights, worker=0), weights.collective.buckets, strict=True):
+            tensors.update(bucket_tensors(memory.numpy(), bucket.tensors))
+        return tensors
+
+    async def checksum(self) -> str:
+        """See Engine."""
+        self._require_alive()
+        return await self._compute("a checksum", self._loaded().checksum, self._timeout_s)
+
+
+def _read(staged: Staged) -> dict[str, Tensor]:
+    from asyncrl.rollouter.engines.reference.model import staged_tensors
+
+    return staged_tensors(staged)
+
+
+def _look_at(computing: asyncio.Future[T]) -> None:
+    # Nobody else does when whoever waited for it was cancelled.
+    if not computing.cancelled():
+        computing.exception()

@@ -1,0 +1,205 @@
+"""A causal LM of transformers that continues one sequence at a time, in float32 on one thread.
+
+Invariant: what a sequence is continued with, and the log-probs, are a function of the weights, its tokens, its seed and
+where its sampled part begins, in every bit. So its tokens are always fed in the same portions, however often it was
+interrupted: the prompt at once, then each sampled token alone, because a matrix product rounds differently with each
+number of rows. For the same reason there is one thread, and attention as plain matrix products.
+
+All of it is called on one thread. Fails with ConfigError for a folder that is no such model, with WeightsCorrupt for
+weights that are not the model's; the old ones are then as they were.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from asyncrl.config import ModelConfig
+from asyncrl.errors import ConfigError, WeightsCorrupt
+from asyncrl.messages import TensorSpec
+from asyncrl.rollouter.engines.reference.noise import uniform
+from asyncrl.weights.segments import map_segment, size_of
+from asyncrl.weights.staging import Staged
+
+
+@dataclass(slots=True, kw_only=True)
+class Continuation:
+    """A sequence and how it is to be continued."""
+
+    ids: list[int]
+    """The prompt and all that was sampled."""
+    prompt: int
+    """How many of ``ids`` are not sampled."""
+    limit: int
+    """Length at which it ends."""
+    temperature: float
+    """0 is greedy."""
+    seed: int
+    cache: Any = None
+    """Keys and values of the first ``seen`` tokens."""
+    seen: int = 0
+
+    def forget(self) -> None:
+        """Have keys and values computed again."""
+        self.cache, self.seen = None, 0
+
+
+@dataclass(slots=True)
+class Sampled:
+    """The next tokens of a sequence, each with its log-prob (nats, after temperature)."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: Literal["stop", "length"] | None = None
+
+
+class Model:
+    """Without weights before the first ``load``."""
+
+    def __init__(self, config: ModelConfig, stop_token_ids: Iterable[int]) -> None:
+        import transformers
+
+        assert config.path is not None
+        torch.set_num_threads(1)
+        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        try:
+            self._settings: Any = transformers.AutoConfig.from_pretrained(
+                config.path, local_files_only=True, trust_remote_code=config.trust_remote_code
+            )
+            with torch.device("meta"):
+                auto: Any = transformers.AutoModelForCausalLM
+                empty = auto.from_config(self._settings, trust_remote_code=config.trust_remote_code)
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            raise ConfigError([f"model.path: {config.path} cannot be loaded as a causal LM: {error}"]) from error
+        self._class: Any = type(empty)
+        # Not every model can leave out the logits that nobody looks at.
+        parameters = inspect.signature(self._class.forward).parameters
+        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        text = self._settings.get_text_config()
+        self.context: int | None = getattr(text, "max_position_embeddings", None)
+        """Longest sequence, where there is a limit."""
+        self.vocabulary: int = text.vocab_size
+        self._stop = frozenset(stop_token_ids)
+        self._model: Any = None
+        self.fed = 0
+        """Portions computed so far, for those who watch from another thread."""
+
+    # --- weights ---
+
+    def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Replace all weights, by checkpoint name; tied ones need be there once. Takes the tensors over.
+
+        Raises WeightsCorrupt.
+        """
+        try:
+            # Into a new model: it knows how its checkpoints name things, and until it is whole the old one stays.
+            model, info = self._class.from_pretrained(
+                None,
+                config=copy.deepcopy(self._settings),
+                state_dict=dict(tensors),
+                dtype=torch.float32,
+                attn_implementation="eager",
+                output_loading_info=True,
+            )
+        except (ValueError, KeyError, RuntimeError) as error:
+            raise WeightsCorrupt(f"transformers cannot load them: {error}", version=version) from error
+        for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+            if wrong := sorted(map(str, info[what])):
+                raise WeightsCorrupt(f"{what.replace('_', ' ')}: {', '.join(wrong[:3])}", version=version)
+        self._model = model.eval().requires_grad_(False)
+
+    def checksum(self) -> str:
+        """Over names and values."""
+        digest = xxhash.xxh3_64()
+        for name, tensor in sorted(self._model.state_dict().items()):
+            digest.update(name.encode())
+            digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    # --- tokens ---
+
+    @torch.inference_mode()
+    def advance(self, it: Continuation, count: int, interrupted: Callable[[], bool]) -> Sampled:
+        """Sample up to ``count`` tokens; fewer at the end of the sequence or when ``interrupted`` says so."""
+        sampled = Sampled()
+        while len(sampled.tokens) < count and sampled.finish_reason is None and not interrupted():
+            logits = self._feed(it)
+            if logits is None:
+                continue
+            token, logprob = choose(logits, it.temperature, uniform(it.seed, len(it.ids)))
+            it.ids.append(token)
+            sampled.tokens.append(token)
+            sampled.logprobs.append(logprob)
+            if token in self._stop:
+                sampled.finish_reason = "stop"
+            elif len(it.ids) >= it.limit:
+                sampled.finish_reason = "length"
+        return sampled
+
+    def _feed(self, it: Continuation) -> Tensor | None:
+        """Compute the next portion; the logits [V] of the next token if it was the last one."""
+        end = it.prompt if it.seen < it.prompt else it.seen + 1
+        portion = torch.tensor([it.ids[it.seen : end]])
+        output = self._model(input_ids=portion, past_key_values=it.cache, use_cache=True, **self._last_only)
+        it.cache, it.seen = output.past_key_values, end
+        self.fed += 1
+        logits: Tensor = output.logits[0, -1]
+        return logits if it.seen == len(it.ids) else None
+
+    @torch.inference_mode()
+    def score(self, ids: Sequence[int]) -> list[float]:
+        """Log-prob (nats, temperature 1) of each token given those before it, from the second on."""
+        logits = self._model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1]
+        self.fed += 1
+        targets = torch.tensor(ids[1:])[:, None]
+        scores: list[float] = torch.log_softmax(logits.double(), dim=-1).gather(1, targets)[:, 0].tolist()
+        return scores
+
+
+def choose(logits: Tensor, temperature: float, noise: float) -> tuple[int, float]:
+    """A token and its log-prob (nats) under softmax(logits / temperature): the one in whose share of [0, 1) ``noise``
+    falls, the shares in the order of the vocabulary. Temperature 0 takes the likeliest, its log-prob that of 1.
+    """
+    logprobs = torch.log_softmax(logits.double() / (temperature or 1.0), dim=-1)
+    if temperature == 0:
+        token = int(logits.argmax())
+    else:
+        shares = logprobs.exp().cumsum(0)
+        token = int(torch.searchsorted(shares, noise * shares[-1], right=True))
+    return token, float(logprobs[token])
+
+
+def staged_tensors(staged: Staged) -> dict[str, Tensor]:
+    """Copies of everything that is staged, by checkpoint name."""
+    found = {}
+    for bucket in staged.manifest.buckets:
+        descriptor = os.open(bucket.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            mapping = map_segment(descriptor, bucket.size)
+        finally:
+            os.close(descriptor)
+        memory = np.frombuffer(mapping, np.uint8)
+        found.update(bucket_tensors(memory, bucket.tensors))
+    return found
+
+
+def bucket_tensors(memory: np.ndarray, specs: Iterable[TensorSpec]) -> dict[str, Tensor]:
+    """Copies of the tensors in the bytes of a bucket (uint8 [size])."""
+    found = {}
+    for spec in specs:
+        tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+        # In torch's own memory, whose alignment is always the same.
+        size = size_of(spec)
+        if size:
+            tensor.reshape(-1).view(torch.uint8).numpy()[:] = memory[spec.offset : spec.offset + size]
+        found[spec.name] = tensor
+    return found

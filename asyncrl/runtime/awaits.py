@@ -1,0 +1,109 @@
+"""What an actor waits for: on whom, for what, since when. Kept by the code that waits.
+
+A wait is often a loop around a call that is repeated; what it is worth knowing is how long the loop has gone round, not
+its last call. So whoever waits opens the wait around all of it:
+
+    with self.awaits.on("learner/0", "Deliver"):
+        while not await self._asked_once_more(): ...
+
+``whom`` is an actor, a role (whichever actor of it), or something inside this actor, as its engine; ``what`` is the
+type of the request where one is repeated. ``idle`` waits are normal idleness, as a parked question for more work:
+they show whom an idle actor depends on, and are no sign of trouble by themselves.
+
+Invariant: a wait is known from its beginning to its end, however it ends. Safe to read from other threads; the cost of
+reading is that of the different (whom, what), not of the waits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+from asyncrl.messages import AwaitRecord
+
+MOST_RECORDS = 8
+"""Waits that a heartbeat names."""
+
+Key = tuple[str, str, bool]
+
+
+class Await:
+    """One wait, open within its ``with``, or from ``begin`` to ``end``."""
+
+    __slots__ = ("_awaits", "_key", "since")
+
+    def __init__(self, awaits: Awaits, key: Key) -> None:
+        self._awaits, self._key = awaits, key
+        self.since = 0.0
+
+    def begin(self) -> None:
+        """It is open from now on."""
+        self._awaits.open(self._key, self)
+
+    def end(self) -> None:
+        """It is over."""
+        self._awaits.close(self._key, self)
+
+    def renew(self) -> None:
+        """Something has come: what is waited for from now on is the next."""
+        self._awaits.renew(self._key, self)
+
+    def __enter__(self) -> Await:
+        self.begin()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.end()
+
+
+class Awaits:
+    """The open waits of one actor, on the clock ``now`` (monotonic, s)."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._lock = threading.Lock()
+        self._open: dict[Key, dict[Await, None]] = {}
+        """Waits of the same kind, the oldest first."""
+
+    def on(self, whom: str, what: str, *, idle: bool = False) -> Await:
+        """A wait that lasts as long as its ``with``. The same one is not opened twice at a time."""
+        return Await(self, (whom, what, idle))
+
+    def open(self, key: Key, wait: Await) -> None:
+        """It begins."""
+        with self._lock:
+            wait.since = self._now()
+            self._open.setdefault(key, {})[wait] = None
+
+    def close(self, key: Key, wait: Await) -> None:
+        """It is over."""
+        with self._lock:
+            waits = self._open[key]
+            del waits[wait]
+            if not waits:
+                del self._open[key]
+
+    def renew(self, key: Key, wait: Await) -> None:
+        """It begins anew."""
+        with self._lock:
+            wait.since = self._now()
+            waits = self._open[key]
+            if len(waits) > 1:
+                # The oldest stays first.
+                del waits[wait]
+                waits[wait] = None
+
+    def records(self) -> list[AwaitRecord]:
+        """The oldest wait of each kind, the oldest first."""
+        with self._lock:
+            now = self._now()
+            oldest = [(next(iter(waits)).since, key) for key, waits in self._open.items()]
+        oldest.sort()
+        return [AwaitRecord(whom, what, now - since, idle) for since, (whom, what, idle) in oldest]
+
+
+def most_telling(records: list[AwaitRecord]) -> list[AwaitRecord]:
+    """At most MOST_RECORDS of them, the oldest first; idle ones go before any other is left out."""
+    kept = sorted(records, key=lambda record: (record.idle, -record.seconds))[:MOST_RECORDS]
+    return sorted(kept, key=lambda record: -record.seconds)

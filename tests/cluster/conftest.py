@@ -1,0 +1,35 @@
+"""Fixtures: a cluster of namespaces on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster.netns import Cluster, why_not
+from cluster.slurm import NODES, Slurm, why_no_slurm
+
+
+@pytest.fixture(scope="session")
+def namespaces() -> None:
+    """Skips, saying why, where no cluster can be made."""
+    if reason := why_not():
+        pytest.skip(f"no cluster of namespaces here: {reason}")
+
+
+@pytest.fixture
+def cluster(namespaces: None, tmp_path: Path) -> Iterator[Cluster]:
+    """The head and the hosts a, b and c. Of the test's folder they share ``tmp_path/shared`` and nothing else."""
+    (tmp_path / "shared").mkdir()
+    with Cluster(shared=[tmp_path / "shared"]) as made:
+        yield made
+
+
+@pytest.fixture
+def slurm(namespaces: None, tmp_path: Path) -> Iterator[Slurm]:
+    """SLURM on the nodes n1 and n2, with commands on the head; all of them share ``slurm.shared``."""
+    if reason := why_no_slurm():
+        pytest.skip(f"no SLURM here: {reason}")
+    (tmp_path / "shared").mkdir()
+    with Cluster(NODES, shared=[tmp_path / "shared"]) as made:
+        yield Slurm(made, tmp_path / "shared")

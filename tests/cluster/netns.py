@@ -1,0 +1,444 @@
+"""A cluster on one machine: hosts that are network, mount, process, IPC and host-name namespaces, joined by a bridge.
+
+Each host has its own address, name, loopback, process numbers, shared memory, /tmp, /root, /home and /run, and a
+real sshd on its address that lets root in by key. The rest of the file system is this machine's. The ``head`` stands
+for where the user sits: it sees this machine's /tmp and /root, so what a test writes is there. ``shared`` folders are
+seen by all.
+
+Everything hangs on pipes held by the process that made the cluster: when they close, in whatever way that process
+ends, the kernel takes hosts, network and folders away. What is left on disk then is one folder of key files, which
+the next cluster removes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+REPOSITORY = HERE.parent.parent
+PREFIX = "asyncrl-cluster-"
+HEAD = "head"
+NETWORK = "10.77.0"
+WAIT_S = 30.0
+ENTER = (sys.executable, "-I", "-S", str(HERE / "inside.py"), "enter")
+INIT = (sys.executable, "-I", "-S", str(HERE / "inside.py"), "init")
+UNSHARE = ("unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child")
+PRIVATE = ("/tmp", "/var/tmp", "/root", "/home", "/run", "/dev/shm")
+PRIVATE_OF_HEAD = ("/run", "/dev/shm")
+SSH = "/run/cluster-ssh"
+SSHD_CONFIG = f"""\
+Port 22
+HostKey {SSH}/host_key
+AuthorizedKeysFile {SSH}/authorized_keys
+AuthenticationMethods publickey
+PermitRootLogin prohibit-password
+UsePAM no
+UseDNS no
+StrictModes no
+PidFile none
+MaxStartups 100
+PrintMotd no
+Subsystem sftp internal-sftp
+"""
+
+
+def why_not() -> str | None:
+    """Why no cluster can be made here; None where one can."""
+    if sys.platform != "linux":
+        return "network namespaces are Linux's"
+    if os.geteuid() != 0:
+        return "making namespaces needs root"
+    path = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"
+    missing = [tool for tool in ("ip", "unshare", "ssh", "ssh-keygen", "sshd") if not shutil.which(tool, path=path)]
+    if missing:
+        return f"not installed: {', '.join(missing)} (Debian: iproute2 util-linux openssh-client openssh-server)"
+    trial = "mount -t proc proc /proc && mount -t sysfs sysfs /sys && mount -t tmpfs tmpfs /dev/shm && "
+    trial += "ip link add name trial type bridge && ip link add name one type veth peer name other"
+    tried = subprocess.run([*UNSHARE, "sh", "-c", trial], capture_output=True, text=True, timeout=WAIT_S)
+    if tried.returncode:
+        said = " ".join(tried.stderr.split()) or f"exit code {tried.returncode}"
+        return f"the kernel does not let us make namespaces with a bridge: {said}"
+    return None
+
+
+def wait_until(condition: Any, what: str, timeout: float = WAIT_S) -> Any:
+    """The first true value of ``condition()``. AssertionError names ``what`` was waited for."""
+    until = time.monotonic() + timeout
+    while not (found := condition()):
+        assert time.monotonic() < until, f"waited {timeout:g} s for {what}"
+        time.sleep(0.02)
+    return found
+
+
+class Host:
+    """One host; on as soon as it is made."""
+
+    def __init__(self, cluster: Cluster, name: str, number: int) -> None:
+        self.cluster, self.name, self.address = cluster, name, f"{NETWORK}.{number}"
+        self.port = f"port{number}"
+        """The end of its cable at the bridge."""
+        self._holder: subprocess.Popen[str] | None = None
+        self._sshd: subprocess.Popen[Any] | None = None
+        self._init = 0
+        self._children: list[subprocess.Popen[Any]] = []
+
+    def __repr__(self) -> str:
+        return f"Host({self.name}, {self.address})"
+
+    @property
+    def is_on(self) -> bool:
+        return self._holder is not None and self._holder.poll() is None
+
+    def power_on(self) -> None:
+        """Boot: empty private folders, the same address and host key as ever."""
+        assert not self.is_on
+        self._holder = subprocess.Popen(
+            [*UNSHARE, *INIT, str(self.cluster.folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._holder.stdin is not None and self._holder.stdout is not None
+        self._holder.stdin.write(json.dumps(self.cluster.describe(self)) + "\n")
+        self._holder.stdin.flush()
+        assert self._holder.stdout.readline() == "ready\n", f"{self.name} does not boot"
+        (self._init,) = _children_of(self._holder.pid)
+        self.cluster.on_switch(
+            f"ip link add name {self.port} type veth peer name eth0 netns {self._init}",
+            f"ip link set dev {self.port} master bridge up",
+        )
+        self.run(
+            ["sh", "-ec", f"ip link set lo up; ip addr add {self.address}/24 dev eth0; ip link set eth0 up"],
+        )
+        log = self.cluster.folder / f"sshd-{self.name}.log"
+        with log.open("wb") as out:
+            self._sshd = self.popen([_sshd(), "-D", "-e", "-f", f"{SSH}/sshd_config"], stdout=out, stderr=out)
+        sshd = self._sshd
+        wait_until(lambda: "listening" in log.read_text() or sshd.poll() is not None, f"sshd of {self.name}")
+        assert sshd.poll() is None, f"sshd of {self.name}: {log.read_text()}"
+
+    def power_off(self) -> None:
+        """Gone from one moment to the next: nobody gets so much as a FIN."""
+        if self._holder is None:
+            return
+        if self.is_on:
+            self.cut_off()
+            os.kill(self._init, signal.SIGKILL)
+        holder, self._holder = self._holder, None
+        holder.kill()
+        holder.wait(WAIT_S)
+        _close(holder)
+        # The kernel takes its network away when it finds the time; the port is wanted for the next boot.
+        with contextlib.suppress(AssertionError):
+            self.cluster.on_switch(f"ip link delete dev {self.port}")
+        for child in self._children:
+            child.wait(WAIT_S)
+            _close(child)
+        self._children.clear()
+
+    def cut_off(self) -> None:
+        """Pull its cable. What is on the host goes on."""
+        self.cluster.on_switch(f"ip link set dev {self.port} down")
+
+    def reconnect(self) -> None:
+        """Put the cable back."""
+        self.cluster.on_switch(f"ip link set dev {self.port} up")
+
+    def popen(self, argv: Sequence[str], *, cwd: str | Path = "/", **options: Any) -> subprocess.Popen[Any]:
+        """Start ``argv`` on the host. Signals sent to it arrive there, and its exit code is that of ``argv``."""
+        assert self.is_on, f"{self.name} is off"
+        # Entered where the folder need not exist, so the host's shell goes there.
+        inner = list(argv) if str(cwd) == "/" else ["sh", "-c", 'cd "$0" && exec "$@"', str(cwd), *argv]
+        child = subprocess.Popen([*ENTER, str(self._init), *inner], cwd="/", **options)
+        self._children.append(child)
+        return child
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout: float = WAIT_S,
+        check: bool = True,
+        input: str | None = None,
+        cwd: str | Path = "/",
+        env: Mapping[str, str] | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run ``argv`` on the host to its end, its output as text; ``check`` shows it where the exit code is not 0."""
+        pipe = subprocess.PIPE
+        given = subprocess.DEVNULL if input is None else pipe
+        child = self.popen(argv, cwd=cwd, env=env, stdin=given, stdout=pipe, stderr=pipe, text=True)
+        try:
+            out, errors = child.communicate(input, timeout)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            out, errors = child.communicate()
+            raise AssertionError(f"{self.name}: {argv} took over {timeout:g} s\n{out}{errors}") from None
+        finally:
+            self._children.remove(child)
+        assert not check or child.returncode == 0, f"{self.name}: {argv} exited {child.returncode}\n{out}{errors}"
+        return subprocess.CompletedProcess(list(argv), child.returncode, out, errors)
+
+    def path(self, inside: str | Path) -> Path:
+        """Where this machine sees the path that the host calls ``inside``, while the host is on."""
+        return Path(f"/proc/{self._init}/root") / str(inside).lstrip("/")
+
+    def processes(self) -> dict[int, str]:
+        """Command lines by this machine's process number: all that runs on the host but its init and its sshd."""
+        assert self._holder is not None
+        own = {self._holder.pid, self._init, *(_children_of(self._sshd.pid) if self._sshd else ())}
+        there = os.readlink(f"/proc/{self._init}/ns/net")
+        found = {}
+        for entry in os.listdir("/proc"):
+            with contextlib.suppress(OSError):
+                if entry.isdigit() and int(entry) not in own and os.readlink(f"/proc/{entry}/ns/net") == there:
+                    words = Path("/proc", entry, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    # A zombie has none, and runs no more.
+                    if words:
+                        found[int(entry)] = words.strip()
+        return found
+
+    def kill_all(self) -> None:
+        """SIGKILL to everything that runs there; sshd listens on."""
+        until = time.monotonic() + WAIT_S
+        while there := self.processes():
+            assert time.monotonic() < until, f"{self.name} does not let go of {there}"
+            for pid in there:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+
+
+class Cluster:
+    """The head and some hosts, all on. Use it as a context, or ``close`` it."""
+
+    def __init__(self, names: Sequence[str] = ("a", "b", "c"), *, shared: Sequence[Path] = ()) -> None:
+        remove_abandoned()
+        self.shared = [str(Path(path).absolute()) for path in shared]
+        # Only the user reads it: it holds keys.
+        self.folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+        self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._switch: subprocess.Popen[str] | None = None
+        self._recorders: list[Capture] = []
+        self.head = Host(self, HEAD, 1)
+        self.hosts = {name: Host(self, name, number) for number, name in enumerate(names, 2)}
+        self.ssh_config = self.folder / "ssh_config"
+        try:
+            self._make_keys()
+            self._power_on_switch()
+            for host in self.all_hosts:
+                host.power_on()
+        except BaseException:
+            self.close()
+            raise
+
+    def __getitem__(self, name: str) -> Host:
+        return self.head if name == HEAD else self.hosts[name]
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def all_hosts(self) -> list[Host]:
+        return [self.head, *self.hosts.values()]
+
+    def ssh(self, name: str, *command: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        """From the head; ``options`` as for Host.run."""
+        return self.head.run(["ssh", "-F", str(self.ssh_config), name, *command], **options)
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[Capture]:
+        """Record what crosses the bridge; read it once the context is left."""
+        assert self._switch is not None
+        capture = Capture(self._switch.pid, self.folder / f"capture-{len(self._recorders)}")
+        self._recorders.append(capture)
+        try:
+            yield capture
+        finally:
+            capture.stop()
+
+    def close(self) -> None:
+        """Take everything away. AssertionError where something stays."""
+        with contextlib.ExitStack() as ending:
+            ending.callback(self._remove_folder)
+            ending.callback(self._power_off_switch)
+            for host in self.all_hosts:
+                ending.callback(host.power_off)
+            for capture in self._recorders:
+                ending.callback(capture.stop)
+
+    def describe(self, host: Host) -> dict[str, Any]:
+        """What the host's init process is to make of it."""
+        names = "".join(f"{other.address} {other.name}\n" for other in self.all_hosts)
+        public = (self.folder / "user_key.pub").read_text()
+        is_head = host is self.head
+        python = {sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parent.parent), str(REPOSITORY)}
+        return {
+            "name": host.name,
+            "private": list(PRIVATE_OF_HEAD if is_head else PRIVATE),
+            "exposed": [*sorted(python, key=len), *self.shared],
+            "files": {
+                "/run/hosts": (f"127.0.0.1 localhost\n{names}", 0o644),
+                "/run/sshd/.keep": ("", 0o644),
+                f"{SSH}/sshd_config": (f"ListenAddress {host.address}\n{SSHD_CONFIG}", 0o600),
+                f"{SSH}/host_key": ((self.folder / f"host_key_{host.name}").read_text(), 0o600),
+                f"{SSH}/authorized_keys": (public, 0o600),
+            },
+            "replaced": {"/etc/hosts": "/run/hosts"},
+        }
+
+    def on_switch(self, *commands: str) -> None:
+        """Run commands where the bridge is."""
+        assert self._switch is not None
+        for command in commands:
+            argv = ["nsenter", f"--target={self._switch.pid}", "--net", *command.split()]
+            done = subprocess.run(argv, capture_output=True, text=True, timeout=WAIT_S)
+            assert done.returncode == 0, f"{command}: {done.stderr.strip()}"
+
+    def _power_on_switch(self) -> None:
+        self._switch = subprocess.Popen(
+            ["unshare", "--net", "cat", "-", str(self.folder / "nothing")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert self._switch.stdin is not None and self._switch.stdout is not None
+        self._switch.stdin.write("ready\n")
+        self._switch.stdin.flush()
+        assert self._switch.stdout.readline() == "ready\n", "no namespace for the bridge"
+        self.on_switch("ip link add name bridge type bridge", "ip link set dev bridge up")
+
+    def _power_off_switch(self) -> None:
+        if self._switch is not None:
+            _close(self._switch)
+            self._switch.wait(WAIT_S)
+
+    def _remove_folder(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._lock)
+        left = _marked(self.folder)
+        assert not left, f"left behind: {left}"
+
+    def _make_keys(self) -> None:
+        known, sections = [], []
+        for name in ("user_key", *(f"host_key_{host.name}" for host in self.all_hosts)):
+            argv = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "", "-f", str(self.folder / name)]
+            subprocess.run(argv, check=True, timeout=WAIT_S, stdin=subprocess.DEVNULL)
+        for host in self.all_hosts:
+            public = (self.folder / f"host_key_{host.name}.pub").read_text().strip()
+            known.append(f"{host.name},{host.address} {public}")
+            sections.append(f"Host {host.name}\n  HostName {host.address}")
+        (self.folder / "known_hosts").write_text("\n".join(known) + "\n")
+        common = [
+            "Host *",
+            "  User root",
+            f"  IdentityFile {self.folder}/user_key",
+            "  IdentitiesOnly yes",
+            "  BatchMode yes",
+            f"  UserKnownHostsFile {self.folder}/known_hosts",
+            "  GlobalKnownHostsFile none",
+            "  StrictHostKeyChecking yes",
+            "  ConnectTimeout 5",
+        ]
+        self.ssh_config.write_text("\n".join([*sections, *common]) + "\n")
+
+
+class Capture:
+    """A record of the bridge's traffic."""
+
+    def __init__(self, switch: int, file: Path) -> None:
+        self._file = file
+        script = [sys.executable, "-I", "-S", str(HERE / "capture.py"), "bridge", str(file)]
+        self._recorder: subprocess.Popen[str] | None = subprocess.Popen(
+            ["nsenter", f"--target={switch}", "--net", *script],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._recorder.stdout is not None
+        assert self._recorder.stdout.readline() == "recording\n", "the capture does not start"
+
+    def stop(self) -> None:
+        """End the record. AssertionError where frames were lost: what is not in it may have been there."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            return
+        assert recorder.stdin is not None and recorder.stdout is not None
+        recorder.stdin.close()
+        lost = recorder.stdout.read()
+        recorder.wait(WAIT_S)
+        recorder.stdout.close()
+        assert lost == "0\n", f"frames lost by the capture: {lost or 'it broke off'}"
+
+    def conversations(self) -> dict[tuple[tuple[str, int], tuple[str, int]], bytes]:
+        """By ((address, port) of the sender, of the receiver): the bytes sent over TCP, in order."""
+        from cluster.capture import conversations, read_frames
+
+        assert self._recorder is None, "the record still runs"
+        return conversations(read_frames(self._file))
+
+
+def remove_abandoned() -> list[Path]:
+    """Remove what clusters left whose makers were killed; the folders removed."""
+    removed = []
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        try:
+            lock = os.open(folder / "lock", os.O_RDWR)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        else:
+            for pid in _marked(folder):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            shutil.rmtree(folder, ignore_errors=True)
+            removed.append(folder)
+        finally:
+            os.close(lock)
+    return removed
+
+
+def _marked(folder: Path) -> dict[int, str]:
+    """The living processes that hold a cluster, by the folder that their command lines name."""
+    found = {}
+    for entry in os.listdir("/proc"):
+        with contextlib.suppress(OSError):
+            if entry.isdigit() and int(entry) != os.getpid():
+                words = Path("/proc", entry, "cmdline").read_bytes().split(b"\0")
+                if any(word.startswith(os.fsencode(folder)) for word in words):
+                    found[int(entry)] = b" ".join(words).decode(errors="replace").strip()
+    return found
+
+
+def _children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _sshd() -> str:
+    # It starts itself again for each connection, so it wants its whole path.
+    found = shutil.which("sshd", path=os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin")
+    assert found is not None
+    return found
+
+
+def _close(process: subprocess.Popen[Any]) -> None:
+    for stream in (process.stdin, process.stdout, process.stderr):
+        if stream is not None:
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()

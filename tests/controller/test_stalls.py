@@ -1,0 +1,119 @@
+"""The watchdog in the controller's shell: heartbeats in, RunState out, on the in-memory transport (I5)."""
+
+import asyncio
+
+import pytest
+from test_controller_actor import OTHERS, run
+
+from asyncrl.config import validate_config
+from asyncrl.messages import AwaitRecord, Heartbeat, WatchRun
+
+BEAT_S = 0.02
+
+
+def config(policy="report", silence_s=60.0):
+    return validate_config(
+        {
+            "data": {"source": "synthetic"},
+            "rollout": {"engine": "sim"},
+            "learner": {"backend": "sim"},
+            "supervision": {"drain_s": 0.4, "heartbeat_s": BEAT_S, "silence_s": silence_s},
+            "watchdog": {"stall_s": 0.5, "policy": policy},
+        }
+    )
+
+
+class Beating:
+    """Every actor of a run beats; the learner waits for groups, and the rollouter for tokens of its engine."""
+
+    def __init__(self, cluster):
+        self.cluster = cluster
+        self.states = dict.fromkeys(OTHERS, ("ready", []))
+        self.states["learner/0"] = ("waiting", [AwaitRecord("rollouter", "groups", 5.0)])
+        self.states["rollouter/0"] = ("generating", [AwaitRecord("engine", "tokens", 5.0)])
+        self.tokens = 0.0
+        self.silent = set()
+
+    async def __aenter__(self):
+        await self.cluster.all_ready()
+        self.task = asyncio.create_task(self.beat())
+        return self
+
+    async def __aexit__(self, *_):
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+    async def beat(self):
+        peers = {name: self.cluster.caller(name) for name in OTHERS}
+        number = 0
+        while True:
+            number += 1
+            for name in set(OTHERS) - self.silent:
+                state, awaits = self.states[name]
+                counters = {"rollout/sampled_tokens": self.tokens} if name == "rollouter/0" else {}
+                peers[name].cast(
+                    Heartbeat(beat=number, progress=0, state=state, state_s=5.0, awaits=awaits, counters=counters)
+                )
+            await asyncio.sleep(BEAT_S)
+
+
+async def state_until(cluster, found):
+    watcher, seen = cluster.caller(), -1
+    while True:
+        state = await watcher.call(WatchRun(seen=seen))
+        if found(state):
+            return state
+        seen = state.number
+
+
+def test_a_stall_is_told_until_the_run_moves_and_told_again_while_it_lasts(tmp_path):
+    async def scenario(cluster):
+        async with Beating(cluster) as beating:
+            first = await state_until(cluster, lambda state: state.stuck)
+            (stuck,) = first.stuck
+            assert (stuck.name, stuck.incarnation) == ("rollouter/0", 1)
+            assert "rollouter/0 waits 5 s on its engine for tokens" in stuck.report
+            again = await state_until(cluster, lambda state: state.stuck and state.stuck[0].number > stuck.number)
+            assert again.stuck[0].name == "rollouter/0"
+            assert (again.phase, again.condemned) == ("running", [])
+            beating.tokens += 1
+            assert (await state_until(cluster, lambda state: not state.stuck)).phase == "running"
+
+    run(tmp_path, scenario, config())
+
+
+def test_policy_restart_condemns_exactly_the_culprit(tmp_path):
+    async def scenario(cluster):
+        async with Beating(cluster):
+            state = await state_until(cluster, lambda state: state.condemned)
+            assert [(actor.name, actor.incarnation) for actor in state.condemned] == [("rollouter/0", 1)]
+            assert "held up the run" in state.condemned[0].reason
+            assert state.stuck[0].name == "rollouter/0"
+
+    run(tmp_path, scenario, config("restart"))
+
+
+def test_policy_stop_ends_the_run_with_the_report_as_its_reason(tmp_path):
+    async def scenario(cluster):
+        async with Beating(cluster):
+            state = await state_until(cluster, lambda state: state.phase == "draining")
+            assert (state.failed_actor, state.exit_code) == ("rollouter/0", 1)
+            assert "on its engine for tokens" in state.reason
+            # Its stacks are still to be taken.
+            assert state.stuck[0].name == "rollouter/0"
+
+    run(tmp_path, scenario, config("stop"))
+
+
+@pytest.mark.parametrize("policy", ["report", "restart"])
+def test_silence_is_told_in_the_same_words_before_the_kill(tmp_path, policy):
+    async def scenario(cluster):
+        async with Beating(cluster) as beating:
+            await asyncio.sleep(3 * BEAT_S)
+            beating.silent.add("rollouter/0")
+            state = await state_until(cluster, lambda state: state.condemned)
+            assert [actor.name for actor in state.condemned] == ["rollouter/0"]
+            assert state.stuck[0].report.startswith("rollouter/0 has not been heard of for ")
+            assert "it was generating and waited on engine for tokens" in state.stuck[0].report
+
+    run(tmp_path, scenario, config(policy, silence_s=0.3))

@@ -1,0 +1,169 @@
+"""I8, parity: on the reference engine with staleness.max = 0 a run has the same tokens, losses and weights, in every
+bit, as the plain synchronous loop over the same parts (tools/synchronous.py), in whatever order its groups arrive.
+
+The run is asyncrl-launch with every actor a process, two rollouters, groups without signal replaced on the way, and a
+reward function that takes its time at random.
+"""
+
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.bench.tiny_model import make_model
+from tools.live_run import LiveRun, to_toml
+
+ROOT = Path(__file__).parent.parent.parent
+REWARD = '''
+import random
+import time
+
+def digits(*, prompt, completion, finish_reason, delay_s, arrivals):
+    """The share of digits, in quarters, so that some groups have no signal."""
+    time.sleep(delay_s * random.SystemRandom().random())
+    if arrivals:
+        with open(arrivals, "a") as file:
+            file.write(prompt + chr(10))
+    share = sum(c.isdigit() for c in completion) / max(1, len(completion))
+    return {"reward": round(4 * share) / 4, "stopped": float(finish_reason == "stop")}
+'''
+
+
+def configuration(folder, **sections):
+    tree = {
+        "run": {"samples_per_step": 1000, "seed": 3},
+        "model": {"path": str(folder / "model")},
+        "data": {"path": str(folder / "prompts.jsonl"), "max_prompt_tokens": 12},
+        "rollout": {
+            "engine": "reference",
+            "replicas": 2,
+            "gpus_per_replica": 0,
+            "samples_per_prompt": 3,
+            "max_tokens": 14,
+            "concurrency": 6,
+            "stream_interval": 4,
+        },
+        "reward": {"function": "rewards:digits", "options": {"delay_s": 0.0, "arrivals": ""}},
+        "learner": {"groups_per_step": 3, "lr": 1e-3, "device": "cpu"},
+        "staleness": {"max": 0},
+        "checkpoint": {"every_versions": 0},
+    }
+    return {name: {**tree.get(name, {}), **sections.get(name, {})} for name in tree | sections}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("parity")
+    make_model(folder / "model")
+    (folder / "rewards.py").write_text(REWARD)
+    numbers = random.Random(0)
+    # Fewer prompts than groups, two of them too long: epochs stream into one another, and prompts are passed over.
+    prompts = [f"{numbers.randint(10, 9999)}+{numbers.randint(10, 9999)}=" for _ in range(48)]
+    prompts[7] = prompts[30] = "1000000+1000000="
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    return folder
+
+
+def run_plainly(folder, tree, name):
+    """The plain loop; returns its folder."""
+    tree = {**tree, "run": {**tree["run"], "name": name, "dir": str(folder)}}
+    (folder / f"{name}.toml").write_text(to_toml(tree))
+    environment = {key: value for key, value in os.environ.items() if not key.endswith("_NUM_THREADS")}
+    ended = subprocess.run(
+        [sys.executable, "-m", "tools.synchronous", str(folder / f"{name}.toml")],
+        cwd=ROOT,
+        env={**environment, "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return folder / name
+
+
+def run_live(folder, tree, name):
+    """asyncrl-launch; returns the run's folder."""
+    (folder / name).mkdir()
+    run = LiveRun(tree, folder / name, env={"PYTHONPATH": str(folder)})
+    try:
+        assert run.wait(250) == 0, run.output
+        assert run.left() == []
+    finally:
+        run.close()
+    return run.run_dir
+
+
+def trained(run_dir):
+    """Everything about the groups of each step that does not measure time, by step."""
+    steps = {}
+    for path in sorted((run_dir / "samples").iterdir()):
+        for line in path.read_text().splitlines():
+            group = json.loads(line)
+            del group["start"]
+            steps.setdefault(group.pop("step"), []).append(group)
+    return steps
+
+
+def figures(run_dir, *names):
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: [line[name] for name in names] for line in lines if line["kind"] == "train"}
+
+
+def weights(run_dir):
+    return hashlib.sha256((run_dir / "export" / "model.safetensors").read_bytes()).hexdigest()
+
+
+EXACT = (
+    "loss/policy",
+    "policy/grad_norm",
+    "policy/entropy",
+    "reward/trained_mean",
+    "weights/version",
+    "ledger/trained",
+)
+CASES = {
+    "steps": {"learner": {"steps": 30}},
+    # Several steps from one version's groups, weights by broadcast, requests frozen instead of ended.
+    "versions": {
+        "learner": {"steps": 8, "steps_per_version": 2},
+        "weights": {"transport": "gloo"},
+        "rollout": {"on_update": "keep"},
+    },
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_i8_a_run_is_the_plain_loop_bit_for_bit(folder, case):
+    sections = CASES[case]
+    tree = configuration(folder)
+    tree = {name: {**tree.get(name, {}), **sections.get(name, {})} for name in tree | sections}
+    steps = tree["learner"]["steps"]
+    plain = run_plainly(folder, tree, f"plain-{case}")
+    arrivals = folder / f"arrivals-{case}.txt"
+    delayed = {**tree["reward"], "options": {"delay_s": 0.1, "arrivals": str(arrivals)}}
+    live = run_live(folder, {**tree, "reward": delayed}, f"live-{case}")
+
+    expected, found = trained(plain), trained(live)
+    assert list(expected) == list(range(1, steps + 1))
+    for step, groups in expected.items():
+        assert [group["uid"] for group in groups] == [group["uid"] for group in found[step]], f"step {step}"
+        assert groups == found[step], f"step {step}"
+    assert found == expected
+    assert figures(live, *EXACT) == figures(plain, *EXACT)
+    assert weights(live) == weights(plain)
+
+    # What makes it hard was there: a disorder of arrivals, groups left out and replaced, all kinds of ends, learning.
+    filtered = [count for (count,) in figures(live, "ledger/filtered").values()]
+    assert filtered[-1] > 3
+    order = list(dict.fromkeys(arrivals.read_text().splitlines()))
+    said = [group["prompt"] for groups in expected.values() for group in groups]
+    assert order != list(dict.fromkeys(said))
+    reasons = {t["finish_reason"] for groups in expected.values() for group in groups for t in group["trajectories"]}
+    assert reasons == {"stop", "length"}
+    assert weights(live) != hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()

@@ -1,0 +1,102 @@
+"""A run that is killed as a whole and resumed: on the reference engine with staleness.max = 0 it ends with the same
+weights and metrics, in every bit, as one that was never interrupted; with more staleness, with the same ledger (I1).
+"""
+
+import json
+import random
+
+import pytest
+from parity_cases import configuration, make_folder, trained, weights
+
+from asyncrl.checkpoint.contents import read_state
+from asyncrl.checkpoint.folder import CheckpointFolder
+from tools.live_run import LiveRun
+
+TIMING = ("time/", "perf/", "weights/", "rollout/tokens", "rollout/granted_length_mean", "staleness/limit", "buffer/")
+"""What depends on when things happen, or numbers versions, which no run uses twice."""
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("resume"))
+
+
+def live(folder, name, kills, **sections):
+    """Run to the end; at each step of ``kills`` everything is killed and resumed."""
+    tree = configuration(folder, **{"learner": {"steps": STEPS}, "checkpoint": {"every_versions": 2}} | sections)
+    (folder / name).mkdir()
+    run = LiveRun(tree, folder / name, env={"PYTHONPATH": str(folder)})
+    try:
+        for step in kills:
+            run.until(lambda step=step: run.step >= step, f"step {step}", 120)
+            run.kill_everything()
+            run.resume()
+        assert run.wait(250) == 0, run.output
+        assert run.left() == []
+        for path in CheckpointFolder(run.run_dir / "checkpoints").folder.iterdir():
+            assert not path.name.startswith("."), "a partial checkpoint is left"
+        assert not (run.run_dir / "private").exists()
+        assert run.output.count("resumes from") == len(kills), run.output
+    finally:
+        run.close()
+    return run.run_dir
+
+
+def figures(run_dir):
+    """The lines of the last start, by step."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    found = {line["step"]: line for line in lines if line["kind"] == "train"}
+    return {
+        step: {name: value for name, value in line.items() if name != "start" and not name.startswith(TIMING)}
+        for step, line in found.items()
+    }
+
+
+def tokens(run_dir):
+    """What was trained in the last history, by step, without the numbers of versions."""
+    starts = {}
+    for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()):
+        if line["kind"] == "train":
+            starts[line["step"]] = line["start"]
+    found = {}
+    for path in (run_dir / "samples").iterdir():
+        for line in map(json.loads, path.read_text().splitlines()):
+            if line["start"] == starts[line["step"]]:
+                found.setdefault(line["step"], []).append(
+                    (line["uid"], [(t["tokens"], t["reward"]) for t in line["trajectories"]])
+                )
+    return found
+
+
+def ledger(run_dir):
+    newest = CheckpointFolder(run_dir / "checkpoints").newest()
+    assert newest.step == STEPS
+    return read_state(newest.path).ledger
+
+
+def test_a_resumed_run_equals_one_that_was_never_interrupted_bit_for_bit(folder):
+    whole = live(folder, "whole", [])
+    numbers = random.Random(5)
+    resumed = live(folder, "resumed", [3 + numbers.randrange(2), 8 + numbers.randrange(2)])
+    assert tokens(resumed) == tokens(whole)
+    assert figures(resumed) == figures(whole)
+    assert weights(resumed) == weights(whole)
+    assert ledger(resumed) == ledger(whole)
+    assert sorted(trained(whole)) == list(range(1, STEPS + 1))
+
+
+def test_i1_with_staleness_a_resumed_run_ends_with_the_same_ledger(folder):
+    """The groups of the run are whole epochs, so whatever comes when, the same prompts are to be trained."""
+    sections = {
+        "staleness": {"max": 2},
+        "learner": {"steps": STEPS, "groups_per_step": 6, "dynamic_sampling": False},
+        "data": {"path": str(folder / "few.jsonl"), "max_prompt_tokens": 12},
+    }
+    lines = [line for line in (folder / "prompts.jsonl").read_text().splitlines() if len(json.loads(line)["prompt"]) <= 12]
+    (folder / "few.jsonl").write_text("".join(line + "\n" for line in lines[:24]))
+    whole = live(folder, "stale", [], **sections)
+    resumed = live(folder, "stale-resumed", [4, 7], **sections)
+    assert ledger(resumed) == ledger(whole)
+    uids = [uid for groups in tokens(resumed).values() for uid, _ in groups]
+    assert len(uids) == len(set(uids)) == 6 * STEPS

@@ -1,0 +1,190 @@
+"""What a run is resumed from, and what keeps it from being resumed."""
+
+import os
+
+import pytest
+
+from asyncrl.checkpoint.contents import write_contents
+from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
+from asyncrl.checkpoint.state import CheckpointState, Geometry
+from asyncrl.config import config_from_json, validate_config
+from asyncrl.errors import CheckpointError, RunChanged, UsageError
+from asyncrl.launcher.folders import create_run_folder, private_folder
+from asyncrl.launcher.resume import find_resumption
+from asyncrl.messages import LedgerState
+
+
+def config(tmp_path, **sections):
+    tree = {
+        "run": {"name": "trial", "dir": str(tmp_path / "runs"), "seed": 3},
+        "data": {"source": "synthetic"},
+        "rollout": {"engine": "sim", "samples_per_prompt": 2},
+        "learner": {"backend": "sim", "steps": 10, "groups_per_step": 4},
+    }
+    for name, section in sections.items():
+        tree[name] = tree.get(name, {}) | section
+    return validate_config(tree)
+
+
+def write_checkpoint(settings, run, version, **changes):
+    """A complete checkpoint of a run, of ``version`` at the step of that number."""
+    folder = CheckpointFolder(checkpoint_dir(settings, run))
+    folder.claim(1)
+    partial = folder.begin(version)
+    state = {
+        "version": version,
+        "trained_at_version": 4 * version,
+        "step": version,
+        "start": 1,
+        "incarnation": 1,
+        "ledger": LedgerState(),
+        "fingerprint": "f",
+        "seed": settings.run.seed,
+        "geometry": Geometry.of(settings),
+        "world_size": 1,
+    }
+    write_contents(partial, CheckpointState(**state | changes), [], [])
+    return folder.commit(partial, version=version, step=version, files=["state.json", "groups.msgpack"])
+
+
+@pytest.fixture
+def left(tmp_path):
+    """A run that was left with the checkpoints 2 and 4."""
+    settings = config(tmp_path)
+    folder = create_run_folder(settings)
+    for version in (2, 4):
+        write_checkpoint(settings, folder.path, version)
+    return folder.path
+
+
+def test_auto_is_the_newest_checkpoint_of_the_run_that_is_named(tmp_path, left):
+    found, resumption = find_resumption(config(tmp_path), "auto")
+    assert (resumption.folder.path, resumption.folder.attempt) == (left, 2)
+    assert (resumption.checkpoint.version, resumption.is_finished) == (4, False)
+    assert resumption.describe() == f"resuming {left} from version 4, step 4: {left / 'checkpoints' / 'v00000004'}"
+    assert found == config(tmp_path)
+
+
+def test_auto_needs_a_run(tmp_path):
+    with pytest.raises(UsageError, match=r"runs/trial holds no run; .*without --resume"):
+        find_resumption(config(tmp_path), "auto")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_without_a_checkpoint_it_begins_from_the_initial_weights(tmp_path):
+    settings = config(tmp_path)
+    path = create_run_folder(settings).path
+    _, resumption = find_resumption(settings, "auto")
+    assert resumption.checkpoint is None
+    assert "there is no complete checkpoint, so it begins from the initial weights" in resumption.describe()
+    (path / "checkpoints" / "v00000009").mkdir(parents=True)
+    assert find_resumption(settings, "auto")[1].checkpoint is None
+
+
+def test_what_an_attempt_changes_in_the_folder(tmp_path, left):
+    before = (left / "config.json").read_text()
+    changed = config(tmp_path, learner={"steps": 20})
+    settings, resumption = find_resumption(changed, "auto")
+    with private_folder(resumption.folder, settings):
+        assert resumption.begin(settings) == []
+    assert config_from_json((left / "config.json").read_text()) == changed
+    assert (left / "config_attempt_1.json").read_text() == before
+    assert resumption.folder.logs == left / "logs" / "attempt_2"
+    assert sorted(os.listdir(left)) == ["checkpoints", "config.json", "config_attempt_1.json", "logs"]
+    _, third = find_resumption(changed, "auto")
+    assert third.folder.attempt == 3
+
+
+def test_from_an_older_checkpoint_newer_ones_are_set_aside(tmp_path, left):
+    settings, resumption = find_resumption(config(tmp_path), str(left / "checkpoints" / "v00000002"))
+    assert (resumption.folder.path, resumption.checkpoint.version) == (left, 2)
+    # Nothing is changed by looking.
+    assert CheckpointFolder(left / "checkpoints").newest().version == 4
+    with private_folder(resumption.folder, settings):
+        assert [path.name for path in resumption.begin(settings)] == ["abandoned-v00000004"]
+    assert CheckpointFolder(left / "checkpoints").newest().version == 2
+
+
+def test_a_run_folder_may_be_given_whatever_the_configuration_names(tmp_path, left, monkeypatch):
+    other = config(tmp_path, run={"name": "another", "dir": str(tmp_path / "elsewhere")})
+    monkeypatch.chdir(left.parent)
+    for place in (str(left), "trial", str(left / "checkpoints" / "v00000004")):
+        settings, resumption = find_resumption(other, place)
+        assert resumption.folder.path == left
+        assert (settings.run.name, settings.run.dir, settings.run.seed) == ("trial", str(left.parent), 3)
+        assert resumption.checkpoint.version == 4
+
+
+def test_checkpoints_elsewhere_belong_to_the_run_of_their_name(tmp_path):
+    settings = config(tmp_path, checkpoint={"dir": str(tmp_path / "big")})
+    run = create_run_folder(settings).path
+    path = write_checkpoint(settings, run, 2)
+    assert path.parent == tmp_path / "big" / "trial"
+    for place in ("auto", str(run), str(path)):
+        found, resumption = find_resumption(settings, place)
+        assert (resumption.folder.path, resumption.checkpoint.path, found.run.name) == (run, path, "trial")
+    # A new run does not come upon them by its name.
+    for entry in sorted(run.rglob("*"), reverse=True):
+        entry.unlink() if entry.is_file() else entry.rmdir()
+    run.rmdir()
+    assert create_run_folder(settings).path.name == "trial-2"
+
+
+@pytest.mark.parametrize("place", ["nowhere", "runs", "runs/trial/checkpoints", "runs/trial/logs/attempt_1"])
+def test_what_is_no_run_is_refused(tmp_path, left, place):
+    with pytest.raises((UsageError, CheckpointError)):
+        find_resumption(config(tmp_path), str(tmp_path / place))
+
+
+def test_a_checkpoint_that_is_not_complete_is_refused(tmp_path, left):
+    path = left / "checkpoints" / "v00000004"
+    (path / "COMPLETE").unlink()
+    with pytest.raises(CheckpointError, match="not complete"):
+        find_resumption(config(tmp_path), str(path))
+    assert find_resumption(config(tmp_path), "auto")[1].checkpoint.version == 2
+
+
+@pytest.mark.parametrize(
+    ("sections", "what", "said"),
+    [
+        ({"run": {"seed": 4}}, "seed", "run.seed: was 3 when the run was left, is 4 now"),
+        ({"learner": {"groups_per_step": 8}}, "batch", "learner.groups_per_step: was 4 .* is 8 now"),
+        (
+            {"learner": {"steps_per_version": 2}, "rollout": {"samples_per_prompt": 4}},
+            "batch",
+            "learner.steps_per_version, rollout.samples_per_prompt: was 1, 2 .* is 2, 4 now",
+        ),
+    ],
+)
+def test_what_the_ledger_depends_on_must_be_the_same(tmp_path, left, sections, what, said):
+    """I1: another order of the data would train some prompts twice and others never."""
+    with pytest.raises(RunChanged, match=said + f".*--allow-changed-{what}") as refused:
+        find_resumption(config(tmp_path, **sections), "auto")
+    assert refused.value.exit_code == 78
+    other = "batch" if what == "seed" else "seed"
+    with pytest.raises(RunChanged):
+        find_resumption(config(tmp_path, resume={"allow": [other]}, **sections), "auto")
+    _, resumption = find_resumption(config(tmp_path, resume={"allow": [what]}, **sections), "auto")
+    assert resumption.checkpoint.version == 4
+
+
+def test_a_finished_run_goes_on_with_more_steps(tmp_path, left):
+    write_checkpoint(config(tmp_path), left, 10)
+    # The last step is trained, but the weights are not yet written for the user.
+    assert not find_resumption(config(tmp_path), "auto")[1].is_finished
+    assert find_resumption(config(tmp_path, checkpoint={"export_at_end": False}), "auto")[1].is_finished
+    (left / "export").mkdir()
+    assert find_resumption(config(tmp_path), "auto")[1].is_finished
+    assert not find_resumption(config(tmp_path, learner={"steps": 12}), "auto")[1].is_finished
+
+
+def test_a_run_that_lives_is_refused(tmp_path, left):
+    settings, resumption = find_resumption(config(tmp_path), "auto")
+    with private_folder(resumption.folder, settings):
+        with pytest.raises(UsageError, match="in use"):
+            find_resumption(settings, "auto")
+        # Two at the same moment: one of them gets the folder.
+        with pytest.raises(UsageError, match="in use"), private_folder(resumption.folder, settings):
+            pass
+        assert (left / "private" / "run.json").exists()
+    assert sorted(os.listdir(left)) == ["checkpoints", "config.json", "logs"]

@@ -1,0 +1,456 @@
+"""The folder of checkpoints: what a crash, a full disk or an older learner can do to it."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.checkpoint.durable import write_file
+from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
+from asyncrl.checkpoint.retention import Found, superfluous
+from asyncrl.config import CheckpointConfig, Config
+from asyncrl.errors import CheckpointError
+
+FILES = ("state.json", "trainer/contents.json")
+
+
+def _write(checkpoints: CheckpointFolder, version: int, *, text: str | None = None) -> Path:
+    """One whole checkpoint, as the learner writes it; its content says which one it is."""
+    partial = checkpoints.begin(version)
+    trainer = partial / "trainer"
+    os.mkdir(trainer)
+    body = text or f"state of {version}"
+    write_file(trainer / "contents.json", [body.encode(), b" trained" * 20])
+    write_file(partial / "state.json", [body.encode()])
+    return checkpoints.commit(partial, version=version, step=2 * version, files=FILES)
+
+
+def _text(checkpoints: CheckpointFolder) -> str | None:
+    """The newest one, whole."""
+    found = checkpoints.newest()
+    if found is None:
+        return None
+    checkpoints.verify(found)
+    return (found.path / "state.json").read_text()
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> CheckpointFolder:
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    folder.claim(100)
+    return folder
+
+
+def test_where_they_are(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "first"
+    assert checkpoint_dir(Config(), run) == run / "checkpoints"
+    assert checkpoint_dir(Config(checkpoint=CheckpointConfig(dir="/shared")), run) == Path("/shared/first")
+
+
+def test_a_committed_one_is_found_and_the_highest_version_counts(checkpoints, tmp_path) -> None:
+    assert CheckpointFolder(tmp_path / "nothing").newest() is None
+    assert checkpoints.newest() is None
+    for version in (2, 100_000_000, 12):
+        path = _write(checkpoints, version)
+        assert path.name == f"v{version:08d}"
+        assert (checkpoints.folder / "latest").read_text() == path.name + "\n"
+    assert checkpoints.newest() == Found(100_000_000, 0, 200_000_000, checkpoints.folder / "v100000000")
+    # For people only.
+    (checkpoints.folder / "latest").write_text("nonsense")
+    assert _text(checkpoints) == "state of 100000000"
+
+
+def test_a_version_that_is_written_again_counts_and_nothing_is_overwritten(checkpoints) -> None:
+    first = _write(checkpoints, 7, text="first")
+    second = _write(checkpoints, 7, text="second")
+    assert second.name == "v00000007.1"
+    assert _text(checkpoints) == "second"
+    assert (first / "state.json").read_text() == "first"
+    assert checkpoints.retain(keep=2, keep_every_steps=0) == [first]
+
+
+def test_leftovers_are_removed_and_what_is_complete_or_not_ours_stays(checkpoints) -> None:
+    kept = _write(checkpoints, 3)
+    mine = checkpoints.begin(4)
+    (mine / "half").write_text("half")
+    for name in ("v00000009", ".dead-v00000001-5", ".v00000002.partial-7", "abandoned-v00000008", "notes"):
+        (checkpoints.folder / name / "inside").mkdir(parents=True)
+    checkpoints.claim(101)
+    assert sorted(p.name for p in checkpoints.folder.iterdir()) == sorted(
+        [kept.name, "abandoned-v00000008", "notes", "latest", "writer.json"]
+    )
+    assert _text(checkpoints) == "state of 3"
+
+
+def test_an_incomplete_target_gives_way(checkpoints) -> None:
+    (checkpoints.folder / "v00000005" / "trainer").mkdir(parents=True)
+    assert _write(checkpoints, 5).name == "v00000005"
+    assert _text(checkpoints) == "state of 5"
+
+
+def test_an_abandoned_history_is_set_aside(checkpoints) -> None:
+    for version in (1, 5, 9):
+        _write(checkpoints, version)
+    (checkpoints.folder / "abandoned-v00000009").mkdir()
+    kept = checkpoints.at(checkpoints.folder / "v00000001")
+    assert sorted(p.name for p in checkpoints.set_aside_above(kept)) == ["abandoned-v00000005", "abandoned-v00000009-2"]
+    assert _text(checkpoints) == "state of 1"
+    assert checkpoints.set_aside_above(kept) == []
+    assert _write(checkpoints, 5).name == "v00000005"
+
+
+def test_an_older_learner_may_not_write(checkpoints, tmp_path) -> None:
+    """Wherever the newer one comes in between."""
+    _write(checkpoints, 1)
+    started, copied = checkpoints.begin(2), checkpoints.begin(3)
+    newer = CheckpointFolder(checkpoints.folder)
+    newer.claim(101)
+    assert not started.exists() and not copied.exists()
+    for attempt in (
+        lambda: checkpoints.claim(100),
+        lambda: checkpoints.begin(4),
+        lambda: _commit_late(checkpoints, started),
+    ):
+        with pytest.raises(CheckpointError, match=r"newer learner \(incarnation 101\) writes here; 100 may not"):
+            attempt()
+    newer.claim(101)
+    _write(newer, 2)
+    assert _text(checkpoints) == "state of 2"
+
+
+def _commit_late(checkpoints: CheckpointFolder, partial: Path) -> None:
+    partial.mkdir()
+    checkpoints.commit(partial, version=2, step=2, files=[])
+
+
+def test_an_older_learner_in_the_middle_of_its_commit_is_too_late(checkpoints, monkeypatch) -> None:
+    """It looked before the newer one claimed the folder, and renames after."""
+    newer, real = CheckpointFolder(checkpoints.folder), os.rename
+
+    def claimed_first(source: Any, target: Any) -> None:
+        monkeypatch.setattr(os, "rename", real)
+        newer.claim(101)
+        real(source, target)
+
+    partial = checkpoints.begin(2)
+    monkeypatch.setattr(os, "rename", claimed_first)
+    with pytest.raises(CheckpointError, match="No such file"):
+        checkpoints.commit(partial, version=2, step=2, files=[])
+    assert newer.newest() is None
+
+
+def test_what_is_no_checkpoint_or_was_damaged_is_named(checkpoints) -> None:
+    path = _write(checkpoints, 3)
+    with pytest.raises(CheckpointError, match="name is not that of a checkpoint"):
+        checkpoints.at(checkpoints.folder)
+    with pytest.raises(CheckpointError, match=r"v00000004: is not complete: it holds no COMPLETE"):
+        checkpoints.at(checkpoints.folder / "v00000004")
+    (path / "state.json").write_text("state of 4")
+    with pytest.raises(CheckpointError, match=r"state\.json: does not hold what was written .* go on from the check"):
+        checkpoints.verify(checkpoints.newest())
+    (path / "state.json").unlink()
+    with pytest.raises(CheckpointError, match=r"state\.json: No such file"):
+        checkpoints.verify(checkpoints.newest())
+    (path / "COMPLETE").write_text("{")
+    with pytest.raises(CheckpointError, match=r"COMPLETE: cannot be read: .* move this one out of the folder"):
+        checkpoints.newest()
+    # An unreadable one is left where it is.
+    for version in (5, 6):
+        _write(checkpoints, version)
+    assert checkpoints.retain(keep=1, keep_every_steps=0) == [checkpoints.folder / "v00000005"]
+    assert path.exists()
+    path.rename(path.with_name("v00000012"))
+    with pytest.raises(CheckpointError, match="COMPLETE: cannot be read"):
+        checkpoints.newest()
+
+
+def test_one_that_is_removed_while_somebody_looks_gives_way_to_a_newer_one(checkpoints, monkeypatch) -> None:
+    _write(checkpoints, 1)
+    reader = CheckpointFolder(checkpoints.folder)
+    real = reader.at
+
+    def removed_first(path: Path) -> Found:
+        if path.name == "v00000001":
+            _write(checkpoints, 2)
+            checkpoints.retain(keep=1, keep_every_steps=0)
+        return real(path)
+
+    monkeypatch.setattr(reader, "at", removed_first)
+    assert reader.newest().version == 2
+
+
+# --- crashes ---
+
+
+class _Crash(BaseException):
+    """The machine stops here."""
+
+
+class _Machine:
+    """Stops at the n-th call that changes the disk; then loses what was not flushed, as far as a disk may."""
+
+    CALLS = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls, self.stop_at, self.torn = 0, -1, False
+        self.flushed: set[int] = set()
+        """Inodes."""
+        self.written: dict[int, Path] = {}
+        self.unflushed_renames: list[tuple[Path, Path]] = []
+        self._real = {name: getattr(os, name) for name in self.CALLS}
+        for name in self.CALLS:
+            monkeypatch.setattr(os, name, self._wrap(name))
+
+    def _wrap(self, name: str) -> Callable[..., Any]:
+        real = self._real[name]
+
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            self.calls += 1
+            stops = self.calls == self.stop_at
+            if stops and name == "write":
+                real(arguments[0], bytes(arguments[1])[: len(arguments[1]) // 2])
+            if stops or self.calls > self.stop_at >= 0:
+                raise _Crash
+            result = real(*arguments, **keywords)
+            self._note(name, arguments)
+            return result
+
+        return call
+
+    def _note(self, name: str, arguments: tuple[Any, ...]) -> None:
+        if name == "write":
+            inode = os.fstat(arguments[0]).st_ino
+            self.written[inode] = Path(os.readlink(f"/proc/self/fd/{arguments[0]}"))
+            self.flushed.discard(inode)
+        elif name == "fsync":
+            self.flushed.add(os.fstat(arguments[0]).st_ino)
+            folder = Path(os.readlink(f"/proc/self/fd/{arguments[0]}"))
+            self.unflushed_renames = [pair for pair in self.unflushed_renames if pair[1].parent != folder]
+        elif name == "rename":
+            self.unflushed_renames.append((Path(arguments[0]), Path(arguments[1])))
+
+    def power_cut(self, *, undo_renames: bool) -> None:
+        """What was not flushed is gone."""
+        for name, real in self._real.items():
+            setattr(os, name, real)
+        if undo_renames:
+            for source, target in reversed(self.unflushed_renames):
+                if target.exists() and not source.exists():
+                    target.rename(source)
+        lost = self.written.keys() - self.flushed
+        for path in [p for p in self._root().rglob("*") if p.is_file() and p.stat().st_ino in lost]:
+            os.truncate(path, path.stat().st_size // 2)
+
+    def _root(self) -> Path:
+        return self.folder
+
+    folder: Path
+
+
+def _history(folder: Path, done: list[str]) -> None:
+    """A learner that starts, writes twice, keeps one; ``done`` notes what it was told is committed."""
+    checkpoints = CheckpointFolder(folder)
+    checkpoints.claim(200)
+    for version, text in ((8, "first"), (9, "second"), (9, "third")):
+        _write(checkpoints, version, text=text)
+        done.append(text)
+        checkpoints.retain(keep=1, keep_every_steps=0)
+
+
+def _prepare(folder: Path) -> None:
+    checkpoints = CheckpointFolder(folder)
+    checkpoints.claim(100)
+    _write(checkpoints, 5, text="old")
+    checkpoints.begin(6)
+    (folder / "v00000008").mkdir()
+
+
+@pytest.mark.parametrize("undo_renames", [False, True])
+def test_after_a_crash_at_any_call_the_last_committed_one_is_there_whole(tmp_path, monkeypatch, undo_renames) -> None:
+    """I1: what the run goes on from is what was last committed."""
+    order = ["old", "first", "second", "third"]
+    seen: set[str | None] = set()
+    for stop_at in itertools.count(1):
+        folder, done = tmp_path / str(stop_at), ["old"]
+        _prepare(folder)
+        with monkeypatch.context() as patch:
+            machine = _Machine(patch)
+            machine.folder, machine.stop_at = folder, stop_at
+            try:
+                _history(folder, done)
+                crashed = False
+            except _Crash:
+                crashed = True
+            machine.power_cut(undo_renames=undo_renames)
+        text = _text(CheckpointFolder(folder))
+        for mark in folder.glob("v*/COMPLETE"):
+            # No half of one that is being removed.
+            CheckpointFolder(folder).verify(CheckpointFolder(folder).at(mark.parent))
+        # What is being committed may be there already, but nothing is lost.
+        at = order.index(done[-1])
+        assert text in order[at : at + 2], f"stopped at call {stop_at}, after {done}"
+        seen.add(text)
+        if not crashed:
+            assert text == "third"
+            break
+        # The next learner cleans up and goes on.
+        after = CheckpointFolder(folder)
+        after.claim(300)
+        assert _text(after) == text
+        _write(after, 20)
+        after.retain(keep=1, keep_every_steps=0)
+        assert _text(after) == "state of 20"
+        assert sorted(p.name for p in folder.iterdir() if p.is_dir()) == ["v00000020"]
+        shutil.rmtree(folder)
+    assert stop_at > 60
+    assert seen == set(order)
+
+
+def test_a_commit_is_durable_whatever_becomes_of_the_hint(checkpoints, monkeypatch) -> None:
+    (checkpoints.folder / "latest").mkdir()
+    with monkeypatch.context() as patch:
+        machine = _Machine(patch)
+        machine.folder = checkpoints.folder
+        _write(checkpoints, 1)
+        machine.power_cut(undo_renames=True)
+    assert _text(checkpoints) == "state of 1"
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_an_error_at_any_call_is_told_and_the_last_good_one_stays(tmp_path, monkeypatch, code) -> None:
+    failures = 0
+    for fail_at in itertools.count(1):
+        checkpoints = CheckpointFolder(tmp_path / str(fail_at))
+        checkpoints.claim(100)
+        _write(checkpoints, 1)
+        partial = checkpoints.begin(2)
+        write_file(partial / "state.json", [b"state of 2"])
+        count = itertools.count(1)
+        with monkeypatch.context() as patch:
+            for name in ("open", "write", "fsync", "rename", "replace"):
+                patch.setattr(os, name, _failing(getattr(os, name), count, fail_at, code))
+            try:
+                checkpoints.commit(partial, version=2, step=4, files=["state.json"])
+                failed, reason = False, os.strerror(code)
+            except CheckpointError as error:
+                failed, reason = True, error.reason
+        assert reason == os.strerror(code)
+        calls = next(count)
+        if failed:
+            failures += 1
+            checkpoints.discard(partial)
+            assert not partial.exists()
+        # Only when the rename itself went through may the new one be there after a failure.
+        assert _text(checkpoints) in (["state of 1", "state of 2"] if failed else ["state of 2"])
+        assert _write(checkpoints, 3).name == "v00000003"
+        if fail_at > calls:
+            break
+    assert failures > 6
+
+
+def _failing(real: Callable[..., Any], count: Iterator[int], fail_at: int, code: int) -> Callable[..., Any]:
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        if next(count) == fail_at:
+            raise OSError(code, os.strerror(code))
+        return real(*arguments, **keywords)
+
+    return call
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk(small_disk: Path) -> None:
+    checkpoints = CheckpointFolder(small_disk / "checkpoints")
+    checkpoints.claim(1)
+    _write(checkpoints, 1)
+    (small_disk / "filler").write_bytes(b"x" * (160 << 10))
+    partial = checkpoints.begin(2)
+    with pytest.raises(OSError, match="No space left"):
+        write_file(partial / "state.json", [b"x" * (1 << 20)])
+    checkpoints.discard(partial)
+    assert _text(checkpoints) == "state of 1"
+    (small_disk / "filler").unlink()
+    assert _write(checkpoints, 2)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, small_disk: Path) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("")
+    with pytest.raises(CheckpointError, match=r"file.*: (Not a directory|File exists)"):
+        CheckpointFolder(in_the_way / "checkpoints").claim(1)
+    checkpoints = CheckpointFolder(small_disk / "checkpoints")
+    checkpoints.claim(1)
+    _write(checkpoints, 1)
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    for attempt in (lambda: checkpoints.claim(2), lambda: checkpoints.begin(3)):
+        with pytest.raises(CheckpointError, match=r"small/checkpoints/.*: Read-only file system"):
+            attempt()
+    assert _text(checkpoints) == "state of 1"
+
+
+# --- retention ---
+
+
+def _found(version: int, step: int, serial: int = 0) -> Found:
+    return Found(version, serial, step, Path(f"v{version:08d}.{serial}"))
+
+
+TABLE = [
+    # steps by version, keep, every: what goes
+    ([], 2, 0, []),
+    ([10], 1, 0, []),
+    ([10, 20, 30], 2, 0, [1]),
+    ([10, 20, 30], 1, 0, [1, 2]),
+    ([10, 20, 30, 40], 1, 20, [1, 3]),
+    ([10, 20, 30, 40], 2, 100, [1, 2]),
+    ([0, 5], 1, 5, [1]),
+]
+
+
+@pytest.mark.parametrize(("steps", "keep", "every", "expected"), TABLE)
+def test_what_is_kept(steps, keep, every, expected) -> None:
+    complete = [_found(version, step) for version, step in enumerate(steps, 1)]
+    gone = superfluous(reversed(complete), keep=keep, keep_every_steps=every)
+    assert [found.version for found in gone] == expected
+
+
+COMPLETES = st.lists(
+    st.tuples(st.integers(0, 30), st.integers(0, 3), st.integers(0, 60)), unique_by=lambda item: item[:2], max_size=20
+).map(lambda items: [_found(version, step, serial) for version, serial, step in items])
+
+
+@given(COMPLETES, st.integers(1, 5), st.integers(0, 10))
+def test_the_newest_stay_and_removing_again_removes_nothing(complete, keep, every) -> None:
+    gone = superfluous(complete, keep=keep, keep_every_steps=every)
+    left = [found for found in complete if found not in gone]
+    assert gone == sorted(gone)
+    assert superfluous(left, keep=keep, keep_every_steps=every) == []
+    if complete:
+        assert max(complete) in left
+    versions = sorted({found.version for found in complete})
+    assert {found.version for found in left} >= set(versions[-keep:])
+    assert len({found.version for found in left}) == len(left)
+    if not every:
+        assert len(left) == min(keep, len(versions))

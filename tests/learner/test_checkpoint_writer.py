@@ -1,0 +1,318 @@
+"""Checkpoints as the learner's event loop writes and restores them, and what is in them."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from learner_cases import make_config, random_groups
+
+from asyncrl.checkpoint import contents as contents_module
+from asyncrl.checkpoint.contents import GROUPS, STATE, TRAINER, read_contents, read_state, write_contents
+from asyncrl.checkpoint.folder import CheckpointFolder
+from asyncrl.checkpoint.state import CheckpointState, Geometry
+from asyncrl.errors import CheckpointError
+from asyncrl.learner.backend import create
+from asyncrl.learner.checkpoint.writer import Checkpoints, Written
+from asyncrl.ledger import Ledger
+from asyncrl.messages import Group
+from asyncrl.runtime.clock import LoopClock
+
+WAIT_S = 30.0
+CONFIG = make_config(backend="sim")
+
+
+def _state(version: int = 3, **fields: Any) -> CheckpointState:
+    ledger = Ledger()
+    for index in (0, 1, 5):
+        ledger.record("trained", 0, index)
+    return CheckpointState(
+        version=version,
+        trained_at_version=3,
+        step=2 * version,
+        start=1,
+        incarnation=100,
+        ledger=ledger.state,
+        fingerprint="abc",
+        seed=4,
+        geometry=Geometry.of(CONFIG),
+        world_size=1,
+        rounds_closed=["set@0"],
+        **fields,
+    )
+
+
+def _same(left: list[Group], right: list[Group]) -> bool:
+    if [g.ticket.uid for g in left] != [g.ticket.uid for g in right]:
+        return False
+    return all(
+        np.array_equal(a.tokens, b.tokens) and np.array_equal(a.logprobs, b.logprobs) and a.reward == b.reward
+        for ours, theirs in zip(left, right, strict=True)
+        for a, b in zip(ours.trajectories, theirs.trajectories, strict=True)
+    )
+
+
+# --- what is in one ---
+
+
+def test_state_and_groups_come_back(tmp_path) -> None:
+    groups = random_groups(1, 5)
+    write_contents(tmp_path, _state(quarantined=2, delivered_lengths=[3, 4]), groups[:3], groups[3:])
+    found = read_contents(tmp_path)
+    assert found.state == _state(quarantined=2, delivered_lengths=[3, 4], buffered=3, filtered=2)
+    assert read_state(tmp_path) == found.state
+    assert Ledger.restore(found.state.ledger).outcome(0, 5) == "trained"
+    assert _same(found.buffered, groups[:3]) and _same(found.filtered, groups[3:])
+
+
+def _shorten(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def _forget_a_group(path: Path) -> None:
+    state = msgspec.json.decode((path.parent / STATE).read_bytes())
+    (path.parent / STATE).write_bytes(msgspec.json.encode(state | {"buffered": 1}))
+
+
+def _another_format(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'"format":1', b'"format":9'))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "expected"),
+    [
+        (STATE, _shorten, "cannot be read"),
+        (STATE, os.unlink, "cannot be read"),
+        (STATE, _another_format, "has format 9, and this asyncrl reads 1"),
+        (GROUPS, _shorten, "cannot be read"),
+        (GROUPS, os.unlink, "cannot be read"),
+        (GROUPS, _forget_a_group, "holds 2 groups, not 1"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, name, damage, expected) -> None:
+    write_contents(tmp_path, _state(), random_groups(1, 2), [])
+    damage(tmp_path / name)
+    with pytest.raises(CheckpointError, match=expected) as caught:
+        read_contents(tmp_path)
+    assert caught.value.path == str(tmp_path / name)
+
+
+# --- writing and restoring ---
+
+
+class _Held:
+    """A backend whose saving ends when the test says so."""
+
+    def __init__(self, sim: Any) -> None:
+        self._sim = sim
+        self.savings: list[tuple[Path, Future[None]]] = []
+
+    def sees(self, folder: Path) -> None:
+        pass
+
+    def save(self, folder: Path) -> Future[None]:
+        done: Future[None] = Future()
+        done.set_running_or_notify_cancel()
+        self.savings.append((folder, done))
+        return done
+
+    def finish(self, at: int = -1, error: CheckpointError | None = None) -> None:
+        folder, done = self.savings[at]
+        if error is not None:
+            done.set_exception(error)
+            return
+        self._sim.save(folder).result()
+        done.set_result(None)
+
+
+class _World:
+    def __init__(
+        self, folder: Path, thread: ThreadPoolExecutor, *, backend: Any = None, incarnation: int = 100
+    ) -> None:
+        self.folder, self.thread, self.incarnation = folder, thread, incarnation
+        self.backend = backend or create(CONFIG, 0)
+        self.written: list[Written] = []
+        self.failed: list[tuple[int, CheckpointError]] = []
+
+    def make(self, tasks: asyncio.TaskGroup) -> Checkpoints:
+        return Checkpoints(
+            self.folder,
+            self.incarnation,
+            self.backend,
+            self.thread,
+            keep=1,
+            keep_every_steps=0,
+            tasks=tasks,
+            clock=LoopClock(),
+            recorded=self.recorded,
+            on_written=self.written.append,
+            on_failed=lambda version, error: self.failed.append((version, error)),
+        )
+
+    async def recorded(self, state: CheckpointState) -> None:
+        """The lines of what is in a checkpoint are written before it is committed."""
+        await asyncio.sleep(0)
+        assert state.version not in [written.version for written in self.written]
+
+    def play(self, script: Callable[[Checkpoints], Awaitable[Any]]) -> Any:
+        async def run() -> Any:
+            async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
+                return await script(self.make(tasks))
+
+        return asyncio.run(run())
+
+
+@pytest.fixture
+def thread() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as executor:
+        yield executor
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoints"
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint(folder, thread) -> None:
+    groups = random_groups(2, 4)
+
+    async def first(checkpoints: Checkpoints) -> None:
+        assert await checkpoints.restore() is None
+        for version in (3, 4):
+            assert await checkpoints.write(_state(version), groups[:version], groups[version:])
+            await checkpoints.settle()
+            assert not checkpoints.busy
+        assert checkpoints.newest == folder / "v00000004"
+
+    world = _World(folder, thread)
+    world.backend._steps = 8
+    world.play(first)
+    assert [(w.version, w.step, w.path.name) for w in world.written] == [(3, 6, "v00000003"), (4, 8, "v00000004")]
+    assert all(0 <= w.staged_s <= w.seconds for w in world.written)
+    assert sorted(p.name for p in folder.iterdir()) == ["latest", "v00000004", "writer.json"]
+
+    second = _World(folder, thread, incarnation=101)
+    contents = second.play(lambda checkpoints: checkpoints.restore())
+    assert contents.state == _state(4, buffered=4)
+    assert _same(contents.buffered, groups)
+    assert second.backend._steps == 8
+    with pytest.raises(BaseExceptionGroup) as caught:
+        world.play(lambda checkpoints: checkpoints.restore())
+    assert isinstance(caught.value.exceptions[0], CheckpointError)
+
+
+def test_one_that_comes_due_meanwhile_is_skipped_and_a_final_one_waits(folder, thread) -> None:
+    held = _Held(create(CONFIG, 0))
+    groups = random_groups(2, 2)
+
+    async def script(checkpoints: Checkpoints) -> None:
+        await checkpoints.restore()
+        mine = list(groups)
+        both = await asyncio.gather(checkpoints.write(_state(3), mine, []), checkpoints.write(_state(4), [], []))
+        # What is done to the buffer afterwards is not in it.
+        mine.clear()
+        assert both == [True, False]
+        assert not await checkpoints.write(_state(5), [], [])
+        assert (checkpoints.skipped, len(held.savings), checkpoints.busy) == (2, 1, True)
+        final = asyncio.create_task(checkpoints.write(_state(5), [], [], final=True))
+        await asyncio.sleep(0)
+        assert not final.done() and not world.written
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await checkpoints.settle()
+        held.finish()
+        assert await final
+        assert [w.version for w in world.written] == [3]
+        assert len(read_contents(folder / "v00000003").buffered) == 2
+        held.finish()
+        await checkpoints.settle()
+
+    world = _World(folder, thread, backend=held)
+    world.play(script)
+    assert [w.version for w in world.written] == [3, 5]
+    assert (folder / "latest").read_text() == "v00000005\n"
+    assert world.failed == []
+
+
+def test_a_failure_is_told_and_the_last_good_one_stays(folder, thread, monkeypatch) -> None:
+    held = _Held(create(CONFIG, 0))
+
+    async def script(checkpoints: Checkpoints) -> None:
+        await checkpoints.restore()
+        await checkpoints.write(_state(3), [], [])
+        held.finish()
+        await checkpoints.settle()
+        await checkpoints.write(_state(4), [], [])
+        held.finish(error=CheckpointError("trainer", "a rank had no space"))
+        await checkpoints.settle()
+        with monkeypatch.context() as patch:
+            patch.setattr(contents_module, "write_file", _full)
+            await checkpoints.write(_state(5), [], [])
+            while len(await asyncio.to_thread(os.listdir, folder)) < 4:
+                await asyncio.sleep(0)
+            # The ranks still write: nothing is removed before they have ended.
+            assert world.failed[1:] == [] and held.savings[-1][0].parent.exists()
+            held.finish()
+            await checkpoints.settle()
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "mkdir", _full)
+            assert not await checkpoints.write(_state(6), [], [])
+        assert not checkpoints.busy
+        await checkpoints.write(_state(7), [], [])
+        assert checkpoints.newest == folder / "v00000003"
+        held.finish()
+
+    world = _World(folder, thread, backend=held)
+    world.play(script)
+    assert [(version, error.reason) for version, error in world.failed] == [
+        (4, "a rank had no space"),
+        (5, "No space left on device"),
+        (6, "No space left on device"),
+    ]
+    assert [w.version for w in world.written] == [3, 7]
+    assert sorted(p.name for p in folder.iterdir()) == ["latest", "v00000007", "writer.json"]
+
+
+def _full(*arguments: Any, **keywords: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_learner_that_ends_waits_for_no_disk_and_the_next_one_removes_the_rest(folder, thread) -> None:
+    held = _Held(create(CONFIG, 0))
+
+    async def script(checkpoints: Checkpoints) -> None:
+        await checkpoints.restore()
+        await checkpoints.write(_state(3), [], [])
+        raise RuntimeError("the learner fails")
+
+    world = _World(folder, thread, backend=held)
+    with pytest.raises(ExceptionGroup):
+        world.play(script)
+    assert not held.savings[0][1].done()
+    held.finish()
+    assert [p.name for p in folder.glob(".v*")] == [".v00000003.partial-100"]
+    assert _World(folder, thread, incarnation=101).play(lambda checkpoints: checkpoints.restore()) is None
+    assert sorted(p.name for p in folder.iterdir()) == ["writer.json"]
+
+
+def test_a_checkpoint_that_was_damaged_is_not_gone_on_from(folder, thread) -> None:
+    async def script(checkpoints: Checkpoints) -> None:
+        await checkpoints.restore()
+        await checkpoints.write(_state(3), [], [])
+        await checkpoints.settle()
+
+    _World(folder, thread).play(script)
+    damaged = folder / "v00000003" / TRAINER / "contents.json"
+    damaged.write_bytes(damaged.read_bytes().replace(b'"steps":0', b'"steps":9'))
+    with pytest.raises(ExceptionGroup) as caught:
+        _World(folder, thread, incarnation=101).play(lambda checkpoints: checkpoints.restore())
+    assert str(damaged) in str(caught.value.exceptions[0])
+    assert CheckpointFolder(folder).newest() is not None

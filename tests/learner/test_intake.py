@@ -1,0 +1,129 @@
+"""What the learner takes in: each group once, each prompt one outcome, and a snapshot to go on from."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_messages import make_group
+
+from asyncrl.config import LearnerConfig
+from asyncrl.learner.intake import FRACTION_FROM, Intake
+from asyncrl.messages import Group, Outcome
+
+LEARNER = LearnerConfig(groups_per_step=2, max_filtered_ratio=2.0, max_quarantined_fraction=0.2)
+
+
+def group(index: int, *, rewards: tuple[float, ...] = (0.0, 1.0), failure: str | None = None) -> Group:
+    made = make_group(f"0-{index}", samples=len(rewards))
+    ticket = msgspec.structs.replace(made.ticket, epoch=0, index=index)
+    if failure is not None:
+        return Group(ticket=ticket, trajectories=[], failure=failure)
+    for trajectory, reward in zip(made.trajectories, rewards, strict=True):
+        trajectory.reward = reward
+    return Group(ticket=ticket, trajectories=made.trajectories)
+
+
+def reported(intake: Intake) -> list[Outcome]:
+    report = intake.outcomes.next_report()
+    return [] if report is None else report.outcomes
+
+
+def test_a_group_is_taken_once_and_has_one_outcome():
+    """I1: whatever is delivered again, and whenever, is a duplicate."""
+    intake = Intake(LEARNER)
+    assert [intake.deliver(group(i)) for i in (3, 1, 3)] == ["buffered", "buffered", "duplicate"]
+    assert intake.deliver(group(4, rewards=(1.0, 1.0))) == "filtered"
+    assert intake.deliver(group(5, failure="its reward hangs")) == "quarantined"
+    assert sorted(intake.claims) == ["0-1", "0-3"]
+    groups, filtered = intake.begin_step()
+    assert ([g.ticket.uid for g in groups], [g.ticket.uid for g in filtered]) == (["0-1", "0-3"], ["0-4"])
+    assert sorted(intake.claims) == ["0-1", "0-3"]
+    for i in (1, 3, 4, 5):
+        assert intake.deliver(group(i)) == "duplicate"
+    intake.end_step()
+    assert intake.claims == []
+    assert {(o.uid, o.kind) for o in reported(intake)} == {
+        ("0-1", "trained"),
+        ("0-3", "trained"),
+        ("0-4", "filtered"),
+        ("0-5", "quarantined"),
+    }
+    assert all(intake.deliver(group(i)) == "duplicate" for i in (1, 3, 4, 5))
+    assert [(q.uid, q.reason) for q in intake.quarantined] == [("0-5", "its reward hangs")]
+
+
+def test_what_the_dataloader_rejects_is_quarantined_unless_it_is_here():
+    intake = Intake(LEARNER)
+    intake.deliver(group(1))
+    for uid in ("0-1", "0-2", "0-2"):
+        intake.reject(uid, "too long")
+    assert reported(intake) == [Outcome("0-2", "quarantined")]
+
+
+def test_a_step_that_is_not_finite_costs_only_the_groups_to_blame():
+    intake = Intake(LEARNER)
+    for i in (0, 1):
+        intake.deliver(group(i))
+    intake.begin_step()
+    intake.spoil_step(["0-1"], "not finite")
+    assert (intake.claims, reported(intake)) == (["0-0"], [Outcome("0-1", "quarantined")])
+
+
+@given(
+    deliveries=st.lists(st.tuples(st.integers(0, 12), st.sampled_from(["good", "flat", "bad"])), max_size=40),
+    steps=st.integers(0, 3),
+)
+def test_i1_a_successor_goes_on_from_a_snapshot_as_if_it_had_been_there(deliveries, steps):
+    made = {"good": {}, "flat": {"rewards": (1.0, 1.0)}, "bad": {"failure": "bad"}}
+    intake = Intake(LEARNER)
+    for index, kind in deliveries:
+        intake.deliver(group(index, **made[kind]))
+    for _ in range(steps):
+        if len(intake.buffer) >= LEARNER.groups_per_step:
+            intake.begin_step()
+            intake.end_step()
+    snapshot = intake.snapshot()
+    successor = Intake(LEARNER, snapshot)
+    for index in range(13):
+        assert successor.has(f"0-{index}") == intake.has(f"0-{index}")
+        assert successor.ledger.outcome(0, index) == intake.ledger.outcome(0, index)
+    assert successor.claims == intake.claims
+    assert successor.snapshot() == snapshot
+    assert reported(successor) == []
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        ([group(i, rewards=(1.0, 1.0)) for i in range(5)], r"no signal: 5 groups in a row .* Rewards seen: 1: 10"),
+        ([group(i, failure="it loops") for i in range(5)], r"no signal: 5 groups failed .* because: it loops"),
+    ],
+)
+def test_without_signal_the_run_ends_and_says_why(groups, words):
+    intake = Intake(LEARNER)
+    for each in groups[:-1]:
+        intake.deliver(each)
+        assert intake.problem() is None
+    intake.deliver(groups[-1])
+    assert re.search(words, intake.problem() or "")
+
+
+def test_too_many_quarantined_prompts_end_the_run():
+    intake = Intake(LEARNER)
+    problems = []
+    for index in range(0, 2 * FRACTION_FROM, 4):
+        for offset in range(4):
+            intake.deliver(group(index + offset, failure="bad prompt" if offset == 0 else None))
+        intake.begin_step()
+        intake.end_step()
+        problems.append(intake.problem())
+    assert problems[0] is None
+    assert "max_quarantined_fraction = 0.2; the last one because: bad prompt" in (problems[-1] or "")
+    first = next(n for n, problem in enumerate(problems) if problem)
+    ledger = intake.ledger
+    assert first * 3 + 3 >= FRACTION_FROM
+    assert ledger.count("quarantined") > 0.2 * (ledger.count("trained") + ledger.count("quarantined"))

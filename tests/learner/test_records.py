@@ -1,0 +1,62 @@
+"""The files that the learner writes: whole lines or none, whatever happened to the file before."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+
+import pytest
+from test_messages import make_group
+
+from asyncrl.learner.intake import Quarantined
+from asyncrl.learner.records import RecordFiles
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_lines_carry_the_start_and_what_json_cannot_say_is_null(tmp_path):
+    records = RecordFiles(tmp_path, 3)
+    records.metrics({"kind": "train", "step": 1, "loss/policy": float("nan")}, {"kind": "update"})
+    assert lines(tmp_path / "metrics.jsonl") == [
+        {"kind": "train", "step": 1, "loss/policy": None, "start": 3},
+        {"kind": "update", "start": 3},
+    ]
+    group = make_group("0-7")
+    records.samples(1, 4, [group])
+    (sample,) = lines(tmp_path / "samples" / "step_000001.jsonl")
+    assert (sample["uid"], sample["start"], len(sample["trajectories"])) == ("0-7", 3, 2)
+    records.quarantined(2, [Quarantined("0-7", "it hangs", group), Quarantined("0-8", "too long")])
+    first, second = lines(tmp_path / "quarantine.jsonl")
+    assert (first["uid"], first["reason"], first["prompt"], first["step"]) == ("0-7", "it hangs", "1+1=", 2)
+    assert (second["uid"], second["prompt"]) == ("0-8", None)
+
+
+def test_after_a_torn_line_the_next_one_stands_by_itself(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"st')
+    RecordFiles(tmp_path, 1).metrics({"step": 2})
+    assert path.read_text() == '{"step": 1}\n{"st\n{"step": 2, "start": 1}\n'
+
+
+def test_a_line_that_does_not_fit_leaves_nothing_of_itself(tmp_path, monkeypatch):
+    records = RecordFiles(tmp_path, 1)
+    records.metrics({"step": 1})
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    room = [5]
+
+    def write(descriptor, data):
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        count = real(descriptor, data[: room[0]])
+        room[0] -= count
+        return count
+
+    real = os.write
+    monkeypatch.setattr(os, "write", write)
+    with pytest.raises(OSError, match="No space left"):
+        records.metrics({"step": 2})
+    monkeypatch.undo()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before

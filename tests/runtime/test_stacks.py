@@ -1,0 +1,210 @@
+"""The stacks that a process writes of itself on SIGUSR1, and how they are taken from outside."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from asyncrl.launcher import stacks as taking
+from asyncrl.launcher.child import Child
+from asyncrl.launcher.stacks import process_state, take_stacks
+from asyncrl.runtime.stacks import TASKS_BEGIN, TASKS_END, describe_tasks
+
+ACTOR = """
+import asyncio, sys, threading, time
+from asyncrl.runtime import stacks
+
+stacks.requests.install()
+
+async def parked_for_ever(event):
+    await event.wait()
+
+def block_the_loop():
+    time.sleep(600)
+
+async def main():
+    loop, event = asyncio.get_running_loop(), asyncio.Event()
+    tasks = [asyncio.create_task(parked_for_ever(event), name=f"lease-{i}") for i in range(5)]
+
+    def beat():
+        seen = 0
+        while True:
+            if stacks.requests.count != seen:
+                seen = stacks.requests.count
+                sys.stderr.write(stacks.describe_tasks(loop))
+                sys.stderr.flush()
+            time.sleep(0.02)
+
+    threading.Thread(target=beat, daemon=True).start()
+    await asyncio.sleep(0.05)
+    print("up", flush=True)
+    if sys.argv[1] == "block":
+        block_the_loop()
+    await event.wait()
+
+asyncio.run(main())
+"""
+
+
+def child(pid, log):
+    return Child("reward/0", 1, pid, log, 0, -1)
+
+
+class Process:
+    def __init__(self, folder, how):
+        self.log = folder / "actor.log"
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", ACTOR, how], stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            )
+        until = time.monotonic() + 30
+        while "up" not in self.log.read_text():
+            assert time.monotonic() < until and self.process.poll() is None, self.log.read_text()
+            time.sleep(0.01)
+        self.pid = self.process.pid
+
+    def take(self, timeout_s=10.0, log=None):
+        return asyncio.run(take_stacks(child(self.pid, log or self.log), timeout_s))
+
+
+@pytest.fixture
+def process(tmp_path):
+    started = []
+
+    def start(how="wait"):
+        started.append(Process(tmp_path, how))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.process.kill()
+        one.process.wait()
+
+
+@pytest.fixture
+def no_py_spy(monkeypatch):
+    monkeypatch.setattr(taking, "_find_py_spy", lambda: None)
+
+
+@pytest.mark.parametrize("how", ["wait", "block"])
+def test_threads_and_tasks_are_told_also_while_the_loop_is_blocked(process, no_py_spy, how):
+    taken = process(how).take()
+    assert "most recent call first" in taken
+    assert TASKS_BEGIN in taken and taken.endswith(TASKS_END)
+    assert "5 x lease-0, lease-1, lease-2, ..." in taken
+    assert "in parked_for_ever" in taken
+    assert ("in block_the_loop" in taken) == (how == "block")
+
+
+def test_it_goes_on_as_before_and_may_be_asked_again(process, no_py_spy):
+    one = process()
+    assert one.take().count(TASKS_END) == 1
+    assert one.take().count(TASKS_END) == 1
+    assert one.process.poll() is None
+
+
+def test_a_stopped_process_gets_no_signal_and_is_reported_as_stopped(process, no_py_spy):
+    one = process()
+    os.kill(one.pid, signal.SIGSTOP)
+    wait_for_state(one.pid, "T")
+    before = one.log.read_text()
+    taken = one.take()
+    assert "T (stopped)" in taken and "SIGSTOP" in taken
+    os.kill(one.pid, signal.SIGCONT)
+    time.sleep(0.3)
+    assert one.log.read_text() == before
+
+
+def test_what_does_not_answer_is_said_to_hang_within_the_deadline(process, no_py_spy, tmp_path):
+    one = process()
+    empty = tmp_path / "other.log"
+    empty.write_text("")
+    began = time.monotonic()
+    taken = one.take(0.6, empty)
+    assert time.monotonic() - began < 5
+    assert "not told: not within 0.3 s" in taken
+
+
+def test_a_process_that_is_gone_is_said_to_be(tmp_path, no_py_spy):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    (tmp_path / "x.log").write_text("")
+    taken = asyncio.run(take_stacks(child(gone.pid, tmp_path / "x.log"), 2.0))
+    assert "gone" in taken and "could not be asked" in taken
+
+
+def test_py_spy_is_asked_first_under_a_deadline_and_leaves_no_process(process, tmp_path, monkeypatch):
+    spy = tmp_path / "py-spy"
+    spy.write_text('#!/bin/sh\necho "$$ $@" >> "$(dirname "$0")/calls"\necho "Thread 1: in a dream"\n')
+    spy.chmod(0o755)
+    monkeypatch.setattr(taking, "_find_py_spy", lambda: str(spy))
+    one = process()
+    before = one.log.read_text()
+    taken = one.take()
+    assert taken.endswith("Thread 1: in a dream")
+    assert one.log.read_text() == before
+    os.kill(one.pid, signal.SIGSTOP)
+    wait_for_state(one.pid, "T")
+    assert "in a dream" in one.take()
+    calls = [line.split(" ", 1) for line in (tmp_path / "calls").read_text().splitlines()]
+    asked = f"dump --subprocesses --pid {one.pid}"
+    assert [call for _, call in calls] == [asked, f"{asked} --nonblocking"]
+    # One that hangs is killed, and the process asked instead.
+    spy.write_text('#!/bin/sh\necho "$$" >> "$(dirname "$0")/hung"\nexec sleep 600\n')
+    os.kill(one.pid, signal.SIGCONT)
+    wait_for_state(one.pid, "SR")
+    taken = one.take(timeout_s=2.0)
+    assert TASKS_END in taken
+    hung = int((tmp_path / "hung").read_text())
+    with pytest.raises(ProcessLookupError):
+        os.kill(hung, 0)
+
+
+def test_py_spy_itself_where_it_is(process):
+    if taking._find_py_spy() is None:
+        assert TASKS_END in process().take()
+        return
+    one = process("block")
+    assert "block_the_loop" in one.take()
+    os.kill(one.pid, signal.SIGSTOP)
+    wait_for_state(one.pid, "T")
+    assert "block_the_loop" in one.take()
+
+
+def test_a_task_that_waits_for_a_call_says_whom_it_asks():
+    class Peer:
+        name = "reward/0"
+
+    class Score:
+        pass
+
+    class Call(asyncio.Future):
+        peer, kind = Peer(), Score
+
+    async def main():
+        call = Call()
+
+        async def asks():
+            await call
+
+        task = asyncio.create_task(asks(), name="0-17")
+        await asyncio.sleep(0)
+        text = describe_tasks(asyncio.get_running_loop())
+        call.set_result(None)
+        await task
+        return text
+
+    text = asyncio.run(main())
+    assert "awaits reward/0 for Score" in text
+    assert "0-17" in text
+
+
+def wait_for_state(pid, states):
+    until = time.monotonic() + 10
+    while process_state(pid)[0] not in states:
+        assert time.monotonic() < until, process_state(pid)
+        time.sleep(0.01)

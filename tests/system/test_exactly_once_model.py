@@ -1,0 +1,631 @@
+"""I1, exactly once, in any order of events: the pure parts of dataloader and learner, and modelled rollouters.
+
+Tickets and their restoring on one side, the intake on the other, are the real ones. Each of the three parties may die
+between any two steps, the learner back to any earlier checkpoint; messages are lost, repeated and late; some prompts
+kill whoever generates them. From every state reached, a fair continuation must bring each epoch to its end and the run
+to its own, and then each prompt of a finished epoch has exactly one outcome, trained at most once in the history from
+which the final weights come.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import msgspec
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from test_messages import make_group
+
+from asyncrl.config import LearnerConfig
+from asyncrl.dataloader.evals import EvalSet
+from asyncrl.dataloader.holders import Ask, Grant
+from asyncrl.dataloader.limit import WorkingLimit
+from asyncrl.dataloader.order import EpochOrder
+from asyncrl.dataloader.restoring import Answer, Source, rebuild
+from asyncrl.dataloader.suspects import ALONE_FROM
+from asyncrl.dataloader.tickets import Tickets
+from asyncrl.learner.evals import EvalCollector
+from asyncrl.learner.intake import Intake, Snapshot
+from asyncrl.ledger import Ledger, position_of
+from asyncrl.messages import Group, HeldTicket, Outcome, Outcomes, Restored, TicketsHeld
+
+KINDS = ("trained", "trained", "trained", "filtered", "quarantined")
+ACKNOWLEDGED = ("now", "now", "late", "never")
+MAX_ATTEMPTS = 2
+EPOCHS = 2
+"""That must come to their end in an endless run."""
+
+
+@dataclass
+class Held:
+    grant: Grant
+    finished: bool = False
+    spooled: bool = False
+    """Found on disk after a restart: its holder delivers it, but was not granted it."""
+
+
+@dataclass
+class Rollouter:
+    """What a rollouter really knows."""
+
+    name: str
+    incarnation: int = 1
+    seen: int = 0
+    served: int = -1
+    learner: int = 0
+    """Taken for the living one."""
+    dataloader: int = 0
+    """The last one that was spoken to."""
+    held: dict[str, Held] = field(default_factory=dict)
+
+    def generates(self, uid: str) -> bool:
+        return uid in self.held and not self.held[uid].spooled
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    snapshot: Snapshot
+    step: int
+    trained: tuple[str, ...]
+    """Uids in the order of their training, since the run began."""
+    rounds_closed: tuple[str, ...]
+
+
+@dataclass
+class Restoring:
+    """A dataloader that asks around."""
+
+    request: Restored
+    learner: int
+    waiting: list[Rollouter]
+    answers: dict[str, Answer] = field(default_factory=dict)
+
+
+class ExactlyOnce(RuleBasedStateMachine):
+    """All parties. Attributes with ``tickets`` are the dataloader's, those with ``intake`` the learner's."""
+
+    @initialize(
+        size=st.integers(2, 6),
+        groups_per_step=st.integers(1, 3),
+        steps_per_version=st.integers(1, 2),
+        steps=st.one_of(st.integers(1, 8), st.just(10_000)),
+        staleness_max=st.integers(0, 2),
+        replicas=st.integers(1, 3),
+        oversize=st.sampled_from([frozenset(), frozenset(), frozenset({0})]),
+        poison=st.sampled_from([frozenset(), frozenset({1}), frozenset({0, 1})]),
+        suspects=st.one_of(st.just(frozenset()), st.frozensets(st.integers(0, 5))),
+        spool=st.booleans(),
+        evals=st.booleans(),
+        seed=st.integers(0, 3),
+    )
+    def start(
+        self,
+        size: int,
+        groups_per_step: int,
+        steps_per_version: int,
+        steps: int,
+        staleness_max: int,
+        replicas: int,
+        oversize: frozenset[int],
+        poison: frozenset[int],
+        suspects: frozenset[int],
+        spool: bool,
+        evals: bool,
+        seed: int,
+    ) -> None:
+        self.size, self.steps, self.spool, self.oversize = size, steps, spool, oversize
+        # Somebody must be able to learn something.
+        self.poison = frozenset(index for index in poison if index < size - 1 and index not in oversize)
+        self.per_version = groups_per_step * steps_per_version
+        self.config = LearnerConfig(groups_per_step=groups_per_step, steps_per_version=steps_per_version)
+        sets = (EvalSet("e", (0, 1), every_versions=2, at_start=True, at_end=True),) if evals else ()
+        self.source = Source(
+            EpochOrder("model", seed, size),
+            oversize,
+            sets,
+            groups_per_version=self.per_version,
+            max_attempts=MAX_ATTEMPTS,
+        )
+        self.capacity = (staleness_max + 1) * self.per_version
+        self.staleness_max = staleness_max
+        self.mark = -1
+        self.incarnations = 0
+        self.rollouters = [Rollouter(f"rollouter/{i}") for i in range(replicas)]
+        self.tickets: Tickets | None = None
+        self.previous: Tickets | None = None
+        self.restoring: Restoring | None = None
+        self.dead: dict[str, int] = {}
+        self.restored_by = 0
+        self.restored_number = 0
+        self.supply_number = 0
+        self.asked: tuple[Tickets, list[str], set[str]] | None = None
+        self.dataloader = 1
+        self.late_acks: list[tuple[Rollouter, int, int, str]] = []
+        """Rollouter, its incarnation, the learner's, the group."""
+        self.late_grants: list[tuple[Rollouter, int, int, list[Grant]]] = []
+        """Rollouter, its incarnation, the dataloader's; of its last call, else it would not listen."""
+        self.blind = False
+        """Whether somebody did not answer, or said that he had not what the learner has: it may be generated twice."""
+        self.lone_deaths: Counter[str] = Counter()
+        """Deaths of rollouters that held nothing but this prompt."""
+        self.make_limit()
+        ledger = Ledger()
+        ledger.attempts = {f"0-{index}": ALONE_FROM for index in suspects if index < size}
+        self.checkpoints = [Checkpoint(Snapshot(ledger.state, [], []), 0, (), ())]
+        self.start_learner(self.checkpoints[0])
+
+    # --- the learner ---
+
+    def start_learner(self, checkpoint: Checkpoint) -> None:
+        self.incarnations += 1
+        self.learner = self.incarnations
+        self.intake = Intake(self.config, checkpoint.snapshot)
+        self.evals = EvalCollector(checkpoint.rounds_closed)
+        self.step, self.trained = checkpoint.step, list(checkpoint.trained)
+        self.finished = False
+        self.report: Outcomes | None = None
+        self.waits = False
+        """For the dataloader to go on from where the run stands."""
+        self.unpublished = 0
+        self.in_training: list[str] = []
+        self.publish()
+        if self.step == self.steps:
+            self.finish()
+
+    def publish(self) -> None:
+        self.mark += 1
+        self.version, self.trained_at = self.mark, self.intake.ledger.count("trained")
+        self.unpublished = 0
+        self.intake.outcomes.published(self.version, self.trained_at)
+
+    def finish(self) -> None:
+        self.finished = True
+        self.intake.outcomes.finished()
+
+    def has(self, uid: str) -> bool:
+        return self.evals.holds(uid) if "@" in uid else self.intake.has(uid)
+
+    def take_delivery(self, held: Held, kind: str) -> None:
+        uid = held.grant.prompt.uid
+        group = make_group(uid)
+        ticket = group.ticket
+        if "@" in uid:
+            self.evals.add(group)
+            return
+        epoch, index = position_of(uid)
+        ticket = msgspec.structs.replace(
+            ticket, epoch=epoch, index=index, param_version=held.grant.param_version, attempt=held.grant.attempt
+        )
+        for sample, trajectory in enumerate(group.trajectories):
+            trajectory.reward = float(sample) if kind == "trained" else 1.0
+        if kind == "quarantined":
+            group = Group(ticket=ticket, trajectories=[], failure="its reward hangs")
+        else:
+            group = Group(ticket=ticket, trajectories=group.trajectories)
+        self.intake.deliver(group)
+
+    def can_begin(self) -> bool:
+        return (
+            not self.in_training and self.step < self.steps and len(self.intake.buffer) >= self.config.groups_per_step
+        )
+
+    @precondition(lambda self: self.in_training or self.can_begin())
+    @rule(halfway=st.booleans())
+    def train(self, halfway: bool) -> None:
+        """Half a step or a whole one; a version, and a checkpoint that may or may not be kept."""
+        if not self.in_training:
+            groups, _ = self.intake.begin_step()
+            self.in_training = [group.ticket.uid for group in groups]
+            if halfway:
+                return
+        self.trained += self.in_training
+        self.intake.end_step()
+        self.in_training = []
+        self.step += 1
+        self.unpublished += 1
+        if self.unpublished == self.config.steps_per_version or self.step == self.steps:
+            self.publish()
+            if self.step == self.steps:
+                self.finish()
+            self.checkpoints.append(
+                Checkpoint(self.intake.snapshot(), self.step, tuple(self.trained), tuple(self.evals.closed))
+            )
+
+    def crash_learner(self, back: int) -> None:
+        """Its successor starts from one of the last checkpoints, of which the later ones are then void."""
+        del self.checkpoints[max(1, len(self.checkpoints) - back) :]
+        self.start_learner(self.checkpoints[-1])
+
+    def say_restored(self) -> None:
+        """Where the run stands; the dataloader begins to ask around."""
+        request = Restored(
+            version=self.version,
+            trained_at_version=self.trained_at,
+            groups_left=(self.steps - self.step) * self.config.groups_per_step,
+            outcomes_number=self.intake.outcomes.restart(),
+            ledger=self.intake.ledger.state,
+            claims=self.intake.claims,
+            fingerprint="model",
+            seed=self.source.order.seed,
+            rounds_closed=self.evals.closed,
+            rounds_open=self.evals.open,
+            finished=self.finished,
+        )
+        self.report = None
+        if self.tickets is not None:
+            self.previous, self.tickets = self.tickets, None
+        self.restoring = Restoring(request, self.learner, list(self.rollouters))
+
+    @property
+    def needs_restore(self) -> bool:
+        return self.restoring is None and (self.tickets is None or self.restored_by != self.learner)
+
+    @precondition(lambda self: self.needs_restore)
+    @rule()
+    def begin_restoring(self) -> None:
+        self.say_restored()
+
+    @rule()
+    def say_restored_again(self) -> None:
+        """The reply was lost, or the deadline was over."""
+        self.say_restored()
+
+    @precondition(lambda self: self.tickets is not None and self.restored_by == self.learner)
+    @rule(acknowledged=st.sampled_from([True, True, False]))
+    def talk_to_the_dataloader(self, acknowledged: bool) -> None:
+        """The supply, and the present report, again if its acknowledgement was lost."""
+        assert self.tickets is not None
+        supply = self.tickets.supply
+        self.evals.opened(supply.evals)
+        for rejected in supply.rejected:
+            self.check_rejected(rejected.uid)
+            if "@" in rejected.uid:
+                self.evals.reject(rejected.uid, rejected.reason)
+            else:
+                self.intake.reject(rejected.uid, rejected.reason)
+        self.intake.ledger.attempts = dict(supply.attempts)
+        for _, groups in self.evals.complete():
+            for group in groups:
+                self.intake.outcomes.outcome(Outcome(group.ticket.uid, "evaluated"))
+        self.report = self.report or self.intake.outcomes.next_report()
+        if self.report is not None:
+            assert self.tickets.report(self.report) == self.report.number
+            if acknowledged:
+                self.report = None
+
+    def check_rejected(self, uid: str) -> None:
+        if "@" not in uid and position_of(uid)[1] in self.oversize:
+            return
+        assert self.lone_deaths[uid] >= MAX_ATTEMPTS, f"{uid} is rejected without a fault of its own"
+
+    # --- the dataloader ---
+
+    def make_limit(self) -> None:
+        self.limit = WorkingLimit(
+            groups_per_step=self.config.groups_per_step,
+            groups_per_version=self.per_version,
+            staleness_max=self.staleness_max,
+            adapt=True,
+        )
+
+    def crash_dataloader(self) -> None:
+        self.tickets = self.previous = self.restoring = None
+        self.dataloader += 1
+        self.dead = {}
+        self.make_limit()
+
+    @precondition(lambda self: self.restoring is not None and self.restoring.waiting)
+    @rule(data=st.data(), answered=st.sampled_from([True, True, True, False]))
+    def ask_rollouter(self, data: st.DataObject, answered: bool) -> None:
+        """It answers, or counts as holding nothing. Its answer is true when it is given."""
+        assert self.restoring is not None
+        rollouter = data.draw(st.sampled_from(self.restoring.waiting))
+        self.restoring.waiting.remove(rollouter)
+        if answered:
+            self.answer(rollouter)
+
+    def answer(self, rollouter: Rollouter) -> None:
+        assert self.restoring is not None
+        if self.restoring.learner > rollouter.learner:
+            rollouter.learner = self.restoring.learner
+        tickets = [HeldTicket(uid, held.grant.number, held.grant.attempt) for uid, held in rollouter.held.items()]
+        self.restoring.answers[rollouter.name] = Answer(
+            rollouter.incarnation,
+            TicketsHeld(seen=rollouter.seen, served_version=rollouter.served, tickets=tickets),
+        )
+
+    @precondition(lambda self: self.restoring is not None and not self.restoring.waiting)
+    @rule(learner_answers=st.sampled_from([True, True, False]))
+    def open_gate(self, learner_answers: bool) -> None:
+        restoring, previous = self.restoring, self.previous
+        assert restoring is not None
+        tickets = rebuild(
+            self.source, self.limit, restoring.request, restoring.answers, previous, self.supply_number + 1
+        )
+        self.blind |= len(restoring.answers) < len(self.rollouters) or not learner_answers
+        self.blind |= restoring.learner != self.learner
+        asked = tickets.to_come(self.capacity)
+        if previous is not None:
+            asked += tickets.missing(previous)
+        if learner_answers and restoring.learner == self.learner:
+            for uid in asked:
+                if self.has(uid):
+                    tickets.claim(uid)
+        if previous is not None:
+            tickets.inherit(previous)
+        for name, incarnation in self.dead.items():
+            tickets.died(name, incarnation)
+        assert tickets.supply_number > self.supply_number
+        self.supply_number = tickets.supply_number
+        self.tickets, self.previous, self.restoring = tickets, None, None
+        self.restored_by = restoring.learner
+
+    @precondition(lambda self: self.asked is not None or (self.tickets is not None and self.tickets.orphans))
+    @rule(answered=st.booleans())
+    def settle(self, answered: bool) -> None:
+        """Ask the learner about orphans, or take its answer, or both."""
+        if self.asked is None:
+            assert self.tickets is not None
+            orphans = self.tickets.orphans
+            self.asked = (self.tickets, orphans, {uid for uid in orphans if self.has(uid)})
+            if not answered:
+                return
+        tickets, orphans, held = self.asked
+        self.asked = None
+        if tickets is self.tickets:
+            tickets.settle(orphans, held)
+
+    # --- rollouters ---
+
+    @rule(data=st.data(), free_groups=st.integers(1, 4), received=st.sampled_from(["now", "now", "late", "never"]))
+    def lease(self, data: st.DataObject, free_groups: int, received: str) -> None:
+        self.send_lease(data.draw(st.sampled_from(self.rollouters)), free_groups, received)
+
+    def send_lease(self, rollouter: Rollouter, free_groups: int, received: str = "now") -> None:
+        self.late_grants = [late for late in self.late_grants if late[0] is not rollouter]
+        if self.tickets is None or (self.tickets.closed and not rollouter.held):
+            return
+        ask = Ask(
+            rollouter.name,
+            rollouter.incarnation,
+            rollouter.seen,
+            free_groups,
+            rollouter.served,
+            frozenset(rollouter.held),
+        )
+        rollouter.dataloader = self.dataloader
+        self.tickets.meet(ask)
+        before = set(self.tickets._holders.uids)
+        grants = self.tickets.lease(ask)
+        for grant in grants:
+            uid = grant.prompt.uid
+            assert "@" in uid or self.tickets._queue.ledger.outcome(*position_of(uid)) is None
+            if uid not in before and not self.blind:
+                assert not self.has(uid), "the learner has it"
+                assert not any(other.generates(uid) for other in self.rollouters), "somebody generates it"
+            if grant.alone:
+                assert grants == [grant]
+                assert rollouter.held.keys() <= {uid}, "granted alone to a rollouter that holds something"
+        if received == "now":
+            self.receive(rollouter, grants)
+        elif received == "late":
+            self.late_grants.append((rollouter, rollouter.incarnation, self.dataloader, grants))
+
+    def receive(self, rollouter: Rollouter, grants: list[Grant]) -> None:
+        for grant in grants:
+            assert grant.number > rollouter.seen
+            rollouter.seen = grant.number
+            rollouter.held.setdefault(grant.prompt.uid, Held(grant))
+
+    @precondition(lambda self: self.late_grants)
+    @rule(data=st.data())
+    def receive_late(self, data: st.DataObject) -> None:
+        """The answer to a lease, perhaps of a dataloader that is no more."""
+        late = data.draw(st.sampled_from(self.late_grants))
+        self.late_grants.remove(late)
+        rollouter, incarnation, dataloader, grants = late
+        if rollouter.incarnation == incarnation and rollouter.dataloader == dataloader:
+            self.receive(rollouter, grants)
+
+    @precondition(lambda self: any(r.served < self.mark for r in self.rollouters))
+    @rule(data=st.data())
+    def adopt_version(self, data: st.DataObject) -> None:
+        rollouter = data.draw(st.sampled_from([r for r in self.rollouters if r.served < self.mark]))
+        rollouter.served = data.draw(st.integers(rollouter.served + 1, self.mark))
+
+    def is_poison(self, uid: str) -> bool:
+        return "@" not in uid and position_of(uid)[1] in self.poison
+
+    @precondition(lambda self: any(not h.finished for r in self.rollouters for h in r.held.values()))
+    @rule(
+        data=st.data(),
+        kind=st.sampled_from(KINDS),
+        delivered=st.booleans(),
+        acknowledged=st.sampled_from(ACKNOWLEDGED),
+    )
+    def finish_group(self, data: st.DataObject, kind: str, delivered: bool, acknowledged: str) -> None:
+        """A group is done, or its prompt does what it does; perhaps it is delivered, perhaps that is acknowledged."""
+        rollouter = data.draw(
+            st.sampled_from([r for r in self.rollouters if any(not h.finished for h in r.held.values())])
+        )
+        uid = data.draw(st.sampled_from([uid for uid, held in rollouter.held.items() if not held.finished]))
+        if self.is_poison(uid):
+            self.kill(rollouter)
+            return
+        rollouter.held[uid].finished = True
+        if delivered:
+            self.deliver(rollouter, uid, kind, acknowledged)
+
+    @precondition(lambda self: any(h.finished for r in self.rollouters for h in r.held.values()))
+    @rule(data=st.data(), kind=st.sampled_from(KINDS), acknowledged=st.sampled_from(ACKNOWLEDGED))
+    def deliver_again(self, data: st.DataObject, kind: str, acknowledged: str) -> None:
+        rollouter = data.draw(st.sampled_from([r for r in self.rollouters if any(h.finished for h in r.held.values())]))
+        uid = data.draw(st.sampled_from([uid for uid, held in rollouter.held.items() if held.finished]))
+        self.deliver(rollouter, uid, kind, acknowledged)
+
+    def deliver(self, rollouter: Rollouter, uid: str, kind: str, acknowledged: str) -> None:
+        self.take_delivery(rollouter.held[uid], kind)
+        ack = (rollouter, rollouter.incarnation, self.learner, uid)
+        if acknowledged == "now":
+            self.acknowledge(*ack)
+        elif acknowledged == "late":
+            self.late_acks.append(ack)
+
+    @precondition(lambda self: self.late_acks)
+    @rule(data=st.data())
+    def acknowledge_late(self, data: st.DataObject) -> None:
+        ack = data.draw(st.sampled_from(self.late_acks))
+        self.late_acks.remove(ack)
+        self.acknowledge(*ack)
+
+    def acknowledge(self, rollouter: Rollouter, incarnation: int, learner: int, uid: str) -> None:
+        """Releases the ticket, unless it is of a learner that is known to have a successor."""
+        if rollouter.incarnation == incarnation and learner >= rollouter.learner:
+            rollouter.learner = learner
+            rollouter.held.pop(uid, None)
+
+    def kill(self, rollouter: Rollouter, *, heard: bool = True) -> None:
+        if len(rollouter.held) == 1:
+            self.lone_deaths.update(list(rollouter.held))
+        dead = rollouter.incarnation
+        rollouter.incarnation += 1
+        rollouter.seen, rollouter.served, rollouter.learner, rollouter.dataloader = 0, -1, 0, 0
+        rollouter.held = {uid: held for uid, held in rollouter.held.items() if self.spool and held.finished}
+        for held in rollouter.held.values():
+            held.spooled = True
+        if heard:
+            self.dead[rollouter.name] = dead
+            if self.tickets is not None:
+                self.tickets.died(rollouter.name, dead)
+
+    @precondition(lambda self: any(r.held for r in self.rollouters))
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        rollouter = data.draw(st.sampled_from([r for r in self.rollouters if r.held]))
+        uids = data.draw(st.lists(st.sampled_from(sorted(rollouter.held)), min_size=1, unique=True))
+        if self.tickets is None:
+            # The call is parked.
+            return
+        # It may return what has arrived.
+        self.blind |= any(rollouter.held[uid].finished for uid in uids)
+        self.tickets.give_back(rollouter.name, rollouter.incarnation, uids)
+        for uid in uids:
+            del rollouter.held[uid]
+
+    @rule(deliveries=st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from(ACKNOWLEDGED)), max_size=6))
+    def move_on(self, deliveries: list[tuple[str, str]]) -> None:
+        """All that usually happens between two steps; brings the run forward."""
+        self.restore_fully()
+        for rollouter in self.rollouters:
+            rollouter.served = self.mark
+            self.send_lease(rollouter, 3)
+            for uid, (kind, acknowledged) in zip(list(rollouter.held), deliveries, strict=False):
+                if not self.is_poison(uid):
+                    rollouter.held[uid].finished = True
+                    self.deliver(rollouter, uid, kind, acknowledged)
+        if self.in_training or self.can_begin():
+            self.train(halfway=False)
+        self.talk_to_the_dataloader(acknowledged=True)
+
+    @rule()
+    def restore_fully(self) -> None:
+        if self.restoring is not None and self.restoring.learner != self.learner:
+            self.restoring = None
+        if self.needs_restore:
+            self.say_restored()
+        if self.restoring is not None:
+            for rollouter in self.restoring.waiting:
+                self.answer(rollouter)
+            self.restoring.waiting = []
+            self.open_gate(learner_answers=True)
+
+    @rule(data=st.data())
+    def crash(self, data: st.DataObject) -> None:
+        """Anybody. That a rollouter has is said to the dataloader by its successor, which may not be up yet."""
+        who = data.draw(st.sampled_from(["learner", "dataloader", "rollouter", "rollouter", "silent rollouter"]))
+        if who == "learner":
+            self.crash_learner(data.draw(st.integers(0, 3)))
+        elif who == "dataloader":
+            self.crash_dataloader()
+        else:
+            self.kill(data.draw(st.sampled_from(self.rollouters)), heard=who == "rollouter")
+
+    # --- always ---
+
+    @invariant()
+    def nothing_is_trained_twice(self) -> None:
+        if hasattr(self, "trained"):
+            assert len(set(self.trained)) == len(self.trained)
+            assert self.intake.ledger.count("trained") == len(self.trained)
+
+    @invariant()
+    def the_copy_of_the_ledger_is_never_ahead(self) -> None:
+        if hasattr(self, "tickets") and self.tickets is not None and self.restored_by == self.learner:
+            for item in self.tickets._queue.ledger.state.outcomes:
+                for index in range(self.size):
+                    known = self.tickets._queue.ledger.outcome(item.epoch, index)
+                    assert known in (None, self.intake.ledger.outcome(item.epoch, index))
+
+    # --- the end ---
+
+    def teardown(self) -> None:
+        """From wherever this ended, a fair continuation ends the epochs and the run in a bounded number of rounds."""
+        if not hasattr(self, "intake"):
+            return
+        endless = self.steps > 1000
+        groups = EPOCHS * self.size if endless else self.steps * self.config.groups_per_step
+        prompts = groups * (1 + len(self.poison))
+        rounds = 40 + 8 * prompts * (ALONE_FROM + MAX_ATTEMPTS)
+        done = self.epochs_are_over if endless else self.is_closed
+        for _ in range(rounds):
+            self.fair_round()
+            if done():
+                break
+        assert done(), "the run does not go on"
+        ledger = self.intake.ledger
+        trained = set(self.trained)
+        assert len(trained) == len(self.trained)
+        for epoch in range(EPOCHS) if endless else ():
+            outcomes = {index: ledger.outcome(epoch, index) for index in range(self.size)}
+            assert None not in outcomes.values()
+            assert {f"{epoch}-{i}" for i, kind in outcomes.items() if kind == "trained"} == {
+                uid for uid in trained if position_of(uid)[0] == epoch
+            }
+            for index in self.oversize | self.poison:
+                assert outcomes[index] == "quarantined"
+        if not endless:
+            assert len(self.trained) == groups
+            if self.source.evals:
+                assert f"e@{self.version}" in self.evals.closed
+
+    def epochs_are_over(self) -> bool:
+        return all(self.intake.ledger.concluded(epoch) == self.size for epoch in range(EPOCHS))
+
+    def is_closed(self) -> bool:
+        return self.tickets is not None and self.tickets.closed and self.restored_by == self.learner
+
+    def fair_round(self) -> None:
+        self.restore_fully()
+        for _ in range(2):
+            self.talk_to_the_dataloader(acknowledged=True)
+        assert self.tickets is not None
+        while self.asked is not None or self.tickets.orphans:
+            self.settle(answered=True)
+        for rollouter in self.rollouters:
+            rollouter.served = self.mark
+            self.send_lease(rollouter, 2)
+            if any(map(self.is_poison, rollouter.held)):
+                # It does not last.
+                self.send_lease(rollouter, 2)
+                self.kill(rollouter)
+            elif rollouter.held:
+                # One at a time: it holds something almost always.
+                self.deliver(rollouter, next(iter(rollouter.held)), "trained", "now")
+        while self.in_training or self.can_begin():
+            self.train(halfway=False)
+
+
+TestExactlyOnce = ExactlyOnce.TestCase
+TestExactlyOnce.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)

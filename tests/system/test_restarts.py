@@ -1,0 +1,108 @@
+"""I1 over the deaths of whole actors, in one process: whoever dies whenever, each prompt is trained exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from inprocess import System, sim_config
+
+from asyncrl.checkpoint.contents import read_state
+from asyncrl.checkpoint.folder import CheckpointFolder
+from asyncrl.ledger import Ledger, position_of
+
+STEPS, GROUPS = 24, 4
+
+
+def config(**tables: dict[str, Any]) -> Any:
+    base: dict[str, dict[str, Any]] = {
+        "data": {"size": 30},
+        "run": {"samples_per_step": 100},
+        "learner": {"steps": STEPS, "groups_per_step": GROUPS, "sim": {"step_s": 0.02}},
+        "rollout": {"sim": {"decode_step_s": 0.003}},
+        "checkpoint": {"every_versions": 3},
+        "network": {"call_timeout_s": 3.0},
+    }
+    for name, table in tables.items():
+        base[name] = base.get(name, {}) | table
+    return sim_config(**base)
+
+
+def history(run_dir: Path) -> dict[int, list[str]]:
+    """Step to the uids that it trained, in the history from which the last weights come."""
+    starts: dict[int, int] = {}
+    for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()):
+        if line["kind"] == "train":
+            starts[line["step"]] = max(starts.get(line["step"], 0), line["start"])
+    found: dict[int, list[str]] = {step: [] for step in starts}
+    for file in (run_dir / "samples").iterdir():
+        for line in map(json.loads, file.read_text().splitlines()):
+            if line["start"] == starts[line["step"]]:
+                found[line["step"]].append(line["uid"])
+    return found
+
+
+def final_ledger(run_dir: Path) -> Ledger:
+    newest = CheckpointFolder(run_dir / "checkpoints").newest()
+    assert newest is not None
+    assert newest.step == STEPS
+    return Ledger.restore(read_state(newest.path).ledger)
+
+
+def audit(run_dir: Path) -> None:
+    steps = history(run_dir)
+    assert sorted(steps) == list(range(1, STEPS + 1))
+    trained = [uid for uids in steps.values() for uid in uids]
+    assert len(trained) == len(set(trained)) == STEPS * GROUPS
+    ledger = final_ledger(run_dir)
+    assert ledger.count("trained") == STEPS * GROUPS
+    assert all(ledger.outcome(*position_of(uid)) == "trained" for uid in trained)
+    # Epochs come one after the other: all that are over are complete.
+    last = max(position_of(uid)[0] for uid in trained)
+    assert all(ledger.concluded(epoch) == 30 for epoch in range(last - 1))
+
+
+async def torment(system: System, victims: list[str], randomness: random.Random) -> Any:
+    running = asyncio.create_task(system.run(timeout=100))
+    while "learner/0" not in system.actors or system.actors["learner/0"].step < 1:
+        await asyncio.sleep(0.01)
+        assert not running.done(), await running
+    for victim in victims:
+        await asyncio.sleep(randomness.uniform(0.02, 0.4))
+        if running.done() or system.actors["learner/0"].step >= STEPS:
+            break
+        await system.replace(victim)
+    return await running
+
+
+@pytest.mark.parametrize("victim", ["dataloader/0", "learner/0", "rollouter/0", "parameter_server/0", "reward/0"])
+def test_i1_an_actor_that_dies_again_and_again_costs_nothing(tmp_path: Path, victim: str) -> None:
+    system = System(config(), tmp_path / "run")
+    state = asyncio.run(torment(system, [victim] * 3, random.Random(victim)))
+    assert state.phase == "done"
+    audit(tmp_path / "run")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_i1_whoever_dies_and_whenever_each_prompt_is_trained_once(tmp_path: Path, seed: int) -> None:
+    randomness = random.Random(seed)
+    names = ["dataloader/0", "learner/0", "rollouter/0", "rollouter/1", "parameter_server/0", "reward/0"]
+    system = System(config(), tmp_path / "run")
+    victims = [randomness.choice(names) for _ in range(8)]
+    print("victims:", victims)
+    state = asyncio.run(torment(system, victims, randomness))
+    assert state.phase == "done"
+    audit(tmp_path / "run")
+
+
+def test_a_learner_without_checkpoints_begins_again(tmp_path: Path) -> None:
+    system = System(config(checkpoint={"every_versions": 0}), tmp_path / "run")
+    state = asyncio.run(torment(system, ["learner/0"], random.Random(1)))
+    assert state.phase == "done"
+    steps = history(tmp_path / "run")
+    trained = [uid for uids in steps.values() for uid in uids]
+    assert len(trained) == len(set(trained)) == STEPS * GROUPS

@@ -1,0 +1,139 @@
+"""A launched run in which somebody freezes or hangs: it is named on standard error, with its stacks (I5)."""
+
+import os
+import signal
+
+import pytest
+
+from tools.live_run import LiveRun
+
+WAIT_S = 100.0
+STALL_S = 4.0
+HANGING = """
+import os, time
+
+def score(**_):
+    while os.path.exists(os.environ["HANG_IF"]):
+        time.sleep(0.1)
+    return 0.5
+"""
+
+
+def tree(policy, replicas=1, silence_s=600.0):
+    return {
+        "data": {"source": "synthetic", "size": 4096},
+        "rollout": {
+            "engine": "sim",
+            "replicas": replicas,
+            "samples_per_prompt": 2,
+            "concurrency": 8,
+            "max_tokens": 64,
+            "sim": {"length_median": 16.0, "decode_step_s": 0.005, "load_s": 0.02},
+        },
+        "reward": {"function": "constant", "workers": 1},
+        "learner": {
+            "backend": "sim",
+            "steps": 1_000_000,
+            "groups_per_step": 4,
+            "dynamic_sampling": False,
+            "sim": {"step_s": 0.1, "publish_bytes": 65536},
+        },
+        "staleness": {"max": 2},
+        "network": {"call_timeout_s": 6.0},
+        "watchdog": {"stall_s": STALL_S, "policy": policy},
+        "supervision": {"heartbeat_s": 0.25, "silence_s": silence_s, "backoff_s": 0.05, "max_restarts": 100},
+        "checkpoint": {"export_at_end": False, "every_versions": 0},
+    }
+
+
+@pytest.fixture
+def launch(tmp_path):
+    runs = []
+
+    def start(config):
+        runs.append(LiveRun(config, tmp_path))
+        runs[-1].until(lambda: runs[-1].step >= 2, "the run to start", WAIT_S)
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.close()
+        assert run.left() == []
+
+
+def freeze(run, name):
+    pid = run.until(lambda: run.pid(name), f"a process of {name}", WAIT_S)
+    os.kill(pid, signal.SIGSTOP)
+    return pid
+
+
+def shows(run, text, after=0):
+    run.until(lambda: text in run.output[after:], repr(text), WAIT_S)
+
+
+def goes_on(run):
+    step = run.step
+    run.until(lambda: run.step >= step + 3, "training to go on", WAIT_S)
+
+
+@pytest.mark.timeout(500)
+def test_whoever_freezes_is_named_with_the_chain_killed_and_started_again(launch):
+    run = launch(tree("restart"))
+    for name in ("rollouter/0", "reward/0", "parameter_server/0", "dataloader/0", "learner/0"):
+        shown = len(run.output)
+        pid = freeze(run, name)
+        shows(run, "stacks of ", shown)
+        told = run.output[shown:]
+        assert f"because of {name}: learner/0 " in told, told
+        assert f"{name} has not been heard of for " in told, told
+        assert f"stacks of {name}:\n  process {pid}: T (stopped)" in told, told
+        shows(run, f"{name} died (killed by SIGKILL: it held up the run for ", shown)
+        goes_on(run)
+    assert "stacks of" in (run.run_dir / "logs" / "attempt_1" / "agent-0.log").read_text()
+    assert run.stop() == 130
+
+
+def test_a_reward_function_that_hangs_is_named_and_the_run_stopped_where_that_is_wanted(launch, tmp_path, monkeypatch):
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "hanging.py").write_text(HANGING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "code"))
+    monkeypatch.setenv("HANG_IF", str(tmp_path / "hang"))
+    run = launch(tree("stop") | {"reward": {"function": "hanging:score", "workers": 1, "timeout_s": 600.0}})
+    (tmp_path / "hang").touch()
+    assert run.wait(WAIT_S) == 1
+    last = run.output.splitlines()[-1]
+    assert last.startswith("reward/0: nothing has moved for "), last
+    assert "learner/0 waits " in last
+    assert "rollouter/0 waits " in last
+    assert " on reward/0 for Score; reward/0 waits " in last
+    assert " on its worker for hanging:score of " in last
+    assert "stacks of reward/0:" in run.output
+    assert "in RewardPool.watch" in (run.run_dir / "logs" / "attempt_1" / "agent-0.log").read_text()
+
+
+def test_whoever_is_silent_is_named_before_it_is_killed_the_controller_too(launch):
+    run = launch(tree("report", replicas=2, silence_s=4.0))
+    pid = freeze(run, "rollouter/1")
+    shows(run, "rollouter/1 died (killed by SIGKILL: it did not beat for ")
+    told = run.output
+    assert "watchdog: rollouter/1 has not been heard of for " in told
+    assert f"stacks of rollouter/1:\n  process {pid}: T (stopped)" in told
+    goes_on(run)
+    pid = freeze(run, "controller/0")
+    shows(run, "controller/0 died (killed by SIGKILL: it did not answer for ")
+    assert "watchdog: controller/0 holds up the run: it did not answer for " in run.output
+    assert f"stacks of controller/0:\n  process {pid}: T (stopped)" in run.output
+    goes_on(run)
+    assert run.stop() == 130
+
+
+def test_a_report_alone_kills_nobody_and_is_withdrawn_when_the_run_moves(launch):
+    run = launch(tree("report"))
+    pid = freeze(run, "rollouter/0")
+    shows(run, "because of rollouter/0")
+    shows(run, "stacks of rollouter/0")
+    os.kill(pid, signal.SIGCONT)
+    shows(run, "watchdog: the run moves again")
+    goes_on(run)
+    assert run.pid("rollouter/0") == pid
+    assert run.stop() == 130

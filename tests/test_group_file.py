@@ -1,0 +1,205 @@
+"""Files of records: read as they were written, streamed, and every torn or flipped byte is found."""
+
+import io
+
+import msgpack
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_messages import make_group
+
+from asyncrl import group_file
+from asyncrl.errors import DataError
+from asyncrl.group_file import pack_group, pack_record, read_groups, read_records
+from asyncrl.messages import Group, Ticket, Trajectory, VersionSpan
+
+
+def same(left, right):
+    """Equal in every field; arrays in type, shape and bytes."""
+    if isinstance(left, np.ndarray):
+        return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
+    if isinstance(left, msgspec.Struct):
+        fields = left.__struct_fields__
+        return type(left) is type(right) and all(same(getattr(left, f), getattr(right, f)) for f in fields)
+    if isinstance(left, list):
+        return len(left) == len(right) and all(map(same, left, right))
+    return left == right
+
+
+def read(data, **options):
+    return list(read_groups(io.BytesIO(data), **options))
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@st.composite
+def groups(draw):
+    samples = draw(st.integers(0, 3))
+    return Group(
+        ticket=Ticket(
+            uid=draw(st.text(min_size=1, max_size=20)),
+            grant=draw(st.integers(0, 2**40)),
+            purpose=draw(st.sampled_from(["train", "eval/x"])),
+            epoch=draw(st.integers(0, 9)),
+            index=draw(st.integers(0, 2**40)),
+            param_version=draw(st.integers(-1, 2**40)),
+            attempt=draw(st.integers(0, 5)),
+            alone=draw(st.booleans()),
+            prompt_ids=np.array(draw(st.lists(st.integers(0, 2**31 - 1), max_size=9)), np.int32),
+            prompt=draw(st.text(max_size=20)),
+            row=draw(st.dictionaries(st.text(max_size=4), values, max_size=3)),
+            samples=max(1, samples),
+            temperature=draw(st.floats(0, 2)),
+            max_tokens=draw(st.integers(1, 2**31)),
+        ),
+        trajectories=[draw(trajectories(sample)) for sample in range(samples)],
+        failure=draw(st.none() | st.text(max_size=10)),
+        dropped=draw(st.integers(0, 3)),
+    )
+
+
+@st.composite
+def trajectories(draw, sample):
+    length = draw(st.integers(0, 12))
+    floats = st.floats(width=32, allow_nan=False)
+    return Trajectory(
+        sample=sample,
+        tokens=np.array(draw(st.lists(st.integers(0, 2**31 - 1), min_size=length, max_size=length)), np.int32),
+        logprobs=np.array(draw(st.lists(floats, min_size=length, max_size=length)), np.float32),
+        loss_mask=np.array(draw(st.lists(st.integers(0, 1), min_size=length, max_size=length)), np.uint8),
+        spans=[VersionSpan(3, 0, length, draw(st.booleans()))] if length else [],
+        finish_reason=draw(st.sampled_from(["stop", "length"])),
+        text=draw(st.text(max_size=12)),
+        reward=draw(st.none() | st.floats(allow_nan=False)),
+        components=draw(st.dictionaries(st.text(max_size=3), st.floats(allow_nan=False), max_size=2)),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(groups(), max_size=3))
+def test_groups_are_read_as_they_were_written(written):
+    data = b"".join(map(pack_group, written))
+    assert same(written, read(data))
+    assert same(written, read(data, torn_tail=True))
+
+
+def test_any_streaming_reader_of_messagepack_can_read_the_file():
+    data = b"".join(pack_group(make_group(uid)) for uid in ("0-1", "0-2"))
+    unpacker = msgpack.Unpacker(io.BytesIO(data))
+    bodies = [msgpack.unpackb(body) for _, body in unpacker]
+    assert [body["ticket"]["uid"] for body in bodies] == ["0-1", "0-2"]
+    dtype, shape, raw = bodies[0]["trajectories"][0]["logprobs"]
+    assert np.array_equal(np.frombuffer(raw, dtype).reshape(shape), make_group().trajectories[0].logprobs)
+
+
+def test_a_file_cut_anywhere_gives_its_whole_records_and_tells_of_the_torn_one():
+    records = [pack_group(make_group(f"0-{n}", tokens=2 + n)) for n in range(3)]
+    data = b"".join(records)
+    ends = [sum(map(len, records[:n])) for n in range(4)]
+    for cut in range(len(data) + 1):
+        whole = sum(end <= cut for end in ends[1:])
+        assert len(read(data[:cut], torn_tail=True)) == whole
+        found = []
+        if cut in ends:
+            assert len(read(data[:cut])) == whole
+        else:
+            with pytest.raises(DataError, match=f"record {whole + 1} ends too early") as caught:
+                found.extend(read_groups(io.BytesIO(data[:cut])))
+            assert len(found) == whole
+            assert caught.value.line == whole + 1
+
+
+def test_every_flipped_bit_is_found():
+    records = [pack_group(make_group(f"0-{n}")) for n in range(2)]
+    data = b"".join(records)
+    for bit in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(DataError):
+            read(bytes(flipped))
+        # As a torn tail no damage is passed over but that of the last record, or of a length that swallows the rest.
+        try:
+            survived = read(bytes(flipped), torn_tail=True)
+        except DataError:
+            continue
+        in_first = bit // 8 < len(records[0])
+        assert [group.ticket.uid for group in survived] == ([] if in_first else ["0-0"])
+        assert not in_first or group_file.HEAD.size - 4 <= bit // 8 < group_file.HEAD.size
+
+
+def test_only_the_last_record_may_be_damaged():
+    records = [bytearray(pack_group(make_group(f"0-{n}"))) for n in range(3)]
+    records[1][-1] ^= 1
+    found = []
+    with pytest.raises(DataError, match="record 2 is damaged"):
+        found.extend(read_groups(io.BytesIO(b"".join(records)), torn_tail=True))
+    assert [group.ticket.uid for group in found] == ["0-0"]
+    records[1][-1] ^= 1
+    records[2][-1] ^= 1
+    assert len(read(b"".join(records), torn_tail=True)) == 2
+
+
+def test_the_error_names_the_file(tmp_path):
+    path = tmp_path / "groups.msgpack"
+    path.write_bytes(pack_group(make_group())[:-1])
+    with path.open("rb") as file, pytest.raises(DataError, match="groups.msgpack:1: record 1 ends too early"):
+        list(read_groups(file))
+
+
+def test_reading_goes_on_from_where_the_file_stands_and_holds_one_record_at_a_time():
+    class Counting(io.BytesIO):
+        largest = 0
+
+        def read(self, size=-1):
+            Counting.largest = max(Counting.largest, size)
+            return super().read(size)
+
+    records = [pack_group(make_group(f"0-{n}", tokens=100)) for n in range(50)]
+    file = Counting(b"meta" + b"".join(records))
+    file.seek(4)
+    reader = read_groups(file)
+    assert next(reader).ticket.uid == "0-0"
+    assert file.tell() == 4 + len(records[0])
+    assert len(list(reader)) == 49
+    assert Counting.largest <= max(map(len, records))
+
+
+class Small(msgspec.Struct, tag=True):
+    uid: str
+
+
+class Other(msgspec.Struct, tag=True):
+    data: np.ndarray
+
+
+def test_other_records_share_the_framing():
+    data = pack_record(Small(uid="0-1")) + pack_record(Other(data=np.arange(6).reshape(2, 3)))
+    first, second = read_records(io.BytesIO(data), Small | Other)
+    assert first.uid == "0-1"
+    assert np.array_equal(second.data, [[0, 1, 2], [3, 4, 5]])
+    with pytest.raises(DataError, match="record 1 cannot be read"):
+        read(data)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [["object", [1], b"12345678"], ["int32", [2], b"1234"], ["int32", [-1], b""], ["int32", [1], "text"], 5],
+)
+def test_what_is_no_array_is_refused(array):
+    body = msgspec.msgpack.encode({"type": "Other", "data": array})
+    head = group_file.HEAD.pack(0x92, 0xCF, group_file.xxhash.xxh3_64_intdigest(body), 0xC6, len(body))
+    with pytest.raises(DataError):
+        list(read_records(io.BytesIO(head + body), Small | Other))
+
+
+@pytest.mark.parametrize("array", [np.array([object()]), np.array(["text"])])
+def test_and_not_written(array):
+    with pytest.raises(TypeError, match="cannot be stored"):
+        pack_record(Other(data=array))

@@ -1,0 +1,245 @@
+"""I1, I3 and I7 as the audit sees them: a run folder made by hand is well, and each thing wrong with it is found."""
+
+import json
+
+import pytest
+
+from asyncrl.checkpoint.contents import write_contents
+from asyncrl.checkpoint.folder import CheckpointFolder
+from asyncrl.checkpoint.state import CheckpointState, Geometry
+from asyncrl.dataloader.order import EpochOrder
+from asyncrl.errors import CheckpointError
+from asyncrl.ledger import Ledger, position_of
+from tools.chaos.audit import Expected, audit
+
+PROMPTS = 10
+STEPS = 6
+ORDER = EpochOrder("f00d", 5, PROMPTS)
+
+
+def outcome(index):
+    """Of the prompt at an index of the data."""
+    return {3: "filtered", 7: "quarantined"}.get(index, "trained")
+
+
+class Folder:
+    """A run folder: two groups a step, a checkpoint after ``checkpoint`` steps; step 4 on were trained by start 2."""
+
+    def __init__(self, run_dir, checkpoint=STEPS):
+        self.run_dir = run_dir
+        (run_dir / "samples").mkdir(parents=True)
+        positions = (ORDER.at(position) for position in range(1000))
+        self.concluded, self.steps = [], []
+        for step in range(1, STEPS + 1):
+            uids = []
+            while len(uids) < 2:
+                epoch, index = next(positions)
+                uid = f"{epoch}-{index}"
+                self.concluded.append((step, uid, outcome(index)))
+                if outcome(index) == "trained":
+                    uids.append(uid)
+            self.steps.append((step, 1 if step < 4 else 2, uids))
+        # What start 1 trained after its last checkpoint is no part of the history.
+        self.lost = (4, 1, ["0-0", "1-1"])
+        self.checkpoint = checkpoint
+        self.trained_extra, self.ledger_step = [], checkpoint
+
+    def write(self, *, metrics=lambda line: line, sample=lambda line: line):
+        lines, groups = [], []
+        for step, start, uids in [*self.steps[:3], self.lost, *self.steps[3:]]:
+            version = step + (start - 1) * 3
+            lines.append(
+                {
+                    "kind": "train",
+                    "step": step,
+                    "start": start,
+                    "weights/version": version,
+                    "ledger/trained": 2 * step,
+                }
+            )
+            for uid in uids:
+                trajectory = {"spans": [[version - 1, 0, 2], [version, 2, 3]], "tokens": [1, 2, 3]}
+                groups.append((step, {"step": step, "start": start, "uid": uid, "trajectories": [trajectory] * 2}))
+        (self.run_dir / "metrics.jsonl").write_text(text(map(metrics, lines)))
+        for step in range(1, STEPS + 1):
+            of_step = [sample(line) for at, line in groups if at == step]
+            (self.run_dir / f"samples/step_{step:06d}.jsonl").write_text(text(of_step))
+        quarantined = [
+            {"uid": uid, "reason": "no", "start": 1} for _, uid, kind in self.concluded if kind == "quarantined"
+        ]
+        (self.run_dir / "quarantine.jsonl").write_text(text(quarantined))
+        self.write_checkpoint()
+        return self
+
+    def write_checkpoint(self):
+        ledger = Ledger()
+        for step, uid, kind in self.concluded:
+            if step <= self.checkpoint:
+                ledger.record(kind, *position_of(uid))
+        for uid in self.trained_extra:
+            ledger.record("trained", *position_of(uid))
+        state = CheckpointState(
+            version=99,
+            trained_at_version=0,
+            step=self.checkpoint,
+            start=2,
+            incarnation=1,
+            ledger=ledger.state,
+            fingerprint=ORDER.fingerprint,
+            seed=ORDER.seed,
+            geometry=Geometry(groups_per_step=2, steps_per_version=1, samples_per_prompt=2),
+            world_size=1,
+        )
+        folder = CheckpointFolder(self.run_dir / "checkpoints")
+        folder.claim(1)
+        partial = folder.begin(99)
+        write_contents(partial, state, [], [])
+        folder.commit(partial, version=99, step=self.checkpoint, files=["state.json", "groups.msgpack"])
+
+    def problems(self):
+        return [str(problem) for problem in self.findings().problems]
+
+    def findings(self):
+        return audit(self.run_dir, Expected(STEPS, 2, PROMPTS, outcome=outcome))
+
+
+def text(lines):
+    return "".join(json.dumps(line) + "\n" for line in lines if line is not None)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return Folder(tmp_path / "run")
+
+
+def has(problems, start):
+    assert any(problem.startswith(start) for problem in problems), problems
+
+
+def test_a_run_that_is_well_has_no_problems(folder):
+    findings = folder.write().findings()
+    assert findings.problems == []
+    assert findings.figures["trained"] == 12
+    assert (findings.figures["starts"], findings.figures["steps_trained_again"]) == (2, 1)
+
+
+def test_steps_after_the_last_checkpoint_are_taken_from_the_samples(tmp_path):
+    folder = Folder(tmp_path / "run", checkpoint=4).write()
+    problems = folder.problems()
+    # What was filtered or quarantined since then is in no file.
+    later = [uid for step, uid, kind in folder.concluded if step > 4 and kind != "trained"]
+    assert all(problem.startswith("lost: ") for problem in problems), problems
+    assert all(uid in problems[0] for uid in later)
+
+
+def test_a_prompt_trained_in_two_steps_is_found(folder):
+    folder.steps[5][2][0] = folder.steps[1][2][0]
+    has(
+        folder.write().problems(),
+        f"repeated: 1 prompts were trained more than once: {folder.steps[1][2][0]} in steps [2, 6]",
+    )
+
+
+def test_a_prompt_trained_twice_in_one_step_is_found(folder):
+    folder.steps[2][2][1] = folder.steps[2][2][0]
+    has(folder.write().problems(), "repeated: 1 prompts")
+
+
+def test_a_step_with_too_many_groups_is_found(folder):
+    folder.steps[5][2].append("5-5")
+    has(folder.write().problems(), "repeated: 1 steps have too many groups: 6")
+
+
+def test_a_prompt_that_no_step_has_trained_is_found_as_lost(folder):
+    """In the ledger it has no outcome, though later ones have."""
+    step, uid, _ = folder.concluded.pop(2)
+    folder.steps[step - 1][2].remove(uid) if uid in folder.steps[step - 1][2] else None
+    problems = folder.write().problems()
+    has(problems, f"lost: 1 prompts have no outcome though later ones have: {uid}")
+
+
+def test_a_ledger_that_does_not_fit_the_samples_is_found(folder):
+    folder.steps[0][2][0] = "7-7"
+    problems = folder.write().problems()
+    has(problems, "ledger: 1 groups of steps up to 6 are not trained in its checkpoint: 7-7")
+    has(problems, "ledger: 1 groups are trained in the checkpoint and in no step")
+
+
+def test_a_ledger_that_counts_more_than_was_trained_is_found(folder):
+    folder.trained_extra = ["4-4"]
+    has(folder.write().problems(), "ledger: the checkpoint of step 6 counts 13 groups as trained")
+
+
+def test_a_step_that_was_miscounted_is_found(folder):
+    problems = folder.write(metrics=lambda line: line | {"ledger/trained": line["ledger/trained"] + 1}).problems()
+    has(problems, "ledger: 6 steps were not counted as 2 groups each")
+
+
+def test_another_outcome_than_the_rewards_give_is_found(folder):
+    folder.concluded = [
+        (step, uid, "filtered" if kind == "quarantined" else kind) for step, uid, kind in folder.concluded
+    ]
+    has(folder.write().problems(), "outcome: ")
+
+
+def test_a_history_with_a_seam_in_it_is_found(folder):
+    folder.steps[4] = (5, 1, folder.steps[4][2])
+    has(folder.write().problems(), "history: 1 steps follow one that a later start of the learner trained: step 5")
+
+
+def test_a_version_with_two_sets_of_weights_is_found(folder):
+    problems = folder.write(metrics=lambda line: line | {"weights/version": line["step"]}).problems()
+    has(problems, "version: 1 numbers of versions were used by two starts of the learner: 4")
+
+
+def test_a_version_that_goes_back_is_found(folder):
+    problems = folder.write(
+        metrics=lambda line: line | {"weights/version": 20 - line["step"] - 7 * line["start"]}
+    ).problems()
+    has(problems, "version: 5 steps have an older version")
+
+
+@pytest.mark.parametrize("spans", [[[1, 0, 2]], [[1, 0, 2], [2, 1, 3]], [[2, 0, 2], [1, 2, 3]], [], [[1, 0, 4]]])
+def test_versions_that_do_not_cover_the_tokens_are_found(folder, spans):
+    bad = {"spans": spans, "tokens": [1, 2, 3]}
+    problems = folder.write(sample=lambda line: line | {"trajectories": [bad]}).problems()
+    has(problems, "spans: 12 trajectories")
+
+
+def test_records_that_are_missing_are_told_apart(folder):
+    folder.write(
+        metrics=lambda line: None if line["step"] == 2 else line,
+        sample=lambda line: None if line["step"] == 5 else line,
+    )
+    (folder.run_dir / "quarantine.jsonl").write_text('{"uid": "0-')
+    findings = folder.findings()
+    problems = [str(problem) for problem in findings.problems]
+    assert {problem.kind for problem in findings.problems} == {"unrecorded"}
+    has(problems, "unrecorded: 1 steps have no line in metrics.jsonl: 2")
+    has(problems, "unrecorded: 2 steps are not complete in samples/: 2, 5")
+    has(problems, "unrecorded: 1 quarantined prompts are not in quarantine.jsonl: ")
+    assert findings.figures["torn_lines"] == 1
+
+
+def test_training_that_came_to_its_end_too_early_is_found(folder):
+    folder.write(metrics=lambda line: None if line["step"] == 6 else line)
+    has(folder.problems(), "end: training came to step 5 of 6")
+
+
+def test_more_steps_than_were_asked_for_are_found(folder):
+    folder.write(metrics=lambda line: line | {"step": 7} if line["step"] == 6 else line)
+    has(folder.problems(), "history: 1 steps were never asked for: 7")
+
+
+@pytest.mark.parametrize("name", ["private/key", "version_mark.new", "checkpoints/.v00000100.partial-7/state.json"])
+def test_what_is_left_over_is_found(folder, name):
+    folder.write()
+    path = folder.run_dir / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("")
+    has(folder.problems(), "left: ")
+
+
+def test_a_run_without_a_checkpoint_cannot_be_audited(folder):
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        folder.findings()

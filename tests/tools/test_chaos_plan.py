@@ -1,0 +1,67 @@
+"""What is broken and when: the same for a seed, every kind for every victim, within the steps of the run."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tools.chaos.plan import ON_MACHINE, ON_PROCESSES, draw, steps_of_run, victims
+
+KINDS = (*ON_PROCESSES, *ON_MACHINE)
+SILENCE_S = 3.0
+seeds = st.integers(0, 2**32 - 1)
+
+
+def test_every_role_is_a_victim():
+    assert victims(2, 2, cores=True) == [
+        *("controller/0", "dataloader/0", "parameter_server/0", "reward/0", "reward_worker"),
+        *("learner/0", "learner/1", "rollouter/0", "rollouter/1", "engine_core/0", "engine_core/1"),
+    ]
+    assert not any(name.startswith("engine_core") for name in victims(2, 2, cores=False))
+
+
+@given(seeds, st.integers(0, 120), st.integers(0, 6))
+def test_a_plan_is_a_function_of_its_seed_and_in_order(seed, count, everything):
+    struck = victims(2, 1, cores=False)
+    faults = draw(seed, count, struck, KINDS, everything=everything, silence_s=SILENCE_S)
+    assert faults == draw(seed, count, struck, KINDS, everything=everything, silence_s=SILENCE_S)
+    assert len(faults) == count + everything
+    assert sum(fault.kind == "everything" for fault in faults) == everything
+    steps = [fault.after_step for fault in faults]
+    assert steps == sorted(steps)
+    assert all(0 < step < steps_of_run(faults) for step in steps)
+    for fault in faults:
+        assert bool(fault.victim) == (fault.kind in ON_PROCESSES)
+        assert (fault.lasts_s is None) == (fault.kind in ("kill", "freeze", "reset", "everything"))
+        assert fault.in_checkpoint <= (fault.kind == "everything")
+        if fault.kind == "delay":
+            assert fault.lasts_s < SILENCE_S, "a moment is nothing that supervision acts upon"
+
+
+@given(seeds)
+def test_one_deck_holds_every_kind_for_every_victim_once(seed):
+    struck = victims(2, 2, cores=True)
+    deck = len(struck) * len(ON_PROCESSES)
+    faults = draw(seed, deck, struck, ON_PROCESSES, silence_s=SILENCE_S)
+    assert set(Counter((fault.kind, fault.victim) for fault in faults).values()) == {1}
+
+
+def test_nothing_else_comes_at_the_end_of_everything_or_with_the_recovery_from_it():
+    for seed in range(50):
+        faults = draw(seed, 30, victims(1, 1, cores=False), KINDS, everything=5, silence_s=SILENCE_S)
+        for before, after in zip(faults, faults[1:], strict=False):
+            if "everything" in (before.kind, after.kind):
+                assert after.after_step > before.after_step
+
+
+def test_only_the_kinds_that_are_asked_for_are_drawn():
+    faults = draw(1, 20, victims(1, 1, cores=False), ["kill", "cut"], silence_s=SILENCE_S)
+    assert {fault.kind for fault in faults} == {"kill", "cut"}
+    assert steps_of_run([]) > 0
+
+
+@pytest.mark.parametrize("kind", ["stall", "cut"])
+def test_some_stalls_are_noticed_and_some_are_not(kind):
+    faults = draw(1, 100, victims(1, 1, cores=False), [kind], silence_s=SILENCE_S)
+    assert min(fault.lasts_s for fault in faults) < SILENCE_S < max(fault.lasts_s for fault in faults)

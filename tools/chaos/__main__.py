@@ -1,0 +1,237 @@
+"""Break a run while it trains, and audit what it has done.
+
+    python -m tools.chaos --faults 40
+    python -m tools.chaos --faults 20 --everything 5 --seed 7 --json
+    python -m tools.chaos --engine vllm --faults 20
+
+Every process of the run but launcher, guard and node agent is killed (SIGKILL), frozen for good, for a while, or for
+a moment (SIGSTOP); its disk is filled for a while; its network is cut for a while, and all its connections are reset.
+With ``--everything`` all its processes, those included, end at once, some of them in the middle of a checkpoint, and it
+goes on by ``--resume auto``. At the end: training came to its last step with exit code 0, every prompt has exactly one
+outcome and none is lost, and no process, port, shared memory or temporary file is left.
+
+The seed is printed. Exit code 0 only when nothing was lost, repeated or left over. With ``--json`` the last line of
+stdout is one JSON object, and everything else goes to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+from tools.chaos.audit import Expected, Findings, Problem, audit, read_lines
+from tools.chaos.faults import Striker, Struck
+from tools.chaos.plan import ON_MACHINE, ON_PROCESSES, Fault, Kind, draw, steps_of_run, victims
+from tools.chaos.score import rows
+from tools.chaos.settings import (
+    DISK_MIB,
+    RANKS,
+    REPLICAS,
+    SIM_PROMPTS,
+    SIM_SILENCE_S,
+    VLLM_SILENCE_S,
+    expected,
+    sim_tree,
+    vllm_tree,
+)
+from tools.chaos.torment import NotRecovered, torment
+from tools.chaos.world import World, enter
+from tools.live_run import LiveRun
+
+ALL = (*ON_PROCESSES, *ON_MACHINE)
+PATIENCE_S = {"sim": 60.0, "vllm": 300.0}
+"""Longest without a trained step."""
+END_S = 30.0
+"""Longest that anything may take to be gone after the run."""
+VLLM_STEPS = 50
+"""At least: over so many the reward of the quickstart rises."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    chosen = _parser().parse_args(arguments)
+    out = sys.stderr if chosen.json else sys.stdout
+    seed = random.randrange(1 << 32) if chosen.seed is None else chosen.seed
+    with tempfile.TemporaryDirectory(prefix="asyncrl-chaos-") as name:
+        folder = chosen.keep or Path(name)
+        world = World(folder, DISK_MIB[chosen.engine])
+        try:
+            kinds = tuple(kind for kind in chosen.kind or ALL if kind in ON_PROCESSES or kind in world.kinds)
+            report = go(chosen.engine, chosen.faults, chosen.everything, kinds, seed, folder, world, out)
+        finally:
+            if chosen.keep and world.alone:
+                # Its disk goes with this process.
+                shutil.copytree(world.runs, folder / "kept", dirs_exist_ok=True, ignore_dangling_symlinks=True)
+            world.close()
+    if chosen.json:
+        print(json.dumps(report))
+    return int(bool(report["problems"]))
+
+
+def go(
+    engine: str,
+    count: int,
+    everything: int,
+    kinds: Sequence[Kind],
+    seed: int,
+    folder: Path,
+    world: World,
+    out: TextIO,
+) -> dict[str, Any]:
+    """One round; what became of it, in the words of the JSON object."""
+    silence_s = SIM_SILENCE_S if engine == "sim" else VLLM_SILENCE_S
+    struck_at = victims(REPLICAS, RANKS, cores=False) if engine == "sim" else victims(1, RANKS, cores=True)
+    faults = draw(seed, count, struck_at, kinds, everything=everything, silence_s=silence_s)
+    tree, promised = _configuration(engine, seed, faults, folder)
+    print(f"seed {seed}: {len(faults)} faults, {promised.steps} steps", file=out)
+    skipped = [kind for kind in ON_MACHINE if kind not in world.kinds]
+    if skipped:
+        print(f"skipped, for there is no machine of its own here: {', '.join(skipped)}", file=out)
+    print(f"{'time':>8}  {'fault':32}  {'phase':12}  {'step':>5}  recovered after", file=out, flush=True)
+    began = time.monotonic()
+    run = LiveRun(tree, folder, alone=world.alone, env={"TMPDIR": str(world.temporary)})
+    findings = Findings()
+    notes: list[Problem] = []
+    struck: list[Struck] = []
+    try:
+        try:
+            struck = torment(
+                run,
+                Striker(run, world, seed),
+                faults,
+                patience_s=PATIENCE_S[engine],
+                told=lambda one: print(_row(one), file=out, flush=True),
+            )
+        except (NotRecovered, TimeoutError) as error:
+            findings.say("end", f"{error}; {_last_words(run)}")
+        else:
+            if run.exit_code != 0:
+                findings.say("end", f"exit code {run.exit_code}: {run.output[-1500:]}")
+            if len(struck) < len(faults):
+                findings.say("end", f"the run ended after {len(struck)} of {len(faults)} faults")
+            for left in _left(run, world):
+                findings.say("left", left)
+            audited = audit(run.run_dir, promised)
+            full = any(one.fault.kind == "disk" for one in struck)
+            for problem in audited.problems:
+                # Records that find no room are lost, by design; whatever they would have told is in the ledger.
+                (notes if full and problem.kind == "unrecorded" else findings.problems).append(problem)
+            findings.figures = audited.figures
+    finally:
+        run.close()
+    report = {
+        "engine": engine,
+        "seed": seed,
+        "seconds": round(time.monotonic() - began, 1),
+        "skipped": skipped,
+        "faults": [_told(one) for one in struck],
+        "figures": findings.figures | _rewards(run),
+        "notes": [asdict(note) for note in notes],
+        "problems": [asdict(problem) for problem in findings.problems],
+    }
+    print(f"{len(struck)} faults in {report['seconds']} s; {report['figures']}", file=out)
+    for note in notes:
+        print(f"note: {note}", file=out)
+    for problem in findings.problems:
+        print(f"PROBLEM {problem}", file=out)
+    verdict = "NOT well" if findings.problems else "nothing was lost, repeated or left over"
+    print(f"seed {seed}: {verdict}", file=out, flush=True)
+    return report
+
+
+def _configuration(engine: str, seed: int, faults: Sequence[Fault], folder: Path) -> tuple[dict[str, Any], Expected]:
+    steps = steps_of_run(faults)
+    if engine == "sim":
+        data = folder / "data.jsonl"
+        made = list(rows(SIM_PROMPTS))
+        data.write_text("".join(json.dumps(row) + "\n" for row in made))
+        tree = sim_tree(seed, steps, data)
+        return tree, expected(tree, SIM_PROMPTS, [row["kind"] for row in made])
+    from tools.quickstart.__main__ import CACHE
+    from tools.quickstart.assets import ensure_assets
+    from tools.quickstart.settings import Settings
+
+    settings = Settings()
+    tree = vllm_tree(seed, max(steps, VLLM_STEPS), ensure_assets(settings, CACHE))
+    return tree, expected(tree, settings.train)
+
+
+def _left(run: LiveRun, world: World) -> list[str]:
+    """What is still there some time after the end."""
+    until = time.monotonic() + END_S
+    while (found := [*run.left(), *world.left()]) and time.monotonic() < until:
+        time.sleep(0.1)
+    return found
+
+
+def _last_words(run: LiveRun) -> str:
+    """The end of what the launcher and every actor have said."""
+    logs = sorted(run.run_dir.glob("logs/*/*.log"))
+    words = [f"{path.name}: " + path.read_bytes()[-600:].decode(errors="replace") for path in logs]
+    return "\n".join([run.output[-1000:], *words])
+
+
+def _rewards(run: LiveRun) -> dict[str, float]:
+    """Of the trained groups, over the first and the last tenth of the steps; and what was evaluated."""
+    lines, _ = read_lines(run.run_dir / "metrics.jsonl")
+    of_step = {
+        line["step"]: line["reward/mean"] for line in lines if line.get("kind") == "train" and "reward/mean" in line
+    }
+    means = [of_step[step] for step in sorted(of_step)]
+    some = max(1, len(means) // 10)
+    found = {}
+    if means:
+        found = {"reward_at_start": sum(means[:some]) / some, "reward_at_end": sum(means[-some:]) / some}
+    evals = [line for line in lines if line.get("kind") == "eval"]
+    for key in sorted({key for line in evals for key in line if key.endswith("/mean")}):
+        of_set = [line[key] for line in evals if key in line]
+        found |= {f"{key}_at_start": of_set[0], f"{key}_at_end": of_set[-1]}
+    return found
+
+
+def _row(one: Struck) -> str:
+    recovered = "" if one.recovered_s is None else f"{one.recovered_s:.1f} s"
+    return f"{one.at_s:7.1f}s  {one.fault!s:32}  {one.phase:12}  {one.step:5}  {recovered}"
+
+
+def _told(one: Struck) -> dict[str, Any]:
+    fault = one.fault
+    return {
+        "time_s": round(one.at_s, 2),
+        "kind": fault.kind,
+        "victim": fault.victim,
+        "lasts_s": fault.lasts_s,
+        "phase": one.phase,
+        "step": one.step,
+        "recovered_s": None if one.recovered_s is None else round(one.recovered_s, 2),
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--engine", choices=("sim", "vllm"), default="sim", help="simulated, or the quickstart's training"
+    )
+    parser.add_argument("--faults", type=int, default=40, metavar="N", help="faults in one run (40)")
+    parser.add_argument("--everything", type=int, default=0, metavar="K", help="ends of all processes at once (0)")
+    parser.add_argument("--kind", choices=ALL, action="append", help="of the faults; all by default")
+    parser.add_argument("--seed", type=int, default=None, help="of the faults and of the run; random by default")
+    parser.add_argument("--keep", type=Path, default=None, metavar="FOLDER", help="keep what the run has written there")
+    parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
+    return parser
+
+
+if __name__ == "__main__":
+    enter("tools.chaos", sys.argv[1:])
+    sys.exit(main())

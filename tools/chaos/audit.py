@@ -1,0 +1,247 @@
+"""What a finished run has written, held against what it should have: nothing lost, nothing repeated. Pure over files.
+
+The truth is the ledger: that of the newest complete checkpoint, and behind it what samples/ says of later steps. The
+history from which the final weights come is, for each step, what the last start of the learner that trained it wrote.
+Since the gate grants no more than the run needs, in the order of the data, the prompts with an outcome are the first of
+that order, without a gap: a gap is a prompt that was lost. Every disagreement between the witnesses (metrics, samples,
+quarantine, ledger) is a problem of its own. Fails with OSError, of which CheckpointError is one, when there is nothing
+to look at.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from asyncrl.checkpoint.contents import read_state
+from asyncrl.checkpoint.folder import CheckpointFolder
+from asyncrl.dataloader.order import EpochOrder
+from asyncrl.errors import CheckpointError
+from asyncrl.ledger import Ledger, position_of
+
+LISTED = 5
+"""Of many examples of one problem."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What the configuration promises."""
+
+    steps: int
+    groups_per_step: int
+    prompts: int
+    """In the data."""
+    shuffle: bool = True
+    outcome: Callable[[int], str] | None = None
+    """Of the prompt at an index of the data, where that is known beforehand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """``kind``: lost, repeated, outcome, ledger, history, version, spans, unrecorded, left or end."""
+
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
+
+
+@dataclass(slots=True)
+class Findings:
+    """``unrecorded`` alone says that a record is missing, not that anything was done wrongly."""
+
+    problems: list[Problem] = field(default_factory=list)
+    figures: dict[str, float] = field(default_factory=dict)
+
+    def say(self, kind: str, text: str, examples: Iterable[Any] = ()) -> None:
+        """Note a problem; with ``examples`` only if there are any."""
+        listed = list(examples)
+        shown = ", ".join(map(str, listed[:LISTED])) + (f" and {len(listed) - LISTED} more" * (len(listed) > LISTED))
+        self.problems.append(Problem(kind, f"{text}{': ' if shown else ''}{shown}"))
+
+    def say_any(self, kind: str, text: str, examples: Iterable[Any]) -> None:
+        """Note a problem if there are examples of it."""
+        if listed := list(examples):
+            self.say(kind, f"{len(listed)} {text}", listed)
+
+
+def audit(run_dir: Path, expected: Expected) -> Findings:
+    """Look at the folder of a run that is over."""
+    findings = Findings()
+    metrics, torn = read_lines(run_dir / "metrics.jsonl")
+    history = _history(findings, [line for line in metrics if line.get("kind") == "train"], expected)
+    samples, torn_samples = _samples(run_dir, history)
+    findings.figures["torn_lines"] = torn + torn_samples
+    findings.figures["starts"] = len({line["start"] for line in metrics if "start" in line})
+    _spans(findings, samples)
+    recorded = {step: [str(group["uid"]) for group in groups] for step, groups in samples.items()}
+    _repeated(findings, recorded, expected)
+    newest = CheckpointFolder(run_dir / "checkpoints").newest()
+    if newest is None:
+        raise CheckpointError(str(run_dir / "checkpoints"), "there is no complete checkpoint")
+    state = read_state(newest.path)
+    outcomes = _outcomes(findings, Ledger.restore(state.ledger), state.step, recorded, expected)
+    order = EpochOrder(state.fingerprint, state.seed, expected.prompts, shuffle=expected.shuffle)
+    _gaps(findings, outcomes, order)
+    _quarantined(findings, run_dir, outcomes)
+    if expected.outcome is not None:
+        known = expected.outcome
+        wrong = [f"{uid} was {kind}" for uid, kind in outcomes.items() if known(position_of(uid)[1]) != kind]
+        findings.say_any("outcome", "prompts have another outcome than their rewards give", wrong)
+    if history and (counted := history[max(history)]) is not None:
+        for kind, number in Counter(outcomes.values()).items():
+            if counted.get(f"ledger/{kind}") != number and kind == "trained":
+                findings.say(
+                    "ledger", f"the last line of metrics counts {counted.get(f'ledger/{kind}')} {kind}, not {number}"
+                )
+    findings.figures |= dict(Counter(outcomes.values()))
+    _leftovers(findings, run_dir)
+    return findings
+
+
+def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Lines of an append-only file, and how many of them are torn, as by a full disk or a death."""
+    found: list[dict[str, Any]] = []
+    torn = 0
+    if path.exists():
+        for line in path.read_bytes().splitlines():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                torn += 1
+    return found, torn
+
+
+def _history(findings: Findings, lines: list[dict[str, Any]], expected: Expected) -> dict[int, dict[str, Any]]:
+    """The line of each step in the history from which the final weights come."""
+    history: dict[int, dict[str, Any]] = {}
+    starts_of_version: dict[int, set[int]] = defaultdict(set)
+    for line in lines:
+        starts_of_version[line["weights/version"]].add(line["start"])
+        if line["step"] not in history or line["start"] >= history[line["step"]]["start"]:
+            history[line["step"]] = line
+    wanted = range(1, expected.steps + 1)
+    findings.say_any(
+        "unrecorded", "steps have no line in metrics.jsonl", [step for step in wanted if step not in history]
+    )
+    findings.say_any("history", "steps were never asked for", [step for step in history if step not in wanted])
+    if history and max(history) != expected.steps:
+        findings.say("end", f"training came to step {max(history)} of {expected.steps}")
+    ordered = [history[step] for step in sorted(history)]
+    back = [
+        f"step {b['step']} of start {b['start']} after {a['start']}"
+        for a, b in pairwise(ordered)
+        if b["start"] < a["start"]
+    ]
+    findings.say_any("history", "steps follow one that a later start of the learner trained", back)
+    falling = [b["step"] for a, b in pairwise(ordered) if b["weights/version"] < a["weights/version"]]
+    findings.say_any("version", "steps have an older version than the one before", falling)
+    # What a start takes over from a checkpoint it publishes anew, so no number ever has two of them.
+    reused = [version for version, starts in starts_of_version.items() if len(starts) > 1]
+    findings.say_any("version", "numbers of versions were used by two starts of the learner", reused)
+    size = expected.groups_per_step
+    miscounted = [line["step"] for line in ordered if line["ledger/trained"] != line["step"] * size]
+    findings.say_any("ledger", f"steps were not counted as {size} groups each in metrics.jsonl", miscounted)
+    findings.figures["steps"] = max(history, default=0)
+    findings.figures["steps_trained_again"] = len({(line["step"], line["start"]) for line in lines}) - len(history)
+    return history
+
+
+def _samples(run_dir: Path, history: dict[int, dict[str, Any]]) -> tuple[dict[int, list[dict[str, Any]]], int]:
+    """The groups of each step, as far as they are recorded, in the history."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    torn = 0
+    for path in sorted((run_dir / "samples").glob("step_*.jsonl")):
+        lines, bad = read_lines(path)
+        torn += bad
+        for line in lines:
+            step = line["step"]
+            if step in history and line["start"] == history[step]["start"]:
+                found.setdefault(step, []).append(line)
+    return found, torn
+
+
+def _spans(findings: Findings, samples: dict[int, list[dict[str, Any]]]) -> None:
+    """I3: the versions of a response cover its tokens, in order."""
+    wrong = []
+    for groups in samples.values():
+        for group in groups:
+            for trajectory in group["trajectories"]:
+                spans = trajectory["spans"]
+                ends = [0, *(end for _, _, end in spans)]
+                versions = [version for version, _, _ in spans]
+                if (
+                    [start for _, start, _ in spans] != ends[:-1]
+                    or ends[-1] != len(trajectory["tokens"])
+                    or versions != sorted(versions)
+                ):
+                    wrong.append(f"{group['uid']} {spans}")
+    findings.say_any("spans", "trajectories are not covered by versions in order", wrong)
+
+
+def _repeated(findings: Findings, recorded: dict[int, list[str]], expected: Expected) -> None:
+    """I1: no prompt in two steps of the history, nor twice in one."""
+    steps_of: dict[str, list[int]] = defaultdict(list)
+    for step, uids in sorted(recorded.items()):
+        for uid in uids:
+            steps_of[uid].append(step)
+    again = [f"{uid} in steps {steps}" for uid, steps in steps_of.items() if len(steps) > 1]
+    findings.say_any("repeated", "prompts were trained more than once", again)
+    short = [step for step in range(1, expected.steps + 1) if len(recorded.get(step, [])) < expected.groups_per_step]
+    findings.say_any("unrecorded", "steps are not complete in samples/", short)
+    long = [step for step, uids in recorded.items() if len(uids) > expected.groups_per_step]
+    findings.say_any("repeated", "steps have too many groups", long)
+
+
+def _outcomes(
+    findings: Findings, ledger: Ledger, step: int, recorded: dict[int, list[str]], expected: Expected
+) -> dict[str, str]:
+    """What became of every prompt: the ledger of step ``step``, and the steps trained since."""
+    outcomes: dict[str, str] = {}
+    for item in ledger.state.outcomes:
+        for start, end in zip(item.bounds[::2], item.bounds[1::2], strict=True):
+            outcomes.update((f"{item.epoch}-{index}", item.kind) for index in range(start, end))
+    trained = ledger.count("trained")
+    if trained != step * expected.groups_per_step:
+        findings.say("ledger", f"the checkpoint of step {step} counts {trained} groups as trained")
+    unknown = [uid for at, uids in recorded.items() if at <= step for uid in uids if outcomes.get(uid) != "trained"]
+    findings.say_any("ledger", f"groups of steps up to {step} are not trained in its checkpoint", unknown)
+    if all(len(recorded.get(at, [])) == expected.groups_per_step for at in range(1, step + 1)):
+        said = {uid for at, uids in recorded.items() if at <= step for uid in uids}
+        more = [uid for uid, kind in outcomes.items() if kind == "trained" and uid not in said]
+        findings.say_any("ledger", "groups are trained in the checkpoint and in no step", more)
+    later = [uid for at, uids in recorded.items() if at > step for uid in uids]
+    findings.say_any(
+        "repeated", f"groups trained after step {step} had an outcome", [u for u in later if u in outcomes]
+    )
+    return outcomes | dict.fromkeys(later, "trained")
+
+
+def _gaps(findings: Findings, outcomes: dict[str, str], order: EpochOrder) -> None:
+    """I1: none is lost."""
+    positions = {order.position(*position_of(uid)) for uid in outcomes}
+    missing = sorted(set(range(max(positions, default=-1))) - positions)
+    lost = ["{}-{}".format(*order.at(position)) for position in missing]
+    findings.say_any("lost", "prompts have no outcome though later ones have", lost)
+
+
+def _quarantined(findings: Findings, run_dir: Path, outcomes: dict[str, str]) -> None:
+    lines, torn = read_lines(run_dir / "quarantine.jsonl")
+    findings.figures["torn_lines"] += torn
+    said = {line["uid"] for line in lines}
+    silent = [uid for uid, kind in outcomes.items() if kind == "quarantined" and uid not in said]
+    findings.say_any("unrecorded", "quarantined prompts are not in quarantine.jsonl", silent)
+
+
+def _leftovers(findings: Findings, run_dir: Path) -> None:
+    """I7, as far as the run's folder goes."""
+    if (run_dir / "private").exists():
+        findings.say("left", "the private folder")
+    hidden = [p for p in run_dir.rglob("*") if p.name.endswith((".tmp", ".new")) or p.name.startswith((".v", ".dead-"))]
+    findings.say_any("left", "unfinished files and folders", [str(p.relative_to(run_dir)) for p in hidden])

@@ -1,0 +1,135 @@
+"""Faults carried out on a live run, and taken back when their time is over.
+
+Invariant: what was frozen, filled or cut for a while is given back, whatever happens: ``tick`` does it in time,
+``lift`` does it at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tools.chaos.plan import Fault
+from tools.chaos.world import World
+from tools.live_run import LiveRun, UpdatePhases
+
+CHECKPOINT_WAIT_S = 20.0
+"""Longest wait for a checkpoint to be under way."""
+
+
+@dataclass(slots=True)
+class Struck:
+    """A fault that has come."""
+
+    fault: Fault
+    at_s: float
+    """Since the round's start."""
+    struck_at: float
+    """On the clock of ``time.monotonic``."""
+    phase: str
+    step: int
+    """Steps trained before."""
+    pids: list[int] = field(default_factory=list)
+    lifts_at: float = 0.0
+    """On the same clock; until then it goes on."""
+    recovered_s: float | None = None
+    """From its coming until training went on and the victim was there again."""
+
+
+class Striker:
+    """Of one run."""
+
+    def __init__(self, run: LiveRun, world: World, seed: int) -> None:
+        self._run, self._world = run, world
+        self._randomness = random.Random(seed)
+        self._began = time.monotonic()
+        self._phases = UpdatePhases(run)
+        self._over: list[tuple[float, Callable[[], None]]] = []
+        """What is to be taken back, and when."""
+        self._full_until = 0.0
+
+    def strike(self, fault: Fault, step: int) -> Struck | None:
+        """Carry it out; None when its victim is not there just now."""
+        now = time.monotonic()
+        struck = Struck(fault, now - self._began, now, self._phase(fault), step)
+        match fault.kind:
+            case "everything":
+                if fault.in_checkpoint:
+                    self._await_checkpoint()
+                    struck.phase = self._phase(fault)
+                self._run.kill_everything()
+                self.lift()
+            case "disk":
+                self._world.fill()
+                self._full_until = self._after(fault)
+                self._later(fault, self._world.free)
+            case "cut":
+                self._world.cut()
+                self._later(fault, self._world.mend)
+            case "reset":
+                self._world.reset()
+            case _:
+                struck.pids = pids = self.pids(fault.victim)
+                if not pids:
+                    return None
+                _signal(pids, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+                if fault.lasts_s is not None:
+                    self._later(fault, lambda: _signal(pids, signal.SIGCONT))
+        struck.lifts_at = self._after(fault)
+        return struck
+
+    def pids(self, victim: str) -> list[int]:
+        """The process that ``victim`` is just now; none while there is none."""
+        role, _, index = victim.partition("/")
+        if role == "reward_worker":
+            workers = self._run.titled("asyncrl reward worker")
+            return [self._randomness.choice(workers)] if workers else []
+        if role == "engine_core":
+            return self._run.engine_cores(f"rollouter/{index}")
+        pid = self._run.pid(victim)
+        return [] if pid is None else [pid]
+
+    def tick(self) -> None:
+        """Take back what is over."""
+        now = time.monotonic()
+        if now < self._full_until:
+            self._world.fill()
+        due = [action for at, action in self._over if at <= now]
+        self._over = [(at, action) for at, action in self._over if at > now]
+        for action in due:
+            action()
+
+    def lift(self) -> None:
+        """Take everything back now."""
+        actions, self._over, self._full_until = self._over, [], 0.0
+        for _, action in actions:
+            action()
+
+    def _later(self, fault: Fault, action: Callable[[], None]) -> None:
+        self._over.append((self._after(fault), action))
+
+    def _after(self, fault: Fault) -> float:
+        return time.monotonic() + (fault.lasts_s or 0.0)
+
+    def _phase(self, fault: Fault) -> str:
+        """What the run is doing: writing a checkpoint, or the phase of a weight update."""
+        return "checkpoint" if self._writes_checkpoint() else self._phases.of(fault.victim)
+
+    def _writes_checkpoint(self) -> bool:
+        return any(self._run.run_dir.glob("checkpoints/.*.partial-*"))
+
+    def _await_checkpoint(self) -> None:
+        until = time.monotonic() + CHECKPOINT_WAIT_S
+        while not self._writes_checkpoint() and time.monotonic() < until and self._run.exit_code is None:
+            time.sleep(0.0005)
+
+
+def _signal(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)

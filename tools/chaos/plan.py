@@ -1,0 +1,114 @@
+"""What is broken and when: faults drawn from a seed. Pure.
+
+Invariant: the same seed, count and machine give the same faults. They are dealt from a deck that holds every kind for
+every victim, shuffled anew when it is used up, so that a long round meets each combination about equally often.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["kill", "freeze", "stall", "delay", "disk", "cut", "reset", "everything"]
+ON_PROCESSES: tuple[Kind, ...] = ("kill", "freeze", "stall", "delay")
+"""SIGKILL; SIGSTOP for good; SIGSTOP for about as long as supervision takes to notice; SIGSTOP for a moment."""
+ON_MACHINE: tuple[Kind, ...] = ("disk", "cut", "reset")
+"""No room in the run's folder for a while; no loopback network for a while; every connection reset at once."""
+MACHINE_CARDS = 3
+"""Of each kind that strikes the machine, for one of each kind and victim."""
+STEPS_PER_FAULT = 6
+"""Training between two faults, so that it does not only ever recover."""
+TOGETHER = 0.2
+"""Share of the faults that come with the one before, while the run is still busy with that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that goes wrong."""
+
+    kind: Kind
+    victim: str
+    """An actor, an engine core (engine_core/N), a worker of the reward pool (reward_worker), or empty: the machine."""
+    after_step: int
+    """It comes once this many steps were trained"""
+    after_s: float
+    """and so many seconds have gone by since."""
+    lasts_s: float | None = None
+    """How long; None where it is over at once, or never ends by itself."""
+    in_checkpoint: bool = False
+    """Of everything: wait until a checkpoint is being written."""
+
+    def __str__(self) -> str:
+        lasts = "" if self.lasts_s is None else f" for {self.lasts_s:.1f} s"
+        return f"{self.kind} {self.victim}".rstrip() + lasts
+
+
+def victims(replicas: int, ranks: int, *, cores: bool) -> list[str]:
+    """Every process of a run that may be struck alone; ``cores``: engines have processes of their own."""
+    return [
+        "controller/0",
+        "dataloader/0",
+        "parameter_server/0",
+        "reward/0",
+        "reward_worker",
+        *(f"learner/{rank}" for rank in range(ranks)),
+        *(f"rollouter/{index}" for index in range(replicas)),
+        *(f"engine_core/{index}" for index in range(replicas if cores else 0)),
+    ]
+
+
+def draw(
+    seed: int, count: int, struck: Sequence[str], kinds: Sequence[Kind], *, everything: int = 0, silence_s: float
+) -> list[Fault]:
+    """``count`` faults of these ``kinds``, those of processes on the victims ``struck``, in the order in which they
+    come, and among them ``everything`` times the end of all processes at once.
+
+    ``silence_s`` is the run's supervision.silence_s.
+    """
+    randomness = random.Random(seed)
+    machine = ("",) * MACHINE_CARDS
+    cards = _deck(randomness, [(k, v) for k in kinds for v in (struck if k in ON_PROCESSES else machine)])
+    dealt: list[tuple[Kind, str]] = [next(cards) for _ in range(count)]
+    for number in range(everything):
+        # Spread over the round, not all at its start.
+        at = randomness.randint(len(dealt) * number // everything, len(dealt) * (number + 1) // everything)
+        dealt.insert(at, ("everything", ""))
+    found = []
+    step = 0
+    for number, (kind, victim) in enumerate(dealt):
+        alone = kind == "everything" or not number or dealt[number - 1][0] == "everything"
+        if alone or randomness.random() >= TOGETHER:
+            step += STEPS_PER_FAULT
+        found.append(
+            Fault(
+                kind=kind,
+                victim=victim,
+                after_step=step,
+                after_s=randomness.uniform(0.0, 1.0),
+                lasts_s=_duration(randomness, kind, silence_s),
+                in_checkpoint=kind == "everything" and randomness.random() < 0.5,
+            )
+        )
+    return found
+
+
+def steps_of_run(faults: Sequence[Fault]) -> int:
+    """Steps within which all of them fall, with some left to recover in."""
+    return max((fault.after_step for fault in faults), default=0) + 2 * STEPS_PER_FAULT
+
+
+def _deck(randomness: random.Random, cards: list[tuple[Kind, str]]) -> Iterator[tuple[Kind, str]]:
+    while True:
+        yield from randomness.sample(cards, len(cards))
+
+
+def _duration(randomness: random.Random, kind: Kind, silence_s: float) -> float | None:
+    if kind == "delay":
+        return randomness.uniform(0.05, 0.25 * silence_s)
+    if kind in ("stall", "cut"):
+        return randomness.uniform(0.5 * silence_s, 1.5 * silence_s)
+    if kind == "disk":
+        return randomness.uniform(0.25 * silence_s, 2.0 * silence_s)
+    return None

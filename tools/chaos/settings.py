@@ -1,0 +1,94 @@
+"""The runs that are broken: a simulated one that ends in minutes, and the quickstart's real training. Pure."""
+
+from __future__ import annotations
+
+import random
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from tools.chaos.audit import Expected
+from tools.chaos.score import KINDS
+from tools.quickstart.__main__ import CONFIG
+from tools.quickstart.assets import Assets
+
+SIM_SILENCE_S = 3.0
+VLLM_SILENCE_S = 20.0
+SIM_PROMPTS = 300
+SIM_GROUPS = 4
+REPLICAS = 2
+RANKS = 2
+DISK_MIB = {"sim": 256, "vllm": 2048}
+
+_SUPERVISION = {"heartbeat_s": 0.5, "max_restarts": 100_000, "restart_window_s": 1.0, "backoff_s": 0.05}
+"""Restarts without end: the faults do not stop either."""
+
+
+def sim_tree(seed: int, steps: int, data: Path) -> dict[str, Any]:
+    """Two rollouters, two ranks, a version a step; how weights travel, and who pauses for them, comes from the seed."""
+    randomness = random.Random(seed)
+    return {
+        "run": {"seed": seed % 1000, "samples_per_step": SIM_GROUPS},
+        "data": {"path": str(data)},
+        "rollout": {
+            "engine": "sim",
+            "replicas": REPLICAS,
+            "gpus_per_replica": 0,
+            "samples_per_prompt": 2,
+            "concurrency": 16,
+            "max_tokens": 64,
+            "max_attempts": 4,
+            "retry_backoff_s": 0.1,
+            "on_update": randomness.choice(("abort_resume", "keep", "drain")),
+            "spool": randomness.random() < 0.5,
+            "engine_timeout_s": 8.0,
+            "stream_interval": 8,
+            "sim": {"length_median": 24.0, "decode_step_s": 0.008, "load_s": 0.05},
+        },
+        "reward": {"function": "tools.chaos.score:score", "workers": 2, "timeout_s": 2.0},
+        "learner": {
+            "backend": "sim",
+            "ranks": RANKS,
+            "steps": steps,
+            "groups_per_step": SIM_GROUPS,
+            "sim": {"step_s": 0.1, "publish_bytes": 4 << 20},
+        },
+        "weights": {
+            "transport": randomness.choice(("gloo", "shm", "stream")),
+            "deadline_s": 8.0,
+            "broadcast_timeout_s": 4.0,
+            "chunk_bytes": 1 << 20,
+            "bucket_bytes": 1 << 20,
+        },
+        "staleness": {"max": 2},
+        "checkpoint": {"every_versions": 3, "export_at_end": False},
+        "network": {"call_timeout_s": 5.0},
+        "supervision": {**_SUPERVISION, "silence_s": SIM_SILENCE_S, "start_timeout_s": 60.0},
+        "log": {"level": "debug"},
+    }
+
+
+def vllm_tree(seed: int, steps: int, assets: Assets) -> dict[str, Any]:
+    """configs/quickstart.toml, with checkpoints, for as many steps as the faults take."""
+    tree = tomllib.loads(CONFIG.read_text())
+    tree["run"] |= {"seed": seed % 1000, "samples_per_step": tree["learner"]["groups_per_step"]}
+    tree["model"] = {"path": str(assets.model)}
+    tree["data"]["path"] = str(assets.train)
+    for evaluation in tree["eval"].values():
+        evaluation["data"]["path"] = str(assets.heldout)
+    tree["learner"]["steps"] = steps
+    tree["checkpoint"] = {"every_versions": 5, "export_at_end": False}
+    tree["network"] = {"call_timeout_s": 10.0}
+    tree["supervision"] = {**_SUPERVISION, "silence_s": VLLM_SILENCE_S}
+    tree["log"] = {"level": "debug"}
+    return tree
+
+
+def expected(tree: dict[str, Any], prompts: int, kinds: list[str] | None = None) -> Expected:
+    """What a run of ``tree`` on so many prompts promises; ``kinds`` of score.py, by index."""
+    return Expected(
+        steps=tree["learner"]["steps"],
+        groups_per_step=tree["learner"]["groups_per_step"],
+        prompts=prompts,
+        outcome=None if kinds is None else lambda index: KINDS[kinds[index]],
+    )

@@ -1,0 +1,85 @@
+"""One run from its start to its end, struck by the faults of a plan as training goes on.
+
+Training has to go on after each of them: when no new step is trained for ``patience_s``, the round ends with
+NotRecovered, which says since which fault and shows the last words of the actors.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from tools.chaos.faults import Striker, Struck
+from tools.chaos.plan import Fault
+from tools.live_run import LiveRun, pid_lives
+
+LOOK_S = 0.03
+VICTIM_WAIT_S = 30.0
+"""Longest wait for a victim that is away because of an earlier fault."""
+PROGRESS_STEPS = 2
+"""Steps trained after a fault that show that training goes on; the first may have been under way."""
+
+
+class NotRecovered(Exception):
+    """The run has stopped getting anywhere, or ended though it should not have."""
+
+
+def torment(
+    run: LiveRun, striker: Striker, faults: Sequence[Fault], *, patience_s: float, told: Callable[[Struck], None]
+) -> list[Struck]:
+    """Returns what was struck, once the run has ended by itself. ``told`` gets each once it is recovered from."""
+    waiting = list(faults)
+    struck: list[Struck] = []
+    best = 0
+    moved_at = time.monotonic()
+    due_at: float | None = None
+    missing_since: float | None = None
+    try:
+        while True:
+            striker.tick()
+            now = time.monotonic()
+            if run.step > best:
+                best, moved_at = run.step, now
+            _note_recovered(run, struck, best, told)
+            if run.exit_code is not None:
+                _note_recovered(run, struck, best, told, ended=True)
+                return struck
+            if now - moved_at > patience_s:
+                raise NotRecovered(f"nothing was trained for {patience_s:g} s after step {best}{_since(struck)}")
+            if waiting and due_at is None and best >= waiting[0].after_step:
+                due_at = now + waiting[0].after_s
+            if due_at is not None and now >= due_at:
+                found = striker.strike(waiting[0], best)
+                missing_since = missing_since or now
+                if found is not None:
+                    struck.append(found)
+                    waiting.pop(0)
+                    missing_since = due_at = None
+                    if found.fault.kind == "everything":
+                        run.resume()
+                    # The recovery from the last one starts the clock anew.
+                    moved_at = time.monotonic()
+                elif now > missing_since + VICTIM_WAIT_S:
+                    raise NotRecovered(f"there is no {waiting[0].victim} for {VICTIM_WAIT_S:g} s{_since(struck)}")
+            time.sleep(LOOK_S)
+    finally:
+        striker.lift()
+
+
+def _note_recovered(
+    run: LiveRun, struck: list[Struck], best: int, told: Callable[[Struck], None], *, ended: bool = False
+) -> None:
+    now = time.monotonic()
+    for one in struck:
+        if one.recovered_s is not None or now < one.lifts_at:
+            continue
+        went_on = ended or best >= one.step + PROGRESS_STEPS
+        for_good = one.fault.kind in ("kill", "freeze") and one.fault.victim != "reward_worker"
+        if went_on and (ended or not for_good or not any(map(pid_lives, one.pids))):
+            one.recovered_s = now - one.struck_at
+            told(one)
+
+
+def _since(struck: list[Struck]) -> str:
+    open_ones = [str(one.fault) for one in struck if one.recovered_s is None]
+    return f"; not recovered from: {', '.join(open_ones)}" if open_ones else ""

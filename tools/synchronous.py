@@ -1,0 +1,147 @@
+"""Train with the plain synchronous loop: the parts of a run, without actors, sockets or two things at the same time.
+
+    python -m tools.synchronous CONFIG... [--learner.lr 1e-4 ...]
+
+For each version: take prompts in order, sample all responses of a prompt, score them, leave out groups without signal
+and take the next prompt instead, until there are enough; train; load the new weights into the engine. On the reference
+engine a run with staleness.max = 0 has the same tokens, losses and weights in every bit. Writes metrics.jsonl, samples/
+and export/ to the folder run.dir/run.name, which must not exist. One process, so one learner rank; no evaluation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asyncrl.config import Config, load_config
+from asyncrl.dataloader.order import EpochOrder
+from asyncrl.dataloader.prompts import PromptSet
+from asyncrl.dataloader.sources import load_dataset
+from asyncrl.errors import ConfigError
+from asyncrl.learner.batch import build_step, has_signal
+from asyncrl.learner.records import RecordFiles
+from asyncrl.learner.trainer import Trainer
+from asyncrl.messages import Group, Ticket, Trajectory
+from asyncrl.reward.frames import Setup, Task
+from asyncrl.reward.resolve import resolve
+from asyncrl.rollouter.engines import make_engine
+from asyncrl.rollouter.engines.base import Engine, GenerationRequest
+from asyncrl.rollouter.episodes import request_seed
+from asyncrl.rollouter.response import Response
+from asyncrl.tokenizer import Tokenizer, load_tokenizer
+from asyncrl.weights.staging import Staged, layout_of
+
+
+def train(config: Config, runner: asyncio.Runner, engine: Engine, trainer: Trainer, records: RecordFiles) -> None:
+    """The loop."""
+    learner, reward = config.learner, config.reward
+    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    prompts = PromptSet(load_dataset(config.data), config.data, tokenizer)
+    prompts.tokenize(len(prompts))
+    order = EpochOrder(prompts.fingerprint, config.run.seed, len(prompts), shuffle=config.data.shuffle)
+    places = (place for place in map(order.at, itertools.count()) if place[1] not in prompts.oversize)
+    scorer = resolve(Setup(reward.function, reward.per, reward.options, reward.max_memory_bytes), runner)
+    plan_step = partial(build_step, config=config, world_size=1, packed=trainer.packed)
+    runner.run(load(engine, trainer, version=0))
+    for version in range(learner.steps // learner.steps_per_version):
+        batch, filtered = list[Group](), list[Group]()
+        while len(batch) < config.groups_per_version:
+            ticket = make_ticket(config, prompts, version, *next(places))
+            responses = [runner.run(respond(config, engine, tokenizer, ticket, n)) for n in range(ticket.samples)]
+            task = Task(ticket.prompt, ticket.row, [r.text for r in responses], [r.finish_reason for r in responses])
+            for response, outcome in zip(responses, scorer(task), strict=True):
+                response.reward, response.components = outcome
+            group = Group(ticket=ticket, trajectories=responses)
+            signal = not learner.dynamic_sampling or has_signal(group, learner.signal_tolerance)
+            (batch if signal else filtered).append(group)
+            if len(filtered) > learner.max_filtered_ratio * learner.groups_per_step:
+                raise RuntimeError(f"no signal in {len(filtered)} groups of version {version}")
+        batch.sort(key=lambda group: (group.ticket.epoch, group.ticket.index))
+        for first in range(0, len(batch), learner.groups_per_step):
+            groups = batch[first : first + learner.groups_per_step]
+            plan = plan_step(groups, filtered=filtered if first == 0 else [], version=version, fresh=first == 0)
+            line = {"kind": "train", **plan.metrics, **trainer.train(plan), "step": trainer.steps}
+            newest = trainer.steps // learner.steps_per_version
+            if newest > version:
+                runner.run(load(engine, trainer, newest))
+            line |= {"weights/version": newest, "ledger/trained": trainer.steps * learner.groups_per_step}
+            records.metrics(line)
+            records.samples(trainer.steps, newest, groups[: config.run.samples_per_step])
+
+
+def make_ticket(config: Config, prompts: PromptSet, version: int, epoch: int, index: int) -> Ticket:
+    """A prompt to respond to."""
+    ids, text, row = prompts.prompt(index)
+    fields: dict[str, Any] = config.rollout.model_dump(include={"temperature", "max_tokens"})
+    fields |= {"samples": config.rollout.samples_per_prompt, "prompt_ids": ids, "prompt": text, "row": row}
+    fields |= {"uid": f"{epoch}-{index}", "epoch": epoch, "index": index, "param_version": version}
+    return Ticket(grant=0, purpose="train", **fields)
+
+
+async def respond(config: Config, engine: Engine, tokenizer: Tokenizer, ticket: Ticket, sample: int) -> Trajectory:
+    """A response to a prompt, not scored yet."""
+    key, ids, limit = f"{ticket.uid}/{sample}/1", ticket.prompt_ids.tolist(), ticket.max_tokens
+    seed = request_seed(config.run.seed, key, held=0)
+    request = GenerationRequest(id=key, prompt_ids=ids, max_tokens=limit, temperature=ticket.temperature, seed=seed)
+    response = Response(max_tokens=limit, stop=config.rollout.stop)
+    response.submitted(ticket.param_version)
+    async for delta in engine.generate(request):
+        if response.finish_reason is None:
+            response.extend(delta.tokens, delta.logprobs, tokenizer.decode)
+        if delta.finish_reason is not None:
+            response.end_submission(delta.finish_reason, delta.spans)
+    assert response.finish_reason is not None
+    return Trajectory(
+        sample=sample,
+        tokens=np.array(response.tokens, np.int32),
+        logprobs=np.array(response.logprobs, np.float32),
+        loss_mask=np.ones(len(response.tokens), np.uint8),
+        spans=response.spans,
+        finish_reason=response.finish_reason,
+        text=tokenizer.decode(response.tokens),
+    )
+
+
+async def load(engine: Engine, trainer: Trainer, version: int) -> None:
+    """Bring the trainer's weights to the engine."""
+    await engine.pause("wait")
+    with trainer.publish(version) as new:
+        staged = Staged(new.manifest, layout_of(new.manifest), [os.dup(descriptor) for descriptor in new.fds])
+    with closing(staged):
+        await engine.load(staged, recompute_kv=True)
+    await engine.resume()
+
+
+def main(arguments: Sequence[str]) -> None:
+    """The whole of a run."""
+    files = [argument for argument in arguments if argument.endswith(".toml")]
+    flags = [argument.removeprefix("--") for argument in arguments if not argument.endswith(".toml")]
+    config = load_config(files, dict(zip(flags[::2], flags[1::2], strict=True)))
+    if config.learner.ranks != 1 or config.reward.truncated == "penalty":
+        raise ConfigError(["the plain loop has one learner rank and no penalty for length"])
+    run_dir = Path(config.run.dir) / config.run.name
+    run_dir.mkdir(parents=True)
+    with asyncio.Runner() as runner:
+        # Before the engine, which has torch compute on one thread from there on where nothing was computed before.
+        trainer, engine = Trainer(config, rank=0), make_engine(config, "rollouter/0")
+        trainer.setup(*trainer.open_store("127.0.0.1"))
+        try:
+            runner.run(engine.start())
+            train(config, runner, engine, trainer, RecordFiles(run_dir, start=1))
+            trainer.export(run_dir / "export")
+        finally:
+            runner.run(engine.close())
+            trainer.stop()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
