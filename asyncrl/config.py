@@ -384,11 +384,14 @@ class NetworkConfig(Section):
     """Sockets."""
 
     host: str = "127.0.0.1"
-    """Address that actors bind and register."""
+    """Address that actors bind and register, in a run on one host."""
+    interface: str | None = None
+    """Network interface whose address actors bind and register, in a run on several hosts (--hosts, SLURM). By default
+    each host takes the address by which it reaches the head."""
     ports: Annotated[str, Field(pattern=r"^\d{1,5}(-\d{1,5})?$")] = "0"
     """Ports that actors may bind: 0 for any free one, or LOW-HIGH."""
     controller_port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port of the controller; 0 picks a free one at the start and keeps it for the run."""
+    """Port of the controller; 0 picks one of network.ports at the start and keeps it for the run."""
     max_message_bytes: Positive = 1 << 30
     """Largest message; a larger one is refused by its sender."""
     call_timeout_s: Seconds = 30.0
@@ -399,7 +402,8 @@ class SecurityConfig(Section):
     """Who may talk to the actors."""
 
     curve: Literal["auto", "required", "off"] = "auto"
-    """CURVE on every socket; auto requires it unless everything is on loopback."""
+    """CURVE on every socket; auto requires it unless everything is on loopback. off is for tests and trusted networks:
+    the run's secret, and all that is said, then travels in the clear."""
 
 
 class SupervisionConfig(Section):
@@ -409,6 +413,8 @@ class SupervisionConfig(Section):
     """Interval of heartbeats."""
     silence_s: Seconds = 60.0
     """Silence of an actor on a living host after which it counts as frozen: it is killed and started again."""
+    host_lost_s: Seconds = 30.0
+    """Silence of a host, its node agent and all its actors, after which it counts as lost and they as dead."""
     start_timeout_s: Seconds = 300.0
     """Longest time from an actor's start to its being ready."""
     max_restarts: NonNegative = 3
@@ -420,7 +426,8 @@ class SupervisionConfig(Section):
     drain_s: Seconds = 10.0
     """Time that actors get to end by themselves before they are killed."""
     host_grace_s: Seconds = 60.0
-    """Silence of both launcher and controller after which a node agent ends its host."""
+    """Silence of both launcher and controller after which a node agent ends its host; and how long a run waits for a
+    lost host that it cannot go on without."""
 
 
 class LogConfig(Section):
@@ -637,6 +644,9 @@ def cross_check(config: Config) -> list[tuple[str, str]]:
         found.append(
             ("supervision.silence_s", f"must be at least 3 * supervision.heartbeat_s = {3 * supervision.heartbeat_s:g}")
         )
+    if supervision.host_lost_s < 3 * supervision.heartbeat_s:
+        least = f"must be at least 3 * supervision.heartbeat_s = {3 * supervision.heartbeat_s:g}"
+        found.append(("supervision.host_lost_s", least))
     if config.watchdog.stall_s < 3 * supervision.heartbeat_s:
         found.append(
             ("watchdog.stall_s", f"must be at least 3 * supervision.heartbeat_s = {3 * supervision.heartbeat_s:g}")

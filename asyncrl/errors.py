@@ -9,6 +9,7 @@ wrong, where, and what to do. Wrong input is a ValueError; our own broken invari
     ├── DataError (ValueError)            a dataset or one of its rows, exit code 78
     ├── UsageError (ValueError)           the command line, exit code 2
     ├── ActorFailed (RuntimeError)        an actor ended the run
+    ├── HostFailed (ConnectionError)      a host cannot take part in the run
     ├── EngineDied (RuntimeError)         an inference engine is gone; its partial tokens are not
     ├── WeightsCorrupt (ValueError)       a manifest or a bucket is not what was published
     ├── VersionGone (LookupError)         a version of the weights is no longer held
@@ -94,6 +95,16 @@ class ActorFailed(AsyncRLError, RuntimeError):
     def __init__(self, actor: str, reason: str, *, log: str | None = None, exit_code: int = 1) -> None:
         self.actor, self.reason, self.log, self.exit_code = actor, reason, log, exit_code
         super().__init__(f"{actor}: {reason}" + (f" (log: {log})" if log else ""))
+
+
+class HostFailed(AsyncRLError, ConnectionError):
+    """A host of the run could not be reached, or cannot take part. ``host`` is its name in the hostfile."""
+
+    restartable = False
+
+    def __init__(self, host: str, reason: str, *, exit_code: int = 1) -> None:
+        self.host, self.reason, self.exit_code = host, reason, exit_code
+        super().__init__(f"{host}: {reason}")
 
 
 class EngineDied(AsyncRLError, RuntimeError):

@@ -94,13 +94,9 @@ class Ledger:
             found = IntervalSet(item.bounds[::2], item.bounds[1::2])
             ledger._sets[item.kind, item.epoch] = found
             ledger._counts[item.kind] += len(found)
-        for epoch in {epoch for _, epoch in ledger._sets}:
-            spans = sorted(
-                span
-                for (_, of), found in ledger._sets.items()
-                if of == epoch
-                for span in zip(found.starts, found.ends, strict=True)
-            )
+        for epoch in ledger.epochs:
+            sets = ledger._of_epoch(epoch)
+            spans = sorted(span for found in sets for span in zip(found.starts, found.ends, strict=True))
             if any(left[1] > right[0] for left, right in pairwise(spans)):
                 raise ValueError(f"prompts of epoch {epoch} have two outcomes")
         ledger.attempts = dict(state.attempts)
@@ -141,9 +137,8 @@ class Ledger:
     def concluded_among(self, epoch: int, indices: np.ndarray) -> np.ndarray:
         """Which of these prompts have an outcome: int64 [N] to bool [N]."""
         found = np.zeros(len(indices), bool)
-        for (_, of), concluded in self._sets.items():
-            if of == epoch:
-                found |= concluded.among(indices)
+        for concluded in self._of_epoch(epoch):
+            found |= concluded.among(indices)
         return found
 
     def count(self, kind: Kind) -> int:
@@ -157,7 +152,10 @@ class Ledger:
 
     def concluded(self, epoch: int) -> int:
         """Prompts of an epoch that have an outcome."""
-        return sum(len(found) for (_, of), found in self._sets.items() if of == epoch)
+        return sum(map(len, self._of_epoch(epoch)))
+
+    def _of_epoch(self, epoch: int) -> list[IntervalSet]:
+        return [self._sets[kind, epoch] for kind in self._counts if (kind, epoch) in self._sets]
 
 
 def position_of(uid: str) -> tuple[int, int]:

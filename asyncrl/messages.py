@@ -145,7 +145,7 @@ class ActorRecord(Struct, frozen=True, kw_only=True):
     host: str = ""
     pid: Count = 0
     facts: dict[str, Any] = {}
-    """Whatever its peers need to know beyond the address."""
+    """Whatever its peers need to know beyond the address. A node agent tells its host's ``actors``."""
 
 
 class Register(Request, frozen=True, kw_only=True):
@@ -238,6 +238,13 @@ class Condemned(Struct, frozen=True, array_like=True):
     reason: str
 
 
+class Dead(Struct, frozen=True, array_like=True):
+    """An actor that is dead up to this incarnation, and has no successor so far."""
+
+    name: str
+    incarnation: int
+
+
 class Stuck(Struct, frozen=True, array_like=True):
     """An actor whose stacks are to be taken, and the watchdog's report on it."""
 
@@ -270,6 +277,10 @@ class RunState(Message, frozen=True, kw_only=True):
     """Newest report of the watchdog, while it holds."""
     checkpoint: int = -1
     """Version of the newest complete checkpoint; -1 for none."""
+    dead: list[Dead] = []
+    """Of each actor without a living process the newest incarnation, if that has ended or is on a lost host."""
+    lost_hosts: list[str] = []
+    """The hosts from which nothing has been heard for supervision.host_lost_s, as NAME (agent/N)."""
 
 
 WatchRun.reply = RunState

@@ -23,7 +23,9 @@ MAY_IMPORT = {
     "monitor": {"errors", "messages"},
     "runtime": {"errors", "config", "messages", "wire", "monitor"},
     "launcher": FOR_ACTORS,
-    "cli": FOR_ACTORS | {"launcher"} | ACTORS,
+    # It reads the user's data and finds the user's reward function as those actors do.
+    "doctor": FOR_ACTORS | {"launcher", "dataloader", "reward"},
+    "cli": FOR_ACTORS | {"launcher", "doctor"} | ACTORS,
     **{actor: FOR_ACTORS | {actor} for actor in ACTORS},
 }
 HEAVY = {

@@ -65,7 +65,8 @@ def train(config: Config, runner: asyncio.Runner, engine: Engine, trainer: Train
             (batch if signal else filtered).append(group)
             if len(filtered) > learner.max_filtered_ratio * learner.groups_per_step:
                 raise RuntimeError(f"no signal in {len(filtered)} groups of version {version}")
-        batch.sort(key=lambda group: (group.ticket.epoch, group.ticket.index))
+        for groups in (batch, filtered):
+            groups.sort(key=lambda group: (group.ticket.epoch, group.ticket.index))
         for first in range(0, len(batch), learner.groups_per_step):
             groups = batch[first : first + learner.groups_per_step]
             plan = plan_step(groups, filtered=filtered if first == 0 else [], version=version, fresh=first == 0)

@@ -65,6 +65,13 @@ class _Complete(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: dict[str, Digest]
 
 
+def is_leftover(name: str) -> bool:
+    """Whether a folder of this name holds a checkpoint that is not finished, or half removed: nobody's, once its learner
+    is gone.
+    """
+    return _LEFTOVER.match(name) is not None
+
+
 def checkpoint_dir(config: Config, run_dir: Path) -> Path:
     """Where the checkpoints of a run are."""
     if config.checkpoint.dir is None:
@@ -148,7 +155,7 @@ class CheckpointFolder:
         with _telling(self.folder):
             for name in sorted(os.listdir(self.folder)):
                 path = self.folder / name
-                if _LEFTOVER.match(name) or (_NAME.match(name) and not (path / COMPLETE).exists()):
+                if is_leftover(name) or (_NAME.match(name) and not (path / COMPLETE).exists()):
                     self._bury(path)
 
     def begin(self, version: int) -> Path:

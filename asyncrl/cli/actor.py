@@ -1,6 +1,7 @@
 """The entry of every actor's process.
 
     python -m asyncrl.cli.actor ROLE/INDEX --run FOLDER --incarnation NS --attempt K [--controller ADDRESS]
+        [--host ADDRESS] [--private NAME]
 
 Signals that end a run are handled before anything heavy is imported: only the launcher and the agent act on them,
 an actor ends when the controller drains its role. They get a handler that does nothing, and are not ignored: that
@@ -41,6 +42,8 @@ def main() -> int:
     parser.add_argument("--incarnation", required=True, type=int, metavar="NS")
     parser.add_argument("--attempt", required=True, type=int, metavar="K")
     parser.add_argument("--controller", metavar="ADDRESS")
+    parser.add_argument("--host", default="", metavar="ADDRESS")
+    parser.add_argument("--private", default="private", metavar="NAME")
     given = parser.parse_args()
 
     from asyncrl.runtime.supervision import ROLES, role_of
@@ -62,6 +65,8 @@ def main() -> int:
         controller=given.controller,
         incarnation=given.incarnation,
         attempt=given.attempt,
+        host=given.host,
+        private=given.private,
     )
 
 

@@ -1,14 +1,132 @@
-"""asyncrl-doctor."""
+"""asyncrl-doctor: see whether hosts and configuration let a run begin, and how to mend what does not.
+
+Importing this module, ``--help`` and wrong usage load nothing beyond the standard library.
+"""
 
 from __future__ import annotations
 
+import argparse
+import shlex
 import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from asyncrl.cli.flags import split_flags
+
+if TYPE_CHECKING:
+    from asyncrl.config import Config
+    from asyncrl.doctor.examination import Target
+
+PROGRAM = "asyncrl-doctor"
+DESCRIPTION = "See whether this host, or those of a hostfile, can run what a configuration asks for. Starts nothing."
+EPILOG = """\
+Without --hosts this host is looked at, without CONFIG what needs none. The CONFIG files and dotted flags are those of
+asyncrl-launch. A line each says ok, warn or fail, the host, the check, what was found, and how to mend it.
+
+--json prints a list of objects instead, each with host (empty for what concerns all of them), check, result (ok, warn
+or fail), detail and fix. --fix removes what is certainly dead of runs that were killed, and says so; nothing else is
+ever changed.
+
+Exit codes: 0 nothing failed, 1 something did, 2 wrong usage, 78 wrong configuration, 130 Ctrl-C.
+"""
+ANSWER_S = 60.0
+CONNECT_S = 10.0
 
 
-def main() -> int:
-    """Say that the command is not there yet."""
-    print("asyncrl-doctor is not there yet", file=sys.stderr)
-    return 2
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    try:
+        return _main(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        return _complain("ended by SIGINT", 130)
+
+
+def _main(argv: list[str]) -> int:
+    parser = _parser()
+    overrides, rest = split_flags(parser, argv)
+    given = parser.parse_args(rest)
+    if given.hosts is None and given.ssh_args:
+        parser.error("--ssh-args belongs to --hosts FILE")
+    if overrides and not given.configs:
+        parser.error(f"--{next(iter(overrides))}: no CONFIG file is given to lay it over")
+    try:
+        ssh_args = tuple(shlex.split(given.ssh_args))
+    except ValueError as error:
+        parser.error(f"--ssh-args {given.ssh_args}: {error}")
+
+    import asyncio
+
+    from asyncrl.config import load_config
+    from asyncrl.doctor.examination import Examination
+    from asyncrl.doctor.findings import as_json, as_lines, exit_code
+    from asyncrl.errors import ConfigError, UsageError
+
+    try:
+        config: Config | None = load_config(given.configs, overrides) if given.configs else None
+        targets = _targets(given.hosts, ssh_args)
+    except ConfigError as error:
+        for problem in error.problems:
+            print(f"  {problem}", file=sys.stderr)
+        return _complain(f"the configuration is wrong ({', '.join(given.configs)}, flags)", error.exit_code)
+    except UsageError as error:
+        return _complain(str(error), error.exit_code)
+    found = asyncio.run(Examination(targets, config, given.timeout, given.fix).run())
+    print(as_json(found) if given.json else "\n".join(as_lines(found)))
+    return exit_code(found)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        usage=f"{PROGRAM} [CONFIG...] [--hosts FILE] [--json] [--fix] [--KEY VALUE ...]",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("configs", nargs="*", metavar="CONFIG", help="TOML files, merged left to right")
+    parser.add_argument("--hosts", metavar="FILE", help="look at the hosts of this hostfile, by ssh")
+    parser.add_argument("--ssh-args", metavar="ARGS", default="", help="further arguments of ssh, as in -F FILE")
+    parser.add_argument("--json", action="store_true", help="print a list of objects")
+    parser.add_argument("--fix", action="store_true", help="remove what is certainly dead of runs that were killed")
+    parser.add_argument(
+        "--timeout", metavar="S", type=_seconds, default=ANSWER_S, help=f"longest wait for an answer ({ANSWER_S:g})"
+    )
+    return parser
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 1 <= value <= 3600:
+        raise argparse.ArgumentTypeError("must be 1 to 3600")
+    return value
+
+
+def _targets(hostfile: str | None, ssh_args: tuple[str, ...]) -> list[Target]:
+    """The hosts, the head first: this host, if it is among them. Raises UsageError."""
+    import socket
+
+    from asyncrl.doctor.conversation import REMOTE
+    from asyncrl.doctor.examination import Target
+    from asyncrl.launcher.addresses import is_this_host
+    from asyncrl.launcher.hostfile import HostLine, read_hostfile
+    from asyncrl.launcher.start import LocalStart, SshStart
+
+    here = LocalStart(words=REMOTE)
+    if hostfile is None:
+        return [Target(line=HostLine(socket.gethostname()), start=here)]
+    over_ssh = SshStart(connect_s=CONNECT_S, args=ssh_args, words=REMOTE)
+    lines = read_hostfile(hostfile)
+    own = next((line for line in lines if is_this_host(line.name)), None)
+    if own is not None:
+        lines.remove(own)
+        lines.insert(0, own)
+    return [Target(line=line, start=here if line is own else over_ssh) for line in lines]
+
+
+def _complain(text: str, exit_code: int) -> int:
+    print(f"{PROGRAM}: {text}", file=sys.stderr)
+    return exit_code
 
 
 if __name__ == "__main__":

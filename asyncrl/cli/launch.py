@@ -8,11 +8,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
+
+from asyncrl.cli.flags import split_flags
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
@@ -34,6 +37,9 @@ within preempt.grace_s, ends, and can be resumed.
 --resume auto goes on with the run of run.dir and run.name, from its newest complete checkpoint and in the same folder;
 --resume PATH with that run folder, or from exactly that checkpoint (newer ones are set aside). What the order of the
 data depends on must not have changed, or be allowed by --allow-changed-data, -seed, -batch.
+
+--hosts FILE runs on the hosts of a file (a line each: NAME, or NAME slots=GPUS), which are reached by ssh without a
+password; asyncrl is installed at the same path on each. This host is the head if it is among them, else the first is.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage, 75 preempted with a checkpoint, 78 wrong configuration, 130 Ctrl-C.
 """
@@ -72,18 +78,20 @@ def _raise_interrupted(number: int, _frame: FrameType | None) -> None:
 
 def _main(argv: list[str]) -> int:
     parser = _parser()
-    overrides, rest = _split(parser, argv)
+    overrides, rest = split_flags(parser, argv)
     given = parser.parse_args(rest)
     if given.help_config:
         return _print_keys()
-    if given.hosts is not None:
-        parser.error("--hosts: several hosts are not there yet; without it everything runs on this host")
     if not given.configs:
         parser.error(f"no CONFIG file is given; for example: {PROGRAM} configs/NAME.toml")
 
     from asyncrl.errors import AsyncRLError, ConfigError
 
+    if given.hosts is None and (given.include or given.exclude or given.ssh_args):
+        parser.error("--include, --exclude and --ssh-args belong to --hosts FILE")
     try:
+        if given.hosts is not None:
+            return _run_hosts(given, overrides)
         config, placed, resumption = _prepare(given, overrides)
         if given.dry_run:
             return _print_plan(config, placed, resumption)
@@ -109,7 +117,7 @@ def _main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
-        usage=f"{PROGRAM} CONFIG... [--dry-run] [--resume auto|PATH] [--KEY VALUE ...]",
+        usage=f"{PROGRAM} CONFIG... [--hosts FILE] [--dry-run] [--resume auto|PATH] [--KEY VALUE ...]",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -120,7 +128,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--resume", metavar="auto|PATH", help="go on with a run: the newest of run.name, or this one")
     for what, meaning in ALLOWED:
         parser.add_argument(f"--allow-changed-{what}", action="store_true", help=f"resume although {meaning} changed")
-    parser.add_argument("--hosts", metavar="FILE", help="hostfile (not there yet: everything runs on this host)")
+    parser.add_argument("--hosts", metavar="FILE", help="run on the hosts of this hostfile, by ssh")
+    parser.add_argument("--include", metavar="NAME,...", type=_names, default=[], help="of the hosts only these")
+    parser.add_argument("--exclude", metavar="NAME,...", type=_names, default=[], help="of the hosts all but these")
+    parser.add_argument("--ssh-args", metavar="ARGS", default="", help="further arguments of ssh, as in -F FILE")
     parser.add_argument("--help-config", action="store_true", help="list every key of the configuration")
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version")
     return parser
@@ -134,30 +145,6 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _split(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Dotted flags, ``--a.b VALUE`` or ``--a.b=VALUE``, and the other arguments.
-
-    Of a repeated key the last counts. Ends the program on wrong usage.
-    """
-    overrides: dict[str, str] = {}
-    rest: list[str] = []
-    queue = list(argv)
-    while queue:
-        argument = queue.pop(0)
-        flag, is_joined, value = argument.partition("=")
-        if not flag.startswith("--") or "." not in flag:
-            rest.append(argument)
-            continue
-        if not all(flag.removeprefix("--").split(".")):
-            parser.error(f"{flag}: not a key of the configuration")
-        if not is_joined:
-            if not queue or queue[0].startswith("--"):
-                parser.error(f"{flag}: a value is missing")
-            value = queue.pop(0)
-        overrides[flag.removeprefix("--")] = value
-    return overrides, rest
-
-
 def _prepare(given: argparse.Namespace, overrides: dict[str, str]) -> tuple[Config, list[Placed], Resumption | None]:
     """Configuration, placement and what is resumed, with every problem of the first two reported at once.
 
@@ -169,9 +156,7 @@ def _prepare(given: argparse.Namespace, overrides: dict[str, str]) -> tuple[Conf
     from asyncrl.launcher.hosts import local_host
     from asyncrl.launcher.placement import place
 
-    if allowed := [what for what, _ in ALLOWED if getattr(given, f"allow_changed_{what}")]:
-        overrides = overrides | {"resume.allow": json.dumps(allowed)}
-    config = load_config(given.configs, overrides)
+    config = load_config(given.configs, _with_allowed(given, overrides))
     problems = find_problems(config)
     placed: list[Placed] = []
     try:
@@ -186,6 +171,34 @@ def _prepare(given: argparse.Namespace, overrides: dict[str, str]) -> tuple[Conf
 
     config, resumption = find_resumption(config, given.resume)
     return config, placed, resumption
+
+
+def _run_hosts(given: argparse.Namespace, overrides: dict[str, str]) -> int:
+    """Run on several hosts by ssh. Raises AsyncRLError."""
+    from asyncrl.config import load_config
+    from asyncrl.errors import UsageError
+    from asyncrl.launcher.hostfile import read_hostfile, select_hosts
+    from asyncrl.launcher.several import run_hosts
+    from asyncrl.launcher.start import SshStart
+
+    lines = select_hosts(read_hostfile(given.hosts), given.include, given.exclude)
+    try:
+        ssh_args = tuple(shlex.split(given.ssh_args))
+    except ValueError as error:
+        raise UsageError(f"--ssh-args {given.ssh_args}: {error}") from None
+    config = load_config(given.configs, _with_allowed(given, overrides))
+    start = SshStart(config.supervision.start_timeout_s, ssh_args)
+    return run_hosts(config, lines, start, resume=given.resume, dry_run=given.dry_run)
+
+
+def _with_allowed(given: argparse.Namespace, overrides: dict[str, str]) -> dict[str, str]:
+    """The overrides with what may have changed when a run is resumed."""
+    allowed = [what for what, _ in ALLOWED if getattr(given, f"allow_changed_{what}")]
+    return overrides | {"resume.allow": json.dumps(allowed)} if allowed else overrides
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.replace(",", " ").split() if name]
 
 
 def _print_finished(config: Config, resumption: Resumption) -> int:

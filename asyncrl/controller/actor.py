@@ -6,8 +6,9 @@ folder, where the node agent finds it. Everything that is decided is decided in 
 changed. It ends by itself once the state of the run is final. What an actor of an older incarnation says is
 refused.
 
-It keeps nothing but its address: a successor binds the same one, is told everything anew by the actors and agents
-that come back to it, and numbers its states above all that were seen before.
+It keeps nothing but its address and the lists of hosts and actors: a successor binds the same address, is told
+everything else anew by the actors and agents that come back to it, knows by the lists who does not, and numbers its
+states above all that were seen before.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 
 from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
 from asyncrl.controller.blame import Seen, silence_in_words
+from asyncrl.controller.hosts import Hosts
 from asyncrl.controller.run_state import RunStateMachine
 from asyncrl.controller.sight import look_at
 from asyncrl.controller.watchdog import Report, Watchdog
@@ -50,7 +52,7 @@ from asyncrl.runtime.parking import ParkingLot
 from asyncrl.runtime.registry import Registry
 
 ADDRESS_FILE = "controller.json"
-"""In the run's private folder: ``{"address": ..., "incarnation": ...}``."""
+"""In the run's private folder: ``{"address": ..., "incarnation": ..., "hosts": ..., "actors": ...}``."""
 LINES_KEPT = 1000
 LINES_IN_REPLY = 100
 STACKS_BEATS = 3
@@ -73,9 +75,12 @@ class Controller(Actor):
             start_timeout_s=self.config.supervision.start_timeout_s,
             drain_s=self.config.supervision.drain_s,
             grace_s=self.config.preempt.grace_s,
+            host_grace_s=self.config.supervision.host_grace_s,
             number=context.incarnation,
         )
         self._watchdog = Watchdog(self.config.watchdog, self.config.supervision.heartbeat_s)
+        self._hosts = Hosts(self.config.supervision.host_lost_s, self.config.supervision.heartbeat_s, CONTROLLER)
+        self._lists_changed = asyncio.Event()
         self._silent: list[Stuck] = []
         """Who is to be killed for its silence."""
         self._lines: deque[dict[str, Any]] = deque(maxlen=LINES_KEPT)
@@ -87,8 +92,39 @@ class Controller(Actor):
     async def setup(self) -> None:
         """Leave the address where the agent looks for it."""
         self._run.checkpoint = await asyncio.to_thread(self._newest_checkpoint)
-        text = json.dumps({"address": self.address, "incarnation": self.context.incarnation})
+        left = self._read_address_file()
+        self._hosts.recall(left.get("hosts", {}), self.clock.now())
+        self._registry.recall(left.get("actors", {}), self.clock.now())
+        await self._write_address_file()
+
+    def _read_address_file(self) -> dict[str, Any]:
+        """As an earlier incarnation left it; empty for the first one."""
+        try:
+            found: dict[str, Any] = json.loads(self._address_file.read_text())
+        except FileNotFoundError:
+            return {}
+        return found
+
+    async def _write_address_file(self) -> None:
+        text = json.dumps(
+            {
+                "address": self.address,
+                "incarnation": self.context.incarnation,
+                "hosts": self._hosts.describe(),
+                "actors": self._registry.living(),
+            }
+        )
         await asyncio.to_thread(_write_atomically, str(self._address_file), text)
+
+    async def _keep_lists(self) -> None:
+        """For a successor, which is not told of a host that is lost, or of an actor that is frozen."""
+        while True:
+            await self._lists_changed.wait()
+            self._lists_changed.clear()
+            try:
+                await self._write_address_file()
+            except OSError as error:
+                self.log.warning("lists of hosts and actors are not kept", error=str(error))
 
     @property
     def _address_file(self) -> Path:
@@ -96,11 +132,10 @@ class Controller(Actor):
 
     def _bind_address(self) -> str:
         """Where an earlier incarnation was, or as configured."""
-        try:
-            return str(json.loads(self._address_file.read_text())["address"])
-        except FileNotFoundError:
-            network = self.config.network
-            return f"tcp://{network.host}:{network.controller_port}"
+        if earlier := self._read_address_file().get("address"):
+            return str(earlier)
+        network = self.config.network
+        return f"tcp://{self.context.host}:{network.controller_port or network.ports}"
 
     def _newest_checkpoint(self) -> int:
         try:
@@ -113,6 +148,7 @@ class Controller(Actor):
     async def run(self) -> None:
         """Let time act on the run until its state is final."""
         self.tasks.create_task(self._watch_heartbeats())
+        self.tasks.create_task(self._keep_lists())
         while not self._run.final:
             deadline = self._run.next_deadline()
             try:
@@ -131,12 +167,31 @@ class Controller(Actor):
             await asyncio.sleep(supervision.heartbeat_s)
             now = self.clock.now()
             seen = look_at(self._registry, self._run.expected, now)
-            # An agent does not beat: its host is judged by what else is there.
-            silent = [a for a in self._registry.silent(now, supervision.silence_s) if a.name in self._run.expected]
+            self._look_after_hosts(now)
+            # An agent is judged by what else is on its host, and on a host that may be lost nobody is.
+            silent = [
+                actor
+                for actor in self._registry.silent(now, supervision.silence_s)
+                if actor.name in self._run.expected and not self._hosts.in_doubt(actor.name, self._registry, now)
+            ]
             self._name_silent(silent, seen)
             self._condemn(silent)
             if self._watchdog.look(seen, self._run.phase, now):
                 self._on_report(self._watchdog.report)
+
+    def _look_after_hosts(self, now: float) -> None:
+        """Take the actors of a lost host for dead, and wait for those of one that is back."""
+        lost, back = self._hosts.look(self._registry, now)
+        for host in back:
+            self.log.warning("host is back", host=str(host), actors=sorted(host.actors))
+            self._run.host_back(str(host), now)
+        for host in lost:
+            self.log.error("host is lost", host=str(host), actors=sorted(host.actors))
+            reason = f"its host {host} was silent for {self.config.supervision.host_lost_s:g} s"
+            self._registry.lose(sorted(host.actors), reason)
+            self._run.host_lost(str(host), host.actors, now)
+        if lost or back:
+            self._registry_changed()
 
     def _name_silent(self, silent: Sequence[Condemned], seen: Mapping[str, Seen]) -> None:
         """Say so before they are killed."""
@@ -186,9 +241,12 @@ class Controller(Actor):
         """Take in an actor's record. Raises Refused for one of an older incarnation."""
         if (request.record.name, request.record.incarnation) != (caller.name, caller.incarnation):
             raise Refused(self.name, "name", ours=caller.name, theirs=request.record.name)
+        known = self._registry.living().get(caller.name)
         try:
             self._registry.register(request.record, self.clock.now())
             self._run.started(request.record.name)
+            if self._hosts.register(request.record, self.clock.now()) or known != caller.incarnation:
+                self._lists_changed.set()
             self.log.info("registered", actor=request.record.name, address=request.record.address)
         finally:
             self._registry_changed()
@@ -290,6 +348,7 @@ class Controller(Actor):
         """Let the run follow, and wake whoever waits for either."""
         self._run.ready(self._registry.ready(), self.clock.now())
         self._run.condemn(self._registry.condemned)
+        self._run.bury(self._registry.dead)
         self._registered.wake()
         self._tell()
 
@@ -316,6 +375,8 @@ class Controller(Actor):
             condemned=self._run.condemned,
             stuck=self._run.stuck,
             checkpoint=self._run.checkpoint,
+            dead=self._run.dead,
+            lost_hosts=self._run.lost_hosts,
         )
 
     def _tell(self) -> None:

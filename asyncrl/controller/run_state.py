@@ -7,7 +7,9 @@
 and never changes afterwards, so the first failure is the one that is reported; the drain rank only grows; a
 rank of roles is told to end when every actor of the lower ranks has ended or their share of ``drain_s`` is
 over, so draining takes at most ``drain_s``. The controller has the last rank: the state is final once it is
-reached. A run that makes way ends with the exit code that says so only if there is a complete checkpoint.
+reached. A run that makes way ends with the exit code that says so only if there is a complete checkpoint. The actors
+of a lost host are not awaited: the run goes on without replicas as long as one is left, and waits ``host_grace_s`` for
+anything else, and for the last replica; then it fails.
 
 Every method returns whether the state changed; each change has a new ``number``. The caller brings the time
 (monotonic, s) and calls ``tick`` no later than ``next_deadline`` says.
@@ -18,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from asyncrl.messages import Condemned, RunPhase, Stuck
+from asyncrl.messages import Condemned, Dead, RunPhase, Stuck
 from asyncrl.runtime.supervision import (
     PREEMPTED_EXIT_CODE,
     ROLES,
@@ -26,6 +28,9 @@ from asyncrl.runtime.supervision import (
     UNHEALABLE_EXITS,
     describe_exit,
     drain_rank,
+    is_gang,
+    is_replicated,
+    role_of,
 )
 
 DRAIN_SHARES: dict[int, float] = {1: 0.5, 2: 0.2, 3: 0.25}
@@ -54,6 +59,8 @@ class RunStateMachine:
     drain_s: float
     grace_s: float
     """Time that a run has to make way."""
+    host_grace_s: float
+    """Time that a lost host has to come back."""
     phase: RunPhase = "starting"
     drain: int = 0
     number: int = 0
@@ -62,6 +69,10 @@ class RunStateMachine:
     outcome: Outcome | None = None
     stuck: list[Stuck] = field(default_factory=list)
     """Who holds up the run, as far as that is known."""
+    lost_hosts: list[str] = field(default_factory=list)
+    _dead: list[Dead] = field(default_factory=list)
+    _lost: dict[str, tuple[float, str]] = field(default_factory=dict)
+    """Actors of lost hosts: since when, and which host."""
     _ready: set[str] = field(default_factory=set)
     _ended: set[str] = field(default_factory=set)
     _awaited_since: dict[str, float] = field(default_factory=dict)
@@ -77,7 +88,7 @@ class RunStateMachine:
     @property
     def waiting_for(self) -> list[str]:
         """The actors that are not ready, while the run starts."""
-        return sorted(self.expected - self._ready) if self.phase == "starting" else []
+        return sorted(self.expected - self._ready - self._spared) if self.phase == "starting" else []
 
     @property
     def draining(self) -> list[str]:
@@ -90,6 +101,11 @@ class RunStateMachine:
         return [] if self.drain else list(self._condemned)
 
     @property
+    def dead(self) -> list[Dead]:
+        """Who is dead without a successor. While the run drains an end is none that anybody has to act upon."""
+        return [] if self.drain else list(self._dead)
+
+    @property
     def final(self) -> bool:
         """Whether nothing more can change."""
         return self.phase in ("done", "failed")
@@ -98,11 +114,8 @@ class RunStateMachine:
         """``names`` are all the actors that are ready now."""
         before = (self.phase, self.waiting_for)
         self._ready = set(names) & self.expected
-        for name in self.expected - self._ready:
-            self._awaited_since.setdefault(name, now)
-        for name in self._ready:
-            self._awaited_since.pop(name, None)
-        if self.phase == "starting" and self._ready == self.expected:
+        self._await_others(now)
+        if self.phase == "starting" and self._ready >= self.expected - self._spared:
             self.phase = "running"
         return (self.phase, self.waiting_for) != before and self._changed()
 
@@ -117,7 +130,8 @@ class RunStateMachine:
         before = self.waiting_for
         self._ready.discard(name)
         self._ended.add(name)
-        self._awaited_since[name] = now
+        if not self._is_excused(name):
+            self._awaited_since[name] = now
         if self.drain:
             return self.tick(now)
         if fatal:
@@ -130,6 +144,30 @@ class RunStateMachine:
         before = self.condemned
         self._condemned = sorted((actor for actor in actors if actor.name in self.expected), key=lambda a: a.name)
         return self.condemned != before and self._changed()
+
+    def bury(self, actors: Iterable[Dead]) -> bool:
+        """These are all that are dead and have no successor."""
+        before = self.dead
+        self._dead = sorted((actor for actor in actors if actor.name in self.expected), key=lambda a: a.name)
+        return self.dead != before and self._changed()
+
+    def host_lost(self, host: str, names: Iterable[str], now: float) -> bool:
+        """``host`` is lost, and these with it."""
+        lost = self.expected.intersection(names)
+        self._lost.update(dict.fromkeys(lost, (now, host)))
+        self._ended |= lost
+        self.lost_hosts = sorted({*self.lost_hosts, host})
+        self.ready(self._ready - lost, now)
+        self._changed()
+        self.tick(now)
+        return True
+
+    def host_back(self, host: str, now: float) -> bool:
+        """``host`` is heard of again: its actors are awaited as if they were started now."""
+        self._lost = {name: lost for name, lost in self._lost.items() if lost[1] != host}
+        self.lost_hosts = [other for other in self.lost_hosts if other != host]
+        self._await_others(now)
+        return self._changed()
 
     def name_stuck(self, actors: list[Stuck]) -> bool:
         """These are all that hold up the run. Once it drains that stays as it was: it may be the reason."""
@@ -174,7 +212,12 @@ class RunStateMachine:
         if not self.drain:
             late = [n for n, since in self._awaited_since.items() if now - since >= self.start_timeout_s]
             if not late:
-                return False
+                missed = self._missed()
+                if missed is None or now < missed[0]:
+                    return False
+                _, name, host = missed
+                reason = f"its host {host} has been lost for {self.host_grace_s:g} s (supervision.host_grace_s)"
+                return self.fail(name, reason, "", 1, now)
             late.sort(key=lambda name: (self._awaited_since[name], name))
             reason = f"not ready {self.start_timeout_s:g} s after its start (supervision.start_timeout_s)"
             if others := late[1:]:
@@ -199,8 +242,44 @@ class RunStateMachine:
             return self._rank_until
         if self.phase == "preempting":
             return self._preempted_until
-        since = min(self._awaited_since.values(), default=None)
-        return None if since is None else since + self.start_timeout_s
+        times = [since + self.start_timeout_s for since in self._awaited_since.values()]
+        if (missed := self._missed()) is not None:
+            times.append(missed[0])
+        return min(times, default=None)
+
+    @property
+    def _spared(self) -> set[str]:
+        """The actors of lost hosts without which the run goes on."""
+        return {name for name in self._lost if is_replicated(name) and self._has_other(name)}
+
+    def _has_other(self, name: str) -> bool:
+        """Whether one that does the same work is on no lost host."""
+        return any(role_of(other) == role_of(name) for other in self.expected - self._lost.keys())
+
+    def _missed(self) -> tuple[float, str, str] | None:
+        """When a lost host must be back for the run to go on, who is there, and which host it is."""
+        needed = self._lost.keys() - self._spared
+        # Of replicas it is the loss of the last one that counts.
+        replicas = [self._lost[name][0] for name in needed if is_replicated(name)]
+        found = []
+        for name in needed:
+            since, host = self._lost[name]
+            found.append(((max(replicas) if is_replicated(name) else since) + self.host_grace_s, name, host))
+        return min(found, default=None)
+
+    def _is_excused(self, name: str) -> bool:
+        """Whether it cannot be ready: its host is lost, or that of one of its gang."""
+        if name in self._lost:
+            return True
+        return is_gang(name) and any(role_of(lost) == role_of(name) for lost in self._lost)
+
+    def _await_others(self, now: float) -> None:
+        """Whoever is not ready and could be is waited for."""
+        for name in self.expected:
+            if name in self._ready or self._is_excused(name):
+                self._awaited_since.pop(name, None)
+            else:
+                self._awaited_since.setdefault(name, now)
 
     def _living(self, rank: int) -> bool:
         """Whether an actor of this rank has not ended."""

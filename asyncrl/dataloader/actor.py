@@ -70,8 +70,6 @@ class Dataloader(Actor):
         """Newest incarnation of the learner that has said where the run stands."""
         self._last_word: Restored | None = None
         self._restoring = asyncio.Lock()
-        self._dead: dict[str, int] = {}
-        """Newest incarnation of each rollouter that is known to be dead."""
         self._preempted = False
         self._opened = ParkingLot()
         self._leases = ParkingLot()
@@ -206,7 +204,9 @@ class Dataloader(Actor):
             self._previous, self._tickets = self._tickets, None
 
     async def _restore(self, request: Restored) -> Tickets:
-        names = [name for name in self.config.actors if name.startswith("rollouter/")]
+        # Who is dead and has no successor yet would be waited for in vain.
+        dead = {actor.name for actor in self.run_state.dead}
+        names = [name for name in self.config.actors if name.startswith("rollouter/") and name not in dead]
         found = await asyncio.gather(*(self._ask_rollouter(name) for name in names))
         answers = {name: answer for name, answer in zip(names, found, strict=True) if answer is not None}
         previous = self._previous
@@ -259,8 +259,9 @@ class Dataloader(Actor):
         return self.config.network.call_timeout_s / 3
 
     def _open(self, tickets: Tickets) -> None:
-        for name, incarnation in self._dead.items():
-            tickets.died(name, incarnation)
+        for name, incarnation in self.dead.items():
+            if name.startswith("rollouter/"):
+                tickets.died(name, incarnation)
         if self._preempted:
             tickets.stop()
         self._tickets, self._previous = tickets, None
@@ -278,11 +279,10 @@ class Dataloader(Actor):
 
     # --- rollouters ---
 
-    def peer_replaced(self, name: str, incarnation: int) -> None:
+    def peer_died(self, name: str, incarnation: int) -> None:
         """What a dead rollouter held becomes orphans."""
         if not name.startswith("rollouter/"):
             return
-        self._dead[name] = max(incarnation, self._dead.get(name, 0))
         if self._tickets is not None:
             self._tickets.died(name, incarnation)
             if self._tickets.orphans:

@@ -15,21 +15,23 @@ from asyncrl.errors import DataError
 
 def load_dataset(config: DataConfig) -> Dataset:
     """Read and check every row. Raises DataError."""
-    path = config.path or ""
-    name, prompt_key = path, config.prompt_key
-    if config.source == "jsonl":
-        rows = read_jsonl(path)
-    elif config.source == "parquet":
-        rows = read_parquet(path, prompt_key)
-    elif config.source == "hf":
-        rows = read_hf(path, config.split, prompt_key)
-    elif config.source == "reasoning_gym":
-        name, prompt_key = f"reasoning_gym/{config.task}", "question"
-        rows = _reasoning_gym(config, name)
-    else:
-        name, prompt_key = "synthetic", "question"
-        rows = _synthetic(config.size)
+    name, rows, prompt_key = open_source(config)
     return collect(name, rows, prompt_key=prompt_key, on_bad_row=config.on_bad_row)
+
+
+def open_source(config: DataConfig) -> tuple[str, Iterator[RawRow], str]:
+    """Its name, its rows as they are read, and the column that holds the prompt. Reading raises DataError."""
+    path = config.path or ""
+    if config.source == "jsonl":
+        return path, read_jsonl(path), config.prompt_key
+    if config.source == "parquet":
+        return path, read_parquet(path, config.prompt_key), config.prompt_key
+    if config.source == "hf":
+        return path, read_hf(path, config.split, config.prompt_key), config.prompt_key
+    if config.source == "reasoning_gym":
+        name = f"reasoning_gym/{config.task}"
+        return name, _reasoning_gym(config, name), "question"
+    return "synthetic", _synthetic(config.size), "question"
 
 
 def _reasoning_gym(config: DataConfig, name: str) -> Iterator[RawRow]:

@@ -1,11 +1,13 @@
 """The node agent: spawns the actors of one host, watches them, restarts them, ends them.
 
-    python -m asyncrl.launcher.agent GUARD_PID LOCK_FD
+    python -m asyncrl.launcher.agent GUARD_PID LOCK_FD PRIVATE_FOLDER
 
 It reads its spec and then commands from standard input and writes events to standard output (see ``spec``).
 ``host`` decides; this shell spawns from the main thread, turns exits, states, commands and time into
 events, and carries out what ``host`` answers, one event at a time. SIGTERM and SIGUSR2 mean the same as
-``preempt``, SIGINT the same as ``stop``, a second signal the same as ``kill``. The agent is a subreaper: whatever an
+``preempt``, SIGINT the same as ``stop``, a second signal the same as ``kill``. Only the head's agent has a controller
+to start, and tells the launcher where it is; the others are told. A host that does not share the run folder has its
+logs sent to the launcher, and keeps them only if that did not work out. The agent is a subreaper: whatever an
 actor leaves behind becomes its child and is ended with it, and at the end it has no child left. If the agent itself
 dies, its guard ends the rest. It holds the run's lock, as the guard does.
 """
@@ -26,15 +28,22 @@ import msgspec
 from asyncrl.config import Config, config_from_json
 from asyncrl.errors import AsyncRLError
 from asyncrl.launcher.child import Child
+from asyncrl.launcher.folders import PART
 from asyncrl.launcher.host import Announce, AskStop, Host, Instruction, Kill, KillAll, Report, Spawn
-from asyncrl.launcher.link import ControllerLink, make_link
+from asyncrl.launcher.hostspec import private_name
+from asyncrl.launcher.link import ControllerLink, agent_name, make_link
 from asyncrl.launcher.processes import become_subreaper, die_with_parent, end_children
+from asyncrl.launcher.remote import remove_part
+from asyncrl.launcher.shipping import LogShipper
 from asyncrl.launcher.spec import (
+    ARRIVED,
+    CONTROLLER_AT,
     KILL,
     PREEMPT,
     STOP,
     ActorSpec,
     AgentSpec,
+    ControllerEvent,
     EndedEvent,
     Event,
     MetricsEvent,
@@ -48,6 +57,7 @@ from asyncrl.launcher.stacks import take_stacks
 from asyncrl.messages import ActorEnded, RunState, Stuck
 from asyncrl.monitor.logging import configure_logging, get_logger
 from asyncrl.runtime.endpoint import new_incarnation
+from asyncrl.runtime.heartbeat import HeartbeatThread
 from asyncrl.runtime.supervision import PREEMPTED_EXIT_CODE, ROLES, STOPPED_EXIT_CODE, role_of
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
@@ -60,6 +70,8 @@ STACKS_S = 5.0
 """Time that an actor has to write its stacks, beside that of four heartbeats."""
 STACK_LINES = 30
 """Lines of stacks that the launcher shows."""
+SHIP_S = 0.25
+"""How often logs are looked at that are to be sent."""
 END_S = 5.0
 FAREWELL_S = 2.0
 
@@ -83,10 +95,15 @@ class Agent:
         self._taking: dict[int, asyncio.Task[None]] = {}
         """Whose stacks are being taken, by incarnation."""
         self._address = ""
+        self._addressed = asyncio.Event()
+        """The launcher has said where the controller is."""
+        self._is_part = (self._run_dir / PART).exists()
+        """Whether the run folder is only this host's."""
+        self._shipper = LogShipper(Path(spec.log_dir))
         self._link: ControllerLink | None = None
         self._news = asyncio.Event()
         self._signalled = False
-        self._log = get_logger("agent/0")
+        self._log = get_logger(agent_name(spec.index))
         self._tasks: asyncio.TaskGroup
 
     async def main(self, commands: asyncio.StreamReader) -> int:
@@ -99,6 +116,8 @@ class Agent:
             async with asyncio.TaskGroup() as self._tasks:
                 self._tasks.create_task(self._read_commands(commands))
                 self._tasks.create_task(self._find_controller())
+                if self._is_part:
+                    self._tasks.create_task(self._ship_logs())
                 self._do(self._host.begin())
                 while not self._host.finished:
                     await self._wait_for_news()
@@ -110,6 +129,7 @@ class Agent:
                 raise _Finished
         except* _Finished:
             pass
+        await self._ship_the_rest()
         return self._say_how_it_ended()
 
     # --- events ---
@@ -132,8 +152,8 @@ class Agent:
                     self._spawn(self._actors[name])
                 case Report():
                     self._report(instruction)
-                case Announce(name, reason):
-                    self._emit(RestartEvent(name=name, reason=reason))
+                case Announce(name, reason, after_s):
+                    self._emit(RestartEvent(name=name, reason=reason, after_s=after_s))
                 case Kill(name, reason):
                     self._kill(self._children[name], reason)
                 case AskStop(reason, preempt):
@@ -164,6 +184,9 @@ class Agent:
                 self._do(self._host.preempt("preempted", time.monotonic()))
             elif line == KILL:
                 self._do(self._host.kill("ended at once by the launcher", time.monotonic()))
+            elif line.startswith(CONTROLLER_AT):
+                self._address = line.removeprefix(CONTROLLER_AT).decode().strip()
+                self._addressed.set()
             else:
                 self._log.warning("unknown command", line=line.decode(errors="replace"))
         self._log.warning("launcher is gone")
@@ -171,19 +194,20 @@ class Agent:
         self._news.set()
 
     async def _find_controller(self) -> None:
-        path = self._run_dir / "private" / "controller.json"
-        until = time.monotonic() + self._config.supervision.start_timeout_s
-        while not path.exists():
-            if time.monotonic() >= until:
-                reason = f"no address after {self._config.supervision.start_timeout_s:g} s"
-                self._do(self._host.controller_lost(reason, time.monotonic()))
-                return
-            await asyncio.sleep(LOOK_FOR_CONTROLLER_S)
-        self._address = json.loads(path.read_text())["address"]
+        try:
+            async with asyncio.timeout(self._config.supervision.start_timeout_s):
+                await self._learn_address()
+        except TimeoutError:
+            reason = f"no address after {self._config.supervision.start_timeout_s:g} s"
+            self._do(self._host.controller_lost(reason, time.monotonic()))
+            return
         self._link = make_link(
             self._config,
             self._run_dir,
             self._address,
+            index=self._spec.index,
+            host=self._spec.host,
+            actors=self._actors,
             on_state=self._on_state,
             on_silent=lambda: self._do(self._host.controller_silent(time.monotonic())),
             on_successor=lambda: self._do(self._host.controller_found(time.monotonic())),
@@ -191,11 +215,26 @@ class Agent:
         self._tasks.create_task(self._follow(self._link))
         self._do(self._host.controller_found(time.monotonic()))
 
+    async def _learn_address(self) -> None:
+        if not self._host.is_head:
+            await self._addressed.wait()
+            return
+        path = self._run_dir / private_name(self._spec.index) / "controller.json"
+        while not path.exists():  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_FOR_CONTROLLER_S)
+        self._address = json.loads(path.read_text())["address"]
+        self._emit(ControllerEvent(address=self._address))
+
     async def _follow(self, link: ControllerLink) -> None:
+        # A host is lost when its agent does not beat either.
+        heartbeat = HeartbeatThread(link, self._address, asyncio.get_running_loop())
+        heartbeat.start()
         try:
             await link.main()
         except AsyncRLError as error:
             self._do(self._host.controller_lost(str(error), time.monotonic()))
+        finally:
+            heartbeat.stop()
 
     def _on_state(self, state: RunState) -> None:
         self._emit(StateEvent(phase=state.phase, waiting_for=state.waiting_for))
@@ -231,7 +270,7 @@ class Agent:
         # As it is: people read it.
         sys.stderr.write(f"stacks of {child.name}:\n{text}\n")
         sys.stderr.flush()
-        lines, log = text.splitlines(), f"{self._spec.log_dir}/agent-0.log"
+        lines, log = text.splitlines(), f"{self._spec.log_dir}/agent-{self._spec.index}.log"
         more = max(0, len(lines) - STACK_LINES)
         self._emit(StacksEvent(name=child.name, lines=lines[:STACK_LINES], more=more, log=log))
 
@@ -241,6 +280,8 @@ class Agent:
         name = actor.name
         incarnation = new_incarnation()
         argv = [*actor.argv, name, "--run", self._spec.run_dir, "--incarnation", str(incarnation)]
+        if self._spec.host:
+            argv += ["--host", self._spec.host, "--private", private_name(self._spec.index)]
         if ROLES[role_of(name)].fixed:
             argv += ["--attempt", "0"]
         else:
@@ -295,6 +336,41 @@ class Agent:
 
     # --- what is said ---
 
+    async def _ship_logs(self) -> None:
+        while True:
+            await self._ship()
+            await asyncio.sleep(SHIP_S)
+
+    async def _ship(self, *, last: bool = False) -> bool:
+        """Send what is new and has room; whether there may be more."""
+        room = 0 if self._output.is_closing() else UNREAD_BYTES - self._output.transport.get_write_buffer_size()
+        try:
+            events = await asyncio.to_thread(self._shipper.take, room, last=last)
+        except OSError as error:
+            self._log.warning("logs cannot be sent", error=str(error))
+            return False
+        for event in events:
+            self._emit(event)
+        return bool(events) or room <= 0
+
+    async def _ship_the_rest(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FAREWELL_S):
+                more = self._is_part
+                while more and not self._output.is_closing():
+                    more = await self._ship(last=True)
+                    await asyncio.sleep(LOOK_FOR_CONTROLLER_S if more else 0)
+
+    async def leave(self, commands: asyncio.StreamReader) -> None:
+        """Remove this host's part of the run folder, if the launcher says that it has everything."""
+        if self._is_part:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FAREWELL_S):
+                    while line := await commands.readline():
+                        if line == ARRIVED:
+                            remove_part(self._run_dir)
+                            return
+
     def _emit(self, event: Event) -> None:
         unread = self._output.transport.get_write_buffer_size()
         if not self._output.is_closing() and (unread < UNREAD_BYTES or not isinstance(event, MetricsEvent)):
@@ -329,36 +405,46 @@ def _read_config(run_dir: str) -> Config:
     return config_from_json(Path(run_dir, "config.json").read_text())
 
 
-async def _live() -> int:
+async def _live(run_dir: Path) -> int:
     loop = asyncio.get_running_loop()
     commands = asyncio.StreamReader(limit=SPEC_BYTES)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
     transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, sys.stdout)
     output = asyncio.StreamWriter(transport, protocol, None, loop)
+    agent: Agent | None = None
     try:
-        spec = msgspec.json.decode(await commands.readline(), type=AgentSpec)
+        line = await commands.readline()
+        if not line:
+            sys.stderr.write("agent: the launcher was gone before it said what to do\n")
+            if (run_dir / PART).exists():
+                await asyncio.to_thread(remove_part, run_dir)
+            return 1
+        spec = msgspec.json.decode(line, type=AgentSpec)
         config = _read_config(spec.run_dir)
         configure_logging(config.log.level)
-        return await Agent(spec, config, output).main(commands)
+        agent = Agent(spec, config, output)
+        return await agent.main(commands)
     finally:
         # With a limit of 0, drain returns when everything has left.
         transport.set_write_buffer_limits(0)
         with contextlib.suppress(TimeoutError, OSError):
             async with asyncio.timeout(FAREWELL_S):
                 await output.drain()
+        if agent is not None:
+            await agent.leave(commands)
         output.close()
 
 
 def main() -> int:
     """Live as the agent, then end every process that is left below it."""
-    guard, lock = int(sys.argv[1]), int(sys.argv[2])
+    guard, lock, private = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     os.set_inheritable(lock, False)
     become_subreaper()
     die_with_parent(signal.SIGTERM)
     if os.getppid() != guard:
         return 1
     try:
-        return asyncio.run(_live())
+        return asyncio.run(_live(Path(private).parent))
     finally:
         if stuck := end_children(END_S):
             sys.stderr.write(f"agent: processes {stuck} were killed but do not end\n")

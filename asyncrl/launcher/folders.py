@@ -16,19 +16,25 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from asyncrl.checkpoint.folder import checkpoint_dir
 from asyncrl.config import Config, config_to_json
 from asyncrl.errors import UsageError
-from asyncrl.launcher.link import NAME as AGENT
-from asyncrl.wire.keys import create_credentials
+from asyncrl.launcher.hostspec import private_name
+from asyncrl.launcher.link import agent_name
+from asyncrl.wire.keys import Keyring, make_keyring, write_credentials
 
-PRIVATE = "private"
+PRIVATE = private_name(0)
 LOCK = "lock"
 CONFIG = "config.json"
+RUN_ID = "run_id"
+"""In the folder of logs of a run on several hosts: how another host knows that it sees the same folder."""
+PART = "part_of_run"
+"""Marks a run folder that another host than the head has made for its part, because it does not see the head's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,36 +88,49 @@ def begin_attempt(folder: RunFolder, config: Config) -> None:
     os.replace(new, folder.path / CONFIG)
 
 
-@contextlib.contextmanager
-def private_folder(folder: RunFolder, config: Config) -> Iterator[int]:
-    """Credentials for every actor, for as long as the context lasts; gives the descriptor of the held lock.
+def make_run_keyring(config: Config, run_id: str, agents: int = 1) -> Keyring:
+    """The credentials of a run on as many hosts."""
+    names = [*config.actors, *map(agent_name, range(agents))]
+    return make_keyring(run_id, names, attempts=config.supervision.max_restarts + 1, curve=config.curve)
 
-    Raises UsageError if another run lives in the folder.
+
+@contextlib.contextmanager
+def private_folder(folder: RunFolder, config: Config, files: Mapping[str, Any] | None = None) -> Iterator[int]:
+    """Credentials for as long as the context lasts; gives the descriptor of the held lock.
+
+    ``files`` are this host's; without them, those of a run on this host alone are made. Raises UsageError if another
+    run lives in the folder.
     """
-    attempts = config.supervision.max_restarts + 1
-    # Made aside, so that it is there as a whole, with its lock held, or not at all.
-    made = folder.path / f"{PRIVATE}-{folder.run_id}"
+    if files is None:
+        files = make_run_keyring(config, folder.run_id).files_of([*config.actors, agent_name(0)])
+    lock = hold_private(folder.private, folder.run_id, files)
     try:
-        create_credentials(made, folder.run_id, [*config.actors, AGENT], attempts=attempts, curve=config.curve)
+        yield lock
+    finally:
+        shutil.rmtree(folder.private, ignore_errors=True)
+        os.close(lock)
+
+
+def hold_private(private: Path, run_id: str, files: Mapping[str, Any]) -> int:
+    """Make a host's private folder; the descriptor of its lock, which is held. Raises UsageError as private_folder."""
+    # Made aside, so that it is there as a whole, with its lock held, or not at all.
+    made = private.with_name(f"{private.name}-{run_id}")
+    try:
+        write_credentials(made, files)
         lock = os.open(made / "lock.new", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # It gets its name once it is held, so that nobody finds it free.
             os.rename(made / "lock.new", made / LOCK)
-            try:
-                os.rename(made, folder.private)
-            except OSError as error:
-                if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise in_use(folder.path) from None
-                raise
-            try:
-                yield lock
-            finally:
-                shutil.rmtree(folder.private, ignore_errors=True)
-        finally:
+            os.rename(made, private)
+        except OSError as error:
             os.close(lock)
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                raise in_use(private.parent) from None
+            raise
     finally:
         shutil.rmtree(made, ignore_errors=True)
+    return lock
 
 
 def in_use(path: Path) -> UsageError:
@@ -119,10 +138,10 @@ def in_use(path: Path) -> UsageError:
     return UsageError(f"{path} is in use: the run in it is still going on; end that first")
 
 
-def is_living(path: Path) -> bool:
-    """Whether a run lives in this folder."""
+def is_living(path: Path, private: str = PRIVATE) -> bool:
+    """Whether a run lives in this folder; ``private`` is the name of the private folder of the host in question."""
     try:
-        lock = os.open(path / PRIVATE / LOCK, os.O_RDWR)
+        lock = os.open(path / private / LOCK, os.O_RDWR)
     except FileNotFoundError:
         return False
     try:

@@ -16,6 +16,7 @@ Should it be killed itself, the agent is told by SIGTERM and ends the run in goo
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -35,7 +36,7 @@ def main() -> int:
     become_subreaper()
     agent = os.posix_spawn(
         sys.executable,
-        [sys.executable, "-m", "asyncrl.launcher.agent", str(os.getpid()), str(lock)],
+        [sys.executable, "-m", "asyncrl.launcher.agent", str(os.getpid()), str(lock), private],
         os.environ,
         setsid=True,
         setsigdef=IGNORED,
@@ -47,6 +48,9 @@ def main() -> int:
     finally:
         stuck = end_children(END_S)
         shutil.rmtree(private, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            # Of a host that has only a part of the run: the agent has emptied it.
+            os.rmdir(os.path.dirname(private))
     if stuck:
         sys.stderr.write(f"guard: processes {stuck} were killed but do not end\n")
         return 1

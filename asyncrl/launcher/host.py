@@ -1,13 +1,15 @@
 """What a node agent decides, without sockets, clocks or processes.
 
-Events go in, instructions come out. The controller is started first and the others once it can be reached;
+Events go in, instructions come out. On the head the controller is started first and the others once it can be reached;
 a death is followed by a restart or by the end of the run, as the policy has it; who is condemned is killed, and dies
 as any other. While the controller is being started again the others go on, and its successor is told of every end
 that it may not know, and of a wish that the run make way. Invariants: only the very process that is condemned is
 killed for it; nothing is started once the run is ending; from then on ``deadline`` says when everything that is left
 is killed, never later than ``drain_s`` after; a run that is to make way is ending at the latest ``grace_s`` and
 ``drain_s`` after; the first failure that this host or the controller knows of is the one that is reported; the host is
-finished only when no process is left. The caller brings the time (monotonic, s).
+finished only when no process is left. On a host that was cut off from the controller for so long that it may count as
+lost, the ends of those that lived there meanwhile are nobody's fault: they are started again without counting, and
+ends that could not be told are told again. The caller brings the time (monotonic, s).
 """
 
 from __future__ import annotations
@@ -18,10 +20,13 @@ from dataclasses import dataclass, field
 from asyncrl.config import SupervisionConfig
 from asyncrl.errors import ActorFailed
 from asyncrl.messages import RunState
+from asyncrl.runtime.actor import CONTROLLER
 from asyncrl.runtime.supervision import PREEMPTED_EXIT_CODE, UNHEALABLE_EXITS, Restart, Supervisor, describe_exit
 
 NEVER_RAN_GRACE_S = 1.0
 """A run that never got going has nothing worth waiting for."""
+CUT_OFF_SHARE = 0.5
+"""Of supervision.host_lost_s: silence of the controller after which this host may be lost to it."""
 UNANSWERED = 2
 """Calls in a row without an answer after which a silent controller is frozen: one may be this host's own fault."""
 
@@ -47,10 +52,11 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Tell whoever watches that an actor that died for this reason is started again."""
+    """Tell whoever watches that an actor that died for this reason, so long ago, is started again."""
 
     name: str
     reason: str
+    after_s: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +85,7 @@ Instruction = Spawn | Report | Announce | Kill | AskStop | KillAll
 
 @dataclass(slots=True)
 class Host:
-    """One host's actors, each with the path of its log, in the order of their start: controller first."""
+    """One host's actors, each with the path of its log, in the order of their start: on the head controller first."""
 
     logs: Mapping[str, str]
     policy: SupervisionConfig
@@ -98,8 +104,8 @@ class Host:
     living: set[str] = field(default_factory=set)
     incarnations: dict[str, int] = field(default_factory=dict)
     """Of the process of each actor that was spawned last."""
-    _due: dict[str, tuple[float, str]] = field(default_factory=dict)
-    """When, and after which death, an actor is started again."""
+    _due: dict[str, tuple[float, str, float]] = field(default_factory=dict)
+    """When, after which death, and at which time that was, an actor is started again."""
     _condemned: dict[str, str] = field(default_factory=dict)
     """Who is being killed because it was condemned, with the reason."""
     _ends: dict[str, Report] = field(default_factory=dict)
@@ -112,6 +118,8 @@ class Host:
     _has_run: bool = False
     _heard: float = 0.0
     _unanswered: int = 0
+    _stale: set[str] = field(default_factory=set)
+    """Who lived here while this host was cut off."""
     _launcher_gone: bool = False
     _stop_asked: bool = False
     _preempting: str = ""
@@ -128,7 +136,12 @@ class Host:
     @property
     def controller(self) -> str:
         """Its name."""
-        return next(iter(self.logs))
+        return CONTROLLER
+
+    @property
+    def is_head(self) -> bool:
+        """Whether the controller is one of the actors here."""
+        return CONTROLLER in self.logs
 
     @property
     def finished(self) -> bool:
@@ -137,13 +150,14 @@ class Host:
 
     def begin(self) -> list[Instruction]:
         """Start."""
-        return self._spawn(self.controller)
+        return self._spawn(self.controller) if self.is_head else []
 
     def controller_found(self, now: float) -> list[Instruction]:
         """The controller can be reached: for the first time, or as a new incarnation that knows nothing yet."""
         if self.ending:
             return []
-        self._reachable, self._heard, self._unanswered, self._reach_by = True, now, 0, None
+        self._hear(now)
+        self._reachable, self._reach_by = True, None
         if not self._all_started:
             self._all_started = True
             return [spawn for name in self.logs if name != self.controller for spawn in self._spawn(name)]
@@ -159,6 +173,8 @@ class Host:
     def controller_silent(self, now: float) -> list[Instruction]:
         """A call to the controller was not answered at all."""
         self._unanswered += 1
+        if not self.is_head:
+            return []
         silent = self._reachable and self._unanswered >= UNANSWERED and now - self._heard >= self.policy.silence_s
         if self.ending or not silent or self.controller in self._condemned:
             return []
@@ -168,6 +184,7 @@ class Host:
     def spawned(self, name: str, incarnation: int) -> None:
         """A process was started."""
         self.incarnations[name] = incarnation
+        self._stale.discard(name)
 
     def exited(self, name: str, exit_code: int, hint: str, now: float, at: int = 0) -> list[Instruction]:
         """A process and all of its group are gone, ``at`` on the clock of incarnations.
@@ -181,10 +198,11 @@ class Host:
             return self._controller_exited(exit_code, hint, now)
         if self.ending:
             return [self._report(name, exit_code, False, "", died)]
-        decision = self._supervisor.ended(name, exit_code, now)
+        blameless = name in self._stale or self._is_cut_off(now)
+        decision = self._supervisor.ended(name, exit_code, now, blameless=blameless)
         if isinstance(decision, Restart):
             reason = _join(describe_exit(exit_code), hint)
-            self._due[name] = (now + decision.after_s, reason)
+            self._due[name] = (now + decision.after_s, reason, now)
             return [self._report(name, exit_code, False, reason, died)]
         reason = _join(decision.reason, hint)
         self._fail(name, reason, exit_code)
@@ -196,7 +214,7 @@ class Host:
         if not self.ending:
             decision = self._supervisor.ended(self.controller, exit_code, now)
             if isinstance(decision, Restart):
-                self._due[self.controller] = (now + decision.after_s, _join(describe_exit(exit_code), hint))
+                self._due[self.controller] = (now + decision.after_s, _join(describe_exit(exit_code), hint), now)
                 return []
             self._fail(self.controller, _join(decision.reason, hint), exit_code)
         # The others have nobody left who could tell them when to end.
@@ -204,11 +222,12 @@ class Host:
 
     def state(self, state: RunState, now: float) -> list[Instruction]:
         """The controller has said something."""
-        self._heard, self._unanswered = now, 0
+        told: list[Instruction] = list(self._ends.values()) if self._unanswered else []
+        self._hear(now)
         self._checkpoint |= state.checkpoint >= 0
         self._has_run |= state.phase in ("running", "preempting")
         if state.phase in ("starting", "running", "preempting"):
-            return self._kill_condemned(state)
+            return [*told, *self._kill_condemned(state)]
         if actor := state.failed_actor:
             # What an actor said of itself is worth more than what its end looks like from here.
             log = state.log or self.logs.get(actor)
@@ -269,8 +288,9 @@ class Host:
         if self._launcher_gone and self._reachable and now - self._heard >= self.policy.host_grace_s:
             return self.controller_lost(f"silent for {self.policy.host_grace_s:g} s, and no launcher", now)
         instructions: list[Instruction] = []
-        for name in [name for name, (at, _) in self._due.items() if now >= at]:
-            instructions += [Announce(name, self._due.pop(name)[1]), *self._spawn(name)]
+        for name in [name for name, (at, *_) in self._due.items() if now >= at]:
+            _, reason, died = self._due.pop(name)
+            instructions += [Announce(name, reason, now - died), *self._spawn(name)]
             if name == self.controller and self._all_started:
                 self._reach_by = now + self.policy.start_timeout_s
         return instructions
@@ -279,7 +299,7 @@ class Host:
         """When ``tick`` is to be called if nothing happens before."""
         if self.ending:
             return self.deadline
-        times = [at for at, _ in self._due.values()]
+        times = [at for at, *_ in self._due.values()]
         if self._launcher_gone and self._reachable:
             times.append(self._heard + self.policy.host_grace_s)
         if self._preempting:
@@ -287,6 +307,17 @@ class Host:
         if self._reach_by is not None:
             times.append(self._reach_by)
         return min(times, default=None)
+
+    def _hear(self, now: float) -> None:
+        """The controller speaks."""
+        if self._is_cut_off(now):
+            self._stale |= self.living
+        self._heard, self._unanswered = now, 0
+
+    def _is_cut_off(self, now: float) -> bool:
+        """Whether this host may be lost to the controller."""
+        cut_off_s = CUT_OFF_SHARE * self.policy.host_lost_s
+        return not self.is_head and self._reachable and now - self._heard >= cut_off_s
 
     def _kill_condemned(self, state: RunState) -> list[Instruction]:
         instructions: list[Instruction] = []
@@ -309,7 +340,7 @@ class Host:
 
     def _fail(self, name: str, reason: str, exit_code: int) -> None:
         code = exit_code if exit_code in UNHEALABLE_EXITS else 1
-        self.failure = ActorFailed(name, reason, log=self.logs[name], exit_code=code)
+        self.failure = ActorFailed(name, reason, log=self.logs.get(name), exit_code=code)
 
     def _end(self, now: float) -> None:
         if not self.ending:

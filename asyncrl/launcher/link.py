@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from asyncrl.config import Config
 from asyncrl.errors import DeadlineExceeded, RemoteError, WireError
+from asyncrl.launcher.hostspec import private_name
 from asyncrl.messages import ActorEnded, RunState, StopRun, WatchRun
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext
 from asyncrl.runtime.endpoint import new_incarnation
 from asyncrl.wire.keys import load_credentials
 from asyncrl.wire.zeromq import ZmqTransport
 
-NAME = "agent/0"
 ASK_STOP_S = 2.0
 RETRY_S = 0.5
 SILENCE_SHARE = 0.5
-"""Of supervision.silence_s: the deadline of a call whose answer is missed."""
+"""Of supervision.silence_s and host_lost_s: the deadline of a call whose answer is missed."""
+
+
+def agent_name(index: int) -> str:
+    """The name of the node agent of the host with this number; the head's is 0."""
+    return f"agent/{index}"
 
 
 class ControllerLink(Actor):
@@ -42,9 +47,13 @@ class ControllerLink(Actor):
 
     async def run(self) -> None:
         """Follow the run."""
-        seen, seen_line, known = -1, 0, 0
+        # Metrics are told by the head's agent alone.
+        no_line = 0 if self.context.index == 0 else -1
+        seen, seen_line, known = -1, no_line, 0
         # A parked call is answered in time by a controller that lives, so that its silence shows soon enough.
-        within = min(self.config.network.call_timeout_s, SILENCE_SHARE * self.config.supervision.silence_s)
+        supervision = self.config.supervision
+        shortest = min(supervision.silence_s, supervision.host_lost_s)
+        within = min(self.config.network.call_timeout_s, SILENCE_SHARE * shortest)
         while True:
             call = self.peer(CONTROLLER).call(WatchRun(seen=seen, seen_line=seen_line), timeout=within)
             try:
@@ -58,9 +67,10 @@ class ControllerLink(Actor):
             if known not in (0, call.answered_by):
                 self._on_successor()
                 # It counts its lines from 1 again.
-                seen, seen_line, known = -1, 0, call.answered_by
+                seen, seen_line, known = -1, no_line, call.answered_by
                 continue
-            seen, seen_line, known = state.number, state.last_line, call.answered_by
+            seen, known = state.number, call.answered_by
+            seen_line = state.last_line if no_line == 0 else no_line
             self._on_state(state)
 
     async def report(self, message: ActorEnded) -> None:
@@ -86,20 +96,30 @@ def make_link(
     run_dir: Path,
     controller: str,
     *,
+    index: int,
+    host: str,
+    actors: Iterable[str],
     on_state: Callable[[RunState], None],
     on_silent: Callable[[], None],
     on_successor: Callable[[], None],
 ) -> ControllerLink:
-    """A link to the controller at this address; its ``main`` is yet to be run."""
-    credentials = load_credentials(run_dir / "private", NAME, 0)
+    """A link of the agent with this index to the controller at this address; its ``main`` is yet to be run.
+
+    ``host`` is the address that it binds, empty for network.host; ``actors`` are those of this host.
+    """
+    name = agent_name(index)
+    credentials = load_credentials(run_dir / private_name(index), name, 0)
     transport = ZmqTransport(credentials, max_message_bytes=config.network.max_message_bytes)
     context = ActorContext(
         config=config,
-        name=NAME,
+        name=name,
         incarnation=new_incarnation(),
         run_dir=run_dir,
         transport=transport,
         credentials=credentials,
         controller=controller,
+        bind_host=host,
     )
-    return ControllerLink(context, on_state=on_state, on_silent=on_silent, on_successor=on_successor)
+    link = ControllerLink(context, on_state=on_state, on_silent=on_silent, on_successor=on_successor)
+    link.facts = {"actors": list(actors)}
+    return link

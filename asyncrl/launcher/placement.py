@@ -23,6 +23,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.runtime.supervision import role_of
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 MOST_HOSTS_NAMED = 16
 
 
@@ -37,6 +38,8 @@ class Host:
     cpus: int
     gpus: tuple[str, ...] = ()
     address: str = ""
+    interface: str = ""
+    """The network interface that holds the address, where that is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +68,12 @@ def place(config: Config, hosts: Sequence[Host]) -> list[Placed]:
         learner_gpus = host.gpus[: ranks[index]] if on_gpu else ()
         for local in range(ranks[index]):
             env = _environment(threads[index].get("learner", 1), learner_gpus)
-            env |= _torch_environment(config, hosts[0], ranks, index, local)
+            env |= _torch_environment(config, hosts[0], ranks, index, local) | _interface_environment(host)
             name = f"learner/{first_rank + local}"
             placed[name] = Placed(name=name, host=host.name, gpus=learner_gpus[local : local + 1], env=env)
         for local in range(replicas[index]):
             gpus = host.gpus[len(learner_gpus) + local * each :][:each]
-            env = _environment(threads[index].get("rollouter", 1), gpus)
+            env = _environment(threads[index].get("rollouter", 1), gpus) | _interface_environment(host)
             name = f"rollouter/{first_replica + local}"
             placed[name] = Placed(name=name, host=host.name, gpus=gpus, env=env)
         first_rank, first_replica = first_rank + ranks[index], first_replica + replicas[index]
@@ -209,6 +212,11 @@ def _threads(config: Config, host: Host, ranks: int, replicas: int) -> dict[str,
 
 def _environment(threads: int, visible: Sequence[str]) -> dict[str, str]:
     return dict.fromkeys(THREAD_VARIABLES, str(threads)) | {"CUDA_VISIBLE_DEVICES": ",".join(visible)}
+
+
+def _interface_environment(host: Host) -> dict[str, str]:
+    """Over which interface collectives go."""
+    return dict.fromkeys(INTERFACE_VARIABLES, host.interface) if host.interface else {}
 
 
 def _torch_environment(config: Config, head: Host, ranks: Sequence[int], index: int, local: int) -> dict[str, str]:

@@ -7,7 +7,8 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,6 +21,7 @@ from asyncrl.launcher.spec import (
     StateEvent,
     StuckEvent,
 )
+from asyncrl.runtime.supervision import role_of
 
 Line = Mapping[str, Any]
 NAMES_SHOWN = 4
@@ -29,13 +31,21 @@ CLEAR_LINE = "\r\x1b[2K"
 class Progress:
     """Shows events on ``out``, and what somebody should look at on ``err``; ``steps`` is the run's last step."""
 
-    def __init__(self, out: TextIO, steps: int, err: TextIO | None = None) -> None:
+    def __init__(
+        self, out: TextIO, steps: int, err: TextIO | None = None, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._now_s = now
+        self._learner_died: tuple[str, float] | None = None
+        """The rank that died first since the last step, and when."""
+        self._start = 0
+        """The learner's, in the last step's line."""
         self._out = out
         self._err = sys.stderr if err is None else err
         self._steps = steps
         self._live = out.isatty()
         self._shown = ""
         self._awaited: int | None = None
+        self._reached = 0
 
     def show(self, event: Event) -> None:
         """Show an event, if it says something new."""
@@ -53,8 +63,10 @@ class Progress:
                 self._now("making way: waiting for a checkpoint")
             case StateEvent(phase="draining"):
                 self._now("draining: ending the actors in order")
-            case RestartEvent(name=name, reason=reason):
+            case RestartEvent(name=name, reason=reason, after_s=after_s):
                 self.say(f"{name} died ({reason}) and is started again")
+                if role_of(name) == "learner" and self._learner_died is None:
+                    self._learner_died = name, self._now_s() - after_s
             case StuckEvent(report=report):
                 self.warn([f"watchdog: {report}"])
             case StacksEvent(name=name, lines=lines, more=more, log=log):
@@ -65,9 +77,25 @@ class Progress:
             case MetricsEvent(line=line) if line.get("kind") == "eval":
                 self.say(describe_eval(line))
             case MetricsEvent(line=line):
+                self._tell_of_return(line)
                 self._now(describe_step(line, self._steps))
             case _:
                 pass
+
+    def _tell_of_return(self, line: Line) -> None:
+        """After a learner's death, the first step of its successor."""
+        start, before = line.get("start", 0), self._start
+        self._start = start
+        if self._learner_died is not None and start > before > 0:
+            name, died = self._learner_died
+            self._learner_died = None
+            self.say(f"training goes on: step {line.get('step')} {self._now_s() - died:.1f} s after {name} died")
+
+    def reaching(self, hosts: list[str]) -> None:
+        """Show who of the hosts has not answered yet."""
+        if self._live or not self._reached or len(hosts) <= self._reached // 2:
+            self._reached = len(hosts)
+            self._now(f"reaching hosts: waiting for {_some(hosts)}" if hosts else "reaching hosts: all are there")
 
     def say(self, text: str) -> None:
         """Show a line that stays."""

@@ -1,7 +1,8 @@
 """What the launcher tells a node agent, and what the agent tells it.
 
-The agent's first line of standard input is an AgentSpec; the lines ``stop`` and ``kill`` may follow. Its
-standard output is one Event a line. Both are JSON.
+The agent's first line of standard input is an AgentSpec; the lines ``stop``, ``preempt`` and ``kill`` may follow,
+``controller ADDRESS`` where the controller is on another host, and ``arrived`` after its last event. Its standard
+output is one Event a line. Both are JSON.
 """
 
 from __future__ import annotations
@@ -18,6 +19,12 @@ KILL = b"kill\n"
 """End everything at once."""
 
 
+ARRIVED = b"arrived\n"
+"""The launcher has read the last event, and with it all logs."""
+CONTROLLER_AT = b"controller "
+"""What comes before the controller's address."""
+
+
 class ActorSpec(Struct, frozen=True, kw_only=True):
     """One actor to be spawned."""
 
@@ -29,13 +36,17 @@ class ActorSpec(Struct, frozen=True, kw_only=True):
 
 
 class AgentSpec(Struct, frozen=True, kw_only=True):
-    """One host's part of a run. The controller is the first of its actors."""
+    """One host's part of a run. On the head the controller is the first of its actors."""
 
     run_dir: str
     log_dir: str
     attempts: int
     """Key pairs made for each actor; later starts use the last, and the controller always its first."""
     actors: list[ActorSpec]
+    index: int = 0
+    """Of the agent among those of the run; 0 is on the head."""
+    host: str = ""
+    """Address by which the other hosts reach this one; empty for network.host, as in a run on one host."""
 
 
 class StateEvent(Struct, frozen=True, kw_only=True, tag="state"):
@@ -52,10 +63,11 @@ class MetricsEvent(Struct, frozen=True, kw_only=True, tag="metrics"):
 
 
 class RestartEvent(Struct, frozen=True, kw_only=True, tag="restart"):
-    """An actor that died for this reason is started again."""
+    """An actor that died for this reason ``after_s`` ago is started again."""
 
     name: str
     reason: str
+    after_s: float = 0.0
 
 
 class StuckEvent(Struct, frozen=True, kw_only=True, tag="stuck"):
@@ -79,6 +91,20 @@ class MovingEvent(Struct, frozen=True, kw_only=True, tag="moving"):
     """The run moves again, and nobody had to be killed for it."""
 
 
+class ControllerEvent(Struct, frozen=True, kw_only=True, tag="controller"):
+    """Where the controller is."""
+
+    address: str
+
+
+class LogEvent(Struct, frozen=True, kw_only=True, tag="log"):
+    """What was written to a log file on a host that does not share the run folder; in order."""
+
+    file: str
+    """Its name."""
+    text: str
+
+
 class EndedEvent(Struct, frozen=True, kw_only=True, tag="ended"):
     """The last event: how the run ended. ``actor`` is empty unless one failed."""
 
@@ -89,4 +115,14 @@ class EndedEvent(Struct, frozen=True, kw_only=True, tag="ended"):
     exit_code: int = 0
 
 
-Event = StateEvent | MetricsEvent | RestartEvent | StuckEvent | StacksEvent | MovingEvent | EndedEvent
+Event = (
+    StateEvent
+    | MetricsEvent
+    | RestartEvent
+    | StuckEvent
+    | StacksEvent
+    | MovingEvent
+    | ControllerEvent
+    | LogEvent
+    | EndedEvent
+)

@@ -98,7 +98,7 @@ class Learner(Actor):
         # Before anything slow: without it nothing can be published.
         mark = await self._on_thread(lambda: VersionMark(self.context.run_dir))
         start = await self._on_thread(mark.begin)
-        host, port = await self._on_thread(lambda: self._backend.open_store(self.config.network.host))
+        host, port = await self._on_thread(lambda: self._backend.open_store(self.context.host))
         self.facts = {"store_host": host, "store_port": port}
         await self._register(address="")
         await self._on_thread(lambda: self._backend.setup(host, port))
@@ -159,6 +159,7 @@ class Learner(Actor):
             self._backend,
             self._thread,
             mark,
+            host=self.context.host,
             call=lambda request: self.peer(PARAMETER_SERVER).call(request),
             tasks=self.tasks,
             log=self.log,

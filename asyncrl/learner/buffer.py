@@ -7,6 +7,8 @@ are granted than it allows.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from asyncrl.messages import Group
 
 
@@ -42,7 +44,12 @@ class GroupBuffer:
         oldest = sorted(self._groups.values(), key=_age)[:count]
         for group in oldest:
             del self._groups[group.ticket.uid]
-        return sorted(oldest, key=_position)
+        return in_order(oldest)
+
+
+def in_order(groups: Iterable[Group]) -> list[Group]:
+    """By (epoch, index)."""
+    return sorted(groups, key=_position)
 
 
 def _age(group: Group) -> tuple[int, int, int]:

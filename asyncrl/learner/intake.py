@@ -17,7 +17,7 @@ from typing import Literal
 
 from asyncrl.config import LearnerConfig
 from asyncrl.learner.batch import check_group, has_signal
-from asyncrl.learner.buffer import GroupBuffer
+from asyncrl.learner.buffer import GroupBuffer, in_order
 from asyncrl.learner.outcomes import OutcomeQueue
 from asyncrl.ledger import Kind, Ledger, position_of
 from asyncrl.messages import Group, LedgerState, Outcome
@@ -107,11 +107,11 @@ class Intake:
             self._quarantine(Quarantined(uid, reason))
 
     def begin_step(self) -> tuple[list[Group], list[Group]]:
-        """The groups of the next step, in the order in which they are trained; those filtered since the last one."""
+        """The groups of the next step, and those filtered since the last one; both in order, however they arrived."""
         assert not self._in_training
         groups = self.buffer.take(self._learner.groups_per_step)
         self._in_training = {group.ticket.uid: group for group in groups}
-        filtered, self.filtered, self._failed = self.filtered, [], 0
+        filtered, self.filtered, self._failed = in_order(self.filtered), [], 0
         return groups, filtered
 
     def end_step(self) -> list[int]:

@@ -26,12 +26,13 @@ class RecordFiles:
         self._metrics = run_dir / "metrics.jsonl"
         self._quarantine = run_dir / "quarantine.jsonl"
         self._samples = run_dir / "samples"
-        self._start = start
+        self.start = start
+        """In every line."""
         self._samples.mkdir(exist_ok=True)
 
     def metrics(self, *lines: dict[str, Any]) -> None:
         """Append lines to metrics.jsonl."""
-        _append(self._metrics, (finite(line | {"start": self._start}) for line in lines))
+        _append(self._metrics, (finite(line | {"start": self.start}) for line in lines))
 
     def quarantined(self, step: int, found: Sequence[Quarantined]) -> None:
         """Append prompts that will not be trained, with the reason, to quarantine.jsonl."""
@@ -45,7 +46,7 @@ class RecordFiles:
                     "step": step,
                     "attempt": ticket.attempt if ticket is not None else None,
                     "prompt": ticket.prompt if ticket is not None else None,
-                    "start": self._start,
+                    "start": self.start,
                 }
                 for item, ticket in zip(found, tickets, strict=True)
             ),
@@ -55,7 +56,7 @@ class RecordFiles:
         """Write the trajectories of some groups of a step."""
         _append(
             self._samples / f"step_{step:06d}.jsonl",
-            (finite(_sample(step, version, group) | {"start": self._start}) for group in groups),
+            (finite(_sample(step, version, group) | {"start": self.start}) for group in groups),
         )
 
 

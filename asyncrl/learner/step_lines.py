@@ -77,7 +77,7 @@ class StepLines:
     async def emit(self, line: dict[str, Any]) -> None:
         """Write a line now."""
         await self._write(lambda: self._records.metrics(line))
-        self._tell(line)
+        self._tell(line | {"start": self._records.start})
 
     async def quarantined(self, step: int, found: Sequence[Quarantined]) -> None:
         """Write prompts that will not be trained, after ``step`` steps."""

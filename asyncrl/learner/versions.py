@@ -40,7 +40,8 @@ class MadeVersion:
 
 
 class Versions:
-    """Of one run, on rank 0. ``thread`` is the backend's; ``call`` asks the parameter server."""
+    """Of one run, on rank 0. ``thread`` is the backend's; ``call`` asks the parameter server; members of a broadcast
+    find rank 0 at ``host``."""
 
     def __init__(
         self,
@@ -49,6 +50,7 @@ class Versions:
         thread: ThreadPoolExecutor,
         mark: VersionMark,
         *,
+        host: str,
         call: Callable[[Request], asyncio.Future[Any]],
         tasks: asyncio.TaskGroup,
         log: FilteringBoundLogger,
@@ -69,7 +71,7 @@ class Versions:
                 # Brings torch along, which a simulated learner does without.
                 from asyncrl.weights.collective.sender import Sender
 
-                return Sender(collective, config.network.host, timeout_s)
+                return Sender(collective, host, timeout_s)
 
             self._broadcaster = Broadcaster(collective, make_sender, timeout_s=timeout_s, call=call, log=log)
 

@@ -77,7 +77,7 @@ class ParameterServer(Actor):
     async def close(self) -> None:
         await self._held.close()
 
-    def peer_replaced(self, name: str, incarnation: int) -> None:
+    def peer_died(self, name: str, incarnation: int) -> None:
         """What is dead stages nothing, pauses for nothing, and takes part in nothing."""
         self._conductor.left(name, incarnation, self._now())
         self._changed()

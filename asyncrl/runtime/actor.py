@@ -20,6 +20,7 @@ from asyncrl.errors import AsyncRLError, DeadlineExceeded, RemoteError, WireErro
 from asyncrl.messages import (
     ActorRecord,
     AwaitRecord,
+    Dead,
     Heartbeat,
     Register,
     ReportFailure,
@@ -59,6 +60,13 @@ class ActorContext:
     """Address of the controller; None for the controller itself."""
     attempt: int = 0
     clock: Clock = field(default_factory=Clock)
+    bind_host: str = ""
+    """Address of this host by which the others reach it; empty for network.host, as in a run on one host."""
+
+    @property
+    def host(self) -> str:
+        """The address that this actor binds."""
+        return self.bind_host or self.config.network.host
 
     @property
     def index(self) -> int:
@@ -84,6 +92,8 @@ class Actor:
         self.facts: dict[str, Any] = {}
         """Registered with the address; set in setup."""
         self.ready = False
+        self.dead: dict[str, int] = {}
+        """Newest incarnation of each other actor that is known to be dead."""
         self.tasks: asyncio.TaskGroup
         self.run_state = RunState(number=-1, phase="starting")
         self._known_to = 0
@@ -91,6 +101,9 @@ class Actor:
         self._has_made_way = False
         self._drained = asyncio.Event()
         self._peers: dict[str, Peer] = {}
+        self._server: CallServer | None = None
+        self._fenced: dict[str, int] = {}
+        """As ``dead``, by the word of the controller."""
         self._progress = 0
         self._endpoint = Endpoint(
             name=context.name,
@@ -116,8 +129,11 @@ class Actor:
     async def close(self) -> None:
         """Give back what is held; called whatever happened before."""
 
-    def peer_replaced(self, name: str, incarnation: int) -> None:
-        """A newer incarnation of an actor has said HELLO: this one of it is dead."""
+    def peer_died(self, name: str, incarnation: int) -> None:
+        """This incarnation of an actor, or whichever older one was met, is dead; called once for each.
+
+        A newer one has said HELLO, or the controller knows of its end or of the loss of its host.
+        """
 
     def preempted(self) -> None:
         """The run makes way: nothing new is begun, and what is worth keeping is brought to the learner's checkpoint.
@@ -144,6 +160,8 @@ class Actor:
             if name == CONTROLLER and self.context.controller is not None:
                 record = ActorRecord(name=name, incarnation=0, address=self.context.controller)
             found = self._peers[name] = Peer(self._endpoint, name, record)
+            if name in self._fenced:
+                found.adopt(self._fenced[name] + 1)
         return found
 
     def progress(self) -> None:
@@ -196,12 +214,11 @@ class Actor:
 
     async def main(self) -> None:
         """Live. Raises what ended the actor, if it was not the drain."""
-        server: CallServer | None = None
         try:
             async with asyncio.TaskGroup() as self.tasks:
                 try:
-                    server = CallServer(self._endpoint, self, self._handler_failed, self.peer_replaced)
-                    self.address = server.bind(self._bind_address())
+                    self._server = CallServer(self._endpoint, self, self._handler_failed, self._note_death)
+                    self.address = self._bind(self._server)
                     await self._live()
                 finally:
                     self._endpoint.ending = True
@@ -224,8 +241,8 @@ class Actor:
                 self.log.error("not closed in time", state=self.states.state)
             finally:
                 self.peer(CONTROLLER).close()
-                if server is not None:
-                    server.close()
+                if self._server is not None:
+                    self._server.close()
                 self.context.transport.close()
                 self.log.info("ended", counters=self.counters)
 
@@ -257,9 +274,16 @@ class Actor:
                 item.cancel()
             await asyncio.gather(task, drained, return_exceptions=True)
 
+    def _bind(self, server: CallServer) -> str:
+        try:
+            return server.bind(self._bind_address())
+        except OSError as error:
+            where = "where network.host, network.interface and network.ports want it"
+            raise OSError(error.errno, f"{error.strerror}, {where}") from None
+
     def _bind_address(self) -> str:
         """Where its server is to be bound."""
-        return f"tcp://{self.config.network.host}:{self.config.network.ports}"
+        return f"tcp://{self.context.host}:{self.config.network.ports}"
 
     async def _register(self, address: str) -> None:
         if address and self.context.credentials.curve:
@@ -295,10 +319,28 @@ class Actor:
                 # If it refuses, this incarnation is dead to the others and must end.
                 await self._register(address=self.address if self.ready else "")
             self.run_state = state
+            self._fence(state.dead)
             if self.role in state.draining and not self.draining:
                 self.log.info("draining", reason=state.reason)
                 self._drained.set()
             self._make_way()
+
+    def _fence(self, dead: list[Dead]) -> None:
+        """Neither hear nor believe these any more."""
+        for actor in dead:
+            name, incarnation = actor.name, actor.incarnation
+            if name != self.name and incarnation > self._fenced.get(name, 0):
+                self._fenced[name] = incarnation
+                assert self._server is not None
+                self._server.fence(name, incarnation)
+                if name in self._peers:
+                    self._peers[name].adopt(incarnation + 1)
+                self._note_death(name, incarnation)
+
+    def _note_death(self, name: str, incarnation: int) -> None:
+        if incarnation > self.dead.get(name, 0):
+            self.dead[name] = incarnation
+            self.peer_died(name, incarnation)
 
     def _make_way(self) -> None:
         if self.run_state.phase == "preempting" and self.ready and not self._has_made_way:

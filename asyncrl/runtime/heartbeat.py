@@ -22,6 +22,7 @@ from asyncrl.runtime import stacks
 from asyncrl.runtime.actor import CONTROLLER, Actor
 from asyncrl.runtime.endpoint import Endpoint
 from asyncrl.wire.envelope import Kind, decode_header
+from asyncrl.wire.zeromq import find_half_open
 
 
 class HeartbeatThread:
@@ -62,6 +63,7 @@ class HeartbeatThread:
         socket = context.socket(zmq.DEALER)
         socket.linger = 0
         socket.sndhwm = 16
+        find_half_open(socket)
         name, incarnation = self._endpoint.name, self._endpoint.incarnation
         socket.setsockopt(zmq.IDENTITY, f"{name}/{incarnation}/{secrets.token_hex(6)}".encode())
         credentials = self._endpoint.credentials

@@ -36,15 +36,20 @@ def run_actor(
     controller: str | None,
     incarnation: int,
     attempt: int,
+    host: str = "",
+    private: str = "private",
 ) -> int:
-    """Live as this actor; returns the exit code of the process."""
+    """Live as this actor; returns the exit code of the process.
+
+    ``host`` is the address to bind, network.host if it is empty; ``private`` the name of the folder of credentials.
+    """
     tune_memory()
     # Each held bucket of a version takes one or two descriptors, and shells allow no more than 1,024.
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     config = config_from_json((run_dir / "config.json").read_text())
     configure_logging(config.log.level)
-    credentials = load_credentials(run_dir / "private", name, attempt)
+    credentials = load_credentials(run_dir / private, name, attempt)
 
     async def live() -> None:
         context = ActorContext(
@@ -56,6 +61,7 @@ def run_actor(
             credentials=credentials,
             controller=controller,
             attempt=attempt,
+            bind_host=host,
         )
         actor = actor_class(context)
         heartbeat = None

@@ -3,22 +3,23 @@
 Invariants: for each name only the largest incarnation ever seen is heard; whatever an older one says is
 refused (fencing), and a name whose actor has ended, or is condemned to be killed, resolves to nothing until a larger
 incarnation registers. A missed heartbeat changes no record: silence is a stall (``silent``), and only the end of a
-process or of a host is a death. Of a gang nobody lives on who started before the newest death in it, unless that death
-was brought about for this very reason: so its new actors can only meet new ones, even if this registry is itself
-younger than they are. Pure: the caller brings the time.
+process or the loss of its host is a death. What was lost with its host is dead for good, even if it lives on there:
+it is to be killed as soon as the host is back. Of a gang nobody lives on who started before the newest death in it,
+unless that death was brought about for this very reason: so its new actors can only meet new ones, even if this
+registry is itself younger than they are. Pure: the caller brings the time.
 
 Fails with Refused (code ``incarnation``), which names both incarnations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
 from asyncrl.errors import Refused
-from asyncrl.messages import ActorRecord, Condemned, Heartbeat
+from asyncrl.messages import ActorRecord, Condemned, Dead, Heartbeat
 from asyncrl.runtime.supervision import is_gang, role_of
 
 LONGEST_GAP = 0.5
@@ -43,6 +44,8 @@ class Entry:
     ended: bool = False
     condemned: str = ""
     """Why it is to be killed, if it is."""
+    lost: bool = False
+    """Whether it was lost with its host."""
 
     @property
     def heard_of(self) -> bool:
@@ -75,6 +78,16 @@ class Registry:
         entry.record = msgspec.structs.replace(record, address=address)
         entry.heard = now
 
+    def living(self) -> dict[str, int]:
+        """Name and incarnation of every actor that is heard."""
+        return {name: entry.record.incarnation for name, entry in self.entries.items() if entry.heard_of}
+
+    def recall(self, living: Mapping[str, int], now: float) -> None:
+        """Take in what ``living`` told an earlier registry: whoever does not come back now is silent."""
+        for name, incarnation in living.items():
+            record = ActorRecord(name=name, incarnation=incarnation, address="")
+            self.entries.setdefault(name, Entry(record, since=now, heard=now, progressed=now))
+
     def heartbeat(self, name: str, incarnation: int, beat: Heartbeat, now: float) -> bool:
         """Take in a heartbeat; False if it is not the living incarnation's, or is not its newest."""
         entry = self.entries.get(name)
@@ -104,7 +117,9 @@ class Registry:
         if same and known:
             entry.ended = True
         if died and not (same and entry.condemned):
-            self._break_gang(name, died, "died")
+            # Who came while this one was still taken for living may have met it, though it was dead.
+            met = self._newest_of(name) + 1 if same and known else 0
+            self._break_gang(name, max(died, met), "died")
         return entry.ended
 
     def condemn(self, actors: Iterable[Condemned]) -> None:
@@ -114,6 +129,23 @@ class Registry:
             if entry is not None and entry.heard_of and entry.record.incarnation == actor.incarnation:
                 entry.condemned = actor.reason
                 self._break_gang(actor.name, self._newest_of(actor.name) + 1, "is killed")
+
+    def lose(self, names: Iterable[str], reason: str) -> None:
+        """Whatever lives of these is dead, with the gangs that they belong to: their host is lost."""
+        lost = [name for name in names if (entry := self.entries.get(name)) is not None and not entry.ended]
+        for name in lost:
+            entry = self.entries[name]
+            entry.lost = True
+            entry.condemned = entry.condemned or reason
+        for name in lost:
+            self._break_gang(name, self._newest_of(name) + 1, "was lost with its host")
+
+    @property
+    def dead(self) -> list[Dead]:
+        """The newest incarnation of each name of which nothing can come any more."""
+        return [
+            Dead(name, entry.record.incarnation) for name, entry in self.entries.items() if entry.ended or entry.lost
+        ]
 
     @property
     def condemned(self) -> list[Condemned]:
@@ -126,17 +158,25 @@ class Registry:
 
     def silence_of(self, entry: Entry, now: float) -> float:
         """Seconds for which it could have been heard of and was not."""
-        return now - max(entry.heard, self._listening_since)
+        return self.silence_since(entry.heard, now)
 
-    def silent(self, now: float, silence_s: float) -> list[Condemned]:
-        """The living actors that were not heard of for ``silence_s``; to be asked regularly.
+    def silence_since(self, heard: float, now: float) -> float:
+        """Of the seconds since then, those in which something could have been heard."""
+        return now - max(heard, self._listening_since)
 
-        After a gap between two questions silence counts from the second one on: this process was stopped itself, or
-        its host was, and what was said meanwhile is still to be read.
+    def listen(self, now: float, silence_s: float) -> None:
+        """Note that this process runs; to be called regularly, with the shortest silence that means something.
+
+        After a gap between two calls silence counts from the second one on: this process was stopped itself, or its
+        host was, and what was said meanwhile is still to be read.
         """
         if now - self._looked > LONGEST_GAP * silence_s:
             self._listening_since = now
         self._looked = now
+
+    def silent(self, now: float, silence_s: float) -> list[Condemned]:
+        """The living actors that were not heard of for ``silence_s``; as regularly as ``listen``."""
+        self.listen(now, silence_s)
         return [
             Condemned(name, entry.record.incarnation, f"it did not beat for {now - entry.heard:.0f} s")
             for name, entry in self.entries.items()
@@ -191,6 +231,6 @@ class Registry:
             entry.condemned = reason
 
     def _newest_of(self, name: str) -> int:
-        """The newest incarnation that lives of the gang of ``name``."""
+        """The newest incarnation that lives of the gang of ``name``; 0 if none does."""
         entries = [entry for other, entry in self.entries.items() if role_of(other) == role_of(name)]
-        return max(entry.record.incarnation for entry in entries if not entry.ended)
+        return max((entry.record.incarnation for entry in entries if not entry.ended), default=0)

@@ -9,7 +9,7 @@ Whatever is sent, in whatever numbers, what is kept here is bounded: names, conn
 replies of a connection, and the time for which a call may be parked. Three counters, which every heartbeat carries,
 tell what did not enter: ``wire/strangers`` counts connections that were turned away before they could say anything,
 and messages on connections without WELCOME; ``wire/refused`` HELLOs and messages of somebody who is not who he says he
-is, or not one of this run; ``wire/malformed`` what cannot be read.
+is, not one of this run, or dead; ``wire/malformed`` what cannot be read.
 """
 
 from __future__ import annotations
@@ -121,6 +121,8 @@ class CallServer:
         self._handlers = _handlers_of(owner)
         self._sessions: dict[bytes, _Session] = {}
         self._newest: dict[str, int] = {}
+        self._fenced: dict[str, int] = {}
+        """Incarnations up to these are dead."""
         self._deadlines: Deadlines[asyncio.Future[Any]] = Deadlines(self._loop, self._expire)
         self._expired: set[asyncio.Future[Any]] = set()
         """Those of the running calls whose deadline is over."""
@@ -132,6 +134,12 @@ class CallServer:
         """Bind and return the real address. Raises OSError."""
         self._bound = self._endpoint.transport.bind(address, self._receive, lambda: self._endpoint.count(STRANGERS))
         return self._bound.address
+
+    def fence(self, name: str, incarnation: int) -> None:
+        """This incarnation and all older ones are dead: nothing more is heard of them."""
+        self._fenced[name] = max(incarnation, self._fenced.get(name, 0))
+        for session in [s for s in self._sessions.values() if s.name == name and s.incarnation <= incarnation]:
+            self._drop(session)
 
     def close(self) -> None:
         """Unbind."""
@@ -191,6 +199,8 @@ class CallServer:
             refusal = ("key", f"the key of {owner}", hello.name)
         elif hello.incarnation < (newest := self._newest.get(hello.name, 0)):
             refusal = ("incarnation", str(newest), str(hello.incarnation))
+        elif hello.incarnation <= (fenced := self._fenced.get(hello.name, 0)):
+            refusal = ("incarnation", f"above {fenced}, which is dead", str(hello.incarnation))
         elif hello.name not in self._newest and len(self._newest) >= MAX_NAMES:
             refusal = ("name", f"one of {MAX_NAMES} known actors", hello.name)
         if refusal is not None:

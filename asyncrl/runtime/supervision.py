@@ -2,8 +2,8 @@
 
 One table says what is particular to each role; ``Supervisor`` applies it to the deaths that a node agent sees.
 Invariant: an actor is restarted at most ``max_restarts`` times within any window of ``window_s``, each time
-after a pause twice as long as the one before; whatever else happens ends the run with a reason that can be
-printed. Pure: the caller brings the time.
+after a pause twice as long as the one before, but for deaths that are not its own fault; whatever else happens ends the
+run with a reason that can be printed. Pure: the caller brings the time.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ class RolePolicy:
     """When the run ends, the actors of a rank are told to end once all of the lower ranks have."""
     gang: bool = False
     """Its actors compute together: when one dies all of them are started again, so that new ones meet new ones."""
+    replicated: bool = False
+    """Each does the same work: a run goes on with those that are left."""
     fixed: bool = False
     """It is found at one address with one key for the whole run, so its successor takes over both."""
 
 
 ROLES: dict[str, RolePolicy] = {
-    "rollouter": RolePolicy(drain_rank=1),
+    "rollouter": RolePolicy(drain_rank=1, replicated=True),
     "reward": RolePolicy(drain_rank=1),
     "parameter_server": RolePolicy(drain_rank=2),
     "dataloader": RolePolicy(drain_rank=2),
@@ -57,6 +59,12 @@ def is_gang(name: str) -> bool:
     """Whether an actor dies and starts with all of its role; False for what is none of the run's actors."""
     policy = ROLES.get(role_of(name))
     return policy is not None and policy.gang
+
+
+def is_replicated(name: str) -> bool:
+    """Whether a run goes on without an actor as long as there are others of its role."""
+    policy = ROLES.get(role_of(name))
+    return policy is not None and policy.replicated
 
 
 def describe_exit(exit_code: int) -> str:
@@ -114,11 +122,17 @@ class Supervisor:
     _budgets: dict[str, RestartBudget] = field(default_factory=dict)
     _counts: dict[str, int] = field(default_factory=dict)
 
-    def ended(self, name: str, exit_code: int, now: float) -> Restart | GiveUp:
-        """Decide over a process that ended at ``now`` (monotonic, s) though nobody asked it to."""
+    def ended(self, name: str, exit_code: int, now: float, *, blameless: bool = False) -> Restart | GiveUp:
+        """Decide over a process that ended at ``now`` (monotonic, s) though nobody asked it to.
+
+        An end for which it is ``blameless`` is followed by a restart however many there were, and counts as none.
+        """
         what = describe_exit(exit_code)
         if exit_code in UNHEALABLE_EXITS:
             return GiveUp(f"ended with {what}, which a restart would not mend")
+        if blameless:
+            self._counts[name] = self._counts.get(name, 0) + 1
+            return Restart(self.backoff_s, self._counts[name])
         budget = self._budgets.setdefault(name, RestartBudget(self.max_restarts, self.window_s, self.backoff_s))
         after = budget.next(now)
         if after is None:

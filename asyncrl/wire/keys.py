@@ -4,7 +4,8 @@ With CURVE on, every socket has a key pair of its own actor and attempt, and the
 only and names their owner, which must match the sender in the envelope. It is up before the first bind: CURVE
 without it would admit anyone. With CURVE off, HELLO carries the run's secret instead.
 
-Files are 0600 in a 0700 folder; their content never appears in argv, the environment or a log.
+Files are 0600 in a 0700 folder; their content never appears in argv, the environment or a log. A host is given the
+secrets of its own actors alone, and the public keys of all.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -36,30 +38,57 @@ class Credentials:
     """Public keys (z85) by actor name, one for each attempt."""
 
 
-def create_credentials(folder: Path, run_id: str, names: Iterable[str], *, attempts: int, curve: bool) -> None:
-    """Make the private folder of a run: its id and, for each actor name and attempt, what it needs.
+@dataclass(frozen=True, slots=True)
+class Keyring:
+    """The credentials of a whole run."""
 
-    Raises FileExistsError if the folder is there already.
-    """
-    folder.mkdir(mode=0o700, parents=False)
-    _write(folder / "run.json", {"run_id": run_id, "curve": curve})
+    common: dict[str, Any] = field(repr=False)
+    """What every host is given: content by file name."""
+    own: dict[str, dict[str, Any]] = field(repr=False)
+    """What is given only to the host of an actor, by actor name: content by file name."""
+
+    def files_of(self, names: Iterable[str]) -> dict[str, Any]:
+        """What the host of these actors is given: content by file name."""
+        files = dict(self.common)
+        for name in names:
+            files |= self.own.get(name, {})
+        return files
+
+
+def make_keyring(run_id: str, names: Iterable[str], *, attempts: int, curve: bool) -> Keyring:
+    """Make the credentials of a run: for each actor name and attempt a key pair, or without CURVE one secret."""
+    common: dict[str, Any] = {"run.json": {"run_id": run_id, "curve": curve}}
     if not curve:
-        _write(folder / "secret.json", {"secret": secrets.token_hex(32)})
-        return
+        return Keyring(common | {"secret.json": {"secret": secrets.token_hex(32)}}, {})
     peers: dict[str, list[str]] = {}
+    own: dict[str, dict[str, Any]] = {}
     for name in names:
         for attempt in range(attempts):
             public, secret = zmq.curve_keypair()
             peers.setdefault(name, []).append(public.decode())
-            _write(
-                folder / f"{name.replace('/', '-')}.{attempt}.json",
-                {"public": public.decode(), "secret": secret.decode()},
-            )
-    _write(folder / "peers.json", peers)
+            pair = {"public": public.decode(), "secret": secret.decode()}
+            own.setdefault(name, {})[f"{name.replace('/', '-')}.{attempt}.json"] = pair
+    return Keyring(common | {"peers.json": peers}, own)
+
+
+def create_credentials(folder: Path, run_id: str, names: Iterable[str], *, attempts: int, curve: bool) -> None:
+    """Make the private folder of a run on one host: its id and, for each actor name and attempt, what it needs.
+
+    Raises FileExistsError if the folder is there already.
+    """
+    names = list(names)
+    write_credentials(folder, make_keyring(run_id, names, attempts=attempts, curve=curve).files_of(names))
+
+
+def write_credentials(folder: Path, files: Mapping[str, Any]) -> None:
+    """Make a private folder with these files: content by file name. Raises FileExistsError if it is there already."""
+    folder.mkdir(mode=0o700, parents=False)
+    for name, content in files.items():
+        _write(folder / name, content)
 
 
 def load_credentials(folder: Path, name: str, attempt: int) -> Credentials:
-    """Read what ``create_credentials`` made for an actor. Raises OSError or KeyError."""
+    """Read what was written for an actor. Raises OSError or KeyError."""
     run = json.loads((folder / "run.json").read_text())
     if not run["curve"]:
         return Credentials(run["run_id"], json.loads((folder / "secret.json").read_text())["secret"])
@@ -89,6 +118,13 @@ class Doorkeeper(ThreadAuthenticator):
     def curve_user_id(self, client_public_key: bytes) -> str:
         """The actor that owns an admitted key."""
         return self._owners[zmq.utils.z85.encode(client_public_key).decode()]
+
+    def stop(self) -> None:
+        """Admit nobody any more. Does not wait for a thread that is gone."""
+        if self.pipe and not self.is_alive():
+            self.pipe.close(0)
+            self.pipe = None  # type: ignore[assignment]
+        super().stop()
 
 
 def _write(path: Path, value: object) -> None:

@@ -1,10 +1,10 @@
 """Transport over ZeroMQ: a ROUTER for each server, a DEALER for each client.
 
 Sockets are driven by the event loop's reader callback: no task and no future per message. A ROUTER is MANDATORY
-and takes over the routing id of a peer that comes back; heartbeats end half-open pipes; LINGER is 0 and high-water
-marks are finite, so nothing waits and nothing grows without bound. A frame over MAXMSGSIZE makes ZeroMQ drop the
-connection without a word, so senders check the size their peer stated. Who does not get through the handshake, which
-has a deadline, is counted and never seen by the receiver.
+and takes over the routing id of a peer that comes back; heartbeats of clients end half-open pipes; LINGER is 0 and
+high-water marks are finite, so nothing waits and nothing grows without bound. A frame over MAXMSGSIZE makes ZeroMQ
+drop the connection without a word, so senders check the size their peer stated. Who does not get through the
+handshake, which has a deadline, is counted and never seen by the receiver.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ class ZmqTransport:
         socket.setsockopt(zmq.IDENTITY, routing_id)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        find_half_open(socket)
         if self._credentials.curve:
             keys = self._credentials.peers.get(peer, [])
             if not keys:
@@ -104,12 +105,21 @@ class ZmqTransport:
         socket.linger = 0
         socket.sndhwm = socket.rcvhwm = HIGH_WATER_MARK
         socket.maxmsgsize = self._max_message_bytes
-        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TTL, 3 * HEARTBEAT_MS)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         socket.copy_threshold = COPY_BELOW_BYTES
         return socket
+
+
+def find_half_open(client: RawSocket) -> None:
+    """Have a client's socket notice that its server is silent, and the server that the client is.
+
+    Only clients send heartbeats, and each says for how long it may be silent. A server with heartbeats of its own can
+    be brought down by any peer that fills its queue and leaves: the next heartbeat to it aborts the process (libzmq
+    4.3.5, ``Assertion failed: !_io_error``).
+    """
+    client.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    client.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+    client.setsockopt(zmq.HEARTBEAT_TTL, 3 * HEARTBEAT_MS)
 
 
 class _ZmqSocket:

@@ -18,7 +18,9 @@ RANKS = [
 
 
 def machine(*, running=True):
-    run = RunStateMachine(frozenset(ACTORS), now=0.0, start_timeout_s=60.0, drain_s=10.0, grace_s=30.0)
+    run = RunStateMachine(
+        frozenset(ACTORS), now=0.0, start_timeout_s=60.0, drain_s=10.0, grace_s=30.0, host_grace_s=20.0
+    )
     if running:
         assert run.ready(ACTORS, 1.0)
     return run

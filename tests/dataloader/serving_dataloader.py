@@ -79,9 +79,12 @@ class Learner:
     def __init__(self, *held: str) -> None:
         self.held = set(held)
         self.asked: list[list[str]] = []
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
 
     @handler
-    def holds(self, request: Holds, caller: Caller) -> Held:
+    async def holds(self, request: Holds, caller: Caller) -> Held:
+        await self.may_answer.wait()
         self.asked.append(request.uids)
         return Held(uids=[uid for uid in request.uids if uid in self.held])
 
@@ -89,27 +92,49 @@ class Learner:
 class Running:
     """A dataloader and its peers."""
 
-    def __init__(self, net: Net, actor: Dataloader) -> None:
-        self.net, self.actor = net, actor
+    def __init__(self, net: Net, actor: Dataloader, learner: Learner) -> None:
+        self.net, self.actor, self.learner = net, actor, learner
         self._peers: dict[tuple[str, int], Peer] = {}
         self._reports = 0
         self.learner_incarnation = 1
         self.timeout_s = 10.0
 
-    def call(self, name: str, request: Any, incarnation: int = 1) -> asyncio.Future[Any]:
+    def call(self, name: str, request: Any, incarnation: int = 1, wait_s: float | None = None) -> asyncio.Future[Any]:
+        return self._peer(name, incarnation).call(request, timeout=wait_s or self.timeout_s)
+
+    async def hello(self, name: str, incarnation: int) -> None:
+        peer = self._peer(name, incarnation)
+        peer.connect()
+        while not peer.ready:
+            await asyncio.sleep(0.001)
+
+    async def dies(self, name: str, incarnation: int) -> None:
+        """Its successor says HELLO, and the learner has said which of its groups it holds."""
+        await self.hello(name, incarnation)
+        await self.hello(name, incarnation + 1)
+        while self.actor._tickets is None or self.actor._tickets.orphans:
+            await asyncio.sleep(0.001)
+
+    def _peer(self, name: str, incarnation: int) -> Peer:
         peer = self._peers.get((name, incarnation))
         if peer is None:
             peer = self.net.client("dataloader/0", name, incarnation)
             self._peers[name, incarnation] = peer
-        return peer.call(request, timeout=self.timeout_s)
+        return peer
 
     def restore(self, request: Restored, incarnation: int = 1) -> asyncio.Future[Resumed]:
+        """Said by this incarnation of the learner, which is there from here on."""
         self._reports = request.outcomes_number
+        if incarnation > self.learner_incarnation:
+            self.net.serve(self.learner, LEARNER, incarnation)
+            self.learner_incarnation = incarnation
         return self.call(LEARNER, request, incarnation)
 
-    def lease(self, name: str = A, free: int = 4, *, incarnation: int = 1, **fields: Any) -> asyncio.Future[Leased]:
+    def lease(
+        self, name: str = A, free: int = 4, *, incarnation: int = 1, wait_s: float | None = None, **fields: Any
+    ) -> asyncio.Future[Leased]:
         request = Lease(**{"seen": 0, "free_groups": free, "served_version": 0, **fields})
-        return self.call(name, request, incarnation)
+        return self.call(name, request, incarnation, wait_s)
 
     def report(self, *uids: str, kind: Any = "trained", **fields: Any) -> asyncio.Future[OutcomesSeen]:
         self._reports += 1
@@ -134,10 +159,11 @@ async def running(
     net: Net | None = None,
 ) -> AsyncIterator[Running]:
     """``rollouters`` by name; where there are none given, the config's hold nothing. In ``net``, or one of its own."""
+    learner = learner or Learner()
     async with AsyncExitStack() as stack:
         if net is None:
             net = await stack.enter_async_context(Net(memory=True, credentials=lambda _name: CREDENTIALS))
-            net.serve(learner or Learner(), LEARNER)
+            net.serve(learner, LEARNER)
             if rollouters is None:
                 rollouters = {name: Rollouter() for name in config.actors if name.startswith("rollouter/")}
             for name, rollouter in rollouters.items():
@@ -160,7 +186,7 @@ async def running(
         if life.done():
             await life
         net.register(ActorRecord(name="dataloader/0", incarnation=incarnation, address=actor.address))
-        it = Running(net, actor)
+        it = Running(net, actor, learner)
         if restore:
             steps = config.learner.steps * config.learner.groups_per_step
             await it.restore(restored(groups_left=steps))

@@ -193,3 +193,21 @@ def test_bad_data_ends_the_actor_before_it_is_ready(
 def test_the_module_names_its_actor() -> None:
     assert ACTOR is Dataloader
     assert Dataloader.role == "dataloader"
+
+
+def test_groups_of_the_dead_are_granted_again_before_a_successor_is_there(tmp_path: Path) -> None:
+    """I1: the controller's word is enough, once the learner has said which groups it holds."""
+
+    async def main() -> None:
+        async with running(small_config(staleness={"max": 0}), tmp_path) as it:
+            held, lost = uids(await it.lease(A, 2))
+            assert len(uids(await it.lease(B, 2))) == 2
+            it.learner.held.add(held)
+            parked = it.lease(B, 2, seen=2)
+            await asyncio.sleep(0.05)
+            assert not parked.done()
+            it.actor.peer_died(A, 1)
+            assert uids(await parked) == [lost]
+            assert it.learner.asked[-1] == [held, lost]
+
+    run(main())

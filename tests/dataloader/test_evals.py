@@ -103,3 +103,48 @@ def test_each_opening_and_closing_is_a_change() -> None:
     before = rounds.changes
     rounds.finish_prompt("a@0-0")
     assert rounds.changes == before + 1
+
+
+def test_rounds_that_are_open_go_on_with_what_the_learner_has() -> None:
+    """Whoever has started again knows the rounds from the learner."""
+    sets = [EvalSet("a", (0, 1, 2), every_versions=4, at_start=True)]
+    rounds = EvalRounds(sets, 9, closed=["a@0"], open={"a@4": ["a@4-1"], "gone@4": []}, overdue=True)
+    assert rounds.sizes == {"eval/a@4": 3}
+    assert not rounds.starting
+    held = rounds.hold("a@4-0")
+    assert held is not None
+    assert rounds.hold("a@4-0") is rounds.hold("a@4-1") is rounds.hold("a@0-0") is None
+    assert take_all(rounds, 9) == ["a@4-2"]
+    finish_all(rounds, ["a@4-0", "a@4-1", "a@4-2"])
+    assert rounds.sizes == {}
+
+
+def test_a_round_that_is_closed_never_opens_again() -> None:
+    sets = [EvalSet("a", (0,), every_versions=1, at_start=True, at_end=True)]
+    rounds = EvalRounds(sets, 3, closed=["a@0", "a@3"], open={"a@3": []}, overdue=True)
+    assert rounds.sizes == {}
+    rounds.finish(3)
+    assert rounds.sizes == {}
+    rounds.finish(4)
+    assert rounds.sizes == {"eval/a@4": 1}
+
+
+def test_a_set_of_which_nothing_is_known_begins_with_its_round_at_the_start() -> None:
+    rounds = EvalRounds([EvalSet("a", (0,), at_start=True), EvalSet("b", (0,), every_versions=4)], 9, overdue=True)
+    assert rounds.sizes == {"eval/a@9": 1, "eval/b@9": 1}
+    assert rounds.starting
+    assert EvalRounds([EvalSet("b", (0,), every_versions=4)], 9).sizes == {}
+
+
+def test_a_round_at_the_start_that_goes_on_still_comes_before_training() -> None:
+    assert EvalRounds([EvalSet("a", (0,), at_start=True)], 9, open={"a@7": []}).starting
+
+
+def test_a_rejected_prompt_keeps_its_round_open_until_the_learner_has_taken_note() -> None:
+    rounds = EvalRounds([EvalSet("a", (0, 1), at_start=True)])
+    rounds.reject(rounds.take(0), "it kills")
+    rounds.take(0)
+    rounds.finish_prompt("a@0-1")
+    assert (rounds.sizes, rounds.rejected) == ({"eval/a@0": 2}, {"a@0-0": "it kills"})
+    rounds.finish_prompt("a@0-0")
+    assert (rounds.sizes, rounds.rejected) == ({}, {})

@@ -25,6 +25,25 @@ def test_every_epoch_is_a_permutation(fingerprint: str, seed: int, size: int, nu
     assert {order.at(number * size + offset)[0] for offset in range(size)} == {number}
 
 
+@given(
+    seed=st.integers(0, 5),
+    size=st.integers(1, 300),
+    number=st.integers(0, 3),
+    shuffle=st.booleans(),
+    start=st.integers(0, 299),
+)
+def test_position_undoes_at_and_many_are_looked_up_like_one(
+    seed: int, size: int, number: int, shuffle: bool, start: int
+) -> None:
+    order = EpochOrder("f", seed, size, shuffle=shuffle)
+    start %= size
+    indices = order.indices(number, start, start + 50).tolist()
+    assert indices == [order.at(number * size + offset)[1] for offset in range(start, min(start + 50, size))]
+    assert [order.position(number, index) for index in indices] == [
+        number * size + offset for offset in range(start, start + len(indices))
+    ]
+
+
 def test_depends_on_fingerprint_seed_and_epoch_alone() -> None:
     order = EpochOrder("a", 1, 100)
     forwards = [order.at(position) for position in range(300)]

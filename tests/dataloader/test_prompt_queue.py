@@ -56,3 +56,54 @@ def test_a_prompt_comes_back_only_once() -> None:
 def test_a_queue_without_any_prompt_to_grant_is_our_own_fault() -> None:
     with pytest.raises(AssertionError):
         make_queue(2, 0, 1)
+
+
+def test_what_the_ledger_knows_is_passed_over_and_finished_epochs_are_not_looked_at() -> None:
+    ledger = Ledger()
+    for epoch in range(5000):
+        for index in range(2):
+            ledger.record("trained", epoch, index)
+    ledger.record("quarantined", 5000, 0)
+    queue = PromptQueue(EpochOrder("f", 0, 2, shuffle=False), ledger)
+    assert [queue.take().uid for _ in range(2)] == ["5000-1", "5001-0"]
+
+
+def test_a_prompt_that_somebody_has_is_passed_over_until_it_comes_back() -> None:
+    queue = make_queue()
+    held = queue.hold(0, 1)
+    assert held is not None
+    assert [prompt.uid for prompt in queue.ahead(3)] == ["0-0", "0-2", "1-0"]
+    assert queue.take().uid == "0-0"
+    queue.give_back(held)
+    assert [queue.take().uid for _ in range(2)] == ["0-1", "0-2"]
+
+
+def test_a_prompt_is_held_only_once_and_only_while_it_is_to_come() -> None:
+    queue = make_queue(3, 2)
+    queue.finish("filtered", 0, 0)
+    assert queue.hold(0, 0) is None
+    assert queue.hold(0, 1) is not None
+    assert queue.hold(0, 1) is None
+    assert queue.hold(0, 3) is None
+    assert queue.ahead(1)[0].uid == "1-0"
+
+
+def test_what_is_looked_at_ahead_is_left_where_it_is() -> None:
+    queue = make_queue(3, 1)
+    assert [prompt.uid for prompt in queue.ahead(3)] == ["0-0", "0-2", "1-0"]
+    assert queue.rejected == {}
+    assert [queue.take().uid for _ in range(3)] == ["0-0", "0-2", "1-0"]
+
+
+def test_epochs_of_other_prompts_are_left_for_good() -> None:
+    ledger = Ledger()
+    ledger.record("trained", 0, 0)
+    ledger.first_epoch = 2
+    queue = PromptQueue(EpochOrder("f", 0, 3, shuffle=False), ledger)
+    old = queue.hold(1, 77)
+    assert old is not None
+    assert queue.take().uid == "2-0"
+    queue.give_back(old)
+    assert queue.take().uid == "2-1"
+    queue.finish("trained", 1, 77)
+    assert ledger.outcome(1, 77) == "trained"

@@ -15,7 +15,7 @@ from asyncrl.dataloader.prompt_queue import TOO_LONG, PromptQueue
 from asyncrl.dataloader.tickets import Tickets
 from asyncrl.errors import ProtocolError
 from asyncrl.ledger import Ledger
-from asyncrl.messages import Outcome, Outcomes, Rejected
+from asyncrl.messages import Outcome, Outcomes, Rejected, TicketsHeld
 
 A, B = "rollouter/0", "rollouter/1"
 
@@ -118,6 +118,17 @@ def test_a_call_of_an_older_incarnation_gets_nothing() -> None:
 
 def test_numbers_go_on_above_what_a_rollouter_has_seen_from_a_lost_dataloader() -> None:
     assert numbers(Book().lease(A, 2, seen=17)) == [18, 19]
+
+
+def test_no_number_is_given_twice_whatever_the_dataloader_has_forgotten() -> None:
+    book = Book()
+    book.lease(A, 2)
+    # A reply of a lost dataloader, which came after it had said what it holds.
+    assert numbers(book.lease(A, 2, seen=7)) == [8, 9]
+    book.tickets.give_back(A, 1, ["0-2", "0-3"])
+    previous, book = book.tickets, Book()
+    book.tickets.adopt(A, 1, TicketsHeld(seen=7, served_version=0, tickets=[]), previous)
+    assert numbers(book.lease(A, 2, seen=7)) == [10, 11]
 
 
 def test_a_ticket_carries_the_newest_version_at_its_grant() -> None:

@@ -1,5 +1,6 @@
 """I8, parity: on the reference engine with staleness.max = 0 a run has the same tokens, losses and weights, in every
-bit, as the plain synchronous loop over the same parts (tools/synchronous.py), in whatever order its groups arrive.
+bit, as the plain synchronous loop over the same parts (tools/synchronous.py), in whatever order its groups arrive. On
+vLLM, where rounding depends on what is computed together, it has the same tokens for the first steps.
 
 The run is asyncrl-launch with every actor a process, two rollouters, groups without signal replaced on the way, and a
 reward function that takes its time at random.
@@ -18,19 +19,23 @@ import pytest
 from tools.bench.tiny_model import make_model
 from tools.live_run import LiveRun, to_toml
 
+pytestmark = pytest.mark.timeout(900)
+
 ROOT = Path(__file__).parent.parent.parent
+RUN_S = 400
+"""Longest of a run; on idle cores the longest takes a minute."""
 REWARD = '''
 import random
 import time
 
 def digits(*, prompt, completion, finish_reason, delay_s, arrivals):
-    """The share of digits, in quarters, so that some groups have no signal."""
+    """The share of digits, in sixths, so that some groups have no signal."""
     time.sleep(delay_s * random.SystemRandom().random())
     if arrivals:
         with open(arrivals, "a") as file:
             file.write(prompt + chr(10))
     share = sum(c.isdigit() for c in completion) / max(1, len(completion))
-    return {"reward": round(4 * share) / 4, "stopped": float(finish_reason == "stop")}
+    return {"reward": round(6 * share) / 6, "stopped": float(finish_reason == "stop")}
 '''
 
 
@@ -44,7 +49,7 @@ def configuration(folder, **sections):
             "replicas": 2,
             "gpus_per_replica": 0,
             "samples_per_prompt": 3,
-            "max_tokens": 14,
+            "max_tokens": 12,
             "concurrency": 6,
             "stream_interval": 4,
         },
@@ -80,7 +85,7 @@ def run_plainly(folder, tree, name):
         env={**environment, "PYTHONPATH": str(folder)},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=RUN_S,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
@@ -92,7 +97,7 @@ def run_live(folder, tree, name):
     (folder / name).mkdir()
     run = LiveRun(tree, folder / name, env={"PYTHONPATH": str(folder)})
     try:
-        assert run.wait(250) == 0, run.output
+        assert run.wait(RUN_S) == 0, run.output
         assert run.left() == []
     finally:
         run.close()
@@ -138,19 +143,21 @@ CASES = {
 }
 
 
+def both(folder, tree, name):
+    """The folders of a plain loop and of a run whose rewards come in disorder, and the order in which they came."""
+    plain = run_plainly(folder, tree, f"plain-{name}")
+    arrivals = folder / f"arrivals-{name}.txt"
+    delayed = {**tree["reward"], "options": {"delay_s": 0.1, "arrivals": str(arrivals)}}
+    live = run_live(folder, {**tree, "reward": delayed}, f"live-{name}")
+    return plain, live, list(dict.fromkeys(arrivals.read_text().splitlines()))
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_i8_a_run_is_the_plain_loop_bit_for_bit(folder, case):
-    sections = CASES[case]
-    tree = configuration(folder)
-    tree = {name: {**tree.get(name, {}), **sections.get(name, {})} for name in tree | sections}
-    steps = tree["learner"]["steps"]
-    plain = run_plainly(folder, tree, f"plain-{case}")
-    arrivals = folder / f"arrivals-{case}.txt"
-    delayed = {**tree["reward"], "options": {"delay_s": 0.1, "arrivals": str(arrivals)}}
-    live = run_live(folder, {**tree, "reward": delayed}, f"live-{case}")
-
+    tree = configuration(folder, **CASES[case])
+    plain, live, arrivals = both(folder, tree, case)
     expected, found = trained(plain), trained(live)
-    assert list(expected) == list(range(1, steps + 1))
+    assert list(expected) == list(range(1, tree["learner"]["steps"] + 1))
     for step, groups in expected.items():
         assert [group["uid"] for group in groups] == [group["uid"] for group in found[step]], f"step {step}"
         assert groups == found[step], f"step {step}"
@@ -158,12 +165,23 @@ def test_i8_a_run_is_the_plain_loop_bit_for_bit(folder, case):
     assert figures(live, *EXACT) == figures(plain, *EXACT)
     assert weights(live) == weights(plain)
 
-    # What makes it hard was there: a disorder of arrivals, groups left out and replaced, all kinds of ends, learning.
-    filtered = [count for (count,) in figures(live, "ledger/filtered").values()]
-    assert filtered[-1] > 3
-    order = list(dict.fromkeys(arrivals.read_text().splitlines()))
-    said = [group["prompt"] for groups in expected.values() for group in groups]
-    assert order != list(dict.fromkeys(said))
-    reasons = {t["finish_reason"] for groups in expected.values() for group in groups for t in group["trajectories"]}
-    assert reasons == {"stop", "length"}
+    # What makes it hard was there: a disorder of arrivals, groups left out and replaced, both kinds of ends, learning.
+    prompts = [group["prompt"] for groups in expected.values() for group in groups]
+    assert arrivals != list(dict.fromkeys(prompts))
+    assert figures(live, "ledger/filtered")[len(expected)] > [0]
+    responses = [response for groups in expected.values() for group in groups for response in group["trajectories"]]
+    assert {response["finish_reason"] for response in responses} == {"stop", "length"}
     assert weights(live) != hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def test_i8_on_vllm_the_first_steps_have_equal_tokens_and_losses_within_rounding(folder):
+    vllm = {"engine": "vllm", "vllm": {"cpu_kv_cache_bytes": 64 << 20, "threads": 1}}
+    tree = configuration(folder, learner={"steps": 5}, rollout=vllm)
+    plain, live, arrivals = both(folder, tree, "vllm")
+    expected, found = trained(plain), trained(live)
+    assert list(expected) == [1, 2, 3, 4, 5]
+    assert found == expected
+    for step, (loss,) in figures(plain, "loss/policy").items():
+        assert figures(live, "loss/policy")[step][0] == pytest.approx(loss, abs=1e-5), f"step {step}"
+    prompts = [group["prompt"] for groups in expected.values() for group in groups]
+    assert arrivals != list(dict.fromkeys(prompts))

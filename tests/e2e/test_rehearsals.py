@@ -28,7 +28,7 @@ def test_i1_i7_nothing_is_lost_or_left_over_by_a_run_that_is_broken_again_and_ag
     command = ["-m", "tools.chaos", "--faults", "8", "--everything", "1", "--seed", str(seed), "--json"]
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, *command], cwd=root, capture_output=True, text=True, timeout=400, check=False
+        [sys.executable, *command], cwd=root, capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout.splitlines()[-1])

@@ -218,7 +218,7 @@ def test_abort_keeps_what_was_sampled(served: Served, models: list[Any]) -> None
     assert unscheduled.tokens or unscheduled.spans == []
 
 
-def test_abort_and_resume_changes_nothing(served: Served, models: list[Any]) -> None:
+def test_i8_abort_and_resume_changes_nothing(served: Served, models: list[Any]) -> None:
     served.run(served.load(models[0]))
     whole = served.run(collect(served.engine, ask(max_tokens=200, temperature=0.0)))
 

@@ -5,7 +5,7 @@ BEHAVIOUR_JSON maps an actor's name to what it does beside living on the real ru
     {"die": [SECONDS, EXIT_CODE, TIMES]}   ends unasked; a negative code is a signal
     {"raise": "text"}                      fails in setup with a DataError
     {"finish": STEPS}                      writes STEPS lines of metrics, then says that the run is finished
-    {"finish_after": SECONDS}              waits as long before it says so
+    {"finish_on": NAME}                    waits for this file in the run folder before it says so
     {"preempted": VERSION}                 when the run makes way, says that this checkpoint is complete and all is done
     {"deaf": true}                         does not end when drained
     {"children": true}                     leaves processes behind: in its group, in another, and daemonised
@@ -53,7 +53,8 @@ class Stub(Actor):
                     file.write(json.dumps(line) + "\n")
                 self.peer(CONTROLLER).cast(MetricsLine(line=line))
                 await asyncio.sleep(0.01)
-            await asyncio.sleep(self.does.get("finish_after", 0))
+            while "finish_on" in self.does and not (self.context.run_dir / self.does["finish_on"]).exists():
+                await asyncio.sleep(0.05)
             await self.peer(CONTROLLER).call(RunFinished())
         await self.drained()
         if self.does.get("deaf"):

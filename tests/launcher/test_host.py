@@ -376,3 +376,71 @@ def test_invariants(history):
             assert found.next_deadline() <= asked_since + GRACE_S + POLICY.drain_s
         if found.ending:
             assert found.failure or found.stopped or found.finished_run
+
+
+FAR = ("learner/1", "rollouter/2")
+
+
+def far_host():
+    """A host that is not the head, with its actors of incarnations 1 and 2."""
+    found = Host({name: f"/logs/{name.replace('/', '-')}.log" for name in FAR}, POLICY, grace_s=GRACE_S)
+    assert found.begin() == []
+    assert found.controller_found(0.0) == [Spawn(name) for name in FAR]
+    for incarnation, name in enumerate(FAR, 1):
+        found.spawned(name, incarnation)
+    found.state(state("running"), 0.0)
+    return found
+
+
+def test_who_lived_on_a_host_that_was_lost_is_started_again_without_counting():
+    found = far_host()
+    for round in range(5):
+        back = 100.0 * (round + 1)
+        incarnation = found.incarnations["rollouter/2"]
+        assert found.controller_silent(back - 20.0) == []
+        kills = [i for i in found.state(condemned(("rollouter/2", incarnation)), back) if isinstance(i, Kill)]
+        assert kills == [Kill("rollouter/2")]
+        (told,) = found.exited("rollouter/2", -9, "", back + 1.0)
+        assert isinstance(told, Report) and not told.fatal
+        assert found.tick(back + 2.0)[-1] == Spawn("rollouter/2")
+        found.spawned("rollouter/2", incarnation + 10)
+        found.state(state("running"), back + 3.0)
+    # Its next ends are its own again.
+    for now in (510.0, 520.0):
+        found.state(state("running"), now)
+        (told,) = found.exited("rollouter/2", 3, "", now)
+        assert not told.fatal
+        found.tick(now + 5.0)
+        found.spawned("rollouter/2", int(now))
+    found.state(state("running"), 530.0)
+    (told,) = found.exited("rollouter/2", 3, "", 530.0)
+    assert told.fatal
+
+
+def test_an_end_while_the_host_is_cut_off_counts_for_nothing_either():
+    found = far_host()
+    for now in (40.0, 50.0, 60.0, 70.0):
+        (told,) = found.exited("learner/1", 1, "gloo: connection closed", now)
+        assert not told.fatal
+        found.tick(now + 2.0)
+
+
+def test_ends_that_could_not_be_told_are_told_when_the_controller_is_heard_of_again():
+    found = far_host()
+    (told,) = found.exited("learner/1", 1, "gloo: connection closed", 5.0, at=77)
+    found.controller_silent(10.0)
+    assert found.state(state("running"), 12.0) == [told]
+    assert told.died == 77
+    assert found.state(state("running"), 13.0) == []
+
+
+def test_a_host_without_launcher_and_controller_ends_by_itself():
+    """I7: a host that stays cut off leaves nothing running."""
+    found = far_host()
+    found.launcher_gone()
+    assert found.next_deadline() == POLICY.host_grace_s
+    assert found.tick(POLICY.host_grace_s - 0.1) == []
+    assert found.tick(POLICY.host_grace_s) == [KillAll()]
+    for name in FAR:
+        found.exited(name, -9, "", POLICY.host_grace_s)
+    assert found.finished

@@ -30,6 +30,22 @@ def test_a_step_in_a_few_words():
     assert describe_step({"step": 3, "reward/mean": None}, 10) == "step 3/10"
 
 
+def test_the_time_from_a_learners_death_to_its_next_step_is_told():
+    out, now = io.StringIO(), [100.0]
+    progress = Progress(out, steps=10, now=lambda: now[0])
+    progress.show(MetricsEvent(line=LINE | {"start": 1}))
+    progress.show(RestartEvent(name="learner/1", reason="killed by SIGKILL", after_s=0.5))
+    now[0] = 103.0
+    progress.show(RestartEvent(name="learner/0", reason="killed by SIGKILL", after_s=0.5))
+    progress.show(MetricsEvent(line=LINE | {"start": 1}))
+    assert "goes on" not in out.getvalue()
+    now[0] = 106.0
+    progress.show(MetricsEvent(line=LINE | {"start": 2, "step": 3}))
+    progress.show(MetricsEvent(line=LINE | {"start": 2, "step": 4}))
+    assert out.getvalue().count("goes on") == 1
+    assert "training goes on: step 3 6.5 s after learner/1 died" in out.getvalue()
+
+
 def test_plain_lines():
     out = io.StringIO()
     progress = Progress(out, steps=10)

@@ -194,7 +194,7 @@ def test_a_run_goes_on_without_its_launcher(launched):
 def test_a_run_goes_on_without_its_controller(launched, curve):
     """I5: it is started again on its port, with its key, and everybody who was there comes back to it."""
     sections = {"security": {"curve": curve}}
-    run = launched({"learner/0": {"finish": 3, "finish_after": 12.0}}, sections, restart_window_s=60.0)
+    run = launched({"learner/0": {"finish": 3, "finish_on": "go"}}, sections, restart_window_s=60.0)
     log = run.run_dir / "logs" / "attempt_1" / "controller-0.log"
 
     def have_registered(times):
@@ -208,6 +208,7 @@ def test_a_run_goes_on_without_its_controller(launched, curve):
     run.wait_to_show("controller/0 died (killed by SIGKILL) and is started again")
     wait_until(lambda: have_registered(2), "their return")
     assert {name: run.actor(name) for name in others} == others
+    (run.run_dir / "go").touch()
     code, shown = run.end()
     assert code == 0, shown
     assert sum(" died " in line for line in shown) == 1, shown
@@ -229,12 +230,13 @@ def test_a_controller_that_keeps_dying_ends_the_run_with_its_name(launched):
 
 
 def test_deaths_while_the_controller_is_away_are_mended(launched):
-    run = launched({"learner/0": {"finish": 3, "finish_after": 3.0}}, restart_window_s=60.0, backoff_s=0.5)
+    run = launched({"learner/0": {"finish": 3, "finish_on": "go"}}, restart_window_s=60.0, backoff_s=0.5)
     run.wait_to_show("step 3/3")
     for name in ("controller/0", "rollouter/0", "learner/0"):
         os.kill(run.actor(name), signal.SIGKILL)
     for name in ("controller/0", "rollouter/0", "learner/0"):
         run.wait_to_show(f"{name} died (killed by SIGKILL) and is started again")
+    (run.run_dir / "go").touch()
     code, shown = run.end()
     assert code == 0, shown
     assert_all_gone(run)

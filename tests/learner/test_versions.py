@@ -122,6 +122,7 @@ class Scene:
             self.script,  # type: ignore[arg-type]
             self.thread,
             VersionMark(self._folder),
+            host="127.0.0.1",
             call=self._net.client(NAME, "learner/0", call_timeout_s=2.0).call,
             tasks=self.tasks,
             log=get_logger("learner/0"),

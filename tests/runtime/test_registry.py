@@ -103,6 +103,21 @@ def beaten(*, at):
     return registry
 
 
+def test_a_successor_finds_silent_whom_only_its_predecessor_has_heard():
+    before = Registry()
+    for name in ("rollouter/0", "parameter_server/0"):
+        before.register(record(7, name=name), 1.0)
+    before.ended("rollouter/0", 7, 2.0)
+    after = Registry()
+    after.recall(before.living(), 100.0)
+    assert after.resolve("parameter_server/0") is None
+    look(after, start=100.0, until=130.0)
+    silent = look(after, start=130.0, until=141.0)
+    assert [(actor.name, actor.incarnation) for actor in silent] == [("parameter_server/0", 7)]
+    after.register(record(7, name="parameter_server/0"), 142.0)
+    assert after.ready() == {"parameter_server/0"}
+
+
 def look(registry, *, start=0.0, until):
     """Ask as often as one has to; what the last answer says."""
     now = start

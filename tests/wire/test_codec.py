@@ -1,5 +1,7 @@
 """Bodies and arrays: what goes in comes out, without copies; what does not fit is a ProtocolError."""
 
+from typing import Any
+
 import msgpack
 import msgspec
 import numpy as np
@@ -22,6 +24,10 @@ class Arrays(Message, frozen=True, kw_only=True):
 
 class Tensor(Message, frozen=True, kw_only=True):
     data: torch.Tensor
+
+
+class Anything(Message, frozen=True, kw_only=True):
+    any: dict[str, Any]
 
 
 DTYPES = st.sampled_from(["bool", "uint8", "int16", "int32", "int64", "float16", "float32", "float64"])
@@ -86,6 +92,26 @@ def test_a_body_is_plain_messagepack_with_dtype_shape_and_frame():
 def test_a_place_that_does_not_fit_its_frame_is_refused(place):
     with pytest.raises(ProtocolError, match="Arrays"):
         Codec().decode(Arrays, msgpack.packb({"first": place}), [bytes(24)])
+
+
+@pytest.mark.parametrize("kind", [Arrays, Tensor])
+def test_no_elements_in_more_dimensions_than_can_be_counted_are_refused(kind):
+    place = ["float32", [0, 1 << 47, 1 << 47, 1 << 47], 0]
+    with pytest.raises(ProtocolError, match=kind.__name__):
+        Codec().decode(kind, msgpack.packb({kind.__struct_fields__[0]: place}), [b""])
+
+
+def test_extension_types_are_refused_where_anything_goes():
+    body = msgpack.packb({"first": ["uint8", [0], 0], "any": {"a": msgpack.ExtType(5, b"x")}})
+    with pytest.raises(ProtocolError, match="extension type 5"):
+        Codec().decode(Anything, body, [b""])
+
+
+def test_what_is_wrong_with_an_array_is_said_without_repeating_it():
+    for place in (["x" * 10**6, [1], 0], ["float32", [-1] * 10**6, 0], ["float32", [1], "x" * 10**6]):
+        with pytest.raises(ProtocolError) as caught:
+            Codec().decode(Arrays, msgpack.packb({"first": place}), [bytes(4)])
+        assert len(str(caught.value)) < 200
 
 
 @given(st.binary(max_size=200))

@@ -48,7 +48,7 @@ from tools.chaos.world import World, enter
 from tools.live_run import LiveRun
 
 ALL = (*ON_PROCESSES, *ON_MACHINE)
-PATIENCE_S = {"sim": 60.0, "vllm": 300.0}
+PATIENCE_S = {"sim": 90.0, "vllm": 300.0}
 """Longest without a trained step."""
 END_S = 30.0
 """Longest that anything may take to be gone after the run."""
@@ -104,10 +104,11 @@ def go(
     struck: list[Struck] = []
     try:
         try:
-            struck = torment(
+            torment(
                 run,
                 Striker(run, world, seed),
                 faults,
+                struck,
                 patience_s=PATIENCE_S[engine],
                 told=lambda one: print(_row(one), file=out, flush=True),
             )
@@ -175,7 +176,8 @@ def _left(run: LiveRun, world: World) -> list[str]:
 
 def _last_words(run: LiveRun) -> str:
     """The end of what the launcher and every actor have said."""
-    logs = sorted(run.run_dir.glob("logs/*/*.log"))
+    attempts = sorted(run.run_dir.glob("logs/attempt_*"), key=lambda path: path.stat().st_mtime)
+    logs = sorted(attempts[-1].glob("*.log")) if attempts else []
     words = [f"{path.name}: " + path.read_bytes()[-600:].decode(errors="replace") for path in logs]
     return "\n".join([run.output[-1000:], *words])
 

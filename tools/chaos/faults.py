@@ -53,15 +53,14 @@ class Striker:
         """What is to be taken back, and when."""
         self._full_until = 0.0
 
-    def strike(self, fault: Fault, step: int) -> Struck | None:
-        """Carry it out; None when its victim is not there just now."""
+    def strike(self, fault: Fault, best: int) -> Struck | None:
+        """Carry it out, ``best`` being the last step ever trained; None when its victim is not there just now."""
+        if fault.in_checkpoint:
+            self._await_checkpoint()
         now = time.monotonic()
-        struck = Struck(fault, now - self._began, now, self._phase(fault), step)
+        struck = Struck(fault, now - self._began, now, self._phase(fault), max(best, self._run.step))
         match fault.kind:
             case "everything":
-                if fault.in_checkpoint:
-                    self._await_checkpoint()
-                    struck.phase = self._phase(fault)
                 self._run.kill_everything()
                 self.lift()
             case "disk":

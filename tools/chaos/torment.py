@@ -25,11 +25,18 @@ class NotRecovered(Exception):
 
 
 def torment(
-    run: LiveRun, striker: Striker, faults: Sequence[Fault], *, patience_s: float, told: Callable[[Struck], None]
-) -> list[Struck]:
-    """Returns what was struck, once the run has ended by itself. ``told`` gets each once it is recovered from."""
+    run: LiveRun,
+    striker: Striker,
+    faults: Sequence[Fault],
+    struck: list[Struck],
+    *,
+    patience_s: float,
+    told: Callable[[Struck], None],
+) -> None:
+    """Returns once the run has ended by itself. Each fault goes to ``struck`` when it comes, and to ``told`` when it is
+    recovered from.
+    """
     waiting = list(faults)
-    struck: list[Struck] = []
     best = 0
     moved_at = time.monotonic()
     due_at: float | None = None
@@ -43,7 +50,7 @@ def torment(
             _note_recovered(run, struck, best, told)
             if run.exit_code is not None:
                 _note_recovered(run, struck, best, told, ended=True)
-                return struck
+                return
             if now - moved_at > patience_s:
                 raise NotRecovered(f"nothing was trained for {patience_s:g} s after step {best}{_since(struck)}")
             if waiting and due_at is None and best >= waiting[0].after_step:

@@ -1,0 +1,98 @@
+"""What the doctor finds: a line for people, an object for programs. Pure.
+
+Invariant: a finding that is not ok says how to mend it. The fields of Finding and the names in CHECKS are stable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import msgspec
+
+Result = Literal["ok", "warn", "fail"]
+
+CHECKS = (
+    *("ssh", "identity", "clock", "versions", "placement", "gpus", "interface", "nccl", "ports", "reach"),
+    *("model", "data", "reward", "run_dir", "checkpoint_dir", "memory", "shm", "descriptors", "leftovers"),
+)
+"""Every check, in the order in which its findings are shown."""
+ALL_HOSTS = ""
+"""The host of a finding that concerns all of them."""
+FAILED_EXIT_CODE = 1
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """What one check found on one host."""
+
+    host: str
+    """As in the hostfile; empty for what concerns all hosts together."""
+    check: str
+    """One of CHECKS."""
+    result: Result
+    detail: str
+    fix: str = ""
+    """What to do; empty if it is ok."""
+
+
+def ok(check: str, detail: str, host: str = ALL_HOSTS) -> Finding:
+    """Nothing to do."""
+    return Finding(host, check, "ok", detail)
+
+
+def warn(check: str, detail: str, fix: str, host: str = ALL_HOSTS) -> Finding:
+    """A run can begin, but may suffer from it."""
+    return Finding(host, check, "warn", detail, fix)
+
+
+def fail(check: str, detail: str, fix: str, host: str = ALL_HOSTS) -> Finding:
+    """A run would not begin, or fail on its way."""
+    return Finding(host, check, "fail", detail, fix)
+
+
+def on_host(host: str, findings: Iterable[Finding]) -> list[Finding]:
+    """The same, of this host."""
+    return [msgspec.structs.replace(finding, host=host) for finding in findings]
+
+
+def in_order(findings: Iterable[Finding], hosts: Sequence[str]) -> list[Finding]:
+    """What concerns all hosts first, then host by host, each in the order of CHECKS."""
+    places = {name: number for number, name in enumerate((ALL_HOSTS, *hosts))}
+    return sorted(findings, key=lambda finding: (places[finding.host], CHECKS.index(finding.check)))
+
+
+def exit_code(findings: Iterable[Finding]) -> int:
+    """0 if nothing failed."""
+    return FAILED_EXIT_CODE if any(finding.result == "fail" for finding in findings) else 0
+
+
+def as_lines(findings: Sequence[Finding]) -> list[str]:
+    """A line for each finding and one that counts them."""
+    hosts = [finding.host or "all hosts" for finding in findings]
+    host_width = max((len(host) for host in hosts), default=0)
+    check_width = max(map(len, CHECKS))
+    rows = []
+    for finding, host in zip(findings, hosts, strict=True):
+        row = f"{finding.result:<4}  {host:<{host_width}}  {finding.check:<{check_width}}  {finding.detail}"
+        rows.append(" ".join((row + (f"; fix: {finding.fix}" if finding.fix else "")).splitlines()))
+    counts = [f"{sum(finding.result == result for finding in findings)} {result}" for result in ("ok", "warn", "fail")]
+    return [*rows, ", ".join(counts)]
+
+
+def as_json(findings: Sequence[Finding]) -> str:
+    """A list of objects with the keys host, check, result, detail, fix."""
+    return msgspec.json.format(msgspec.json.encode(findings), indent=2).decode()
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """Names in a row, the first of many."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def in_bytes(count: float) -> str:
+    """A number of bytes for people, as 1.5 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

@@ -1,0 +1,268 @@
+"""What runs that were killed as a whole have left on this host, and its removal.
+
+Certainly dead is: a private folder whose lock is free; the spool and the unfinished checkpoints of a run none of whose
+locks is held; an engine's scratch folder whose process is no more; a process of asyncrl that has been orphaned, since
+a living run's processes all descend from its guard or its agent. Nothing else is ever removed. A lock says nothing
+where the file system keeps locks for each host by itself, or not at all: what lies there is only named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from asyncrl.checkpoint.folder import checkpoint_dir, is_leftover
+from asyncrl.config import config_from_json
+from asyncrl.doctor.findings import Finding, listed, ok, warn
+from asyncrl.errors import ConfigError
+from asyncrl.launcher.folders import CONFIG, LOCK, PART, PRIVATE
+
+SCRATCH = "asyncrl-engine-"
+LOCAL_LOCKS = re.compile(r"\b(local_lock=(all|flock)|localflock|nolock)\b")
+"""Mount options under which the locks of other hosts are not seen."""
+TITLE = re.compile(r"asyncrl ([a-z_]+/\d+ |reward worker)")
+"""Of an actor's process, or of one of its workers."""
+ENGINE_TITLE = "VLLM::"
+LAUNCHER = "asyncrl.launcher."
+REAPERS = ("systemd", "init", "tini", "dumb-init", "catatonit")
+"""Names of processes that orphans go to, beside process 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process of this user."""
+
+    pid: int
+    parent: int
+    started: float
+    title: str
+    """Its command line."""
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """A thing, or a process, that belongs to no living run. ``certain`` says that it may be removed."""
+
+    what: str
+    path: Path | None = None
+    process: Process | None = None
+    certain: bool = True
+
+
+def check_leftovers(runs: Path | None, *, is_head: bool, fix: bool) -> Finding:
+    """Name what is left, and with ``fix`` remove what is certainly dead.
+
+    ``runs`` is the folder of run folders, or None where the head sees the same one and looks there.
+    """
+    found = find_leftovers(runs, is_head=is_head)
+    removed = [one for one in found if fix and one.certain and remove(one)]
+    rest = [one for one in found if one not in removed]
+    told = [f"removed {listed([one.what for one in removed])}"] if removed else []
+    if not rest:
+        return ok("leftovers", told[0] if told else "none")
+    told.append(listed([one.what for one in rest]))
+    sure, unsure = any(one.certain for one in rest), any(not one.certain for one in rest)
+    advice = ["--fix removes what is certainly dead"] if sure and not fix else []
+    advice += ["see why it cannot be removed"] if sure and fix else []
+    advice += ["see whether the rest is still used, and remove it yourself"] if unsure else []
+    return warn("leftovers", "; ".join(told), "; ".join(advice))
+
+
+def find_leftovers(runs: Path | None, *, is_head: bool) -> list[Leftover]:
+    """On this host. Unfinished checkpoints are looked for on the head alone, where the runs' own locks are."""
+    return [
+        *(_private_folders(runs) if runs is not None else ()),
+        *(_of_runs(runs, checkpoints=is_head) if runs is not None else ()),
+        *_scratch_folders(Path(tempfile.gettempdir())),
+        *(
+            Leftover(f"process {process.pid} ({process.title[:80]})", process=process, certain=certain)
+            for process, certain in orphans(read_processes())
+        ),
+    ]
+
+
+def remove(leftover: Leftover) -> bool:
+    """Whether it is gone. It is looked at once more, so that nothing that lives by now is removed."""
+    if leftover.process is not None:
+        return _kill(leftover.process)
+    path = leftover.path
+    assert path is not None
+    if path.name.startswith(PRIVATE):
+        return _remove_private(path)
+    if path.name.startswith(SCRATCH):
+        shutil.rmtree(path, ignore_errors=True)
+    elif not is_held(_run_of(path)):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    return not os.path.lexists(path)
+
+
+# --- folders ---
+
+
+def is_held(run: Path | None) -> bool:
+    """Whether the lock of a private folder of this run is held, or cannot be asked."""
+    return run is not None and any(not _lock_is_free(lock) for lock in run.glob(f"{PRIVATE}*/{LOCK}"))
+
+
+def _lock_is_free(path: Path) -> bool:
+    try:
+        lock = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+    return True
+
+
+def locks_tell(path: Path, mounts: str | None = None) -> bool:
+    """Whether a free lock at ``path`` is free on every host; ``mounts`` is what /proc/self/mountinfo holds."""
+    if mounts is None:
+        try:
+            mounts = Path("/proc/self/mountinfo").read_text()
+        except OSError:
+            return False
+    best, options = "", ""
+    for line in mounts.splitlines():
+        mount, _, kind = line.partition(" - ")
+        place = mount.split()[4]
+        if path.absolute().is_relative_to(place) and len(place) >= len(best):
+            best, options = place, f"{mount} {kind}"
+    return not LOCAL_LOCKS.search(options)
+
+
+def _private_folders(runs: Path) -> Iterator[Leftover]:
+    certain = locks_tell(runs)
+    for folder in sorted(runs.glob(f"*/{PRIVATE}*")):
+        lock = folder / LOCK
+        if lock.exists():
+            if _lock_is_free(lock):
+                yield Leftover(str(folder), folder, certain=certain)
+        elif folder.is_dir() and not is_held(folder.parent):
+            # One that is being made has no lock for a moment.
+            yield Leftover(f"{folder} (without a lock)", folder, certain=False)
+
+
+def _remove_private(path: Path) -> bool:
+    try:
+        lock = os.open(path / LOCK, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        # Held while it goes, so that nobody takes it over meanwhile.
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(path, ignore_errors=True)
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+    return not path.exists()
+
+
+def _of_runs(runs: Path, *, checkpoints: bool) -> Iterator[Leftover]:
+    certain = locks_tell(runs)
+    for config_file in sorted(runs.glob(f"*/{CONFIG}")):
+        run = config_file.parent
+        # The part of a run whose head is elsewhere: nothing here tells whether that goes on.
+        if is_held(run) or (run / PART).exists():
+            continue
+        for spool in sorted(run.glob("spool/*.msgpack")):
+            # It belongs to one attempt of its run, and that is over.
+            yield Leftover(f"{spool} (spool)", spool, certain=certain)
+        if not checkpoints:
+            continue
+        try:
+            folder = checkpoint_dir(config_from_json(config_file.read_text()), run)
+            names = sorted(os.listdir(folder))
+        except (OSError, ValueError, ConfigError):
+            continue
+        # What lies elsewhere is not told apart from that of a run of the same name in another folder of runs.
+        mine = certain and folder.is_relative_to(run)
+        for name in filter(is_leftover, names):
+            yield Leftover(f"{folder / name} (unfinished checkpoint)", folder / name, certain=mine)
+
+
+def _run_of(path: Path) -> Path | None:
+    """The run folder around a path."""
+    return next((parent for parent in path.parents if (parent / CONFIG).is_file()), None)
+
+
+def _scratch_folders(parent: Path) -> Iterator[Leftover]:
+    for folder in sorted(parent.glob(f"{SCRATCH}*")):
+        pid = folder.name.removeprefix(SCRATCH).partition("-")[0]
+        with contextlib.suppress(OSError):
+            if pid.isdecimal() and folder.stat().st_uid == os.getuid() and not psutil.pid_exists(int(pid)):
+                yield Leftover(str(folder), folder)
+
+
+# --- processes ---
+
+
+def read_processes() -> dict[int, Process]:
+    """Those of this user, and process 1 and all between."""
+    found = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error), process.oneshot():
+            words = process.cmdline()
+            if process.uids().real == os.getuid() or process.pid == 1:
+                name, started = process.name(), process.create_time()
+                found[process.pid] = Process(process.pid, process.ppid(), started, " ".join(words).strip(), name)
+    return found
+
+
+def orphans(processes: dict[int, Process]) -> list[tuple[Process, bool]]:
+    """Processes of asyncrl that belong to no living run, and whether that is certain. Pure.
+
+    Above those of a living run there is its guard or its agent; above those that somebody has started by hand there is
+    that somebody. Orphans go to process 1, or to whatever else takes in orphans. Engine cores may be anybody's.
+    """
+    found = []
+    for process in processes.values():
+        is_ours = TITLE.match(process.title) is not None
+        if not is_ours and not process.title.startswith(ENGINE_TITLE):
+            continue
+        above = process
+        while (TITLE.match(above.title) or above.title.startswith(ENGINE_TITLE)) and above.parent in processes:
+            above = processes[above.parent]
+        if LAUNCHER in above.title:
+            continue
+        if above.pid == 1 or above.name in REAPERS:
+            found.append((process, is_ours))
+    return found
+
+
+def _kill(process: Process) -> bool:
+    try:
+        handle = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return True
+    try:
+        # From here on the number stands for whatever has it now, and nothing else can take it.
+        now = {one.pid: one for one, certain in orphans(read_processes()) if certain}.get(process.pid)
+        if now is None or now.started != process.started:
+            return not psutil.pid_exists(process.pid)
+        signal.pidfd_send_signal(handle, signal.SIGKILL)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(handle)

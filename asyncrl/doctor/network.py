@@ -1,0 +1,228 @@
+"""Sockets between hosts: which ports can be bound, who reaches whom, and whether NCCL is told the right interface.
+
+A connection counts when the other side answers for the token of this examination: that something accepts is no proof
+that it is the host that was meant. Everything waits under a deadline; what listens ends with the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import socket
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from asyncrl.doctor.findings import Finding, fail, ok, warn
+from asyncrl.doctor.talk import Connect, Connected, Listen, Listening, Peer
+
+INFINIBAND = Path("/sys/class/infiniband")
+CONNECTIONS_AT_ONCE = 64
+GREETING_S = 5.0
+LONGEST_GREETING = 256
+SPARE = 2
+"""Ports wanted for each actor: the one before may still be held when its successor binds."""
+SWITCHED_OFF = {
+    "NCCL_P2P_DISABLE": "GPUs of a host speak through memory",
+    "NCCL_SHM_DISABLE": "processes of a host speak through the network",
+}
+IFNAMES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+
+
+# --- ports ---
+
+
+def ports_of(ports: str) -> range:
+    """The ports of network.ports; that of 0 is 0 alone, which is any."""
+    low, dash, high = ports.partition("-")
+    return range(int(low), int(high if dash else low) + 1)
+
+
+def bind(address: str, port: int) -> socket.socket:
+    """A socket that listens. Raises OSError."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # As ZeroMQ does: a connection that has just ended holds no port.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(128)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def check_ports(address: str, ports: str, controller_port: int, actors: int) -> Finding:
+    """Whether ``actors`` find a port each at ``address``; ``controller_port`` is 0 on other hosts than the head."""
+    try:
+        bind(address, 0).close()
+    except OSError as error:
+        fix = "set network.interface (network.host on a single host) to what this host has"
+        return fail("ports", f"{address} cannot be bound: {error.strerror or error}", fix)
+    if controller_port:
+        try:
+            bind(address, controller_port).close()
+        except OSError as error:
+            fix = "end what holds it, or set network.controller_port to another, or 0 for any"
+            return fail("ports", f"port {controller_port} of {address}: {error.strerror or error}", fix)
+    wanted = ports_of(ports)
+    if wanted == range(0, 1):
+        return ok("ports", f"any port of {address} (network.ports = 0)")
+    free, refused = 0, ""
+    for port in wanted:
+        try:
+            bind(address, port).close()
+        except OSError as error:
+            refused = refused or f"; {port}: {error.strerror or error}"
+            continue
+        free += 1
+        if free == SPARE * max(1, actors):
+            break
+    told = f"{free} free of {ports} at {address} for {actors} actors{refused}"
+    fix = "widen network.ports, or end what holds them"
+    if free < max(1, actors):
+        return fail("ports", told, fix)
+    if free < SPARE * actors:
+        return warn("ports", f"{told}; an actor that is started again may find none", fix)
+    return ok("ports", f"{address}: at least {free} free of {ports}" if actors else f"{address}: {ports} has free ones")
+
+
+# --- who reaches whom ---
+
+
+def _proof(token: str) -> bytes:
+    return hashlib.sha256(f"asyncrl-doctor {token}".encode()).hexdigest().encode()
+
+
+class Listeners:
+    """Answers whoever knows the token, until it is closed."""
+
+    def __init__(self) -> None:
+        self._open: list[socket.socket] = []
+
+    def listen(self, order: Listen) -> Listening:
+        """See Listen."""
+        found = {}
+        for ports in order.ports:
+            for port in ports_of(ports):
+                try:
+                    listener = bind(order.address, port)
+                except OSError as error:
+                    if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                        continue
+                    break
+                self._open.append(listener)
+                found[ports] = int(listener.getsockname()[1])
+                threading.Thread(target=_serve, args=(listener, order.token), daemon=True).start()
+                break
+        return Listening(ports=found)
+
+    def close(self) -> None:
+        """Listen no more."""
+        for listener in self._open:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
+
+
+def _serve(listener: socket.socket, token: str) -> None:
+    while True:
+        try:
+            peer, _ = listener.accept()
+        except OSError:
+            return
+        with peer, contextlib.suppress(OSError):
+            peer.settimeout(GREETING_S)
+            if _read_line(peer) == token.encode():
+                peer.sendall(_proof(token) + b"\n")
+
+
+def _read_line(peer: socket.socket) -> bytes:
+    line = bytearray()
+    while len(line) < LONGEST_GREETING and not line.endswith(b"\n"):
+        data = peer.recv(LONGEST_GREETING)
+        if not data:
+            break
+        line += data
+    return bytes(line).rstrip(b"\n")
+
+
+def connect(order: Connect) -> Connected:
+    """See Connect."""
+    wanted = [(peer, ports, number) for peer in order.peers for ports, number in peer.ports.items()]
+    with ThreadPoolExecutor(min(CONNECTIONS_AT_ONCE, max(1, len(wanted)))) as threads:
+        tried = threads.map(lambda each: _try(each[0], each[2], order.token, order.timeout_s), wanted)
+    problems: dict[str, dict[str, str]] = {}
+    for (peer, ports, _), problem in zip(wanted, tried, strict=True):
+        problems.setdefault(peer.host, {})[ports] = problem
+    return Connected(problems=problems)
+
+
+def _try(peer: Peer, port: int, token: str, timeout_s: float) -> str:
+    where = f"port {port} of {peer.address}"
+    try:
+        with socket.create_connection((peer.address, port), timeout=timeout_s) as connection:
+            connection.sendall(token.encode() + b"\n")
+            if _read_line(connection) != _proof(token):
+                return f"{where} is answered by somebody else"
+    except TimeoutError:
+        return f"{where}: nothing comes back within {timeout_s:g} s"
+    except OSError as error:
+        return f"{where}: {error.strerror or error}"
+    return ""
+
+
+# --- NCCL and gloo ---
+
+
+def infiniband_devices() -> list[str]:
+    """Those of this host."""
+    try:
+        return sorted(os.listdir(INFINIBAND))
+    except OSError:
+        return []
+
+
+def judge_nccl(
+    env: Mapping[str, str], interfaces: Mapping[str, str], infiniband: list[str], *, used: str, several: bool
+) -> Finding:
+    """What the environment tells NCCL and gloo, which decide by it and hang where it is wrong. Pure.
+
+    ``interfaces`` are addresses by name, ``used`` is the one that actors use, empty where it is not known.
+    """
+    told = {key: env[key] for key in IFNAMES if env.get(key)}
+    for key, value in told.items():
+        chosen = _chosen(value, list(interfaces))
+        if not chosen:
+            fix = f"unset {key}, or set it to one of {', '.join(interfaces)}"
+            return fail("nccl", f"{key}={value} names no interface of this host that has an address", fix)
+        on_loopback = [name for name in chosen if interfaces[name].startswith("127.")]
+        if several and len(on_loopback) == len(chosen):
+            fix = f"unset {key}" + (f", or set it to {used}" if used else "")
+            return fail("nccl", f"{key}={value} is loopback, where the other hosts are not", fix)
+        if used and used not in chosen:
+            fix = f"unset {key}, or set network.interface and {key} to the same"
+            return warn("nccl", f"{key}={value}, but actors use {used}", fix)
+    if env.get("NCCL_IB_DISABLE", "0") not in ("", "0") and infiniband and several:
+        told_off = f"NCCL_IB_DISABLE={env['NCCL_IB_DISABLE']}, though there is InfiniBand ({', '.join(infiniband)})"
+        return warn("nccl", told_off, "unset NCCL_IB_DISABLE")
+    for key in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"):
+        if env.get(key, "0") not in ("", "0"):
+            return warn("nccl", f"{key}={env[key]}: {SWITCHED_OFF[key]}, which is slow", f"unset {key}")
+    return ok("nccl", ", ".join(f"{key}={value}" for key, value in told.items()) or "the environment leaves it alone")
+
+
+def _chosen(value: str, interfaces: list[str]) -> list[str]:
+    """The interfaces that NCCL takes from such a list: prefixes; after = whole names; after ^ those to leave out."""
+    leave_out, exact = value.startswith("^"), value.lstrip("^").startswith("=")
+    names = [name for name in value.lstrip("^").lstrip("=").split(",") if name]
+    named = [
+        interface
+        for interface in interfaces
+        if any(interface == name if exact else interface.startswith(name) for name in names)
+    ]
+    return [interface for interface in interfaces if interface not in named] if leave_out else named

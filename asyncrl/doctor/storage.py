@@ -1,0 +1,74 @@
+"""Whether a host can write where it has to, and whether there is room.
+
+A folder that does not exist yet is judged by the nearest one above it that does. Nothing is left behind: what is
+written for a trial has no name.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from asyncrl.doctor.findings import Finding, fail, in_bytes, ok, warn
+from asyncrl.doctor.needs import DiskNeed
+
+TRIAL_BYTES = 4096
+
+
+def nearest_folder(path: Path) -> Path:
+    """The path itself, or the first one above it that exists."""
+    path = path.absolute()
+    while not os.path.lexists(path):
+        path = path.parent
+    return path
+
+
+def write_problem(path: Path) -> str:
+    """Why nothing can be written below ``path``; empty if it can."""
+    folder = nearest_folder(path)
+    if not folder.is_dir():
+        return f"{folder} is not a folder"
+    try:
+        with tempfile.TemporaryFile(dir=folder) as trial:
+            trial.write(bytes(TRIAL_BYTES))
+            trial.flush()
+            os.fsync(trial.fileno())
+    except OSError as error:
+        return f"{folder} cannot be written to: {error.strerror or error}"
+    return ""
+
+
+def free_bytes(path: Path) -> int:
+    """Room for this user. Raises OSError."""
+    room = os.statvfs(nearest_folder(path))
+    return room.f_bavail * room.f_frsize
+
+
+def same_disk(one: Path, other: Path) -> bool:
+    """Whether both use up the same room. Raises OSError."""
+    return nearest_folder(one).stat().st_dev == nearest_folder(other).stat().st_dev
+
+
+def check_folder(check: str, key: str, path: Path, need: DiskNeed) -> Finding:
+    """Whether what is to be at ``path``, by the configuration's ``key``, can be written there."""
+    if problem := write_problem(path):
+        return fail(check, f"{path}: {problem}", f"give this user the right to write there, or set {key} to another")
+    try:
+        free = free_bytes(path)
+    except OSError as error:
+        return fail(check, f"{path}: {error.strerror or error}", f"set {key} to a folder on a working disk")
+    return judge_room(check, key, path, free, need)
+
+
+def judge_room(check: str, key: str, path: Path, free: int, need: DiskNeed) -> Finding:
+    """Pure; all numbers are bytes."""
+    told = f"{path} has {in_bytes(free)} free" + (f"; about {in_bytes(need.wanted)} are needed" if need.wanted else "")
+    fix = f"make room, or set {key} to a larger disk"
+    if check == "checkpoint_dir":
+        fix += "; checkpoint.keep and checkpoint.keep_every_steps say how many are kept"
+    if free < need.least:
+        return fail(check, told, fix)
+    if free < need.wanted:
+        return warn(check, told, fix)
+    return ok(check, told)

@@ -1,0 +1,154 @@
+"""What the doctor asks a host and what it is answered: a JSON line each, in turn, over standard input and output.
+
+The facts hold what may be read whatever version answers: unknown fields are passed over, missing ones are empty.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from asyncrl.doctor.findings import Finding
+from asyncrl.launcher.hostspec import Facts, RouteQuery, Routes
+
+
+class Begin(Struct, frozen=True, kw_only=True, tag="begin"):
+    """The first line."""
+
+    deadline_s: float
+    """The host's part ends itself when it has heard nothing for so long, or takes so long over an answer."""
+    folder: str
+    """Where the doctor was called; relative paths begin there, if there is such a folder."""
+    env: dict[str, str] = {}
+    """Laid over the host's own environment, as the launcher does."""
+
+
+class Card(Struct, frozen=True, kw_only=True):
+    """A GPU, as nvidia-smi tells."""
+
+    name: str
+    driver: str
+    total_bytes: int
+    used_bytes: int
+
+
+class HostFacts(Struct, frozen=True, kw_only=True, tag="host"):
+    """What a host is; the answer to Begin."""
+
+    facts: Facts
+    """As the launcher gets them."""
+    identity: str = ""
+    """Equal for two names of one machine."""
+    versions: dict[str, str] = {}
+    """By name; empty for what is not installed."""
+    cards: dict[str, Card] = {}
+    """GPUs by their index."""
+    gpu_problem: str = ""
+
+
+class ReadClock(Struct, frozen=True, kw_only=True, tag="clock"):
+    """What time is it? The answer is Time."""
+
+
+class Time(Struct, frozen=True, kw_only=True, tag="time"):
+    """The host's clock, ns since 1970."""
+
+    wall_ns: int
+
+
+class Examine(Struct, frozen=True, kw_only=True, tag="examine"):
+    """All checks that a host can do by itself. The answer is Examined."""
+
+    config: str = ""
+    """Resolved configuration (JSON); empty without one."""
+    runs: str
+    """The folder of run folders."""
+    actors: list[str] = []
+    """Those that the run would have on this host."""
+    address: str
+    """By which the others would reach it."""
+    several: bool
+    """Whether the run has several hosts."""
+    is_head: bool
+    sees_runs: bool
+    """Whether it sees the head's folder of run folders, which the head looks through."""
+    fix: bool = False
+    """Remove what is certainly dead."""
+
+
+class Examined(Struct, frozen=True, kw_only=True, tag="examined"):
+    """``model`` is a digest of the model's shape and files; empty without one."""
+
+    findings: list[Finding]
+    model: str = ""
+
+
+class Listen(Struct, frozen=True, kw_only=True, tag="listen"):
+    """Take connections at a port of each of these (0 or LOW-HIGH). The answer is Listening."""
+
+    address: str
+    ports: list[str]
+    token: str
+
+
+class Listening(Struct, frozen=True, kw_only=True, tag="listening"):
+    """Port by what was asked for; absent where none is free."""
+
+    ports: dict[str, int]
+
+
+class Peer(Struct, frozen=True, kw_only=True):
+    """Who listens where."""
+
+    host: str
+    address: str
+    ports: dict[str, int]
+
+
+class Connect(Struct, frozen=True, kw_only=True, tag="connect"):
+    """Try to reach all of these. The answer is Connected."""
+
+    peers: list[Peer]
+    token: str
+    timeout_s: float
+
+
+class Connected(Struct, frozen=True, kw_only=True, tag="connected"):
+    """By host and then by what was asked for there: why it is not reached, empty if it is."""
+
+    problems: dict[str, dict[str, str]]
+
+
+class Leave(Struct, frozen=True, kw_only=True, tag="leave"):
+    """Put a file of this name into the nearest folder of this path that exists, until the end. The answer is Left."""
+
+    path: str
+    name: str
+
+
+class Left(Struct, frozen=True, kw_only=True, tag="left"):
+    """Where it is, or why it is not."""
+
+    path: str = ""
+    problem: str = ""
+
+
+class Look(Struct, frozen=True, kw_only=True, tag="look"):
+    """Is there such a file? The answer is Seen."""
+
+    path: str
+
+
+class Seen(Struct, frozen=True, kw_only=True, tag="seen"):
+    """Whether it is there."""
+
+    there: bool
+
+
+class Failed(Struct, frozen=True, kw_only=True, tag="failed"):
+    """Instead of any answer."""
+
+    reason: str
+
+
+Request = Begin | ReadClock | RouteQuery | Examine | Listen | Connect | Leave | Look
+Answer = HostFacts | Time | Routes | Examined | Listening | Connected | Left | Seen | Failed

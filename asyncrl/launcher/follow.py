@@ -1,0 +1,357 @@
+"""Follows the agents of a run, one on each host, to the end of all of them, and passes the user's wishes on.
+
+The head's agent has the controller, so it is the one that is asked to end the run, and the one that says how it ended;
+the others hear of it from the controller. Whatever hangs, the end comes: agents that do not end their actors within
+``drain_s`` of the run's end are told to kill them, and those that do not even do that are killed, and then their
+guards end the rest.
+
+A connection that is lost ends nothing: the run goes on, what its host has to say is not heard any more, and at the
+end the host is reached again to see that nothing is left there, within a bounded time. When that is the head, the
+others take the launcher for gone as well, so that they end with their controller.
+
+When ``main`` returns, no process of the run is left, or it was said where that could not be seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.config import Config
+from asyncrl.errors import HostFailed
+from asyncrl.launcher.contact import Contact
+from asyncrl.launcher.folders import RunFolder
+from asyncrl.launcher.hostspec import Ended, EndOrder
+from asyncrl.launcher.link import agent_name
+from asyncrl.launcher.processes import children_of
+from asyncrl.launcher.progress import Progress
+from asyncrl.launcher.spec import (
+    ARRIVED,
+    CONTROLLER_AT,
+    KILL,
+    PREEMPT,
+    STOP,
+    ControllerEvent,
+    EndedEvent,
+    Event,
+    LogEvent,
+    StateEvent,
+)
+from asyncrl.runtime.supervision import describe_exit
+
+PREEMPTING = (signal.SIGTERM, signal.SIGUSR2)
+STOPPING = (signal.SIGINT, signal.SIGHUP, *PREEMPTING)
+SLACK_S = 1.5
+"""How much longer than ``drain_s`` an agent has before it is told to kill, and then before it is killed."""
+CONFIRM_S = 30.0
+"""Longest time in which a host is reached again."""
+LOOK_AGAIN_S = 2.0
+"""Between two looks at a head whose connection is lost."""
+
+
+@dataclass(eq=False)
+class Member:
+    """A host of the run with its living agent. ``contact`` is None for one that is this process's own child."""
+
+    index: int
+    host: str
+    """Its name; empty in a run on one host."""
+    process: asyncio.subprocess.Process
+    contact: Contact | None = None
+    ended: EndedEvent | None = None
+    """What it said last."""
+    exit_code: int | None = None
+    lost: bool = False
+    """Its connection ended, and nobody knows what became of it."""
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will be heard of it."""
+        return self.exit_code is not None
+
+    def send(self, command: bytes) -> None:
+        """Tell it; lost if its standard input is not there any more."""
+        assert self.process.stdin is not None
+        if not self.over and not self.process.stdin.is_closing():
+            self.process.stdin.write(command)
+
+
+@dataclass
+class Follower:
+    """See the module. ``members`` are in the order of their index, the head first."""
+
+    config: Config
+    folder: RunFolder
+    members: Sequence[Member]
+    progress: Progress
+    signal: int = 0
+    """The first one that asked for the end."""
+    phase: str = ""
+    """Of the run, as last heard of."""
+    _failure: EndedEvent | None = None
+    """The first agent's end that nobody asked for."""
+    _killing: bool = False
+    _interrupted: asyncio.Event = field(default_factory=asyncio.Event)
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def _head(self) -> Member:
+        return self.members[0]
+
+    async def main(self) -> EndedEvent:
+        """Show the agents' events until all have ended; how the run ended."""
+        loop = asyncio.get_running_loop()
+        for number in STOPPING:
+            loop.add_signal_handler(number, self.interrupt, number)
+        ending = asyncio.create_task(self._end())
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for member in self.members:
+                    tasks.create_task(self._follow(member))
+                await self._until(lambda: self._head.over and not self._head.lost)
+                await self._end_others()
+            if self._head.lost and not any(member.ended for member in self.members):
+                await self._wait_for_lost_head()
+        finally:
+            ending.cancel()
+            await asyncio.gather(ending, return_exceptions=True)
+            await self._leave_nothing()
+        return self._named(self._result())
+
+    # --- events ---
+
+    async def _follow(self, member: Member) -> None:
+        decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Event)
+        assert member.process.stdout is not None
+        while line := await member.process.stdout.readline():
+            self._take(member, decoder.decode(line))
+        code = await (member.process.wait() if member.contact is None else member.contact.exited())
+        self._take_end(member, code)
+        self._news.set()
+
+    def _take(self, member: Member, event: Any) -> None:
+        match event:
+            case EndedEvent():
+                member.ended = event
+                member.send(ARRIVED)
+                if event.result == "failed" and member is not self._head:
+                    self._fail(event)
+            case LogEvent(file=name, text=text):
+                self._append(name, text)
+            case ControllerEvent(address=address):
+                for other in self.members[1:]:
+                    other.send(CONTROLLER_AT + address.encode() + b"\n")
+            case StateEvent():
+                if member is self._voice():
+                    self.phase = event.phase
+                    self.progress.show(event)
+            case _:
+                self.progress.show(event)
+
+    def _take_end(self, member: Member, code: int) -> None:
+        contact = member.contact
+        member.lost = contact is not None and contact.start.is_lost(code) and member.ended is None
+        member.exit_code = code
+        if member.lost and not self._killing:
+            assert contact is not None
+            why = f" ({contact.last_error})" if contact.last_error else ""
+            self.progress.warn([f"{member.host}: the connection is lost{why}; what runs there goes on"])
+            if member is self._head:
+                self.progress.warn(["that is the head: the run goes on without being shown"])
+                for other in self.members[1:]:
+                    assert other.contact is not None
+                    other.contact.hang_up()
+        elif member.ended is None:
+            words = describe_exit(code if code < 128 else 128 - code)
+            self._fail(EndedEvent(result="failed", actor=self._name(member), reason=words, log=self._log(member)))
+
+    def _fail(self, event: EndedEvent) -> None:
+        """An agent has ended as nobody wanted: without it the run does not go on."""
+        if self._failure is None:
+            self._failure = msgspec.structs.replace(event, exit_code=event.exit_code or 1)
+        self._head.send(STOP)
+
+    def _voice(self) -> Member | None:
+        """Who tells the state of the run: the head, or the first that is still heard."""
+        return next((member for member in self.members if not member.lost), None)
+
+    def _append(self, name: str, text: str) -> None:
+        if Path(name).name == name and name.endswith(".log"):
+            with contextlib.suppress(OSError), (self.folder.logs / name).open("a") as file:
+                file.write(text)
+
+    def _name(self, member: Member) -> str:
+        return agent_name(member.index) + (f" on {member.host}" if member.host else "")
+
+    def _log(self, member: Member) -> str:
+        return str(self.folder.logs / f"agent-{member.index}.log")
+
+    # --- the end ---
+
+    async def _end(self) -> None:
+        """Carry out what the user asks for by signals, each step with the next one's deadline."""
+        await self._interrupted.wait()
+        patience = self.config.supervision.drain_s + SLACK_S
+        if self.signal in PREEMPTING and self.phase == "running":
+            grace = self.config.preempt.grace_s
+            self.progress.say(f"making way: a checkpoint is written, within {grace:g} s; again to end at once")
+            self._wish(PREEMPT)
+            # The controller, and for want of it the agent, have the same time from when they hear of it.
+            patience += grace + self.config.supervision.drain_s
+        else:
+            self.progress.say("ending in good order; again to end at once")
+            self._wish(STOP)
+        await self._next_interrupt(patience)
+        self.progress.say("ending at once")
+        await self._kill()
+
+    def _wish(self, command: bytes) -> None:
+        """Tell the head's agent, which tells the controller; without it, another's."""
+        voice = self._voice()
+        if voice is not None:
+            voice.send(command)
+
+    async def _kill(self) -> None:
+        self._killing = True
+        for member in self.members:
+            member.send(KILL)
+        await self._next_interrupt(SLACK_S)
+        for member in self.members:
+            if member.over:
+                continue
+            if member.contact is not None:
+                member.contact.kill()
+                continue
+            for agent in children_of(member.process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(agent, signal.SIGKILL)
+
+    async def _end_others(self) -> None:
+        """The run is over on the head. Those who have not heard of it are told, with the next step's deadline each."""
+        if all(member.over for member in self.members):
+            return
+        patience = self.config.supervision.drain_s + SLACK_S
+        for command, timeout in ((STOP, patience), (KILL, SLACK_S)):
+            for member in self.members:
+                member.send(command)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    await self._until(lambda: False)
+                return
+        for member in self.members:
+            if not member.over and member.contact is not None:
+                member.contact.kill()
+
+    async def _until(self, enough: Any) -> None:
+        """Until that holds, or nothing more will be heard of anybody."""
+        while not (enough() or all(member.over for member in self.members)):
+            await self._news.wait()
+            self._news.clear()
+
+    async def _leave_nothing(self) -> None:
+        """What is a child of this process ends before it returns; the other hosts are asked."""
+        for member in self.members:
+            if member.contact is None and member.process.returncode is None:
+                member.exit_code = None
+                member.send(KILL)
+                await member.process.wait()
+        unknown = [member for member in self.members if member.contact is not None and not self._is_gone(member)]
+        await asyncio.gather(*(self._confirm(member) for member in unknown))
+
+    async def _wait_for_lost_head(self) -> None:
+        """Nobody can say how the run goes: until it has ended, the user asks for it, or the head stays out of reach."""
+        head, supervision = self._head, self.config.supervision
+        assert head.contact is not None
+        order = EndOrder(run_dir=str(self.folder.path), index=head.index, patience_s=LOOK_AGAIN_S, kill=False)
+        loop = asyncio.get_running_loop()
+        until = loop.time() + supervision.host_grace_s + supervision.drain_s
+        while not self.signal and loop.time() < until:
+            again = Contact(head.host, head.contact.start)
+            try:
+                async with asyncio.timeout(CONFIRM_S):
+                    await again.reach()
+                while not self.signal:
+                    async with asyncio.timeout(CONFIRM_S):
+                        if not (await again.ask(order, Ended)).living:
+                            return
+                    until = loop.time() + supervision.host_grace_s + supervision.drain_s
+            except (HostFailed, TimeoutError):
+                await asyncio.sleep(LOOK_AGAIN_S)
+            finally:
+                again.kill()
+                await again.close()
+
+    def _is_gone(self, member: Member) -> bool:
+        """Whether its guard has told its own end, which is that of all."""
+        assert member.contact is not None
+        return member.exit_code is not None and not member.contact.start.is_lost(member.exit_code)
+
+    async def _confirm(self, member: Member) -> None:
+        """See that nothing is left on a host whose end was not heard."""
+        assert member.contact is not None
+        member.contact.kill()
+        await member.contact.close()
+        supervision = self.config.supervision
+        patience = 0.0 if self._killing else supervision.drain_s + SLACK_S
+        again = Contact(member.host, member.contact.start)
+        order = EndOrder(run_dir=str(self.folder.path), index=member.index, patience_s=patience)
+        self.progress.say(f"{member.host}: looking whether anything is left there")
+        try:
+            async with asyncio.timeout(min(CONFIRM_S, supervision.start_timeout_s) + 2 * patience):
+                await again.reach()
+                found = await again.ask(order, Ended)
+        except (HostFailed, TimeoutError) as error:
+            why = error.reason if isinstance(error, HostFailed) else "no answer"
+            self.progress.warn(
+                [
+                    f"{member.host}: cannot be asked whether anything is left there ({why}); its agent ends by itself "
+                    f"{supervision.host_grace_s:g} s (supervision.host_grace_s) after it has heard the last of the run"
+                ]
+            )
+        else:
+            what = "something is left that does not end" if found.living else "nothing is left there"
+            self.progress.say(f"{member.host}: {what}" + (", after its agent was killed" if found.killed else ""))
+        finally:
+            again.kill()
+            await again.close()
+
+    def _result(self) -> EndedEvent:
+        head = self._head.ended
+        if self._failure is not None and (head is None or head.result == "stopped"):
+            return self._failure
+        if head is not None:
+            return head
+        # The others heard from the controller how it ended.
+        told = next((member.ended for member in self.members if member.ended is not None), None)
+        if told is not None:
+            return told
+        reason = f"its connection was lost; how the run ended is told by {self.folder.path} on {self._head.host}"
+        return EndedEvent(result="failed", actor=self._name(self._head), reason=reason, exit_code=1)
+
+    def _named(self, ended: EndedEvent) -> EndedEvent:
+        """With the signal that asked for it."""
+        if ended.result != "stopped" or not self.signal:
+            return ended
+        reason = "Ctrl-C" if self.signal == signal.SIGINT else signal.Signals(self.signal).name
+        if ended.reason.startswith("preempted"):
+            reason = f"{reason}: {ended.reason}"
+        return msgspec.structs.replace(ended, reason=reason, exit_code=128 + self.signal)
+
+    async def _next_interrupt(self, timeout: float) -> None:
+        self._interrupted.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._interrupted.wait()
+
+    def interrupt(self, number: int) -> None:
+        """A signal asks for the end, or for it at once."""
+        self.signal = self.signal or number
+        self._interrupted.set()

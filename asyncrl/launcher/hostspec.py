@@ -1,0 +1,102 @@
+"""What the launcher and a host's entry point (``remote``) tell each other before the agent lives: a JSON line each.
+
+``remote`` says first what the host offers. Orders follow: which way leads to the head, and then either what the host
+is to do in the run, or to see that nothing is left of a run. Answers come in the order of the orders. The first line
+is read field by field, because the version that it names may be another than ours.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+
+class Facts(Struct, frozen=True, kw_only=True, tag="facts"):
+    """The first line: what the host offers."""
+
+    version: str
+    """Of asyncrl there."""
+    hostname: str
+    cpus: int
+    gpus: list[str]
+    """Values that CUDA_VISIBLE_DEVICES may take there."""
+    interfaces: dict[str, str]
+    """IPv4 address by network interface."""
+    client: str = ""
+    """Address from which the launcher reached this host, where ssh says so."""
+
+
+class RouteQuery(Struct, frozen=True, kw_only=True, tag="routes"):
+    """By which of its addresses does the host reach the head?"""
+
+    head: str
+    """The head's name in the hostfile."""
+    addresses: list[str]
+    """The head's addresses."""
+
+
+class Routes(Struct, frozen=True, kw_only=True, tag="routes"):
+    """The answer."""
+
+    named: list[str]
+    """The addresses that the head's name has on this host; none if it is not known there."""
+    via: dict[str, str]
+    """This host's own address on the way, by address of the head; absent where there is no way."""
+
+
+class HostSpec(Struct, frozen=True, kw_only=True, tag="host"):
+    """The host's part of a run, but for what its agent reads afterwards (AgentSpec)."""
+
+    version: str
+    run_id: str
+    run_dir: str
+    log_dir: str
+    index: int
+    """Of the agent."""
+    config: str
+    """The resolved configuration (JSON)."""
+    credentials: dict[str, Any]
+    """Content by file name."""
+    folder: str
+    """Where the launcher was called; the agent works there too, if there is such a folder."""
+    env: dict[str, str]
+    """Laid over the host's own environment."""
+
+
+class Prepared(Struct, frozen=True, kw_only=True, tag="prepared"):
+    """The host is ready, and its guard comes next. ``shared`` if it sees the run folder of the launcher."""
+
+    shared: bool
+
+
+class EndOrder(Struct, frozen=True, kw_only=True, tag="end"):
+    """Wait until nothing of the run lives here, up to ``patience_s``; with ``kill``, then kill what does."""
+
+    run_dir: str
+    index: int
+    patience_s: float
+    kill: bool = True
+
+
+class Ended(Struct, frozen=True, kw_only=True, tag="gone"):
+    """The answer: whether something lives still, and whether it was killed for this order."""
+
+    living: bool
+    killed: bool
+
+
+class Refusal(Struct, frozen=True, kw_only=True, tag="refusal"):
+    """The last line, instead of any answer: why the host cannot do it."""
+
+    reason: str
+    exit_code: int = 1
+
+
+Order = RouteQuery | HostSpec | EndOrder
+Answer = Routes | Prepared | Ended | Refusal
+
+
+def private_name(index: int) -> str:
+    """Name of the private folder of an agent's host within the run folder, which hosts may share."""
+    return "private" if index == 0 else f"private-{index}"

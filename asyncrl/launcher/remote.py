@@ -1,0 +1,201 @@
+"""A host's entry point into a run: ``python -m asyncrl.launcher.remote``, started by ssh or srun.
+
+It says what the host offers, answers orders (see ``hostspec``), and becomes the guard of the host's agent, in the same
+process and with the same standard input and output. What it is told comes through standard input alone. Until it has
+become the guard it ends when standard input does, or when no order comes for ORDER_S, and leaves nothing behind.
+
+Where the run folder of the launcher is seen, by the run's id in it, that folder is used. Elsewhere one is made at the
+same place and marked as the part of another host's run; a folder that is there already without such a mark is left
+alone, and the order refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.errors import AsyncRLError, UsageError
+from asyncrl.launcher.addresses import find_routes, interfaces
+from asyncrl.launcher.folders import CONFIG, PART, RUN_ID, hold_private, is_living, remove_abandoned
+from asyncrl.launcher.hosts import local_host
+from asyncrl.launcher.hostspec import (
+    Ended,
+    EndOrder,
+    Facts,
+    HostSpec,
+    Order,
+    Prepared,
+    Refusal,
+    RouteQuery,
+    private_name,
+)
+from asyncrl.launcher.processes import children_of
+
+ORDER_S = 900.0
+LONGEST_ORDER_BYTES = 256 << 20
+LOOK_S = 0.05
+GUARD = "asyncrl.launcher.guard"
+
+
+def main() -> int:
+    """Serve orders until standard input ends, or become the guard."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        host = local_host()
+        _say(
+            Facts(
+                version=version("asyncrl"),
+                hostname=host.name,
+                cpus=host.cpus,
+                gpus=list(host.gpus),
+                interfaces=interfaces(),
+                client=os.environ.get("SSH_CONNECTION", "").partition(" ")[0],
+            )
+        )
+        while line := _read_line():
+            order = msgspec.json.decode(line, type=Order)
+            match order:
+                case RouteQuery():
+                    _say(find_routes(order))
+                case EndOrder():
+                    _say(end(order))
+                case HostSpec():
+                    _become_guard(order)
+    except BrokenPipeError:
+        return 1
+    except AsyncRLError as error:
+        _say(Refusal(reason=str(error), exit_code=error.exit_code))
+        return error.exit_code
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        _say(Refusal(reason=f"{where}{error.strerror or error}"))
+        return 1
+    return 0
+
+
+def _become_guard(spec: HostSpec) -> None:
+    ours = version("asyncrl")
+    if spec.version != ours:
+        raise UsageError(f"asyncrl {ours} is installed there, the launcher is {spec.version}")
+    run_dir, logs = Path(spec.run_dir), Path(spec.log_dir)
+    for path in remove_abandoned(run_dir.parent):
+        sys.stderr.write(f"removed {path}, left behind by a run that was killed\n")
+    shared = _holds(logs / RUN_ID, spec.run_id)
+    private = run_dir / private_name(spec.index)
+    if not shared:
+        _make_part(run_dir, spec)
+    lock = hold_private(private, spec.run_id, spec.credentials)
+    try:
+        if not shared:
+            logs.mkdir(parents=True, exist_ok=True)
+            (run_dir / CONFIG).write_text(spec.config)
+        log = os.open(logs / f"agent-{spec.index}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        with contextlib.suppress(OSError):
+            os.chdir(spec.folder)
+        os.environ.update(spec.env)
+        os.set_inheritable(lock, True)
+        _say(Prepared(shared=shared))
+        sys.stderr.flush()
+        # The connection may go; the agent's words must not fail for that.
+        os.dup2(log, 2)
+        os.execv(sys.executable, [sys.executable, "-m", GUARD, str(private), str(lock)])
+    finally:
+        shutil.rmtree(private, ignore_errors=True)
+        if not shared:
+            remove_part(run_dir)
+
+
+def _holds(path: Path, run_id: str) -> bool:
+    try:
+        return path.read_text() == run_id
+    except OSError:
+        return False
+
+
+def _make_part(run_dir: Path, spec: HostSpec) -> None:
+    """Make the folder of this host's part, or take over what is left of an earlier one. Raises UsageError, OSError."""
+    if run_dir.exists() and not (run_dir / PART).is_file():
+        raise UsageError(
+            f"{run_dir} is there already and is not part of this run; move it away, or choose another run.name"
+        )
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / PART).write_text(spec.run_id)
+
+
+def remove_part(run_dir: Path) -> None:
+    """Remove the folder of a host's part, but for what is worth keeping (a spool)."""
+    for name in ("logs", CONFIG, PART):
+        path = run_dir / name
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        run_dir.rmdir()
+
+
+def end(order: EndOrder) -> Ended:
+    """See EndOrder. The guard's argument tells it apart from every other process."""
+    run_dir, private = Path(order.run_dir), private_name(order.index)
+    until = time.monotonic() + order.patience_s
+    killed = False
+    while is_living(run_dir, private):
+        if time.monotonic() >= until:
+            if killed or not order.kill:
+                return Ended(living=True, killed=killed)
+            killed = _kill_agents(str(run_dir / private))
+            if not killed:
+                return Ended(living=True, killed=False)
+            # The guard has as long to end what is left.
+            until = time.monotonic() + order.patience_s
+        time.sleep(LOOK_S)
+    for path in remove_abandoned(run_dir.parent):
+        sys.stderr.write(f"removed {path}\n")
+    return Ended(living=False, killed=killed)
+
+
+def _kill_agents(private: str) -> bool:
+    found = False
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            if GUARD in words and private in words:
+                for agent in children_of(int(entry.name)):
+                    os.kill(agent, signal.SIGKILL)
+                    found = True
+    return found
+
+
+def _read_line() -> bytes:
+    """The next line of standard input, and nothing beyond it, which is the agent's; empty at the end."""
+    line = bytearray()
+    until = time.monotonic() + ORDER_S
+    while len(line) < LONGEST_ORDER_BYTES:
+        ready, _, _ = select.select([0], [], [], max(0.0, until - time.monotonic()))
+        byte = os.read(0, 1) if ready else b""
+        if not byte:
+            return b""
+        if byte == b"\n":
+            return bytes(line)
+        line += byte
+    return b""
+
+
+def _say(answer: Any) -> None:
+    data = msgspec.json.encode(answer) + b"\n"
+    while data:
+        data = data[os.write(1, data) :]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

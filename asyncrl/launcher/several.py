@@ -1,0 +1,364 @@
+"""A run on several hosts: reach them, place the actors, give each host its part, follow it to the end.
+
+The head is this host, if it is one of them, and else the first; it comes first from then on. Hosts are reached and
+prepared in parallel, with ``supervision.start_timeout_s`` as the deadline of either; the first that cannot take part
+ends the launch, and what was begun elsewhere is undone. Nothing is made on disk before all hosts are reached and every
+actor has its place. A way to start commands (``start``) is all that ssh and srun have apart.
+
+Fails with HostFailed for hosts, UsageError for what the command line asks of them, ConfigError for what the
+configuration does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.config import Config, NetworkConfig, config_to_json, validate_config
+from asyncrl.errors import AsyncRLError, ConfigError, HostFailed, UsageError
+from asyncrl.launcher import addresses
+from asyncrl.launcher.checks import find_problems
+from asyncrl.launcher.contact import Contact
+from asyncrl.launcher.folders import (
+    RUN_ID,
+    RunFolder,
+    create_run_folder,
+    make_run_keyring,
+    private_folder,
+    remove_abandoned,
+)
+from asyncrl.launcher.follow import STOPPING, Follower, Member
+from asyncrl.launcher.hostfile import HostLine
+from asyncrl.launcher.hosts import local_host
+from asyncrl.launcher.hostspec import Facts, HostSpec, Prepared, RouteQuery, Routes
+from asyncrl.launcher.link import agent_name
+from asyncrl.launcher.local import ACTOR_ARGV, GUARD_ARGV, agent_spec, show_end, start_guard
+from asyncrl.launcher.placement import INTERFACE_VARIABLES, Host, Placed, describe, place
+from asyncrl.launcher.progress import Progress
+from asyncrl.launcher.resume import Resumption, find_resumption
+from asyncrl.launcher.start import StartCommand, shown
+from asyncrl.wire.keys import Keyring
+
+MORE_FAILURES_S = 3.0
+"""Once a host has failed the others have this time to fail too, so that all are named."""
+PASSED_ON = ("ASYNCRL_", "GLOO_", "HF_", "NCCL_", "PYTHONPATH", "PYTORCH_", "TOKENIZERS_", "TORCH_", "VLLM_")
+"""Beginnings of the names of environment variables that the other hosts have as they are here."""
+
+
+def run_hosts(
+    config: Config,
+    lines: Sequence[HostLine],
+    start: StartCommand,
+    *,
+    resume: str | None = None,
+    dry_run: bool = False,
+    actor_argv: Sequence[str] = ACTOR_ARGV,
+) -> int:
+    """Run on these hosts to the end and show it, or with ``dry_run`` only show what would run; the exit code."""
+    launch = _Launch(config, lines, start, resume, dry_run, actor_argv, Progress(sys.stdout, config.learner.steps))
+    return asyncio.run(launch.main())
+
+
+@dataclass
+class _Launch:
+    config: Config
+    lines: Sequence[HostLine]
+    start: StartCommand
+    resume: str | None
+    dry_run: bool
+    actor_argv: Sequence[str]
+    progress: Progress
+    head: str = ""
+    head_is_here: bool = False
+    facts: dict[str, Facts] = field(default_factory=dict)
+    """By host, the head first."""
+    contacts: dict[str, Contact] = field(default_factory=dict)
+    """Of the hosts but this one."""
+    hosts: list[Host] = field(default_factory=list)
+    placed: list[Placed] = field(default_factory=list)
+    signal: int = 0
+
+    @property
+    def run_dir(self) -> Path:
+        """The folder of run folders."""
+        return Path(self.config.run.dir).absolute()
+
+    async def main(self) -> int:
+        """Until the agents live a signal undoes everything; from then on it is theirs."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def interrupt(number: int) -> None:
+            self.signal = self.signal or number
+            task.cancel()
+
+        for number in STOPPING:
+            loop.add_signal_handler(number, interrupt, number)
+        try:
+            return await self._main()
+        except asyncio.CancelledError:
+            if not self.signal:
+                raise
+            self.progress.end()
+            self.progress.warn([f"asyncrl-launch: ended by {signal.Signals(self.signal).name}"])
+            return 128 + self.signal
+        finally:
+            await asyncio.gather(*(contact.close() for contact in self.contacts.values()))
+
+    async def _main(self) -> int:
+        self._find_head()
+        await self._reach()
+        self.config = _for_hosts(self.config, len(self.facts))
+        await self._place()
+        resumption = self._find_resumption()
+        if self.dry_run:
+            self._show_plan(resumption)
+            return 0
+        if resumption is not None and resumption.is_finished:
+            self.progress.say(f"{resumption.folder.path} is finished: raise learner.steps to go on")
+            return 0
+        with contextlib.ExitStack() as held:
+            folder, ended = await self._run(resumption, held)
+        return show_end(self.config, folder, ended, self.progress)
+
+    # --- hosts ---
+
+    def _find_head(self) -> None:
+        here = [line for line in self.lines if addresses.is_this_host(line.name)]
+        if len(here) > 1:
+            raise UsageError(f"{' and '.join(line.name for line in here)} are the same host, this one; name it once")
+        self.head_is_here = bool(here)
+        self.lines = [*here, *(line for line in self.lines if line not in here)]
+        self.head = self.lines[0].name
+
+    async def _reach(self) -> None:
+        names = [line.name for line in self.lines[self.head_is_here :]]
+        self.contacts = {name: Contact(name, self.start) for name in names}
+        if names:
+            self.progress.reaching(names)
+        await self._of_each(lambda name: self.contacts[name].reach(), names, "reached", self.progress.reaching)
+        if self.head_is_here:
+            host = await asyncio.to_thread(local_host)
+            self.facts[self.head] = Facts(
+                version=version("asyncrl"),
+                hostname=host.name,
+                cpus=host.cpus,
+                gpus=list(host.gpus),
+                interfaces=addresses.interfaces(),
+            )
+        self.facts |= {name: self.contacts[name].facts for name in names}
+
+    async def _of_each(
+        self,
+        do: Callable[[str], Awaitable[Any]],
+        names: Sequence[str],
+        what: str,
+        tell: Callable[[list[str]], None] = lambda _: None,
+    ) -> dict[str, Any]:
+        """The result for each host, done in parallel under the start's deadline. Raises HostFailed."""
+        limit = self.config.supervision.start_timeout_s
+        loop = asyncio.get_running_loop()
+        until = loop.time() + limit
+        tasks = {name: asyncio.ensure_future(do(name)) for name in names}
+        failures: dict[str, HostFailed] = {}
+        try:
+            while waiting := [name for name, task in tasks.items() if not task.done()]:
+                left = until - loop.time()
+                if left <= 0:
+                    break
+                await asyncio.wait([tasks[name] for name in waiting], timeout=left, return_when="FIRST_COMPLETED")
+                tell([name for name, task in tasks.items() if not task.done()])
+                failed = [task for task in tasks.values() if task.done() and task.exception() is not None]
+                if failed and not failures:
+                    until = min(until, loop.time() + MORE_FAILURES_S)
+                failures = {name: _failure(name, task) for name, task in tasks.items() if task in failed}
+        finally:
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+        if not failures:
+            for name in waiting:
+                said = self.contacts[name].last_error
+                reason = f"not {what} within {limit:g} s (supervision.start_timeout_s)" + (f": {said}" if said else "")
+                failures[name] = HostFailed(name, reason)
+        if failures:
+            self._raise(failures)
+        return {name: task.result() for name, task in tasks.items()}
+
+    def _raise(self, failures: Mapping[str, HostFailed]) -> None:
+        self.progress.end()
+        if len(failures) == 1:
+            raise next(iter(failures.values()))
+        self.progress.warn([f"  {failure}" for failure in failures.values()])
+        reason = f"{len(failures)} of {len(self.lines)} hosts cannot take part, for the reasons listed above"
+        raise HostFailed(", ".join(failures), reason, exit_code=max(f.exit_code for f in failures.values()))
+
+    async def _place(self) -> None:
+        """Addresses and actors of each host. Raises ConfigError with every problem, or UsageError."""
+        at = await self._addresses()
+        self.hosts = []
+        for line in self.lines:
+            facts = self.facts[line.name]
+            self.hosts.append(
+                Host(
+                    name=line.name,
+                    cpus=facts.cpus,
+                    gpus=line.usable(facts.gpus),
+                    address=at[line.name],
+                    interface=addresses.interface_of(facts, at[line.name]),
+                )
+            )
+        # What is looked for on this host need not be here, if the head is another.
+        problems = find_problems(self.config) if self.head_is_here else []
+        try:
+            self.placed = place(self.config, self.hosts)
+        except ConfigError as error:
+            problems += error.problems
+        if problems:
+            raise ConfigError(problems)
+        used = {actor.host for actor in self.placed}
+        for host in [host for host in self.hosts if host.name not in used]:
+            self.progress.say(f"{host.name}: has no part in this run, there is nothing left for it to do")
+            self.hosts.remove(host)
+            await self.contacts.pop(host.name).close()
+
+    async def _addresses(self) -> dict[str, str]:
+        if len(self.facts) == 1:
+            return {self.head: ""}
+        if self.config.network.interface is not None:
+            return addresses.by_interface(self.facts, self.config.network.interface)
+        others = [name for name in self.facts if name != self.head]
+        query = RouteQuery(head=self.head, addresses=list(addresses.usable(self.facts[self.head])))
+        routes = await self._of_each(lambda name: self.contacts[name].ask(query, Routes), others, "answered")
+        return addresses.by_route(self.head, self.facts, routes)
+
+    def _find_resumption(self) -> Resumption | None:
+        if self.resume is None:
+            return None
+        if not self.head_is_here:
+            raise UsageError(f"--resume: call it on {self.head}, the head, where the checkpoints are")
+        self.config, resumption = find_resumption(self.config, self.resume)
+        return resumption
+
+    # --- the run ---
+
+    async def _run(self, resumption: Resumption | None, held: contextlib.ExitStack) -> tuple[RunFolder, Any]:
+        for path in remove_abandoned(self.run_dir):
+            self.progress.say(f"removed {path}, left behind by a run that was killed")
+        folder = resumption.folder if resumption is not None else create_run_folder(self.config)
+        keyring = make_run_keyring(self.config, folder.run_id, len(self.hosts))
+        lock = -1
+        members: list[Member] = []
+        try:
+            if self.head_is_here:
+                lock = held.enter_context(private_folder(folder, self.config, self._files(keyring, 0)))
+            if resumption is None:
+                self.progress.say(f"run folder: {folder.path}")
+            else:
+                for path in resumption.begin(self.config):
+                    self.progress.say(f"set aside as {path}")
+                self.progress.say(resumption.describe())
+            (folder.logs / RUN_ID).write_text(folder.run_id)
+            specs = {name: self._host_spec(name, folder, keyring) for name in self.contacts}
+            await self._of_each(lambda name: self.contacts[name].ask(specs[name], Prepared), list(specs), "prepared")
+            for index, host in enumerate(self.hosts):
+                members.append(await self._start_agent(index, host, folder, lock))
+        except BaseException:
+            for member in members:
+                if member.contact is None:
+                    member.process.stdin.close()  # type: ignore[union-attr]
+                    await member.process.wait()
+            await asyncio.gather(*(contact.close() for contact in self.contacts.values()))
+            if resumption is None:
+                shutil.rmtree(folder.path, ignore_errors=True)
+            raise
+        return folder, await Follower(self.config, folder, members, self.progress).main()
+
+    async def _start_agent(self, index: int, host: Host, folder: RunFolder, lock: int) -> Member:
+        actors = [_as_set_here(actor) for actor in self.placed if actor.host == host.name]
+        spec = agent_spec(self.config, folder, actors, self.actor_argv, index=index, host=host.address)
+        contact = self.contacts.get(host.name)
+        if contact is None:
+            return Member(index, host.name, await start_guard(folder, lock, spec))
+        contact.keep_errors(folder.logs / f"start-{host.name}.log")
+        contact.send(msgspec.json.encode(spec) + b"\n")
+        return Member(index, host.name, contact.process, contact)
+
+    def _host_spec(self, name: str, folder: RunFolder, keyring: Keyring) -> HostSpec:
+        index = [host.name for host in self.hosts].index(name)
+        return HostSpec(
+            version=version("asyncrl"),
+            run_id=folder.run_id,
+            run_dir=str(folder.path),
+            log_dir=str(folder.logs),
+            index=index,
+            config=config_to_json(self.config),
+            credentials=self._files(keyring, index),
+            folder=os.getcwd(),
+            env={key: value for key, value in os.environ.items() if key.startswith(PASSED_ON)},
+        )
+
+    def _files(self, keyring: Keyring, index: int) -> dict[str, Any]:
+        """The credentials of a host: those of its own actors and agent."""
+        name = self.hosts[index].name
+        return keyring.files_of([*(actor.name for actor in self.placed if actor.host == name), agent_name(index)])
+
+    def _show_plan(self, resumption: Resumption | None) -> None:
+        self.progress.end()
+        print(config_to_json(self.config), end="")
+        for row in describe(self.config, self.placed):
+            print(row)
+        print("\nhosts:")
+        for index, host in enumerate(self.hosts):
+            here = index == 0 and self.head_is_here
+            where = f" at {host.address} ({host.interface})" if host.address else ""
+            argv = [*GUARD_ARGV, "PRIVATE_FOLDER", "LOCK"] if here else self.start.argv(host.name)
+            print(f"  {host.name}{where}: {shown(argv)}")
+        if resumption is not None:
+            print(f"\n{resumption.describe()}" + ("; it is finished" if resumption.is_finished else ""))
+
+
+def _as_set_here(actor: Placed) -> Placed:
+    """Without the interfaces that the user has chosen by environment variables, which come first."""
+    env = {key: value for key, value in actor.env.items() if key not in INTERFACE_VARIABLES or key not in os.environ}
+    return dataclasses.replace(actor, env=env)
+
+
+def _failure(name: str, task: asyncio.Future[Any]) -> HostFailed:
+    error = task.exception()
+    assert error is not None
+    if isinstance(error, HostFailed):
+        return error
+    if isinstance(error, AsyncRLError | OSError | msgspec.MsgspecError | ValueError):
+        return HostFailed(name, str(error))
+    raise error
+
+
+def _for_hosts(config: Config, count: int) -> Config:
+    """The configuration of a run on as many hosts. Raises ConfigError."""
+    if count == 1:
+        return config
+    if config.network.host != NetworkConfig().host:
+        raise ConfigError(
+            [
+                "network.host: is for a run on one host; several take the address of network.interface, or by default "
+                "that of the route to the head"
+            ]
+        )
+    if config.security.curve != "auto":
+        return config
+    tree = config.model_dump(mode="json")
+    tree["security"]["curve"] = "required"
+    return validate_config(tree)

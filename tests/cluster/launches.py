@@ -1,0 +1,121 @@
+"""asyncrl-launch on the hosts of a test cluster, followed by what it shows."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from cluster.netns import REPOSITORY, Cluster, Host, wait_until
+
+WAIT_S = 120.0
+SECRET = "whisper these very words to nobody"
+"""In each prompt."""
+CONFIG = """
+[run]
+name = "trial"
+dir = "{folder}/runs"
+[data]
+path = "{folder}/prompts.jsonl"
+[rollout]
+engine = "sim"
+replicas = 2
+samples_per_prompt = 2
+concurrency = 8
+max_tokens = 64
+sim = {{ length_median = 16.0, decode_step_s = 0.002, load_s = 0.002 }}
+[reward]
+function = "constant"
+workers = 1
+[learner]
+backend = "sim"
+steps = 12
+groups_per_step = 4
+dynamic_sampling = false
+sim = {{ step_s = 0.1, publish_bytes = 4096 }}
+[supervision]
+heartbeat_s = 0.5
+start_timeout_s = 60
+drain_s = 6
+host_grace_s = 8
+"""
+
+
+class Launch:
+    """The command, called on the head or another host, in a folder that the test's hosts share only if told so."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        folder: Path,
+        hosts: str,
+        *flags: str,
+        ssh_args: str = "",
+        caller: str = "head",
+        config: str = "",
+    ) -> None:
+        self.cluster, self.folder, self.run_dir = cluster, folder, folder / "runs" / "trial"
+        folder.mkdir(exist_ok=True)
+        number = len(list(folder.glob("out-*")))
+        self.out = folder / f"out-{number}.txt"
+        (folder / "hosts").write_text(hosts)
+        (folder / "trial.toml").write_text(config or CONFIG.format(folder=folder))
+        rows = [json.dumps({"prompt": f"{SECRET} {number}"}) for number in range(400)]
+        (folder / "prompts.jsonl").write_text("\n".join(rows) + "\n")
+        argv = [sys.executable, "-m", "asyncrl.cli.launch", str(folder / "trial.toml")]
+        argv += ["--hosts", str(folder / "hosts"), "--ssh-args", ssh_args or f"-F {cluster.ssh_config}", *flags]
+        with self.out.open("w") as out:
+            self.process: subprocess.Popen[Any] = cluster[caller].popen(
+                argv,
+                cwd=REPOSITORY,
+                env={**os.environ, "PYTHONPATH": str(folder)},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+
+    @property
+    def shown(self) -> str:
+        return self.out.read_text()
+
+    def wait_to_show(self, text: str) -> None:
+        wait_until(lambda: text in self.shown or self.process.poll() is not None, f"{text!r} in {self.shown}", WAIT_S)
+        assert text in self.shown, self.shown
+
+    def end(self) -> tuple[int, list[str]]:
+        """(exit code, lines shown), once all is over."""
+        return self.process.wait(WAIT_S), self.shown.splitlines()
+
+    def log(self, name: str) -> str:
+        return (self.run_dir / "logs" / "attempt_1" / f"{name}.log").read_text()
+
+
+def process(host: Host, words: str) -> int:
+    """The process of a host whose command line has these words, once there is one."""
+
+    def find() -> int | None:
+        return next((pid for pid, line in host.processes().items() if words in line), None)
+
+    found: int = wait_until(find, f"{words} on {host.name}")
+    return found
+
+
+def left(cluster: Cluster, folder: Path) -> dict[str, Any]:
+    """What is left by runs in a folder: processes, shared memory, keys, and on other hosts than the head any file."""
+    found: dict[str, Any] = {}
+    for host in cluster.all_hosts:
+        if not host.is_on:
+            continue
+        if processes := host.processes():
+            found[f"processes of {host.name}"] = processes
+        if memory := [entry.name for entry in host.path("/dev/shm").iterdir()]:
+            found[f"shared memory of {host.name}"] = memory
+        runs = host.path(folder / "runs")
+        if keys := [str(path) for path in runs.glob("*/private*")]:
+            found[f"keys on {host.name}"] = keys
+        if host is not cluster.head and (files := [str(path) for path in runs.rglob("*") if path.is_file()]):
+            found[f"files on {host.name}"] = files
+    return found

@@ -1,0 +1,386 @@
+"""asyncrl-launch --hosts over the system's ssh: whole simulated runs on hosts that share no file system."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from cluster.launches import SECRET, Launch, left, process
+from cluster.netns import Cluster, wait_until
+
+from asyncrl.launcher.progress import read_metrics
+from tools.bench.tiny_model import make_model
+
+STEPS = 12
+
+
+@pytest.fixture
+def folder(tmp_path):
+    # Under /tmp, of which each host but the head has its own.
+    made = tmp_path / "alone"
+    made.mkdir()
+    return made
+
+
+@pytest.fixture(scope="module")
+def standing(namespaces):
+    """A cluster for launches that do not get far."""
+    with Cluster() as made:
+        yield made
+
+
+def steps(launch):
+    return [line["step"] for line in read_metrics(launch.run_dir / "metrics.jsonl") if line["kind"] == "train"]
+
+
+def said(capture):
+    """All that crossed the bridge."""
+    return b"\n".join(capture.conversations().values())
+
+
+@pytest.mark.parametrize("curve", ["auto", "off"])
+def test_a_run_over_three_hosts(cluster, folder, curve):
+    """I6, I7: off loopback everything is CURVE unless it is switched off, and nothing is left on any host."""
+    with cluster.capture() as capture:
+        launch = Launch(cluster, folder, "head\na\nb  # a comment\n", "--security.curve", curve)
+        code, shown = launch.end()
+    assert code == 0, shown
+    assert steps(launch) == list(range(1, STEPS + 1))
+    config = json.loads((launch.run_dir / "config.json").read_text())
+    assert config["security"]["curve"] == ("required" if curve == "auto" else "off")
+    # What the other hosts' actors wrote is on the head, to the last line.
+    for name, host in (("rollouter-0", "a"), ("rollouter-1", "b"), ("reward-0", "a")):
+        lines = [json.loads(line) for line in launch.log(name).splitlines()]
+        assert lines[-1]["event"] == "ended", name
+        assert f'"{name.replace("-", "/")}"' in launch.log(f"agent-{' ab'.index(host)}")
+    assert (SECRET.encode() in said(capture)) == (curve == "off")
+    assert not left(cluster, folder)
+
+
+def test_hosts_that_share_the_run_folder(cluster, tmp_path):
+    launch = Launch(cluster, tmp_path / "shared", "head\na\n")
+    code, shown = launch.end()
+    assert code == 0, shown
+    assert steps(launch) == list(range(1, STEPS + 1))
+    for name in ("rollouter-0", "rollouter-1", "agent-1"):
+        lines = launch.log(name).splitlines()
+        assert len(set(lines)) == len(lines), f"{name}: written twice"
+    assert not [host for host in cluster.all_hosts if host.processes()]
+    assert not list(launch.run_dir.glob("private*"))
+
+
+def test_the_launcher_need_not_be_one_of_the_hosts(cluster, folder):
+    launch = Launch(cluster, folder, "a\nb\n", "--data.source", "synthetic")
+    code, shown = launch.end()
+    assert code == 0, shown
+    assert [json.loads(line) for line in launch.log("learner-0").splitlines()][-1]["event"] == "ended"
+    head = cluster["a"].path(launch.run_dir)
+    assert len((head / "metrics.jsonl").read_text().splitlines()) >= STEPS
+    assert not [host for host in cluster.all_hosts if host.processes()]
+
+
+def test_ctrl_c_ends_all_hosts_in_order(cluster, folder):
+    """I7."""
+    launch = Launch(cluster, folder, "head\na\nb\n", "--learner.steps", "4000")
+    launch.wait_to_show("step 2/")
+    launch.process.send_signal(signal.SIGINT)
+    code, shown = launch.end()
+    assert code == 130, shown
+    assert "draining: ending the actors in order" in shown
+    assert shown[-1] == "ended before the last step: Ctrl-C"
+    assert not left(cluster, folder)
+
+
+@pytest.mark.parametrize("when", ["reaching hosts", "all are there", "run folder:", "starting: waiting for"])
+def test_ctrl_c_at_any_moment_of_the_start(cluster, folder, when):
+    """I7."""
+    launch = Launch(cluster, folder, "head\na\nb\n")
+    launch.wait_to_show(when)
+    launch.process.send_signal(signal.SIGINT)
+    code, shown = launch.end()
+    assert code == 130, shown
+    assert not left(cluster, folder)
+
+
+def test_a_lost_connection_alone_ends_nothing(cluster, folder):
+    """I7: the run goes on without what the host says, and at the end the host is asked what is left there."""
+    launch = Launch(cluster, folder, "head\na\nb\n", "--learner.steps", "60")
+    launch.wait_to_show("step 2/")
+    os.kill(process(cluster.head, "-- b /"), signal.SIGKILL)
+    launch.wait_to_show("b: the connection is lost")
+    code, shown = launch.end()
+    assert code == 0, shown
+    assert steps(launch) == list(range(1, 61))
+    assert any(line.startswith("b: nothing is left there") for line in shown), shown
+    assert not [host for host in cluster.all_hosts if host.processes()]
+    assert not list(cluster["b"].path(launch.run_dir).glob("private*"))
+
+
+def test_ctrl_c_reaches_a_host_whose_connection_is_lost(cluster, folder):
+    """I7: over the controller."""
+    launch = Launch(cluster, folder, "head\na\nb\n", "--learner.steps", "4000")
+    launch.wait_to_show("step 2/")
+    os.kill(process(cluster.head, "-- b /"), signal.SIGKILL)
+    launch.wait_to_show("b: the connection is lost")
+    launch.process.send_signal(signal.SIGINT)
+    code, shown = launch.end()
+    assert code == 130, shown
+    assert any(line.startswith("b: nothing is left there") for line in shown), shown
+    assert not [host for host in cluster.all_hosts if host.processes()]
+
+
+def test_a_lost_connection_to_a_head_elsewhere_ends_nothing(cluster, folder):
+    """I7: the launcher stays until the run has ended, though it cannot say how."""
+    launch = Launch(cluster, folder, "a\n", "--data.source", "synthetic", "--learner.steps", "60")
+    launch.wait_to_show("step 2/")
+    os.kill(process(cluster.head, "-- a /"), signal.SIGKILL)
+    launch.wait_to_show("a: the connection is lost")
+    assert process(cluster["a"], "asyncrl.launcher.agent")
+    code, shown = launch.end()
+    assert code == 1, shown
+    assert shown[-1].startswith("agent/0 on a: its connection was lost; how the run ended is told by")
+    head = cluster["a"].path(launch.run_dir)
+    assert '"step": 60' in (head / "metrics.jsonl").read_text().replace('"step":60', '"step": 60')
+    assert not [host for host in cluster.all_hosts if host.processes()]
+
+
+def test_a_launcher_that_is_killed_takes_nothing_along_and_leaves_nothing(cluster, folder):
+    """I7."""
+    launch = Launch(cluster, folder, "head\na\nb\n", "--learner.steps", "60")
+    launch.wait_to_show("step 2/")
+    os.kill(process(cluster.head, "asyncrl.cli.launch"), signal.SIGKILL)
+    launch.process.wait(30)
+    wait_until(lambda: not any(host.processes() for host in cluster.all_hosts), "the end of the run", 60)
+    assert steps(launch) == list(range(1, 61))
+    assert not [path for host in cluster.all_hosts for path in host.path(launch.run_dir).glob("private*")]
+
+
+def test_everything_killed_at_once_is_cleaned_up_by_the_next_start(cluster, folder):
+    """I7: and what an earlier run left on a host does not keep the next one out."""
+    launch = Launch(cluster, folder, "head\na\nb\n", "--learner.steps", "4000")
+    launch.wait_to_show("step 2/")
+    for host in cluster.all_hosts:
+        host.kill_all()
+    launch.process.wait(30)
+    assert left(cluster, folder)
+    again = Launch(cluster, folder, "head\na\nb\n", "--resume", "auto", "--learner.steps", "12")
+    code, shown = again.end()
+    assert code == 0, shown
+    assert not left(cluster, folder)
+
+
+def test_an_agent_that_is_killed_ends_the_run_with_its_name(cluster, folder):
+    launch = Launch(cluster, folder, "head\na\nb\n", "--learner.steps", "4000")
+    launch.wait_to_show("step 2/")
+    os.kill(process(cluster["b"], "asyncrl.launcher.agent"), signal.SIGKILL)
+    code, shown = launch.end()
+    assert code == 1
+    assert shown[-1].startswith("agent/2 on b: killed by SIGKILL (log: ")
+    assert not [host for host in cluster.all_hosts if host.processes()]
+
+
+def test_a_run_over_hosts_makes_way_and_is_resumed(cluster, folder):
+    launch = Launch(cluster, folder, "head\na\nb\n", "--learner.steps", "80")
+    launch.wait_to_show("step 4/")
+    launch.process.send_signal(signal.SIGTERM)
+    code, shown = launch.end()
+    assert code == 75, shown
+    assert not left(cluster, folder)
+    again = Launch(cluster, folder, "head\na\nb\n", "--resume", "auto", "--learner.steps", "80")
+    code, shown = again.end()
+    assert code == 0, shown
+    assert steps(again) == list(range(1, 81))
+    assert not left(cluster, folder)
+
+
+def test_a_dry_run_shows_addresses_and_commands_and_starts_nothing(standing, folder):
+    code, shown = Launch(standing, folder, "head\na\nb\n", "--dry-run", "--exclude", "b").end()
+    assert code == 0, shown
+    (row,) = [line for line in shown if line.startswith("  a at 10.77.0.2 (eth0): ssh -T -F ")]
+    assert row.endswith(f"-- a '{sys.executable} -m asyncrl.launcher.remote'")
+    assert any(line.split()[:2] == ["rollouter/1", "a"] for line in shown)
+    assert not any("10.77.0.3" in line for line in shown)
+    assert not left(standing, folder)
+    assert not (folder / "runs").exists()
+
+
+def test_ports_and_interface_are_those_of_the_configuration(standing, folder):
+    flags = ("--network.ports", "7000-7040", "--network.interface", "eth0", "--learner.steps", "4")
+    with standing.capture() as capture:
+        code, shown = Launch(standing, folder, "head\na\nb\n", *flags).end()
+    assert code == 0, shown
+    ends = {way for way in capture.conversations() if 22 not in (way[0][1], way[1][1])}
+    assert ends
+    assert all(7000 <= source[1] <= 7040 or 7000 <= target[1] <= 7040 for source, target in ends)
+    assert not left(standing, folder)
+
+
+REWARD = """
+def digits(*, completion, **_):
+    return sum(c.isdigit() for c in completion) / max(1, len(completion))
+"""
+REAL = """
+[run]
+name = "trial"
+dir = "{folder}/runs"
+[model]
+path = "{folder}/model"
+[data]
+path = "{folder}/sums.jsonl"
+max_prompt_tokens = 12
+[rollout]
+engine = "reference"
+replicas = 1
+gpus_per_replica = 0
+samples_per_prompt = 3
+max_tokens = 8
+concurrency = 6
+[reward]
+function = "rewards:digits"
+workers = 1
+[learner]
+ranks = 2
+steps = 2
+groups_per_step = 2
+lr = 1e-3
+device = "cpu"
+[supervision]
+start_timeout_s = 200
+"""
+
+
+def test_ranks_of_the_learner_on_two_hosts_train_a_real_model(cluster, tmp_path):
+    """The ranks meet at the head's address, over its interface; the reward is importable as where it was launched."""
+    folder = tmp_path / "shared"
+    make_model(folder / "model")
+    (folder / "rewards.py").write_text(REWARD)
+    rows = [json.dumps({"prompt": f"{number}+{2 * number}="}) for number in range(10, 40)]
+    (folder / "sums.jsonl").write_text("\n".join(rows) + "\n")
+    launch = Launch(cluster, folder, "head\na\n", config=REAL.format(folder=folder))
+    launch.wait_to_show("starting: waiting for")
+    code, shown = launch.process.wait(280), launch.shown.splitlines()
+    assert code == 0, shown
+    assert steps(launch) == [1, 2]
+    assert '"learner/1"' in launch.log("agent-1")
+    assert (launch.run_dir / "export" / "model.safetensors").is_file()
+    assert not [host for host in cluster.all_hosts if host.processes()]
+
+
+# --- what can be wrong ---
+
+
+@contextlib.contextmanager
+def other_version(host):
+    """asyncrl of another version on the host."""
+    (metadata,) = Path(sys.prefix).glob("lib/*/site-packages/asyncrl-*.dist-info/METADATA")
+    host.run(["sh", "-c", 'sed "s/^Version: .*/Version: 9.9/" "$0" >/run/METADATA', str(metadata)])
+    host.run(["mount", "--bind", "/run/METADATA", str(metadata)])
+    yield
+    host.run(["umount", str(metadata)])
+
+
+@contextlib.contextmanager
+def without_python(host):
+    host.run(["mount", "-t", "tmpfs", "none", sys.prefix])
+    yield
+    host.run(["umount", sys.prefix])
+
+
+@contextlib.contextmanager
+def unreachable(host):
+    host.cut_off()
+    yield
+    host.reconnect()
+
+
+@contextlib.contextmanager
+def as_it_is(host):
+    yield
+
+
+@contextlib.contextmanager
+def silent(host):
+    """A host where ssh comes in and nothing answers."""
+    host.run(["sh", "-c", 'printf "#!/bin/sh\\nexec sleep 1000\\n" >/run/python && chmod +x /run/python'])
+    host.run(["mount", "--bind", "/run/python", os.path.realpath(sys.executable)])
+    yield
+    host.run(["umount", os.path.realpath(sys.executable)])
+    host.kill_all()
+
+
+@contextlib.contextmanager
+def another_folder(host):
+    host.run(["sh", "-c", 'mkdir -p "$0" && echo mine >"$0/notes"', str(host.trial)])
+    yield
+    assert host.run(["cat", f"{host.trial}/notes"]).stdout == "mine\n"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "flags", "state", "code", "message"),
+    [
+        ("head\nnowhere\n", (), as_it_is, 1, "nowhere: ssh: Could not resolve hostname nowhere"),
+        ("head\nb\n", (), without_python, 1, f"b: no Python can run there at {sys.executable}"),
+        ("head\nb\n", (), other_version, 1, "b: asyncrl 9.9 is installed there, "),
+        ("head\na\nb\n", ("--supervision.start_timeout_s", "4"), unreachable, 1, "b: "),
+        ("head\nb\n", ("--supervision.start_timeout_s", "3"), silent, 1, "b: not reached within 3 s"),
+        ("head\nb\n", (), another_folder, 2, "b: {run} is there already and is not part of this run"),
+        ("head slots=2\nb slots=x\n", (), as_it_is, 2, ":2: slots='x' is no number of GPUs"),
+        ("head\nb slots=4\n", (), as_it_is, 2, "b: slots=4 in the hostfile, but 0 GPUs are there"),
+        ("head\nb\n", ("--include", "b,c"), as_it_is, 2, "--include: c is not in the hostfile"),
+        ("head\nb\n", ("--network.interface", "ib0"), as_it_is, 2, "b: there is no interface ib0"),
+        ("head\nb\n", ("--network.host", "10.77.0.1"), as_it_is, 78, "network.host: is for a run on one host"),
+        ("head\nb\nnowhere\n", (), without_python, 1, "b, nowhere: 2 of 3 hosts cannot take part"),
+    ],
+)
+def test_what_is_wrong_with_a_host_is_said_in_one_message(standing, folder, hosts, flags, state, code, message):
+    host = standing["b"]
+    host.trial = folder / "runs" / "trial"
+    with state(host):
+        ended, shown = Launch(standing, folder, hosts, *flags).end()
+    assert ended == code, shown
+    assert message.format(run=host.trial) in shown[-1]
+    assert shown[-1].startswith("asyncrl-launch: ")
+    assert not host.processes() and not standing.head.processes() and not standing["a"].processes()
+    assert not list((folder / "runs").glob("*"))
+
+
+def test_a_key_that_is_refused(standing, folder):
+    keys = standing["b"].path("/run/cluster-ssh/authorized_keys")
+    admitted = keys.read_text()
+    keys.write_text("")
+    try:
+        code, shown = Launch(standing, folder, "head\nb\n").end()
+    finally:
+        keys.write_text(admitted)
+    assert code == 1, shown
+    assert shown[-1].startswith("asyncrl-launch: b: ssh: root@10.77.0.3: Permission denied (publickey)")
+    assert "`ssh b` has to work without a password" in shown[-1]
+    assert not left(standing, folder)
+
+
+def test_a_range_of_ports_that_is_used_up(standing, folder):
+    flags = ("--network.ports", "7000-7001", "--supervision.max_restarts", "0")
+    code, shown = Launch(standing, folder, "head\na\nb\n", *flags).end()
+    assert code == 1, shown
+    assert ":7000-7001: Address already in use" in shown[-1]
+    assert "network.ports" in shown[-1]
+    assert not left(standing, folder)
+
+
+def test_ports_that_do_not_get_through(standing, folder):
+    """The deadline of the start names whom nobody has heard of."""
+    blocked = "ip rule {} ipproto tcp dport 7000-7040 blackhole"
+    standing["b"].run(blocked.format("add").split())
+    flags = ("--network.ports", "7000-7040", "--supervision.start_timeout_s", "12")
+    try:
+        code, shown = Launch(standing, folder, "head\na\nb\n", *flags).end()
+    finally:
+        standing["b"].run(blocked.format("delete").split())
+    assert code == 1, shown
+    assert "rollouter/1" in shown[-1]
+    assert not left(standing, folder)

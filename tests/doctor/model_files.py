@@ -1,0 +1,28 @@
+"""A model's folder as the doctor looks at it: nothing in it can be loaded."""
+
+import json
+import struct
+
+
+def write_weights(path, shape=(4, 5), cut=0):
+    header = json.dumps(
+        {
+            "__metadata__": {"format": "pt"},
+            "w": {"dtype": "BF16", "shape": list(shape), "data_offsets": [0, 2 * shape[0] * shape[1]]},
+        }
+    ).encode()
+    data = struct.pack("<Q", len(header)) + header + bytes(2 * shape[0] * shape[1])
+    path.write_bytes(data[: len(data) - cut])
+
+
+def write_model(folder):
+    """A model of 20 parameters with its tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder.mkdir()
+    (folder / "config.json").write_text('{"eos_token_id": 1}')
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "</s>": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    write_weights(folder / "model.safetensors")
+    return folder

@@ -1,0 +1,107 @@
+"""asyncrl-doctor as a command, on this host."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from asyncrl.cli import doctor
+from asyncrl.doctor.findings import CHECKS
+
+SIM = """
+[data]
+source = "synthetic"
+[rollout]
+engine = "sim"
+replicas = 2
+concurrency = 8
+[learner]
+backend = "sim"
+"""
+
+
+WRONG = {"NCCL_SOCKET_IFNAME": "ib7"}
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "sim.toml"
+    path.write_text(SIM + f'[run]\ndir = "{tmp_path / "runs"}"\n')
+    return str(path)
+
+
+def test_help_loads_nothing_heavy():
+    code = (
+        "import sys\nfrom asyncrl.cli.doctor import main\n"
+        "try: main(['--help'])\nexcept SystemExit as end: assert not end.code\n"
+        "heavy = {'torch', 'vllm', 'transformers', 'numpy', 'zmq', 'pydantic', 'msgspec', 'asyncio', 'psutil'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--json" in done.stdout and "78 wrong configuration" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--nonsense"], "--nonsense"),
+        (["--ssh-args", "-F x"], "--ssh-args belongs to --hosts"),
+        (["--hosts", "x", "--ssh-args", "'"], "--ssh-args"),
+        (["--learner.lr", "1"], "no CONFIG file"),
+        (["--timeout", "0"], "1 to 3600"),
+    ],
+)
+def test_wrong_usage(argv, said, capsys):
+    with pytest.raises(SystemExit) as end:
+        doctor.main(argv)
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_wrong_hostfile_is_wrong_usage(tmp_path, capsys):
+    (tmp_path / "hosts").write_text("a slots=many\n")
+    assert doctor.main(["--hosts", str(tmp_path / "hosts")]) == 2
+    assert "hosts:1" in capsys.readouterr().err
+
+
+def test_a_wrong_configuration_is_78(config, capsys):
+    assert doctor.main([config, "--learner.lrr", "1", "--json"]) == 78
+    shown = capsys.readouterr()
+    assert "learner.lrr: unknown key; did you mean lr?" in shown.err and not shown.out
+
+
+def run(*argv, cwd, **env):
+    argv = [sys.executable, "-m", "asyncrl.cli.doctor", *argv]
+    return subprocess.run(argv, capture_output=True, text=True, cwd=cwd, timeout=240, env=os.environ | env)
+
+
+def test_this_host_can_rehearse_and_what_is_left_is_named(config, tmp_path):
+    left = tmp_path / "runs" / "old" / "private"
+    left.mkdir(parents=True)
+    (left / "lock").touch()
+    done = run(config, "--json", cwd=tmp_path)
+    found = json.loads(done.stdout)
+    assert done.returncode == (1 if any(one["result"] == "fail" for one in found) else 0)
+    assert all(set(one) == {"host", "check", "result", "detail", "fix"} for one in found)
+    assert all(one["check"] in CHECKS and one["result"] in ("ok", "warn", "fail") for one in found)
+    assert all(bool(one["fix"]) == (one["result"] != "ok") for one in found)
+    by_check = {one["check"]: one for one in found}
+    assert {"ssh", "versions", "placement", "ports", "model", "data", "reward", "run_dir", "memory"} <= set(by_check)
+    assert by_check["placement"]["detail"].startswith("7 actors: ")
+    # Not --fix: what else is left on this machine is not this test's.
+    assert str(left) in by_check["leftovers"]["detail"] and left.exists()
+    assert not list(tmp_path.rglob(".asyncrl-doctor-*"))
+
+
+def test_what_does_not_fit_fails_line_by_line(config, tmp_path):
+    done = run(config, "--reward.function", "nowhere:reward", "--network.host", "203.0.113.9", cwd=tmp_path, **WRONG)
+    rows = done.stdout.splitlines()
+    assert done.returncode == 1
+    failed = {row.split()[2]: row for row in rows if row.startswith("fail")}
+    assert "there is no module 'nowhere'" in failed["reward"] and "fix: " in failed["reward"]
+    assert "NCCL_SOCKET_IFNAME=ib7 names no interface" in failed["nccl"]
+    assert "203.0.113.9 cannot be bound" in failed["ports"]
+    assert rows[-1].endswith(" fail")

@@ -1,0 +1,232 @@
+"""What is left of dead runs, on real folders, locks and processes. I7: the doctor removes what is left, and no more."""
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+from asyncrl.config import config_to_json, validate_config
+from asyncrl.doctor import leftovers
+from asyncrl.doctor.leftovers import (
+    Process,
+    check_leftovers,
+    find_leftovers,
+    locks_tell,
+    orphans,
+    read_processes,
+    remove,
+)
+
+ORPHAN = """
+import os, sys, time, setproctitle
+if os.fork():
+    os._exit(0)
+os.setsid()
+while os.getppid() == int(sys.argv[1]):
+    time.sleep(0.01)
+setproctitle.setproctitle("asyncrl rollouter/0 the-doctors-own-test")
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_scratch(tmp_path, monkeypatch):
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(leftovers.tempfile, "tempdir", str(tmp_path / "tmp"))
+
+
+@pytest.fixture
+def nobody(monkeypatch):
+    monkeypatch.setattr(leftovers, "read_processes", dict)
+
+
+def make_run(runs, name, **checkpoint):
+    run = runs / name
+    (run / "private").mkdir(parents=True)
+    (run / "private" / "lock").touch()
+    (run / "private" / "secret.json").write_text("{}")
+    tree = {"data": {"source": "synthetic"}, "rollout": {"engine": "sim"}, "learner": {"backend": "sim"}}
+    (run / "config.json").write_text(config_to_json(validate_config(tree | {"checkpoint": checkpoint})))
+    (run / "spool").mkdir()
+    (run / "spool" / "rollouter-0.msgpack").write_bytes(b"x")
+    for name in ("v00000002", ".v00000003.partial-17", ".dead-v00000001-5"):
+        (run / "checkpoints" / name).mkdir(parents=True)
+    return run
+
+
+@contextmanager
+def held(run, private="private"):
+    lock = os.open(run / private / "lock", os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+def names(found, runs):
+    return sorted(str(one.path.relative_to(runs)) for one in found)
+
+
+def test_nothing_is_left(tmp_path, nobody):
+    found = check_leftovers(tmp_path / "runs", is_head=True, fix=False)
+    assert (found.result, found.detail) == ("ok", "none")
+
+
+def test_i7_what_is_certainly_dead_is_named_and_then_removed(tmp_path, nobody):
+    runs = tmp_path / "runs"
+    dead, living, part_living = (make_run(runs, name) for name in ("dead", "living", "part-living"))
+    (part_living / "private-1").mkdir()
+    (part_living / "private-1" / "lock").touch()
+    expected = [
+        "dead/checkpoints/.dead-v00000001-5",
+        "dead/checkpoints/.v00000003.partial-17",
+        "dead/private",
+        "dead/spool/rollouter-0.msgpack",
+        "part-living/private",
+    ]
+    with held(living), held(part_living, "private-1"):
+        assert names(find_leftovers(runs, is_head=True), runs) == expected
+        told = check_leftovers(runs, is_head=True, fix=False)
+        assert told.result == "warn" and "--fix" in told.fix
+        assert all(str(runs / name) in told.detail for name in expected)
+        assert (dead / "private").exists()
+        told = check_leftovers(runs, is_head=True, fix=True)
+        assert told.result == "ok" and told.detail.startswith("removed ")
+        assert all(not (runs / name).exists() for name in expected)
+        assert (dead / "checkpoints" / "v00000002").is_dir() and (dead / "config.json").is_file()
+        assert (living / "private" / "secret.json").exists()
+        assert (living / "checkpoints" / ".v00000003.partial-17").exists()
+        assert (living / "spool" / "rollouter-0.msgpack").exists()
+        assert (part_living / "spool" / "rollouter-0.msgpack").exists()
+        assert check_leftovers(runs, is_head=True, fix=True).detail == "none"
+
+
+def test_a_run_that_begins_meanwhile_keeps_everything(tmp_path, nobody):
+    run = make_run(tmp_path / "runs", "a")
+    found = find_leftovers(tmp_path / "runs", is_head=True)
+    with held(run):
+        assert not any(remove(one) for one in found)
+    assert all(one.path.exists() for one in found)
+
+
+def test_unfinished_checkpoints_and_spools_are_the_heads_business(tmp_path, nobody):
+    runs = tmp_path / "runs"
+    run = make_run(runs, "a")
+    assert names(find_leftovers(runs, is_head=False), runs) == ["a/private", "a/spool/rollouter-0.msgpack"]
+    # The part of a run whose head is elsewhere, and may go on.
+    (run / "part_of_run").write_text("id")
+    assert names(find_leftovers(runs, is_head=False), runs) == ["a/private"]
+    assert find_leftovers(None, is_head=False) == []
+
+
+def test_what_may_be_in_use_is_only_named(tmp_path, nobody):
+    runs = tmp_path / "runs"
+    run = make_run(runs, "a", dir=str(tmp_path / "elsewhere"))
+    outside = tmp_path / "elsewhere" / "a" / ".v00000003.partial-17"
+    outside.mkdir(parents=True)
+    (run / "private" / "lock").unlink()
+    (run / "spool" / "rollouter-0.msgpack").unlink()
+    told = check_leftovers(runs, is_head=True, fix=True)
+    assert told.result == "warn" and "yourself" in told.fix and "removed" not in told.detail
+    assert str(outside) in told.detail and "without a lock" in told.detail
+    assert outside.exists() and (run / "private").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "tell"),
+    [
+        ("rw,vers=4.2,local_lock=none", True),
+        ("rw,vers=3,local_lock=flock", False),
+        ("rw,vers=3,local_lock=all", False),
+        ("rw,localflock", False),
+    ],
+)
+def test_locks_that_other_hosts_do_not_see_prove_nothing(tmp_path, nobody, monkeypatch, options, tell):
+    mounts = f"20 1 8:1 / / rw,relatime - ext4 /dev/sda rw\n21 20 0:40 / {tmp_path} rw - nfs4 server:/x {options}\n"
+    assert locks_tell(tmp_path / "runs", mounts) is tell
+    assert locks_tell(tmp_path.parent, mounts)
+    make_run(tmp_path / "runs", "a")
+    monkeypatch.setattr(leftovers, "locks_tell", lambda path: locks_tell(path, mounts))
+    told = check_leftovers(tmp_path / "runs", is_head=True, fix=True)
+    assert told.result == ("ok" if tell else "warn")
+    assert (tmp_path / "runs" / "a" / "private").exists() is not tell
+
+
+def test_scratch_of_engines_goes_with_their_process(tmp_path, nobody):
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
+    dead = tmp_path / "tmp" / f"asyncrl-engine-{ended.stdout.strip()}-x"
+    mine = tmp_path / "tmp" / f"asyncrl-engine-{os.getpid()}-x"
+    dead.mkdir()
+    mine.mkdir()
+    assert check_leftovers(None, is_head=True, fix=True).detail == f"removed {dead}"
+    assert mine.exists() and not dead.exists()
+
+
+def family(*rows):
+    return {pid: Process(pid, parent, 0.0, title, name) for pid, parent, title, name in rows}
+
+
+ACTOR, WORKER, ENGINE = "asyncrl rollouter/0 trial", "asyncrl reward worker", "VLLM::EngineCore"
+INIT = (1, 0, "/sbin/init", "systemd")
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([INIT, (9, 1, ACTOR, "asyncrl")], [(9, True)]),
+        ([INIT, (9, 1, ACTOR, "asyncrl"), (10, 9, WORKER, "asyncrl")], [(9, True), (10, True)]),
+        ([INIT, (9, 1, ENGINE, "VLLM")], [(9, False)]),
+        ([INIT, (5, 1, "systemd --user", "systemd"), (9, 5, ACTOR, "asyncrl")], [(9, True)]),
+        ([INIT, (5, 1, "python -m asyncrl.launcher.guard p 3", "python"), (9, 5, ACTOR, "asyncrl")], []),
+        ([INIT, (5, 1, "python -m asyncrl.launcher.agent 4 3", "python"), (9, 5, ACTOR, ""), (10, 9, WORKER, "")], []),
+        ([INIT, (5, 1, "python -m pytest", "python"), (9, 5, WORKER, "asyncrl")], []),
+        ([INIT, (9, 1, "asyncrl is what I read about", "less")], []),
+        # Its parent is in another container.
+        ([(9, 0, ACTOR, "asyncrl")], []),
+    ],
+)
+def test_orphans_are_those_with_no_guard_and_nobody_above(rows, expected):
+    assert [(process.pid, certain) for process, certain in orphans(family(*rows))] == expected
+
+
+def test_i7_an_orphan_is_killed_and_nothing_else():
+    starter = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            ORPHAN.replace("int(sys.argv[1])", "PARENT").replace(
+                "if os.fork():", "PARENT = os.getpid()\nif os.fork():"
+            ),
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    pid = int(starter.stdout.readline())
+    try:
+        assert starter.wait(30) == 0
+        process = psutil.Process(pid)
+        if process.ppid() != 1:
+            pytest.skip("orphans do not go to process 1 here")
+        mine = [one for one in find_leftovers(None, is_head=True) if one.process and one.process.pid == pid]
+        assert len(mine) == 1 and mine[0].certain and "rollouter/0 the-doctors-own-test" in mine[0].what
+        # The number may be somebody else's by now.
+        other = Process(pid, 1, mine[0].process.started - 1, mine[0].process.title, "")
+        assert not leftovers._kill(other)
+        assert process.is_running()
+        assert remove(mine[0])
+        until = time.monotonic() + 30
+        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+    finally:
+        starter.stdout.close()
+        if psutil.pid_exists(pid) and pid in read_processes():
+            os.kill(pid, signal.SIGKILL)

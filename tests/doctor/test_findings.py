@@ -1,0 +1,51 @@
+"""Findings: what is printed and what programs get."""
+
+import json
+
+import pytest
+
+from asyncrl.doctor.findings import CHECKS, as_json, as_lines, exit_code, fail, in_bytes, in_order, ok, on_host, warn
+
+FINE, ODD, BAD = (
+    ok("shm", "enough", "a"),
+    warn("clock", "late", "set it", "b"),
+    fail("placement", "no room", "ask less"),
+)
+
+
+def test_the_json_is_a_list_of_objects_with_five_texts():
+    found = json.loads(as_json([FINE, ODD, BAD]))
+    assert found == [
+        {"host": "a", "check": "shm", "result": "ok", "detail": "enough", "fix": ""},
+        {"host": "b", "check": "clock", "result": "warn", "detail": "late", "fix": "set it"},
+        {"host": "", "check": "placement", "result": "fail", "detail": "no room", "fix": "ask less"},
+    ]
+    assert json.loads(as_json([])) == []
+
+
+@pytest.mark.parametrize(("found", "code"), [([], 0), ([FINE], 0), ([FINE, ODD], 0), ([BAD, ODD], 1)])
+def test_only_a_failure_fails(found, code):
+    assert exit_code(found) == code
+
+
+def test_a_line_each_says_what_to_do_and_a_last_one_counts():
+    rows = as_lines([FINE, ODD, fail("model", "two\nlines", "mend\nit")])
+    assert len(rows) == 4
+    assert rows[0].split() == ["ok", "a", "shm", "enough"]
+    assert rows[1].endswith("late; fix: set it")
+    assert rows[2].startswith("fail  all hosts  model") and rows[2].endswith("two lines; fix: mend it")
+    assert rows[3] == "1 ok, 1 warn, 1 fail"
+
+
+def test_order_is_by_host_and_then_by_check():
+    found = [*on_host("b", [ok(check, "") for check in reversed(CHECKS)]), FINE, BAD]
+    placed = in_order(found, ["b", "a"])
+    assert [one.check for one in placed] == ["placement", *CHECKS, "shm"]
+    assert [one.host for one in placed] == ["", *["b"] * len(CHECKS), "a"]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 30, "5.0 GiB"), (3 << 40, "3.0 TiB")]
+)
+def test_bytes(count, text):
+    assert in_bytes(count) == text

@@ -1,0 +1,79 @@
+"""I6 on a whole run: its secrets stay where they are, and nobody unknown gets in at any of its ports."""
+
+import json
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import zmq
+import zmq.utils.z85
+from wire.knocking import KNOWN, SIM_RUN, actors_of, guise_of, knock, listening, secrets_of, strangers
+
+from tools.live_run import LiveRun, LogTail
+
+
+def where_found(secrets, run, pids):
+    """Every place outside the private folder that holds one of the secrets, as text or as bytes."""
+    needles = [secret.encode() for secret in secrets.values()]
+    needles += [zmq.utils.z85.decode(secret) for secret in secrets.values() if len(secret) == 40]
+    places = [Path(f"/proc/{pid}/{what}") for pid in pids for what in ("environ", "cmdline")]
+    files = [path for path in run.folder.rglob("*") if path.is_file() and "private" not in path.parts]
+    found, looked_at = [], 0
+    for place in places + files:
+        try:
+            content = place.read_bytes()
+        except OSError:
+            continue
+        looked_at += len(content)
+        found += [str(place) for needle in needles if needle in content]
+    assert looked_at > 10_000
+    return found
+
+
+@pytest.mark.parametrize("curve", ["required", "off"])
+def test_i6_a_run_keeps_its_secrets_and_lets_no_stranger_in(tmp_path, curve):
+    run = LiveRun(SIM_RUN | {"security": {"curve": curve}}, tmp_path)
+    try:
+        run.until(lambda: run.step >= 2, "a few steps", 120)
+        private = run.run_dir / "private"
+        assert stat.S_IMODE(private.stat().st_mode) == 0o700
+        assert {stat.S_IMODE(path.stat().st_mode) for path in private.iterdir()} == {0o600}
+        actors, secrets = actors_of(run), secrets_of(private)
+        assert len(actors) == 8
+        assert len(set(secrets.values())) == len(secrets) == (4 * len(actors) if curve == "required" else 1), (
+            "one for each actor and start"
+        )
+        pids = [process.pid for process in run.processes()] + [run._process.pid]
+        assert where_found(secrets, run, pids) == []
+        assert where_found({"": str(run.run_dir)}, run, pids), "it would have been found"
+
+        open_ports = listening(pids)
+        assert set(open_ports) == set(actors.values()), "nobody else listens"
+        people, problems = {}, {}
+
+        def visit(name):
+            [(host, port)] = open_ports[actors[name]]
+            assert host == "127.0.0.1"
+            known = KNOWN.get(name.partition("/")[0])
+            people[name] = strangers(guise_of(private, name, name), known and guise_of(private, known, name))
+            with zmq.Context() as context:
+                problems.update(knock(context, f"tcp://{host}:{port}", people[name], 30))
+
+        with ThreadPoolExecutor(len(actors)) as pool:
+            list(pool.map(visit, actors))
+        assert problems == {}
+        assert actors_of(run) == actors, "somebody had to be started again"
+        assert run.wait(120) == 0, run.output[-2000:]
+        assert where_found(secrets, run, []) == []
+    finally:
+        run.close()
+    for name, known in people.items():
+        lines = LogTail(run, name).read()
+        assert [line for line in lines if line["event"] == "handler failed"] == []
+        [ended] = [line for line in lines if line["event"] == "ended" and "counters" in line]
+        refused = [one for one in known if one.code not in (None, "hello_required")]
+        assert ended["counters"]["wire/refused"] == len(refused), json.dumps(ended)
+        assert ended["counters"]["wire/strangers"] >= len(known) - len(refused)
+        assert ended["counters"]["wire/malformed"] == 0
+    assert run.left() == []
