@@ -24,7 +24,10 @@ quickstart: $(STAMP) ## Train a small model on this machine and watch it get bet
 	$(BIN)/python -m tools.quickstart
 
 test: $(STAMP) ## Run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m 'not slow'
+
+test-slow: $(STAMP) ## Run the tests that take minutes each: whole runs, compared bit for bit, frozen, killed
+	$(BIN)/python -m pytest -m slow
 
 test-cluster: $(STAMP) ## Test on clusters of namespaces with ssh and SLURM (root; says what is missing)
 	$(BIN)/python -m pytest tests/cluster
@@ -51,4 +54,4 @@ clean: ## Remove the environment and what was made; runs/ stays
 	rm -rf $(VENV) .bench .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
 	find asyncrl tests tools -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help setup quickstart test test-cluster check bench chaos soak clean
+.PHONY: help setup quickstart test test-slow test-cluster check bench chaos soak clean

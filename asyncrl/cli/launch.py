@@ -41,6 +41,9 @@ data depends on must not have changed, or be allowed by --allow-changed-data, -s
 --hosts FILE runs on the hosts of a file (a line each: NAME, or NAME slots=GPUS), which are reached by ssh without a
 password; asyncrl is installed at the same path on each. This host is the head if it is among them, else the first is.
 
+--slurm --nodes N submits a job that runs this on N nodes of a SLURM cluster; with --dry-run its script is shown.
+--inside-slurm is what that script calls: it runs on the nodes of its own job, and resumes a run that is there already.
+
 Exit codes: 0 done, 1 failed, 2 wrong usage, 75 preempted with a checkpoint, 78 wrong configuration, 130 Ctrl-C.
 """
 
@@ -78,7 +81,7 @@ def _raise_interrupted(number: int, _frame: FrameType | None) -> None:
 
 def _main(argv: list[str]) -> int:
     parser = _parser()
-    overrides, rest = split_flags(parser, argv)
+    overrides, rest = split_flags(parser, _joined(argv))
     given = parser.parse_args(rest)
     if given.help_config:
         return _print_keys()
@@ -89,7 +92,12 @@ def _main(argv: list[str]) -> int:
 
     if given.hosts is None and (given.include or given.exclude or given.ssh_args):
         parser.error("--include, --exclude and --ssh-args belong to --hosts FILE")
+    _check_slurm_flags(parser, given)
     try:
+        if given.slurm:
+            return _submit(given, overrides)
+        if given.inside_slurm:
+            return _run_inside_slurm(given, overrides)
         if given.hosts is not None:
             return _run_hosts(given, overrides)
         config, placed, resumption = _prepare(given, overrides)
@@ -117,7 +125,7 @@ def _main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
-        usage=f"{PROGRAM} CONFIG... [--hosts FILE] [--dry-run] [--resume auto|PATH] [--KEY VALUE ...]",
+        usage=f"{PROGRAM} CONFIG... [--hosts FILE | --slurm --nodes N] [--dry-run] [--resume auto|PATH] [--KEY VALUE]",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -132,6 +140,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--include", metavar="NAME,...", type=_names, default=[], help="of the hosts only these")
     parser.add_argument("--exclude", metavar="NAME,...", type=_names, default=[], help="of the hosts all but these")
     parser.add_argument("--ssh-args", metavar="ARGS", default="", help="further arguments of ssh, as in -F FILE")
+    parser.add_argument("--slurm", action="store_true", help="submit this as a job of SLURM")
+    parser.add_argument("--nodes", metavar="N", type=int, help="of the job")
+    parser.add_argument("--sbatch-args", metavar="ARGS", help="further arguments of sbatch, as in --time=4:00:00")
+    parser.add_argument("--inside-slurm", action="store_true", help="run on the nodes of the job this is called in")
+    parser.add_argument("--container", metavar="WORDS", help="what leads into the container: srun options, a command")
     parser.add_argument("--help-config", action="store_true", help="list every key of the configuration")
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version")
     return parser
@@ -189,6 +202,67 @@ def _run_hosts(given: argparse.Namespace, overrides: dict[str, str]) -> int:
     config = load_config(given.configs, _with_allowed(given, overrides))
     start = SshStart(config.supervision.start_timeout_s, ssh_args)
     return run_hosts(config, lines, start, resume=given.resume, dry_run=given.dry_run)
+
+
+def _joined(argv: Sequence[str]) -> list[str]:
+    """With the values that are themselves flags of another command made part of the flag before them."""
+    joined: list[str] = []
+    for word in argv:
+        if joined and joined[-1] in ("--sbatch-args", "--container"):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
+def _check_slurm_flags(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """Ends the program on wrong usage."""
+    if sum((given.slurm, given.inside_slurm, given.hosts is not None)) > 1:
+        parser.error("--hosts, --slurm and --inside-slurm are three ways to say where to run; choose one")
+    if not given.slurm and (given.nodes is not None or given.sbatch_args is not None):
+        parser.error("--nodes and --sbatch-args belong to --slurm")
+    if not (given.slurm or given.inside_slurm) and given.container is not None:
+        parser.error("--container belongs to --slurm and --inside-slurm")
+    if given.slurm and given.nodes is None:
+        parser.error("--slurm: say how many nodes, as in --nodes 2")
+
+
+def _run_inside_slurm(given: argparse.Namespace, overrides: dict[str, str]) -> int:
+    """Run on the nodes of this job. Raises AsyncRLError."""
+    from asyncrl.config import load_config
+    from asyncrl.launcher.several import run_hosts
+    from asyncrl.launcher.slurm import job_hosts, resume_of, start_of
+
+    config = load_config(given.configs, _with_allowed(given, overrides))
+    return run_hosts(
+        config,
+        job_hosts(),
+        start_of(given.container),
+        resume=resume_of(config, given.resume),
+        dry_run=given.dry_run,
+        shared=True,
+        everywhere=given.container is not None,
+    )
+
+
+def _submit(given: argparse.Namespace, overrides: dict[str, str]) -> int:
+    """Submit a job, or show its script. Raises AsyncRLError or OSError."""
+    from asyncrl.config import load_config
+    from asyncrl.launcher.slurm import batch_script, start_of, submit
+
+    config = load_config(given.configs, _with_allowed(given, overrides))
+    start_of(given.container)
+    argv = [sys.executable, "-m", "asyncrl.cli.launch", "--inside-slurm", *given.configs]
+    argv += [f"--{key}={value}" for key, value in overrides.items()]
+    argv += [f"--allow-changed-{what}" for what, _ in ALLOWED if getattr(given, f"allow_changed_{what}")]
+    argv += [f"--{key}={value}" for key in ("resume", "container") if (value := getattr(given, key)) is not None]
+    script = batch_script(config, argv, nodes=given.nodes, options=given.sbatch_args or "")
+    if given.dry_run:
+        print(script, end="")
+        return 0
+    job, path, output = submit(config, script)
+    print(f"submitted job {job} ({path}); its output goes to {output}")
+    return 0
 
 
 def _with_allowed(given: argparse.Namespace, overrides: dict[str, str]) -> dict[str, str]:

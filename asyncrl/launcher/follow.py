@@ -132,7 +132,13 @@ class Follower:
         decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Event)
         assert member.process.stdout is not None
         while line := await member.process.stdout.readline():
-            self._take(member, decoder.decode(line))
+            try:
+                event = decoder.decode(line)
+            except msgspec.MsgspecError:
+                # Not the agent's: whatever else writes to a connection.
+                self.progress.warn([f"{self._name(member)}: {line.decode(errors='replace').strip()}"])
+            else:
+                self._take(member, event)
         code = await (member.process.wait() if member.contact is None else member.contact.exited())
         self._take_end(member, code)
         self._news.set()
@@ -284,9 +290,9 @@ class Follower:
                             return
                     until = loop.time() + supervision.host_grace_s + supervision.drain_s
             except (HostFailed, TimeoutError):
+                again.kill()
                 await asyncio.sleep(LOOK_AGAIN_S)
             finally:
-                again.kill()
                 await again.close()
 
     def _is_gone(self, member: Member) -> bool:
@@ -302,13 +308,16 @@ class Follower:
         supervision = self.config.supervision
         patience = 0.0 if self._killing else supervision.drain_s + SLACK_S
         again = Contact(member.host, member.contact.start)
-        order = EndOrder(run_dir=str(self.folder.path), index=member.index, patience_s=patience)
+        # With the head lost the run may live on there, unless it was asked to end.
+        kill = bool(self.signal) or not self._head.lost
+        order = EndOrder(run_dir=str(self.folder.path), index=member.index, patience_s=patience, kill=kill)
         self.progress.say(f"{member.host}: looking whether anything is left there")
         try:
             async with asyncio.timeout(min(CONFIRM_S, supervision.start_timeout_s) + 2 * patience):
                 await again.reach()
                 found = await again.ask(order, Ended)
         except (HostFailed, TimeoutError) as error:
+            again.kill()
             why = error.reason if isinstance(error, HostFailed) else "no answer"
             self.progress.warn(
                 [
@@ -317,10 +326,9 @@ class Follower:
                 ]
             )
         else:
-            what = "something is left that does not end" if found.living else "nothing is left there"
+            what = "its part of the run lives on" if found.living else "nothing is left there"
             self.progress.say(f"{member.host}: {what}" + (", after its agent was killed" if found.killed else ""))
         finally:
-            again.kill()
             await again.close()
 
     def _result(self) -> EndedEvent:

@@ -149,7 +149,8 @@ def end(order: EndOrder) -> Ended:
     run_dir, private = Path(order.run_dir), private_name(order.index)
     until = time.monotonic() + order.patience_s
     killed = False
-    while is_living(run_dir, private):
+    # The guard removes the folder, and with it the lock, at the very last, but ends a moment later.
+    while is_living(run_dir, private) or _guards(str(run_dir / private)):
         if time.monotonic() >= until:
             if killed or not order.kill:
                 return Ended(living=True, killed=killed)
@@ -166,13 +167,22 @@ def end(order: EndOrder) -> Ended:
 
 def _kill_agents(private: str) -> bool:
     found = False
+    for guard in _guards(private):
+        for agent in children_of(guard):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(agent, signal.SIGKILL)
+                found = True
+    return found
+
+
+def _guards(private: str) -> list[int]:
+    """The guard that has this private folder, if it lives."""
+    found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
             if GUARD in words and private in words:
-                for agent in children_of(int(entry.name)):
-                    os.kill(agent, signal.SIGKILL)
-                    found = True
+                found.append(int(entry.name))
     return found
 
 

@@ -48,6 +48,7 @@ from asyncrl.launcher.local import ACTOR_ARGV, GUARD_ARGV, agent_spec, show_end,
 from asyncrl.launcher.placement import INTERFACE_VARIABLES, Host, Placed, describe, place
 from asyncrl.launcher.progress import Progress
 from asyncrl.launcher.resume import Resumption, find_resumption
+from asyncrl.launcher.spec import KILL
 from asyncrl.launcher.start import StartCommand, shown
 from asyncrl.wire.keys import Keyring
 
@@ -65,9 +66,16 @@ def run_hosts(
     resume: str | None = None,
     dry_run: bool = False,
     actor_argv: Sequence[str] = ACTOR_ARGV,
+    shared: bool = False,
+    everywhere: bool = False,
 ) -> int:
-    """Run on these hosts to the end and show it, or with ``dry_run`` only show what would run; the exit code."""
-    launch = _Launch(config, lines, start, resume, dry_run, actor_argv, Progress(sys.stdout, config.learner.steps))
+    """Run on these hosts to the end and show it, or with ``dry_run`` only show what would run; the exit code.
+
+    ``shared`` says that all hosts see the run folder, so that a run is resumed wherever its head is; ``everywhere``,
+    that this host too has its part by ``start``, as where that leads into a container.
+    """
+    progress = Progress(sys.stdout, config.learner.steps)
+    launch = _Launch(config, lines, start, resume, dry_run, actor_argv, progress, shared, everywhere)
     return asyncio.run(launch.main())
 
 
@@ -80,6 +88,8 @@ class _Launch:
     dry_run: bool
     actor_argv: Sequence[str]
     progress: Progress
+    shared: bool = False
+    everywhere: bool = False
     head: str = ""
     head_is_here: bool = False
     facts: dict[str, Facts] = field(default_factory=dict)
@@ -139,7 +149,7 @@ class _Launch:
         here = [line for line in self.lines if addresses.is_this_host(line.name)]
         if len(here) > 1:
             raise UsageError(f"{' and '.join(line.name for line in here)} are the same host, this one; name it once")
-        self.head_is_here = bool(here)
+        self.head_is_here = bool(here) and not self.everywhere
         self.lines = [*here, *(line for line in self.lines if line not in here)]
         self.head = self.lines[0].name
 
@@ -247,7 +257,7 @@ class _Launch:
     def _find_resumption(self) -> Resumption | None:
         if self.resume is None:
             return None
-        if not self.head_is_here:
+        if not self.head_is_here and not self.shared:
             raise UsageError(f"--resume: call it on {self.head}, the head, where the checkpoints are")
         self.config, resumption = find_resumption(self.config, self.resume)
         return resumption
@@ -277,8 +287,9 @@ class _Launch:
                 members.append(await self._start_agent(index, host, folder, lock))
         except BaseException:
             for member in members:
+                member.send(KILL)
+            for member in members:
                 if member.contact is None:
-                    member.process.stdin.close()  # type: ignore[union-attr]
                     await member.process.wait()
             await asyncio.gather(*(contact.close() for contact in self.contacts.values()))
             if resumption is None:

@@ -20,6 +20,8 @@ SSH_FAILED = 255
 """Exit code of ssh for what is its own; every other is that of the command."""
 KEEPALIVE_S = 10
 KEEPALIVES = 3
+SIGNALLED = 128
+"""Exit codes of srun above this one: its step was killed, and be it with its node."""
 SAFE = re.compile(r"[A-Za-z0-9_./:=@%+-]+")
 
 
@@ -94,6 +96,36 @@ class SshStart:
         elif "Could not resolve" in said:
             told += "; the name is that of the hostfile"
         return told
+
+
+@dataclass(frozen=True, slots=True)
+class SlurmStart:
+    """On a node of the SLURM job within which this runs: a step of its own, beside all that is there."""
+
+    args: tuple[str, ...] = ()
+    """Further words before Python: options of srun, and then perhaps a command that leads into a container."""
+    python: str = sys.executable
+    words: tuple[str, ...] = REMOTE
+    """What Python is called with."""
+
+    def argv(self, host: str) -> list[str]:
+        step = ["--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap"]
+        # All that the job has on that node, whatever the job says of its tasks.
+        whole = ["--cpu-bind=none", "--mpi=none", "--export=ALL", "--job-name=asyncrl"]
+        return ["srun", *step, *whole, *self.args, self.python, *self.words]
+
+    def is_lost(self, exit_code: int) -> bool:
+        return exit_code < 0 or exit_code > SIGNALLED
+
+    def explain(self, host: str, exit_code: int, errors: str) -> str:
+        # Of any end of its task srun says the exit code, last; the reason stands above.
+        lines = [line for line in errors.splitlines() if not (line.startswith("srun:") and ": task " in line)]
+        said = last_line("\n".join(lines))
+        if "execve()" in said:
+            return explain_python(host, self.python, 127, said)
+        if said.startswith("srun:"):
+            return said
+        return explain_python(host, self.python, exit_code, said)
 
 
 def explain_python(host: str, python: str, exit_code: int, errors: str) -> str:

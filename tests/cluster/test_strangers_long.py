@@ -180,6 +180,44 @@ def test_i6_a_hundred_thousand_frames_and_every_kind_of_crowd_leave_a_run_as_it_
     assert run.left() == []
 
 
+@pytest.mark.timeout(600)
+def test_i6_noise_at_the_ports_of_torch_and_of_a_broadcast_leaves_a_run_as_it_is(tmp_path: Path) -> None:
+    """What these ports let in is for the network to say (docs/protocol.md); noise they bear."""
+    learner = SIM_RUN["learner"] | {"ranks": 2, "steps": 120}
+    tree = SIM_RUN | {"security": {"curve": "required"}, "weights": {"transport": "gloo"}, "learner": learner}
+    run = LiveRun(tree, tmp_path)
+    held: list[socket.socket] = []
+    try:
+        run.until(lambda: run.step >= 5, "a few steps", 120)
+        actors = actors_of(run)
+        names = {pid: name for name, pid in actors.items()}
+        ports = {names[pid]: found for pid, found in listening(list(actors.values())).items()}
+        # Beyond everybody's own: the stores and the links at the first rank, and gloo's.
+        assert {name for name, found in ports.items() if len(found) > 1} == {"learner/0", "rollouter/0", "rollouter/1"}
+        for host, port in [one for found in ports.values() for one in found]:
+            assert host == "127.0.0.1"
+            for noise in (
+                b"",
+                b"GET / HTTP/1.1\r\n\r\n",
+                os.urandom(5000),
+                bytes(64),
+                b"\xff" * 64,
+                b"axw1" + bytes(32),
+            ):
+                held.append(socket.create_connection((host, port)))
+                with contextlib.suppress(OSError):
+                    held[-1].sendall(noise)
+        step = run.step
+        run.until(lambda: run.step > step + 10, "training to go on", 120)
+        assert actors_of(run) == actors, "somebody had to be started again"
+        assert run.wait(300) == 0, run.output[-2000:]
+    finally:
+        for one in held:
+            one.close()
+        run.close()
+    assert run.left() == []
+
+
 def _until_sent(victims: list[Victim], frames: int) -> None:
     while sum(victim.sent for victim in victims) < frames:
         for victim in victims:

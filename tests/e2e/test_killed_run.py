@@ -4,6 +4,7 @@ weights and metrics, in every bit, as one that was never interrupted; with more 
 
 import json
 
+import pytest
 from test_parity import configuration, trained, weights
 from test_parity import folder as parity_folder  # noqa: F401
 
@@ -19,14 +20,13 @@ TIMING = (
 STEPS = 8
 
 
-def live(folder, name, kills, **sections):
+def live(tree, folder, kills, **environment):
     """Run to the end; at each step of ``kills`` everything is killed and resumed."""
-    tree = configuration(folder, **{"learner": {"steps": STEPS}, "checkpoint": {"every_versions": 2}} | sections)
-    (folder / name).mkdir()
-    run = LiveRun(tree, folder / name, env={"PYTHONPATH": str(folder)})
+    folder.mkdir()
+    run = LiveRun(tree, folder, env=environment)
     try:
         for step in kills:
-            run.until(lambda step=step: run.step >= step, f"step {step}", 120)
+            run.until(lambda step=step: run.step >= step, f"step {step}", 200)
             run.kill_everything()
             run.resume()
         assert run.wait(250) == 0, run.output
@@ -72,10 +72,12 @@ def ledger(run_dir):
     return read_state(newest.path).ledger
 
 
-def test_a_resumed_run_equals_one_that_was_never_interrupted_bit_for_bit(parity_folder):  # noqa: F811
-    folder = parity_folder
-    whole = live(folder, "whole", [])
-    resumed = live(folder, "resumed", [3])
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_resumed_run_equals_one_that_was_never_interrupted_bit_for_bit(parity_folder, tmp_path):  # noqa: F811
+    tree = configuration(parity_folder, learner={"steps": STEPS}, checkpoint={"every_versions": 2})
+    whole = live(tree, tmp_path / "whole", [], PYTHONPATH=str(parity_folder))
+    resumed = live(tree, tmp_path / "resumed", [3], PYTHONPATH=str(parity_folder))
     assert tokens(resumed) == tokens(whole)
     assert figures(resumed) == figures(whole)
     assert weights(resumed) == weights(whole)
@@ -83,19 +85,33 @@ def test_a_resumed_run_equals_one_that_was_never_interrupted_bit_for_bit(parity_
     assert sorted(trained(whole)) == list(range(1, STEPS + 1))
 
 
-def test_i1_with_staleness_a_resumed_run_ends_with_the_same_ledger(parity_folder):  # noqa: F811
+def test_i1_with_staleness_a_resumed_run_ends_with_the_same_ledger(tmp_path):
     """The groups of the run are whole epochs, so whatever comes when, the same prompts are to be trained."""
-    folder = parity_folder
-    sections = {
+    tree = {
+        "run": {"samples_per_step": 1000},
+        "data": {"source": "synthetic", "size": 24},
+        "rollout": {
+            "engine": "sim",
+            "replicas": 2,
+            "gpus_per_replica": 0,
+            "samples_per_prompt": 2,
+            "concurrency": 8,
+            "max_tokens": 64,
+            "sim": {"length_median": 24.0, "decode_step_s": 0.01, "load_s": 0.02},
+        },
+        "reward": {"function": "constant", "workers": 1},
+        "learner": {
+            "backend": "sim",
+            "steps": STEPS,
+            "groups_per_step": 6,
+            "dynamic_sampling": False,
+            "sim": {"step_s": 0.3},
+        },
         "staleness": {"max": 2},
-        "learner": {"steps": STEPS, "groups_per_step": 6, "dynamic_sampling": False},
-        "data": {"path": str(folder / "few.jsonl"), "max_prompt_tokens": 12},
+        "checkpoint": {"every_versions": 2},
     }
-    every = (folder / "prompts.jsonl").read_text().splitlines()
-    lines = [line for line in every if len(json.loads(line)["prompt"]) <= 12]
-    (folder / "few.jsonl").write_text("".join(line + "\n" for line in lines[:24]))
-    whole = live(folder, "stale", [], **sections)
-    resumed = live(folder, "stale-resumed", [2, 5], **sections)
+    whole = live(tree, tmp_path / "whole", [])
+    resumed = live(tree, tmp_path / "resumed", [2, 5])
     assert ledger(resumed) == ledger(whole)
     uids = [uid for groups in tokens(resumed).values() for uid, _ in groups]
     assert len(uids) == len(set(uids)) == 6 * STEPS

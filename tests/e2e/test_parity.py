@@ -19,7 +19,7 @@ import pytest
 from tools.bench.tiny_model import make_model
 from tools.live_run import LiveRun, to_toml
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parent.parent.parent
 RUN_S = 400

@@ -5,11 +5,14 @@ import os
 import re
 import signal
 
+import pytest
 from test_parity import configuration
 from test_parity import folder as parity_folder  # noqa: F401
 
 from asyncrl.checkpoint.folder import CheckpointFolder
 from tools.live_run import LiveRun
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_all_ranks_start_again_from_the_newest_checkpoint_when_one_dies(parity_folder, tmp_path):  # noqa: F811

@@ -7,6 +7,7 @@ import pytest
 
 from tools.live_run import LiveRun
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 WAIT_S = 100.0
 STALL_S = 4.0
 HANGING = """

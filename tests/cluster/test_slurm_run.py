@@ -1,0 +1,172 @@
+"""The batch scripts and asyncrl-launch --slurm on two nodes: simulated runs that end, make way and are killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from cluster.launches import CONFIG
+from cluster.netns import REPOSITORY, wait_until
+from cluster.slurm import NODES, Slurm
+
+from asyncrl.launcher.progress import read_metrics
+from tools.chaos.audit import Expected, audit
+
+SCRIPT = REPOSITORY / "launch" / "slurm" / "train.sbatch"
+PYTHON = f"{sys.executable} -m asyncrl.cli.launch"
+PROMPTS, GROUPS = 400, 4
+LONG, SHORT = 80, 12
+RUN_S = 150.0
+WARM = "\n[checkpoint]\nevery_versions = 4\n"
+
+
+class Job:
+    """A job that trains, in the folder that all nodes see."""
+
+    def __init__(self, slurm: Slurm, *flags: str, script: Path = SCRIPT, env: dict[str, str] | None = None) -> None:
+        self.slurm, self.folder, self.run_dir = slurm, slurm.shared, slurm.shared / "runs" / "trial"
+        self.file = self.folder / "trial.toml"
+        self.file.write_text(CONFIG.format(folder=self.folder) + WARM)
+        rows = [json.dumps({"prompt": f"prompt {number}"}) for number in range(PROMPTS)]
+        (self.folder / "prompts.jsonl").write_text("\n".join(rows) + "\n")
+        self.out = self.folder / "out.txt"
+        options = ["--parsable", f"--output={self.out}", str(script), str(self.file), *flags]
+        given = {**slurm.env, "ASYNCRL_LAUNCH": PYTHON, **(env or {})}
+        self.number = int(slurm.run("sbatch", *options, env=given).stdout)
+
+    @property
+    def shown(self) -> str:
+        return self.out.read_text() if self.out.exists() else ""
+
+    def wait_to_show(self, text: str) -> None:
+        def there() -> bool:
+            return text in self.shown or self.slurm.job(self.number)["JobState"] in ("FAILED", "COMPLETED")
+
+        wait_until(there, f"{text!r} of job {self.number}", RUN_S)
+        assert text in self.shown, self.shown
+
+    def end(self) -> dict[str, str]:
+        return self.slurm.wait_for(self.number, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", timeout=RUN_S)
+
+    def start_again(self) -> None:
+        wait_until(lambda: self.slurm.job(self.number)["Restarts"] == "1", f"the requeue: {self.shown}", RUN_S)
+        self.slurm.start_now(self.number)
+
+    def lines(self, name: str, attempt: int) -> list[dict[str, object]]:
+        text = (self.run_dir / "logs" / f"attempt_{attempt}" / f"{name}.log").read_text()
+        return [json.loads(line) for line in text.splitlines()]
+
+    def check(self, steps: int) -> None:
+        """I1 over all that was written, and I7 on the nodes."""
+        found = audit(self.run_dir, Expected(steps, GROUPS, PROMPTS))
+        assert not [problem for problem in found.problems if problem.kind != "unrecorded"], found.problems
+        for node in NODES:
+            wait_until(lambda node=node: not self.slurm.processes(node), f"the end of all on {node}")
+        assert not list(self.run_dir.glob("private*"))
+
+
+def places(job: Job, attempt: int = 1) -> dict[str, str]:
+    """Rollouter to the agent that started it."""
+    found = {}
+    for index in range(len(NODES)):
+        text = (job.run_dir / "logs" / f"attempt_{attempt}" / f"agent-{index}.log").read_text()
+        found |= {name: NODES[index] for name in ("rollouter/0", "rollouter/1") if f'"{name}"' in text}
+    return found
+
+
+def test_a_job_trains_on_both_nodes_to_the_end(slurm: Slurm) -> None:
+    job = Job(slurm)
+    ended = job.end()
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "0"), job.shown
+    assert sorted(places(job).values()) == sorted(NODES)
+    config = json.loads((job.run_dir / "config.json").read_text())
+    assert config["security"]["curve"] == "required"
+    job.check(SHORT)
+
+
+def test_i1_a_job_that_makes_way_goes_on_where_it_was(slurm: Slurm) -> None:
+    """I1: USR2 to the batch script, a checkpoint, exit code 75, back into the queue, and on to the end."""
+    job = Job(slurm, "--learner.steps", str(LONG))
+    job.wait_to_show("step 4/")
+    slurm.run("scancel", "--batch", "--signal=USR2", str(job.number))
+    job.start_again()
+    assert "making way: a checkpoint is written" in job.shown, job.shown
+    first = read_metrics(job.run_dir / "metrics.jsonl")
+    done = max(line["step"] for line in first if line["kind"] == "train")
+    ended = job.end()
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), job.shown
+    assert f"job {job.number}, start 2" in job.shown
+    assert f", step {done}: " in job.shown, "not resumed from the checkpoint that it made way with"
+    assert sorted(places(job, attempt=2).values()) == sorted(NODES)
+    job.check(LONG)
+
+
+def test_i1_a_job_that_is_killed_and_queued_again_goes_on(slurm: Slurm) -> None:
+    """I1: from its newest checkpoint; nobody was told."""
+    job = Job(slurm, "--learner.steps", str(LONG))
+    job.wait_to_show("step 6/")
+    wait_until(lambda: list(job.run_dir.glob("checkpoints/*")), "a checkpoint")
+    slurm.run("scontrol", "requeue", str(job.number))
+    job.start_again()
+    ended = job.end()
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), job.shown
+    assert "resuming " in job.shown
+    job.check(LONG)
+
+
+def test_i7_a_cancelled_job_is_gone_for_good(slurm: Slurm) -> None:
+    """I7: SIGTERM lets the run make way, but SLURM was told to end it."""
+    job = Job(slurm, "--learner.steps", "4000")
+    job.wait_to_show("step 2/")
+    slurm.run("scancel", str(job.number))
+    for node in NODES:
+        wait_until(lambda node=node: not slurm.processes(node), f"the end of all on {node}")
+    ended = slurm.job(job.number)
+    assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0"), job.shown
+
+
+def test_a_run_from_the_shell_of_an_allocation(slurm: Slurm) -> None:
+    """The head is a node, and the launcher is not."""
+    folder = slurm.shared
+    (folder / "trial.toml").write_text(CONFIG.format(folder=folder))
+    argv = [*PYTHON.split(), "trial.toml", "--data.source", "synthetic", "--inside-slurm"]
+    said = slurm.run("salloc", "--nodes=2", *argv, timeout=RUN_S)
+    steps = [line["step"] for line in read_metrics(folder / "runs/trial/metrics.jsonl") if line["kind"] == "train"]
+    assert steps == list(range(1, SHORT + 1)), said.stdout
+    assert not any(slurm.processes(node) for node in NODES)
+
+
+def test_a_job_submitted_by_the_command(slurm: Slurm) -> None:
+    (slurm.shared / "trial.toml").write_text(CONFIG.format(folder=slurm.shared))
+    argv = [*PYTHON.split(), "trial.toml", "--data.source", "synthetic", "--slurm", "--nodes", "2"]
+    said = slurm.run(
+        *argv, "--sbatch-args", "--comment='of the test'", env={**slurm.env, "PYTHONPATH": str(REPOSITORY)}
+    )
+    number = int(said.stdout.split()[2])
+    assert said.stdout.endswith(f"{slurm.shared}/runs/trial-{number}.out\n"), said.stdout
+    ended = slurm.wait_for(number, "COMPLETED", "FAILED", timeout=RUN_S)
+    shown = (slurm.shared / "runs" / f"trial-{number}.out").read_text()
+    assert ended["ExitCode"] == "0:0", shown
+    assert (ended["NumNodes"], ended["WorkDir"]) == ("2", str(slurm.shared))
+    steps = [
+        line["step"] for line in read_metrics(slurm.shared / "runs/trial/metrics.jsonl") if line["kind"] == "train"
+    ]
+    assert steps == list(range(1, SHORT + 1))
+
+
+@pytest.mark.parametrize("container", ["env ASYNCRL_HERE=1", "--comment=here env ASYNCRL_HERE=1"])
+def test_every_part_runs_in_the_sites_container(slurm: Slurm, container: str) -> None:
+    """The words stand between srun and Python on all nodes, the head's too."""
+    env = {"ASYNCRL_CONTAINER": container, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    job = Job(slurm, script=SCRIPT.with_name("train-containers.sbatch"), env=env)
+    job.wait_to_show("step 2/")
+    for node in NODES:
+        there = slurm.processes(node)
+        agents = [pid for pid, words in there.items() if "asyncrl.launcher.agent" in words]
+        assert len(agents) == 1, there
+        assert b"ASYNCRL_HERE=1" in Path(f"/proc/{agents[0]}/environ").read_bytes().split(b"\0")
+    assert job.end()["ExitCode"] == "0:0", job.shown
+    job.check(SHORT)

@@ -1,0 +1,296 @@
+"""Starting a run's parts under SLURM: the steps, the hosts of a job, the batch script. No SLURM is needed."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from asyncrl.cli.launch import main
+from asyncrl.config import Config, load_config
+from asyncrl.errors import HostFailed, UsageError
+from asyncrl.launcher.hostfile import HostLine
+from asyncrl.launcher.slurm import BODY, batch_script, job_hosts, resume_of, start_of
+from asyncrl.launcher.start import SlurmStart
+
+SCRIPTS = Path(__file__).parents[2] / "launch" / "slurm"
+IN_JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node-[1-2]"}
+CONFIG = """
+[run]
+name = "trial"
+dir = "{folder}/runs"
+[data]
+source = "synthetic"
+[rollout]
+engine = "sim"
+[reward]
+function = "constant"
+[learner]
+backend = "sim"
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "trial.toml"
+    path.write_text(CONFIG.format(folder=tmp_path))
+    return path
+
+
+@pytest.fixture
+def config(file: Path) -> Config:
+    return load_config([str(file)], {})
+
+
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Makes a command of this name and shell text; there is no other, so none of a SLURM that is installed here."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("grep", "sleep"):
+        (folder / name).symlink_to(str(shutil.which(name)))
+    monkeypatch.setenv("PATH", str(folder))
+
+    def make(name: str, text: str) -> None:
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+
+    return make
+
+
+def test_a_part_is_a_step_on_one_node_beside_the_others() -> None:
+    argv = SlurmStart(python="/opt/python").argv("node-1")
+    assert argv[0] == "srun"
+    assert {"--nodes=1", "--ntasks=1", "--nodelist=node-1", "--overlap", "--export=ALL"} <= set(argv)
+    assert argv[-3:] == ["/opt/python", "-m", "asyncrl.launcher.remote"]
+
+
+@pytest.mark.parametrize("container", ["--container-image=/a.sqsh --container-mounts=/d:/d", "apptainer exec /a.sif"])
+def test_what_leads_into_a_container_comes_before_its_python(container: str) -> None:
+    words = shlex.split(container)
+    assert start_of(container).argv("n")[-3 - len(words) :] == [*words, "python3", "-m", "asyncrl.launcher.remote"]
+
+
+@pytest.mark.parametrize("container", ["", "   ", "apptainer 'exec"])
+def test_a_container_that_cannot_be_read_is_refused(container: str) -> None:
+    with pytest.raises(UsageError, match="--container"):
+        start_of(container)
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "lost"), [(0, False), (1, False), (75, False), (128, False), (137, True), (143, True), (-9, True)]
+)
+def test_a_killed_step_is_a_lost_connection(exit_code: int, lost: bool) -> None:
+    assert SlurmStart().is_lost(exit_code) == lost
+
+
+@pytest.mark.parametrize(
+    ("errors", "told"),
+    [
+        (
+            "slurmstepd: error: execve(): /opt/python: No such file or directory\n"
+            "srun: error: n2: task 0: Exited with exit code 2\n",
+            "no Python can run there at /opt/python",
+        ),
+        (
+            "/opt/python: No module named asyncrl\nsrun: error: n2: task 0: Exited with exit code 1\n",
+            "no asyncrl of this version is installed for /opt/python (No module named asyncrl)",
+        ),
+        ("srun: error: Unable to create step for job 3: Invalid node name", "Unable to create step for job 3"),
+        ("", "asyncrl did not start there"),
+    ],
+)
+def test_why_a_step_did_not_start(errors: str, told: str) -> None:
+    assert told in SlurmStart(python="/opt/python").explain("n2", 1, errors)
+
+
+def test_the_nodes_of_the_job_are_the_hosts_in_order(tools) -> None:
+    tools("scontrol", 'echo "$*" >&2; [ "$*" = "show hostnames node-[1-2]" ] && echo node-1 && echo node-2')
+    assert job_hosts(IN_JOB) == [HostLine("node-1"), HostLine("node-2")]
+
+
+def test_hosts_are_asked_for_in_a_job_alone(tools) -> None:
+    with pytest.raises(UsageError, match="not within a SLURM job"):
+        job_hosts({})
+    with pytest.raises(HostFailed, match="scontrol is not found"):
+        job_hosts(IN_JOB)
+    tools("scontrol", "exit 0")
+    with pytest.raises(HostFailed, match="knows no node"):
+        job_hosts(IN_JOB)
+    tools("scontrol", "echo scontrol: error: out of order >&2; exit 1")
+    with pytest.raises(HostFailed, match="out of order"):
+        job_hosts(IN_JOB)
+
+
+def test_a_run_in_a_job_is_resumed_if_it_is_there(config: Config) -> None:
+    assert resume_of(config, None) is None
+    run = Path(config.run.dir) / config.run.name
+    run.mkdir(parents=True)
+    assert resume_of(config, None) is None
+    (run / "config.json").write_text("{}")
+    assert resume_of(config, None) == "auto"
+    assert resume_of(config, "/else/where") == "/else/where"
+
+
+# --- the script ---
+
+
+def test_the_script_of_a_job_calls_the_command_with_its_words(config: Config) -> None:
+    script = batch_script(config, ["launch", "it's.toml", "--a.b=[1, 2]"], nodes=3, options="-p gpu --time=4:00:00")
+    lines = script.splitlines()
+    assert lines[0] == "#!/bin/bash"
+    assert "#SBATCH --nodes=3" in lines
+    assert f"#SBATCH --output={config.run.dir}/trial-%j.out" in lines
+    # The user's options come last, so they win.
+    assert [line for line in lines if line.startswith("#SBATCH")][-1] == "#SBATCH -p gpu --time=4:00:00"
+    (words,) = [line for line in lines if line.startswith("set -- ")]
+    assert shlex.split(words)[2:] == ["launch", "it's.toml", "--a.b=[1, 2]"]
+    with pytest.raises(UsageError, match="--nodes 0"):
+        batch_script(config, [], nodes=0)
+    with pytest.raises(UsageError, match="one line"):
+        batch_script(config, [], nodes=1, options="-p gpu\nrm")
+
+
+@pytest.mark.parametrize("name", ["train.sbatch", "train-containers.sbatch"])
+def test_the_scripts_of_the_repository_are_those_of_the_command(name: str, config: Config) -> None:
+    text = (SCRIPTS / name).read_text()
+    assert text.endswith(BODY)
+    for line in batch_script(config, [], nodes=2).splitlines():
+        if line.startswith("#SBATCH") and not any(key in line for key in ("job-name", "chdir", "output")):
+            assert line in text.splitlines()
+    assert stat.S_IMODE((SCRIPTS / name).stat().st_mode) & 0o111
+
+
+def run_script(name: str, env: dict[str, str], *argv: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        ["/bin/bash", str(SCRIPTS / name), *argv],
+        env={**os.environ, **IN_JOB, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_the_container_is_the_sites(tools) -> None:
+    tools("asyncrl-launch", 'for word; do echo "<$word>"; done')
+    shown = run_script("train-containers.sbatch", {"ASYNCRL_CONTAINER": "--image=/a b"}, "x.toml").communicate()[0]
+    assert shown.splitlines()[1:] == ["<--inside-slurm>", "<--container=--image=/a b>", "<x.toml>"]
+    script = run_script("train-containers.sbatch", {"ASYNCRL_CONTAINER": ""}, "x.toml")
+    assert "says what leads into the container" in script.communicate()[0]
+    assert script.returncode != 0
+
+
+@pytest.mark.parametrize(
+    ("number", "exit_code", "requeued"),
+    [
+        (signal.SIGUSR2, 75, True),
+        (signal.SIGUSR2, 140, True),
+        (signal.SIGUSR2, 1, False),
+        (signal.SIGUSR2, 0, False),
+        # By SIGTERM SLURM itself ends the job, because it was cancelled perhaps: it alone knows what comes next.
+        (signal.SIGTERM, 75, False),
+    ],
+)
+def test_the_script_passes_the_signal_on_and_queues_the_job_again(
+    tools, number: int, exit_code: int, requeued: bool
+) -> None:
+    tools("scontrol", 'echo "scontrol $*"')
+    tools("asyncrl-launch", f"trap 'told=1' USR2; echo up; while [ -z $told ]; do sleep 0.05; done; exit {exit_code}")
+    script = run_script("train.sbatch", {}, "x.toml")
+    assert script.stdout is not None
+    assert script.stdout.readline() == "job 7, start 1, on node-[1-2]\n"
+    assert script.stdout.readline() == "up\n"
+    script.send_signal(number)
+    if number == signal.SIGTERM:
+        # Which SLURM sends to everybody; here the launcher hears of it in another way.
+        time.sleep(0.1)
+        children = Path(f"/proc/{script.pid}/task/{script.pid}/children").read_text().split()
+        os.kill(int(children[0]), signal.SIGUSR2)
+    shown = script.communicate(timeout=30)[0]
+    assert script.returncode == exit_code
+    assert ("scontrol requeue 7" in shown) == requeued
+
+
+def test_the_script_without_a_signal_ends_as_the_run_does(tools) -> None:
+    tools("scontrol", 'echo "scontrol $*"')
+    for exit_code in (0, 1, 75, 78):
+        tools("asyncrl-launch", f"exit {exit_code}")
+        script = run_script("train.sbatch", {"SLURM_RESTART_COUNT": "2"})
+        assert script.communicate(timeout=30)[0] == "job 7, start 3, on node-[1-2]\n"
+        assert script.returncode == exit_code
+
+
+# --- the command ---
+
+
+def test_dry_run_shows_the_script_and_leaves_nothing(file: Path, tools, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [
+        "--slurm",
+        "--nodes",
+        "2",
+        "--sbatch-args",
+        "--partition=gpu",
+        "--container",
+        "--image=/a.b=c",
+        "--dry-run",
+    ]
+    assert main([str(file), "--learner.steps", "9", *flags]) == 0
+    shown = capsys.readouterr().out
+    assert "#SBATCH --partition=gpu" in shown.splitlines()
+    (words,) = [line for line in shown.splitlines() if line.startswith("set -- ")]
+    command = [sys.executable, "-m", "asyncrl.cli.launch", "--inside-slurm", str(file)]
+    assert shlex.split(words)[2:] == [*command, "--learner.steps=9", "--container=--image=/a.b=c"]
+    assert not (file.parent / "runs").exists()
+
+
+def test_a_job_is_submitted_and_named(file: Path, tools, capsys: pytest.CaptureFixture[str]) -> None:
+    tools("sbatch", '[ "$1" = --parsable ] && grep -q inside-slurm "$2" && echo "12;cluster"')
+    tools("scontrol", "echo JobId=12 JobState=PENDING StdOut=/there/trial-12.out")
+    assert main([str(file), "--slurm", "--nodes=2"]) == 0
+    script = file.parent / "runs" / "trial.sbatch"
+    assert script.is_file()
+    assert capsys.readouterr().out == f"submitted job 12 ({script}); its output goes to /there/trial-12.out\n"
+
+
+def test_without_sbatch_nothing_is_submitted(file: Path, tools, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(file), "--slurm", "--nodes", "2"]) == 1
+    assert "sbatch is not found" in capsys.readouterr().err
+    assert not (file.parent / "runs").exists()
+
+
+def test_a_job_that_slurm_refuses(file: Path, tools, capsys: pytest.CaptureFixture[str]) -> None:
+    tools("sbatch", "echo 'sbatch: error: invalid partition specified: x' >&2; exit 1")
+    assert main([str(file), "--slurm", "--nodes", "2"]) == 1
+    assert "invalid partition specified: x" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--slurm"],
+        ["--nodes", "2"],
+        ["--sbatch-args", "-p gpu"],
+        ["--container", "x"],
+        ["--slurm", "--nodes", "2", "--inside-slurm"],
+        ["--inside-slurm", "--hosts", "hosts"],
+    ],
+)
+def test_flags_that_do_not_belong_together(file: Path, flags: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([str(file), *flags])
+    assert ended.value.code == 2
+
+
+def test_inside_slurm_outside_of_it(file: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for key in IN_JOB:
+        monkeypatch.delenv(key, raising=False)
+    assert main([str(file), "--inside-slurm"]) == 2
+    assert "--slurm submits one" in capsys.readouterr().err
