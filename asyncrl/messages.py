@@ -313,6 +313,14 @@ class CheckpointWritten(Request, frozen=True, kw_only=True):
     path: str
 
 
+class ActorStarted(Request, frozen=True, kw_only=True):
+    """Agent to controller: a process of this actor lives. Told again to a controller that was started again."""
+
+    reply = Done
+    name: str
+    incarnation: Count
+
+
 class ActorEnded(Request, frozen=True, kw_only=True):
     """Agent to controller: a process has ended.
 

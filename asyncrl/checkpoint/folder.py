@@ -66,8 +66,9 @@ class _Complete(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def is_leftover(name: str) -> bool:
-    """Whether a folder of this name holds a checkpoint that is not finished, or half removed: nobody's, once its learner
-    is gone.
+    """Whether a folder of this name holds a checkpoint that is not finished, or half removed.
+
+    Nobody needs it once its learner is gone.
     """
     return _LEFTOVER.match(name) is not None
 

@@ -6,9 +6,9 @@ folder, where the node agent finds it. Everything that is decided is decided in 
 changed. It ends by itself once the state of the run is final. What an actor of an older incarnation says is
 refused.
 
-It keeps nothing but its address and the lists of hosts and actors: a successor binds the same address, is told
-everything else anew by the actors and agents that come back to it, knows by the lists who does not, and numbers its
-states above all that were seen before.
+It keeps nothing but its address and the list of hosts: a successor binds the same address, is told everything else
+anew by the actors and agents that come back to it, knows by the list who may not, and numbers its states above all
+that were seen before.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from asyncrl.errors import Refused
 from asyncrl.messages import (
     ActorEnded,
     ActorRecord,
+    ActorStarted,
     CheckpointWritten,
     Condemned,
     Done,
@@ -52,7 +53,7 @@ from asyncrl.runtime.parking import ParkingLot
 from asyncrl.runtime.registry import Registry
 
 ADDRESS_FILE = "controller.json"
-"""In the run's private folder: ``{"address": ..., "incarnation": ..., "hosts": ..., "actors": ...}``."""
+"""In the run's private folder: ``{"address": ..., "incarnation": ..., "hosts": ...}``."""
 LINES_KEPT = 1000
 LINES_IN_REPLY = 100
 STACKS_BEATS = 3
@@ -80,7 +81,7 @@ class Controller(Actor):
         )
         self._watchdog = Watchdog(self.config.watchdog, self.config.supervision.heartbeat_s)
         self._hosts = Hosts(self.config.supervision.host_lost_s, self.config.supervision.heartbeat_s, CONTROLLER)
-        self._lists_changed = asyncio.Event()
+        self._hosts_changed = asyncio.Event()
         self._silent: list[Stuck] = []
         """Who is to be killed for its silence."""
         self._lines: deque[dict[str, Any]] = deque(maxlen=LINES_KEPT)
@@ -92,9 +93,7 @@ class Controller(Actor):
     async def setup(self) -> None:
         """Leave the address where the agent looks for it."""
         self._run.checkpoint = await asyncio.to_thread(self._newest_checkpoint)
-        left = self._read_address_file()
-        self._hosts.recall(left.get("hosts", {}), self.clock.now())
-        self._registry.recall(left.get("actors", {}), self.clock.now())
+        self._hosts.recall(self._read_address_file().get("hosts", {}), self.clock.now())
         await self._write_address_file()
 
     def _read_address_file(self) -> dict[str, Any]:
@@ -106,25 +105,19 @@ class Controller(Actor):
         return found
 
     async def _write_address_file(self) -> None:
-        text = json.dumps(
-            {
-                "address": self.address,
-                "incarnation": self.context.incarnation,
-                "hosts": self._hosts.describe(),
-                "actors": self._registry.living(),
-            }
-        )
+        hosts = self._hosts.describe()
+        text = json.dumps({"address": self.address, "incarnation": self.context.incarnation, "hosts": hosts})
         await asyncio.to_thread(_write_atomically, str(self._address_file), text)
 
-    async def _keep_lists(self) -> None:
-        """For a successor, which is not told of a host that is lost, or of an actor that is frozen."""
+    async def _keep_hosts(self) -> None:
+        """For a successor, which is not told of a host that is lost."""
         while True:
-            await self._lists_changed.wait()
-            self._lists_changed.clear()
+            await self._hosts_changed.wait()
+            self._hosts_changed.clear()
             try:
                 await self._write_address_file()
             except OSError as error:
-                self.log.warning("lists of hosts and actors are not kept", error=str(error))
+                self.log.warning("list of hosts is not kept", error=str(error))
 
     @property
     def _address_file(self) -> Path:
@@ -148,7 +141,7 @@ class Controller(Actor):
     async def run(self) -> None:
         """Let time act on the run until its state is final."""
         self.tasks.create_task(self._watch_heartbeats())
-        self.tasks.create_task(self._keep_lists())
+        self.tasks.create_task(self._keep_hosts())
         while not self._run.final:
             deadline = self._run.next_deadline()
             try:
@@ -241,12 +234,11 @@ class Controller(Actor):
         """Take in an actor's record. Raises Refused for one of an older incarnation."""
         if (request.record.name, request.record.incarnation) != (caller.name, caller.incarnation):
             raise Refused(self.name, "name", ours=caller.name, theirs=request.record.name)
-        known = self._registry.living().get(caller.name)
         try:
             self._registry.register(request.record, self.clock.now())
             self._run.started(request.record.name)
-            if self._hosts.register(request.record, self.clock.now()) or known != caller.incarnation:
-                self._lists_changed.set()
+            if self._hosts.register(request.record, self.clock.now()):
+                self._hosts_changed.set()
             self.log.info("registered", actor=request.record.name, address=request.record.address)
         finally:
             self._registry_changed()
@@ -314,6 +306,13 @@ class Controller(Actor):
         self.log.info("checkpoint is complete", version=request.version, step=request.step, path=request.path)
         if self._run.checkpoint_written(request.version):
             self._tell()
+        return Done()
+
+    @handler
+    def actor_started(self, request: ActorStarted, caller: Caller) -> Done:
+        """A process lives, of which nothing may ever be heard."""
+        self._registry.started(request.name, request.incarnation, self.clock.now())
+        self._registry_changed()
         return Done()
 
     @handler

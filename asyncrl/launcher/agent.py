@@ -29,7 +29,7 @@ from asyncrl.config import Config, config_from_json
 from asyncrl.errors import AsyncRLError
 from asyncrl.launcher.child import Child
 from asyncrl.launcher.folders import PART
-from asyncrl.launcher.host import Announce, AskStop, Host, Instruction, Kill, KillAll, Report, Spawn
+from asyncrl.launcher.host import Announce, AskStop, Host, Instruction, Kill, KillAll, Report, ReportStart, Spawn
 from asyncrl.launcher.hostspec import private_name
 from asyncrl.launcher.link import ControllerLink, agent_name, make_link
 from asyncrl.launcher.processes import become_subreaper, die_with_parent, end_children
@@ -54,7 +54,7 @@ from asyncrl.launcher.spec import (
     StuckEvent,
 )
 from asyncrl.launcher.stacks import take_stacks
-from asyncrl.messages import ActorEnded, RunState, Stuck
+from asyncrl.messages import ActorEnded, ActorStarted, RunState, Stuck
 from asyncrl.monitor.logging import configure_logging, get_logger
 from asyncrl.runtime.endpoint import new_incarnation
 from asyncrl.runtime.heartbeat import HeartbeatThread
@@ -150,6 +150,9 @@ class Agent:
             match instruction:
                 case Spawn(name):
                     self._spawn(self._actors[name])
+                case ReportStart(name, incarnation):
+                    if self._link is not None:
+                        self._tasks.create_task(self._link.report(ActorStarted(name=name, incarnation=incarnation)))
                 case Report():
                     self._report(instruction)
                 case Announce(name, reason, after_s):
@@ -291,7 +294,7 @@ class Agent:
         log = Path(self._host.logs[name])
         child = Child.spawn(name, incarnation, argv, {**os.environ, **actor.env}, log)
         self._children[name] = child
-        self._host.spawned(name, incarnation)
+        self._carry_out(self._host.spawned(name, incarnation))
         self._log.info("spawned", actor=name, pid=child.pid, incarnation=incarnation)
         self._tasks.create_task(self._wait(child))
 

@@ -51,6 +51,14 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportStart:
+    """Tell the controller that this incarnation lives."""
+
+    name: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
 class Announce:
     """Tell whoever watches that an actor that died for this reason, so long ago, is started again."""
 
@@ -80,7 +88,7 @@ class KillAll:
     """Kill every process that is left."""
 
 
-Instruction = Spawn | Report | Announce | Kill | AskStop | KillAll
+Instruction = Spawn | ReportStart | Report | Announce | Kill | AskStop | KillAll
 
 
 @dataclass(slots=True)
@@ -161,7 +169,9 @@ class Host:
         if not self._all_started:
             self._all_started = True
             return [spawn for name in self.logs if name != self.controller for spawn in self._spawn(name)]
-        told: list[Instruction] = list(self._ends.values())
+        living = sorted(self.living - {self.controller})
+        told: list[Instruction] = [ReportStart(name, self.incarnations[name]) for name in living]
+        told += self._ends.values()
         return [*told, AskStop(self._preempting, preempt=True)] if self._preempting else told
 
     def controller_lost(self, reason: str, now: float) -> list[Instruction]:
@@ -181,10 +191,11 @@ class Host:
         reason = self._condemned[self.controller] = f"it did not answer for {now - self._heard:.0f} s"
         return [Kill(self.controller, reason)]
 
-    def spawned(self, name: str, incarnation: int) -> None:
+    def spawned(self, name: str, incarnation: int) -> list[Instruction]:
         """A process was started."""
         self.incarnations[name] = incarnation
         self._stale.discard(name)
+        return [] if name == self.controller else [ReportStart(name, incarnation)]
 
     def exited(self, name: str, exit_code: int, hint: str, now: float, at: int = 0) -> list[Instruction]:
         """A process and all of its group are gone, ``at`` on the clock of incarnations.

@@ -9,7 +9,7 @@ from pathlib import Path
 from asyncrl.config import Config
 from asyncrl.errors import DeadlineExceeded, RemoteError, WireError
 from asyncrl.launcher.hostspec import private_name
-from asyncrl.messages import ActorEnded, RunState, StopRun, WatchRun
+from asyncrl.messages import ActorEnded, ActorStarted, RunState, StopRun, WatchRun
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext
 from asyncrl.runtime.endpoint import new_incarnation
 from asyncrl.wire.keys import load_credentials
@@ -73,12 +73,12 @@ class ControllerLink(Actor):
             seen_line = state.last_line if no_line == 0 else no_line
             self._on_state(state)
 
-    async def report(self, message: ActorEnded) -> None:
-        """Tell of an end; a controller that cannot be told has a successor, who is told again."""
+    async def report(self, message: ActorStarted | ActorEnded) -> None:
+        """Tell of a start or an end; a controller that cannot be told has a successor, who is told again."""
         try:
             await self.peer(CONTROLLER).call(message)
         except WireError as error:
-            self.log.warning("end not reported", actor=message.name, error=str(error))
+            self.log.warning("start or end not reported", actor=message.name, error=str(error))
 
     async def ask_stop(self, reason: str, *, preempt: bool) -> bool:
         """Ask for an end in good order, or for a checkpoint and the end; False if the controller does not answer."""

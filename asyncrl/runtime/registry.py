@@ -13,7 +13,8 @@ Fails with Refused (code ``incarnation``), which names both incarnations.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -22,6 +23,8 @@ from asyncrl.errors import Refused
 from asyncrl.messages import ActorRecord, Condemned, Dead, Heartbeat
 from asyncrl.runtime.supervision import is_gang, role_of
 
+FIRST_WORD_S = 30.0
+"""Silence of an actor that has never said a word is none before this: it loads its code."""
 LONGEST_GAP = 0.5
 """Share of the time after which silence is a stall: who looks less often than this may not have listened himself. The
 shortest such time is that of three looks."""
@@ -46,6 +49,8 @@ class Entry:
     """Why it is to be killed, if it is."""
     lost: bool = False
     """Whether it was lost with its host."""
+    spoken: bool = True
+    """Whether it has said anything itself."""
 
     @property
     def heard_of(self) -> bool:
@@ -76,17 +81,16 @@ class Registry:
         entry = self._admit(record, now)
         address = record.address or entry.record.address
         entry.record = msgspec.structs.replace(record, address=address)
-        entry.heard = now
+        entry.heard, entry.spoken = now, True
 
-    def living(self) -> dict[str, int]:
-        """Name and incarnation of every actor that is heard."""
-        return {name: entry.record.incarnation for name, entry in self.entries.items() if entry.heard_of}
-
-    def recall(self, living: Mapping[str, int], now: float) -> None:
-        """Take in what ``living`` told an earlier registry: whoever does not come back now is silent."""
-        for name, incarnation in living.items():
-            record = ActorRecord(name=name, incarnation=incarnation, address="")
-            self.entries.setdefault(name, Entry(record, since=now, heard=now, progressed=now))
+    def started(self, name: str, incarnation: int, now: float) -> None:
+        """Its process lives, says its agent; it may never say a word itself."""
+        entry = self.entries.get(name)
+        if entry is None or incarnation > entry.record.incarnation:
+            # Refused: it belongs to a gang that is to start again.
+            with contextlib.suppress(Refused):
+                self._admit(ActorRecord(name=name, incarnation=incarnation, address=""), now)
+            self.entries[name].spoken = False
 
     def heartbeat(self, name: str, incarnation: int, beat: Heartbeat, now: float) -> bool:
         """Take in a heartbeat; False if it is not the living incarnation's, or is not its newest."""
@@ -99,7 +103,7 @@ class Registry:
         if last is None or beat.progress != last.progress:
             entry.progressed = now
         entry.heartbeat = beat
-        entry.heard = now
+        entry.heard, entry.spoken = now, True
         return True
 
     def ended(self, name: str, incarnation: int, now: float, died: int = 0) -> bool:
@@ -180,7 +184,8 @@ class Registry:
         return [
             Condemned(name, entry.record.incarnation, f"it did not beat for {now - entry.heard:.0f} s")
             for name, entry in self.entries.items()
-            if entry.heard_of and self.silence_of(entry, now) >= silence_s
+            if entry.heard_of
+            and self.silence_of(entry, now) >= (silence_s if entry.spoken else max(silence_s, FIRST_WORD_S))
         ]
 
     def resolve(self, name: str, above: int = 0, *, unready: bool = False) -> ActorRecord | None:

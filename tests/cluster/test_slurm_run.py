@@ -122,10 +122,9 @@ def test_i7_a_cancelled_job_is_gone_for_good(slurm: Slurm) -> None:
     job = Job(slurm, "--learner.steps", "4000")
     job.wait_to_show("step 2/")
     slurm.run("scancel", str(job.number))
+    assert slurm.wait_for(job.number, "CANCELLED")["Restarts"] == "0", job.shown
     for node in NODES:
         wait_until(lambda node=node: not slurm.processes(node), f"the end of all on {node}")
-    ended = slurm.job(job.number)
-    assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0"), job.shown
 
 
 def test_a_run_from_the_shell_of_an_allocation(slurm: Slurm) -> None:

@@ -103,19 +103,27 @@ def beaten(*, at):
     return registry
 
 
-def test_a_successor_finds_silent_whom_only_its_predecessor_has_heard():
-    before = Registry()
-    for name in ("rollouter/0", "parameter_server/0"):
-        before.register(record(7, name=name), 1.0)
-    before.ended("rollouter/0", 7, 2.0)
-    after = Registry()
-    after.recall(before.living(), 100.0)
-    assert after.resolve("parameter_server/0") is None
-    look(after, start=100.0, until=130.0)
-    silent = look(after, start=130.0, until=141.0)
-    assert [(actor.name, actor.incarnation) for actor in silent] == [("parameter_server/0", 7)]
-    after.register(record(7, name="parameter_server/0"), 142.0)
-    assert after.ready() == {"parameter_server/0"}
+def test_who_is_known_to_live_and_says_nothing_is_silent():
+    registry = Registry()
+    registry.started("rollouter/0", 7, 100.0)
+    assert registry.resolve("rollouter/0") is None
+    assert look(registry, start=100.0, until=139.0) == []
+    silent = look(registry, start=139.0, until=141.0)
+    assert [(actor.name, actor.incarnation) for actor in silent] == [("rollouter/0", 7)]
+    registry.register(record(7, facts={"port": 1}), 142.0)
+    registry.started("rollouter/0", 7, 143.0)
+    assert registry.resolve("rollouter/0").facts == {"port": 1}
+    assert registry.heartbeat("rollouter/0", 7, beat(1), 144.0)
+
+
+def test_who_has_never_said_a_word_has_the_time_to_load_its_code():
+    registry = Registry()
+    registry.started("rollouter/0", 7, 0.0)
+    registry.register(record(7, name="rollouter/1"), 0.0)
+    for now in range(1, 30):
+        registry.listen(now, 3.0)
+    assert [actor.name for actor in registry.silent(29.9, 3.0)] == ["rollouter/1"]
+    assert [actor.name for actor in registry.silent(30.1, 3.0)] == ["rollouter/0", "rollouter/1"]
 
 
 def look(registry, *, start=0.0, until):
