@@ -293,7 +293,7 @@ def test_a_signal_to_every_process_of_a_run_is_one_wish(launched):
     """As a scheduler sends it: launcher, guard, agent and actors."""
     run = launched({"learner/0": {"preempted": 7}})
     run.wait_to_show("running")
-    for pid in (*marked(run.folder), run.pid("agent")):
+    for pid in {*marked(run.folder), run.pid("agent")}:
         os.kill(pid, signal.SIGTERM)
     code, shown = run.end()
     assert code == 75, shown
