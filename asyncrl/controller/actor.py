@@ -27,7 +27,10 @@ from asyncrl.controller.blame import Seen, silence_in_words
 from asyncrl.controller.hosts import Hosts
 from asyncrl.controller.run_state import RunStateMachine
 from asyncrl.controller.sight import look_at
+from asyncrl.controller.sinks import FLUSH_S, FLUSH_SHARE, start_sinks
+from asyncrl.controller.traces import Traces, remove_unfinished
 from asyncrl.controller.watchdog import Report, Watchdog
+from asyncrl.controller.watching import Watching
 from asyncrl.errors import Refused
 from asyncrl.messages import (
     ActorEnded,
@@ -40,20 +43,26 @@ from asyncrl.messages import (
     MetricsLine,
     Register,
     ReportFailure,
+    RequestTrace,
     Resolve,
     Resolved,
     RunFinished,
     RunState,
+    SnapshotTaken,
     StopRun,
     Stuck,
+    TracePart,
+    TraceWritten,
     WatchRun,
+    WatchSnapshot,
 )
+from asyncrl.monitor.sinks.feed import SinkFeed
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller, handler
 from asyncrl.runtime.parking import ParkingLot
 from asyncrl.runtime.registry import Registry
 
 ADDRESS_FILE = "controller.json"
-"""In the run's private folder: ``{"address": ..., "incarnation": ..., "hosts": ...}``."""
+"""In the run's private folder: ``{"address": ..., "incarnation": ..., "hosts": ..., "began": Unix time}``."""
 LINES_KEPT = 1000
 LINES_IN_REPLY = 100
 STACKS_BEATS = 3
@@ -86,6 +95,27 @@ class Controller(Actor):
         """Who is to be killed for its silence."""
         self._lines: deque[dict[str, Any]] = deque(maxlen=LINES_KEPT)
         self._last_line = 0
+        self._watching = Watching(
+            self,
+            self._registry,
+            self._run,
+            stalled=lambda: self._watchdog.report.text if self._watchdog.report is not None else "",
+            sink=lambda snapshot: self._sinks.picture(snapshot) if self._sinks is not None else None,
+        )
+        self._traces = Traces(
+            context.run_dir,
+            self.config.run.name,
+            self.config.actors,
+            name=self.name,
+            trace=self.trace,
+            ready=self._registry.ready,
+            ask=self._ask_for_trace,
+            number=context.incarnation,
+            log=self.log,
+        )
+        self._sinks: SinkFeed | None = None
+        self._flush_until: float | None = None
+        """Until when the sinks may hold up the end of the run."""
         self._changed = asyncio.Event()
         self._watchers = ParkingLot()
         self._registered = ParkingLot()
@@ -93,8 +123,12 @@ class Controller(Actor):
     async def setup(self) -> None:
         """Leave the address where the agent looks for it."""
         self._run.checkpoint = await asyncio.to_thread(self._newest_checkpoint)
-        self._hosts.recall(self._read_address_file().get("hosts", {}), self.clock.now())
+        await asyncio.to_thread(remove_unfinished, self.context.run_dir)
+        earlier = self._read_address_file()
+        self._hosts.recall(earlier.get("hosts", {}), self.clock.now())
+        self._watching.began = min(self._watching.began, earlier.get("began", self._watching.began))
         await self._write_address_file()
+        self._sinks = start_sinks(self.context, self.counters, self.log)
 
     def _read_address_file(self) -> dict[str, Any]:
         """As an earlier incarnation left it; empty for the first one."""
@@ -106,7 +140,8 @@ class Controller(Actor):
 
     async def _write_address_file(self) -> None:
         hosts = self._hosts.describe()
-        text = json.dumps({"address": self.address, "incarnation": self.context.incarnation, "hosts": hosts})
+        said = {"address": self.address, "incarnation": self.context.incarnation, "hosts": hosts}
+        text = json.dumps(said | {"began": self._watching.began})
         await asyncio.to_thread(_write_atomically, str(self._address_file), text)
 
     async def _keep_hosts(self) -> None:
@@ -138,11 +173,20 @@ class Controller(Actor):
             return -1
         return found.version if found is not None else -1
 
+    async def close(self) -> None:
+        """Let the sinks bring out what they hold."""
+        if self._sinks is not None:
+            until = self._flush_until or self.clock.now() + FLUSH_S
+            await asyncio.to_thread(self._sinks.close, max(0.0, min(FLUSH_S, until - self.clock.now())))
+
     async def run(self) -> None:
         """Let time act on the run until its state is final."""
         self.tasks.create_task(self._watch_heartbeats())
         self.tasks.create_task(self._keep_hosts())
+        self.tasks.create_task(self._watching.run())
         while not self._run.final:
+            if self._run.drain and self._flush_until is None:
+                self._flush_until = self.clock.now() + FLUSH_SHARE * self.config.supervision.drain_s
             deadline = self._run.next_deadline()
             try:
                 async with asyncio.timeout(None if deadline is None else max(0.0, deadline - self.clock.now())):
@@ -152,6 +196,8 @@ class Controller(Actor):
             self._changed.clear()
             if self._run.tick(self.clock.now()):
                 self._tell()
+        await self._watching.conclude()
+        await self._traces.finish()
         await asyncio.sleep(FAREWELL_S)
 
     async def _watch_heartbeats(self) -> None:
@@ -200,6 +246,7 @@ class Controller(Actor):
         self._tell_stuck()
         if report is None:
             self.log.info("run moves again")
+            self._watching.happened("info", "", "the run moves again")
             return
         self.log.error("run has stalled", culprit=report.name, report=report.text, number=report.number)
         match self.config.watchdog.policy:
@@ -240,6 +287,8 @@ class Controller(Actor):
             if self._hosts.register(request.record, self.clock.now()):
                 self._hosts_changed.set()
             self.log.info("registered", actor=request.record.name, address=request.record.address)
+            if request.record.address and self._run.phase != "starting":
+                self._watching.happened("info", request.record.name, "is ready again")
         finally:
             self._registry_changed()
         return Done()
@@ -248,9 +297,12 @@ class Controller(Actor):
     def heartbeat_of(self, request: Heartbeat, caller: Caller) -> None:
         """Note a heartbeat. Its absence is a stall: its process is killed before anybody counts it as dead."""
         if not self._registry.heartbeat(caller.name, caller.incarnation, request, self.clock.now()):
-            self.counters["heartbeats/ignored"] = self.counters.get("heartbeats/ignored", 0) + 1
+            # Before it has registered it is nobody yet.
+            if caller.name in self._registry.entries:
+                self.counters.add("heartbeats/ignored")
             return
         self._registry.entries[caller.name].version = caller.param_version
+        self._watching.told(caller.name, request.events)
 
     @handler
     async def resolve(self, request: Resolve, caller: Caller) -> Resolved:
@@ -278,6 +330,12 @@ class Controller(Actor):
     @handler
     def metrics_line(self, request: MetricsLine, caller: Caller) -> None:
         """Keep a line for whoever watches; the oldest goes when there are too many."""
+        if self._sinks is not None:
+            self._sinks.line(request.line)
+        self._watching.lines.add(request.line)
+        if request.line.get("kind") == "update":
+            # Too many for those who follow the run step by step.
+            return
         self._lines.append(request.line)
         self._last_line += 1
         self._watchers.wake()
@@ -304,6 +362,7 @@ class Controller(Actor):
     def checkpoint_written(self, request: CheckpointWritten, caller: Caller) -> Done:
         """The run can go on from here."""
         self.log.info("checkpoint is complete", version=request.version, step=request.step, path=request.path)
+        self._watching.happened("info", caller.name, f"checkpoint of version {request.version} is complete")
         if self._run.checkpoint_written(request.version):
             self._tell()
         return Done()
@@ -320,6 +379,9 @@ class Controller(Actor):
         """A process has ended."""
         now = self.clock.now()
         self.log.info("actor ended", actor=request.name, exit_code=request.exit_code, fatal=request.fatal)
+        if request.exit_code or self._run.phase in ("starting", "running"):
+            what = f": {request.reason}" if request.reason else f" with exit code {request.exit_code}"
+            self._watching.happened("error" if request.fatal else "warning", request.name, f"ended{what}")
         if self._registry.ended(request.name, request.incarnation, now, request.died):
             self._run.ended(request.name, request.exit_code, request.fatal, request.reason, request.log, now)
         self._registry_changed()
@@ -333,6 +395,30 @@ class Controller(Actor):
         if self._run.fail(caller.name, reason, "", request.exit_code, self.clock.now()):
             self._tell()
         return Done()
+
+    # --- watching ---
+
+    @handler
+    async def watch_snapshot(self, request: WatchSnapshot, caller: Caller) -> SnapshotTaken:
+        """Parked until there is a newer snapshot of the run."""
+        return await self._watching.watch(request, caller.park_s)
+
+    # --- the timeline ---
+
+    @handler
+    async def request_trace(self, request: RequestTrace, caller: Caller) -> TraceWritten:
+        """Have the actors hand in what they did of late, and write it."""
+        return await self._traces.write(self.tasks, caller.park_s)
+
+    @handler
+    async def trace_part(self, request: TracePart, caller: Caller) -> Done:
+        """Take in what an actor did. Raises InvalidRequest."""
+        await self._traces.take(caller.name, request)
+        return Done()
+
+    def _ask_for_trace(self, number: int) -> None:
+        if self._run.want_trace(number):
+            self._tell()
 
     # --- waiting ---
 
@@ -376,9 +462,11 @@ class Controller(Actor):
             checkpoint=self._run.checkpoint,
             dead=self._run.dead,
             lost_hosts=self._run.lost_hosts,
+            trace=self._run.trace,
         )
 
     def _tell(self) -> None:
+        self._watching.changed()
         self._changed.set()
         self._watchers.wake()
 

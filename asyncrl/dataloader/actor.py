@@ -40,6 +40,7 @@ from asyncrl.messages import (
     TicketsHeld,
     WatchSupply,
 )
+from asyncrl.monitor.story_log import GRANTED, ORPHANED, RETURNED, SETTLED
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.runtime.parking import ParkingLot
 from asyncrl.tokenizer import Tokenizer, load_tokenizer
@@ -77,6 +78,9 @@ class Dataloader(Actor):
         self._supply_number = context.incarnation
         """Above all that an earlier incarnation has given."""
         self._orphaned = asyncio.Event()
+        self._known_orphans: set[str] = set()
+        self._granted: dict[str, float] = {}
+        """When each training prompt that is out was granted by this incarnation; the oldest first."""
 
     # --- life ---
 
@@ -165,6 +169,11 @@ class Dataloader(Actor):
                 self._orphaned.set()
                 continue
             tickets.settle(orphans, held.uids)
+            for uid in set(orphans).difference(held.uids):
+                self._granted.pop(uid, None)
+            for uids, by_learner in ((held.uids, True), (sorted(set(orphans).difference(held.uids)), False)):
+                if uids:
+                    self.story.tell(SETTLED, uids=uids, held=by_learner)
             self.log.info("orphans settled", orphans=len(orphans), held=len(held.uids))
             self._changed()
 
@@ -266,8 +275,7 @@ class Dataloader(Actor):
             tickets.stop()
         self._tickets, self._previous = tickets, None
         self.param_version = tickets.newest_version
-        if tickets.orphans:
-            self._orphaned.set()
+        self._note_orphans("")
         self.progress()
         self._opened.wake()
         self._changed()
@@ -285,9 +293,18 @@ class Dataloader(Actor):
             return
         if self._tickets is not None:
             self._tickets.died(name, incarnation)
-            if self._tickets.orphans:
-                self._orphaned.set()
+            self._note_orphans(name)
             self._leases.wake()
+
+    def _note_orphans(self, rollouter: str) -> None:
+        """The learner is to be asked about the orphans that there are."""
+        assert self._tickets is not None
+        orphans = self._tickets.orphans
+        if orphans:
+            self._orphaned.set()
+        if new := [uid for uid in orphans if uid not in self._known_orphans]:
+            self.story.tell(ORPHANED, uids=new, of=rollouter)
+        self._known_orphans = set(orphans)
 
     @handler
     async def lease(self, request: Lease, caller: Caller) -> Leased:
@@ -307,7 +324,7 @@ class Dataloader(Actor):
         if self._tickets is not None:
             self._tickets.meet(ask)
             if self._tickets.orphans:
-                self._orphaned.set()
+                self._note_orphans(ask.rollouter)
 
     def _answer(self, ask: Ask) -> Leased | None:
         tickets = self._tickets
@@ -320,6 +337,16 @@ class Dataloader(Actor):
         if grants:
             self.progress()
             self._count()
+            for grant in grants:
+                if not isinstance(grant.prompt, EvalPrompt):
+                    self._granted.setdefault(grant.prompt.uid, self.clock.now())
+            self.story.tell(
+                GRANTED,
+                to=ask.rollouter,
+                served=ask.served_version,
+                uids=[grant.prompt.uid for grant in grants],
+                grants=[[grant.number, grant.param_version, grant.attempt, grant.alone] for grant in grants],
+            )
             if grants[-1].alone:
                 # Nobody needs to be set aside for it any more.
                 self._leases.wake()
@@ -333,6 +360,9 @@ class Dataloader(Actor):
         if tickets is None:
             raise RestoreNeeded
         tickets.give_back(caller.name, caller.incarnation, request.uids)
+        for uid in request.uids:
+            self._granted.pop(uid, None)
+        self.story.tell(RETURNED, uids=request.uids, by=caller.name)
         self._changed()
         return Done()
 
@@ -343,6 +373,9 @@ class Dataloader(Actor):
         """Take in what became of groups. Raises RestoreNeeded, and ProtocolError for what cannot be."""
         tickets = self._for_learner(caller)
         number = tickets.report(request)
+        for outcome in request.outcomes:
+            if (granted := self._granted.pop(outcome.uid, None)) is not None:
+                self.histograms.observe("tickets/age_s", self.clock.now() - granted)
         self.param_version = tickets.newest_version
         self.progress()
         self._changed()
@@ -393,6 +426,13 @@ class Dataloader(Actor):
             max_tokens=max_tokens,
         )
 
+    def figures(self) -> dict[str, float]:
+        oldest = next(iter(list(self._granted.values())[:1]), None)
+        return super().figures() | {
+            "tickets/oldest_s": self.clock.now() - oldest if oldest is not None else 0.0,
+            "tickets/parked": len(self._leases),
+        }
+
     def _changed(self) -> None:
         """Whoever is parked asks again."""
         self._leases.wake()
@@ -406,6 +446,7 @@ class Dataloader(Actor):
         for name, count in tickets.counts.items():
             self.counters[f"tickets/{name}"] = count
         self.counters["tickets/outstanding"] = tickets.outstanding
+        self.counters["tickets/gate"] = tickets.admitted
         self.counters["staleness/limit"] = tickets.limit
         if tickets.supply_number != self._supply_number:
             self._supply_number = tickets.supply_number

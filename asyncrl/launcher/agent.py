@@ -55,7 +55,7 @@ from asyncrl.launcher.spec import (
 )
 from asyncrl.launcher.stacks import take_stacks
 from asyncrl.messages import ActorEnded, ActorStarted, RunState, Stuck
-from asyncrl.monitor.logging import configure_logging, get_logger
+from asyncrl.monitor.logging import configure_logging, get_logger, listen
 from asyncrl.runtime.endpoint import new_incarnation
 from asyncrl.runtime.heartbeat import HeartbeatThread
 from asyncrl.runtime.supervision import PREEMPTED_EXIT_CODE, ROLES, STOPPED_EXIT_CODE, role_of
@@ -231,6 +231,8 @@ class Agent:
     async def _follow(self, link: ControllerLink) -> None:
         # A host is lost when its agent does not beat either.
         heartbeat = HeartbeatThread(link, self._address, asyncio.get_running_loop())
+        listen(link.events.add)
+        link.measure()
         heartbeat.start()
         try:
             await link.main()
@@ -238,6 +240,7 @@ class Agent:
             self._do(self._host.controller_lost(str(error), time.monotonic()))
         finally:
             heartbeat.stop()
+            link.stop_measuring()
 
     def _on_state(self, state: RunState) -> None:
         self._emit(StateEvent(phase=state.phase, waiting_for=state.waiting_for))

@@ -50,7 +50,7 @@ from asyncrl.launcher.progress import Progress
 from asyncrl.launcher.resume import Resumption, find_resumption
 from asyncrl.launcher.spec import KILL
 from asyncrl.launcher.start import StartCommand, shown
-from asyncrl.wire.keys import Keyring
+from asyncrl.wire.keys import VIEWER, Keyring
 
 MORE_FAILURES_S = 3.0
 """Once a host has failed the others have this time to fail too, so that all are named."""
@@ -324,7 +324,9 @@ class _Launch:
     def _files(self, keyring: Keyring, index: int) -> dict[str, Any]:
         """The credentials of a host: those of its own actors and agent."""
         name = self.hosts[index].name
-        return keyring.files_of([*(actor.name for actor in self.placed if actor.host == name), agent_name(index)])
+        own = [*(actor.name for actor in self.placed if actor.host == name), agent_name(index)]
+        # A run is watched from its head.
+        return keyring.files_of([*own, VIEWER] if index == 0 else own)
 
     def _show_plan(self, resumption: Resumption | None) -> None:
         self.progress.end()

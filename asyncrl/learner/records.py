@@ -17,6 +17,7 @@ from typing import Any
 
 from asyncrl.learner.intake import Quarantined
 from asyncrl.messages import Group
+from asyncrl.monitor.metrics import check_name
 
 
 class RecordFiles:
@@ -32,6 +33,9 @@ class RecordFiles:
 
     def metrics(self, *lines: dict[str, Any]) -> None:
         """Append lines to metrics.jsonl."""
+        for line in lines:
+            for name in line:
+                check_name(name, "line")
         _append(self._metrics, (finite(line | {"start": self.start}) for line in lines))
 
     def quarantined(self, step: int, found: Sequence[Quarantined]) -> None:

@@ -8,6 +8,7 @@ when the controller drains its role. Everything here runs on one event loop; wha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 from collections.abc import Coroutine
@@ -25,17 +26,23 @@ from asyncrl.messages import (
     Register,
     ReportFailure,
     Resolve,
+    ResourceRecord,
     RunState,
+    TracePart,
     WatchRun,
 )
 from asyncrl.monitor.logging import get_logger
-from asyncrl.monitor.states import StateLedger
+from asyncrl.monitor.states import Kind, StateLedger
+from asyncrl.monitor.story_log import StoryLog
+from asyncrl.monitor.trace import STATES, Trace, spans_kept
 from asyncrl.runtime.awaits import Awaits, most_telling
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.endpoint import Endpoint
 from asyncrl.runtime.peer import REPEAT_S, Peer
 from asyncrl.runtime.server import Caller, CallServer, handler
 from asyncrl.runtime.supervision import ROLES, UNHEALABLE_EXITS
+from asyncrl.runtime.telling import Events, Telling
+from asyncrl.runtime.vitals import Vitals, VitalSigns
 from asyncrl.wire.keys import Credentials
 from asyncrl.wire.transport import Transport
 
@@ -44,6 +51,8 @@ __all__ = ["CONTROLLER", "Actor", "ActorContext", "Caller", "handler"]
 CONTROLLER = "controller/0"
 REPORT_S = 5.0
 """Longest time that a failing actor spends on telling the controller."""
+TRACE_S = 3.0
+"""Longest time that an actor spends on handing in its timeline."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +69,8 @@ class ActorContext:
     """Address of the controller; None for the controller itself."""
     attempt: int = 0
     clock: Clock = field(default_factory=Clock)
+    born: float | None = None
+    """When its process was spawned, on ``clock``; None for now."""
     bind_host: str = ""
     """Address of this host by which the others reach it; empty for network.host, as in a run on one host."""
 
@@ -78,6 +89,8 @@ class Actor:
     """See the module."""
 
     role: ClassVar[str]
+    kind: ClassVar[Kind] = "actor"
+    """Of the states that it has: those of its one serial resource, if it has one."""
 
     def __init__(self, context: ActorContext) -> None:
         self.context = context
@@ -85,7 +98,17 @@ class Actor:
         self.name = context.name
         self.clock = context.clock
         self.log = get_logger(context.name)
-        self.states = StateLedger(self.clock.now)
+        self.story = StoryLog(context.name)
+        """What it does with prompt groups."""
+        self.trace = Trace(
+            self.clock.now,
+            self.clock.wall,
+            window_s=self.config.trace.window_s,
+            kept=spans_kept(len(self.config.actors)),
+        )
+        """What it did when."""
+        self.states = StateLedger(self.clock.now, self.kind, born=context.born)
+        self._follow_states(self.states)
         self.awaits = Awaits(self.clock.now)
         self.address = ""
         """Where its server is bound, once it is."""
@@ -99,6 +122,8 @@ class Actor:
         self._known_to = 0
         """Incarnation of the controller where this actor is registered."""
         self._has_made_way = False
+        self._traced = 0
+        """Number of the last trace for which spans were handed in."""
         self._drained = asyncio.Event()
         self._peers: dict[str, Peer] = {}
         self._server: CallServer | None = None
@@ -116,6 +141,13 @@ class Actor:
             spawn=self._spawn,
         )
         self.counters = self._endpoint.counters
+        """Counters and gauges by their names; see monitor/catalogue.py."""
+        self.histograms = self._endpoint.histograms
+        self.events = Events(self.clock.wall)
+        """Warnings and errors that the controller is to hear of."""
+        self.telling = Telling()
+        """What the controller has heard of it."""
+        self._vitals: VitalSigns | None = None
 
     # --- what an actor overrides ---
 
@@ -185,22 +217,54 @@ class Actor:
         """What this actor says of itself now; called from any thread."""
         awaits = self._all_awaits()
         oldest = next((wait for wait in awaits if not wait.idle), None)
-        ledger = self.states.totals()
         state, awaiting, state_s = self.states.present()
         if not self.ready:
-            state, state_s = "starting", sum(ledger.values())
+            state, state_s = "starting", self.states.age()
+        vitals = self._vitals.take() if self._vitals is not None else Vitals()
+        with contextlib.suppress(RuntimeError):
+            # Something changes while it is counted: the next heartbeat has it.
+            self.counters.update(self.figures())
         return Heartbeat(
             beat=beat,
             progress=self._progress,
             state=state,
             awaiting=awaiting,
             state_s=state_s,
-            loop_lag_s=loop_lag_s,
+            loop_lag_s=max(loop_lag_s, vitals.loop_lag_s),
             oldest_await=f"{oldest.whom} {oldest.what} {oldest.seconds:.1f}" if oldest else "",
             awaits=awaits,
-            ledger=ledger,
             counters=dict(self.counters),
+            histograms=self.histograms.taken(),
+            resources=self.resources(),
+            loop_busy=vitals.loop_busy,
+            cpu=vitals.cpu,
+            rss_bytes=vitals.rss_bytes,
+            gpus=vitals.gpus,
+            events=self.events.take(),
         )
+
+    def figures(self) -> dict[str, float]:
+        """What can be read off at any time; called from any thread. Who overrides it adds to it."""
+        return {
+            "calls/in_flight": sum(peer.in_flight for peer in list(self._peers.values())),
+            "calls/being_served": self._server.being_served if self._server is not None else 0,
+            "events/dropped": self.events.dropped,
+        }
+
+    def measure(self) -> None:
+        """Measure its process from now on: event loop, processors, memory, GPUs. In the thread of the event loop."""
+        loop, interval_s = asyncio.get_running_loop(), self.config.supervision.heartbeat_s
+        # What an agent starts are actors, which tell of themselves.
+        self._vitals = VitalSigns(loop, self.histograms, interval_s, family=self.role in ROLES)
+
+    def stop_measuring(self) -> None:
+        """The event loop is about to end."""
+        if self._vitals is not None:
+            self._vitals.stop()
+
+    def resources(self) -> list[ResourceRecord]:
+        """The serial resources that it has; called from any thread."""
+        return []
 
     def _all_awaits(self) -> list[AwaitRecord]:
         """The waits that are open, and the calls in flight that belong to none of them."""
@@ -224,11 +288,12 @@ class Actor:
                     self._endpoint.ending = True
                 raise _Ended
         except* _Ended:
-            pass
+            await self._hand_in_trace(0)
         except* Exception as group:
             error = _first(group)
             self.log.error("actor failed", reason=str(error), exc_info=error)
             await self._report(error)
+            await self._hand_in_trace(0)
             raise error from None
         finally:
             for peer in self._peers.values():
@@ -255,7 +320,8 @@ class Actor:
         if self.draining:
             return
         self.ready = True
-        self.states.enter("ready")
+        if self.kind == "actor":
+            self.states.enter("ready")
         self._make_way()
         if supervised:
             await self._register(address=self.address)
@@ -288,19 +354,26 @@ class Actor:
     async def _register(self, address: str) -> None:
         if address and self.context.credentials.curve:
             address = f"{address}#{self.context.attempt}"
-        record = ActorRecord(
+        record = self.record(address)
+        # A controller that is itself being started again is waited for.
+        timeout = self.config.supervision.start_timeout_s
+        call = self.peer(CONTROLLER).call(Register(record=record), timeout=timeout)
+        await call
+        self._known_to = call.answered_by
+        # What it was told before is lost.
+        self.telling.forget()
+
+    def record(self, address: str = "") -> ActorRecord:
+        """What the registry is to know of it; an address says that it can be called there."""
+        return ActorRecord(
             name=self.name,
             incarnation=self.context.incarnation,
             address=address,
             host=socket.gethostname(),
             pid=os.getpid(),
             facts=self.facts,
+            attempt=self.context.attempt,
         )
-        # A controller that is itself being started again is waited for.
-        timeout = self.config.supervision.start_timeout_s
-        call = self.peer(CONTROLLER).call(Register(record=record), timeout=timeout)
-        await call
-        self._known_to = call.answered_by
 
     async def _watch_run(self) -> None:
         """Follow the run's state for the whole life of this actor."""
@@ -320,10 +393,32 @@ class Actor:
                 await self._register(address=self.address if self.ready else "")
             self.run_state = state
             self._fence(state.dead)
+            if state.trace and state.trace != self._traced:
+                self._traced = state.trace
+                self.tasks.create_task(self._hand_in_trace(state.trace))
             if self.role in state.draining and not self.draining:
                 self.log.info("draining", reason=state.reason)
                 self._drained.set()
             self._make_way()
+
+    def _follow_states(self, states: StateLedger) -> None:
+        """Show them in the timeline."""
+        track = self.trace.track("state", STATES)
+        track.enter(states.state)
+        states.entered = lambda state, awaiting: track.enter(f"{state}: {awaiting}" if awaiting else state)
+
+    async def _hand_in_trace(self, number: int) -> None:
+        """Give the controller what is kept of the timeline; nobody fails for its sake."""
+        if not self.trace.on or self.context.controller is None:
+            return
+        controller = self.peer(CONTROLLER)
+        try:
+            async with asyncio.timeout(TRACE_S):
+                for spans in self.trace.parts():
+                    await controller.call(TracePart(number=number, spans=spans), timeout=TRACE_S)
+                await controller.call(TracePart(number=number, spans=[], last=True), timeout=TRACE_S)
+        except (TimeoutError, WireError) as error:
+            self.log.warning("timeline is not handed in", error=str(error) or f"no answer within {TRACE_S:g} s")
 
     def _fence(self, dead: list[Dead]) -> None:
         """Neither hear nor believe these any more."""

@@ -37,12 +37,15 @@ from asyncrl.wire.envelope import (
     Welcome,
     decode_header,
 )
+from asyncrl.wire.keys import VIEWER, VIEWER_INCARNATION
 from asyncrl.wire.transport import Frames
 from asyncrl.wire.transport import Server as BoundSocket
 
 STRANGERS, REFUSED, MALFORMED = "wire/strangers", "wire/refused", "wire/malformed"
 MAX_SESSIONS_PER_NAME = 4
 """An actor has one connection for its calls, one for its heartbeats, and leaves a few behind when it reconnects."""
+MAX_VIEWERS = 32
+"""Connections of those who watch."""
 MAX_NAMES = 16384
 """Where no keys say who there can be."""
 MAX_STORED = 4 * CREDIT
@@ -92,6 +95,7 @@ class _Handler:
     is_async: bool
     idempotent: bool
     answered: bool
+    for_viewers: bool
 
 
 def handler(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -134,6 +138,11 @@ class CallServer:
         """Bind and return the real address. Raises OSError."""
         self._bound = self._endpoint.transport.bind(address, self._receive, lambda: self._endpoint.count(STRANGERS))
         return self._bound.address
+
+    @property
+    def being_served(self) -> int:
+        """Calls that are not answered so far; callable from any thread."""
+        return sum(len(session.running) for session in list(self._sessions.values()))
 
     def fence(self, name: str, incarnation: int) -> None:
         """This incarnation and all older ones are dead: nothing more is heard of them."""
@@ -201,6 +210,8 @@ class CallServer:
             refusal = ("incarnation", str(newest), str(hello.incarnation))
         elif hello.incarnation <= (fenced := self._fenced.get(hello.name, 0)):
             refusal = ("incarnation", f"above {fenced}, which is dead", str(hello.incarnation))
+        elif hello.name == VIEWER and hello.incarnation != VIEWER_INCARNATION:
+            refusal = ("incarnation", str(VIEWER_INCARNATION), str(hello.incarnation))
         elif hello.name not in self._newest and len(self._newest) >= MAX_NAMES:
             refusal = ("name", f"one of {MAX_NAMES} known actors", hello.name)
         if refusal is not None:
@@ -229,7 +240,8 @@ class CallServer:
         """Sessions of replaced incarnations, and the oldest of this one past what an actor needs."""
         own = [s for s in self._sessions.values() if s.name == name and s.routing_id != but]
         current = [s for s in own if s.incarnation == incarnation]
-        for session in [s for s in own if s.incarnation != incarnation] + current[: 1 - MAX_SESSIONS_PER_NAME]:
+        most = MAX_VIEWERS if name == VIEWER else MAX_SESSIONS_PER_NAME
+        for session in [s for s in own if s.incarnation != incarnation] + current[: 1 - most]:
             self._drop(session)
 
     def _drop(self, session: _Session) -> None:
@@ -262,6 +274,9 @@ class CallServer:
                 "unknown_type",
                 f"{self._endpoint.name} does not serve {header.type}",
             )
+            return
+        if session.name == VIEWER and not found.for_viewers:
+            self._error(session.routing_id, header, "forbidden", f"{VIEWER} only watches: no {header.type}")
             return
         try:
             request = self._endpoint.codec.decode(found.request, frames[1], frames[2:])
@@ -332,6 +347,9 @@ class CallServer:
         found = self._handlers.get(header.type)
         if found is None or found.answered:
             raise ProtocolError(f"no handler of the cast {header.type!r}")
+        if session.name == VIEWER:
+            self._endpoint.count(REFUSED)
+            return
         message = self._endpoint.codec.decode(found.request, frames[1], frames[2:])
         caller = Caller(session.name, session.incarnation, header.param_version, self._loop.time())
         try:
@@ -400,5 +418,6 @@ def _handlers_of(owner: object) -> dict[str, _Handler]:
             inspect.iscoroutinefunction(function),
             not answered or request.idempotent,
             answered,
+            answered and request.for_viewers,
         )
     return found
