@@ -55,7 +55,7 @@ from asyncrl.launcher.spec import (
 )
 from asyncrl.launcher.stacks import take_stacks
 from asyncrl.messages import ActorEnded, ActorStarted, RunState, Stuck
-from asyncrl.monitor.logging import configure_logging, get_logger
+from asyncrl.monitor.logging import configure_logging, get_logger, write_text
 from asyncrl.runtime.endpoint import new_incarnation
 from asyncrl.runtime.heartbeat import HeartbeatThread
 from asyncrl.runtime.supervision import PREEMPTED_EXIT_CODE, ROLES, STOPPED_EXIT_CODE, role_of
@@ -270,9 +270,7 @@ class Agent:
             text = await take_stacks(child, STACKS_S + 4 * self._config.supervision.heartbeat_s)
         finally:
             del self._taking[child.incarnation]
-        # As it is: people read it.
-        sys.stderr.write(f"stacks of {child.name}:\n{text}\n")
-        sys.stderr.flush()
+        write_text(f"stacks of {child.name}:\n{text}\n")
         lines, log = text.splitlines(), f"{self._spec.log_dir}/agent-{self._spec.index}.log"
         more = max(0, len(lines) - STACK_LINES)
         self._emit(StacksEvent(name=child.name, lines=lines[:STACK_LINES], more=more, log=log))
@@ -418,7 +416,7 @@ async def _live(run_dir: Path) -> int:
     try:
         line = await commands.readline()
         if not line:
-            sys.stderr.write("agent: the launcher was gone before it said what to do\n")
+            write_text("agent: the launcher was gone before it said what to do\n")
             if (run_dir / PART).exists():
                 await asyncio.to_thread(remove_part, run_dir)
             return 1
@@ -450,7 +448,7 @@ def main() -> int:
         return asyncio.run(_live(Path(private).parent))
     finally:
         if stuck := end_children(END_S):
-            sys.stderr.write(f"agent: processes {stuck} were killed but do not end\n")
+            write_text(f"agent: processes {stuck} were killed but do not end\n")
 
 
 if __name__ == "__main__":

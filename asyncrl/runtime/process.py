@@ -7,12 +7,11 @@ import ctypes
 import gc
 import platform
 import resource
-import sys
 from pathlib import Path
 
 from asyncrl.config import config_from_json
 from asyncrl.errors import AsyncRLError
-from asyncrl.monitor.logging import configure_logging
+from asyncrl.monitor.logging import configure_logging, write_text
 from asyncrl.runtime.actor import Actor, ActorContext
 from asyncrl.runtime.heartbeat import HeartbeatThread
 from asyncrl.wire.keys import load_credentials
@@ -78,7 +77,7 @@ def run_actor(
         with asyncio.Runner(loop_factory=_new_loop) as runner:
             runner.run(live())
     except AsyncRLError as error:
-        sys.stderr.write(f"{name}: {error}\n")
+        write_text(f"{name}: {error}\n")
         return error.exit_code
     return 0
 
