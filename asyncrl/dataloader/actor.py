@@ -206,7 +206,7 @@ class Dataloader(Actor):
     async def _restore(self, request: Restored) -> Tickets:
         # Who is dead and has no successor yet would be waited for in vain.
         dead = {actor.name for actor in self.run_state.dead}
-        names = [name for name in self.config.actors if name.startswith("rollouter/") and name not in dead]
+        names = [name for name in self.roster.actors if name.startswith("rollouter/") and name not in dead]
         found = await asyncio.gather(*(self._ask_rollouter(name) for name in names))
         answers = {name: answer for name, answer in zip(names, found, strict=True) if answer is not None}
         previous = self._previous
@@ -333,6 +333,10 @@ class Dataloader(Actor):
         if tickets is None:
             raise RestoreNeeded
         tickets.give_back(caller.name, caller.incarnation, request.uids)
+        if request.leaving:
+            tickets.left(caller.name, caller.incarnation)
+            if tickets.orphans:
+                self._orphaned.set()
         self._changed()
         return Done()
 

@@ -126,11 +126,17 @@ class Agent:
                 if self._taking:
                     # Of processes that are gone, so that what is known of them is all that will be.
                     await asyncio.wait(self._taking.values(), timeout=FAREWELL_S)
+                if self._link is not None and not self._host.is_head and self._has_parted():
+                    await self._link.say_farewell(FAREWELL_S)
                 raise _Finished
         except* _Finished:
             pass
         await self._ship_the_rest()
         return self._say_how_it_ended()
+
+    def _has_parted(self) -> bool:
+        """Whether this host ends though the run may go on."""
+        return self._host.leaving or self._host.failure is not None
 
     # --- events ---
 
@@ -152,7 +158,8 @@ class Agent:
                     self._spawn(self._actors[name])
                 case ReportStart(name, incarnation):
                     if self._link is not None:
-                        self._tasks.create_task(self._link.report(ActorStarted(name=name, incarnation=incarnation)))
+                        started = ActorStarted(name=name, incarnation=incarnation)
+                        self._tasks.create_task(self._link.report_start(started))
                 case Report():
                     self._report(instruction)
                 case Announce(name, reason, after_s):
@@ -210,6 +217,7 @@ class Agent:
             self._address,
             index=self._spec.index,
             host=self._spec.host,
+            called=self._spec.name,
             actors=self._actors,
             on_state=self._on_state,
             on_silent=lambda: self._do(self._host.controller_silent(time.monotonic())),
@@ -240,11 +248,22 @@ class Agent:
             heartbeat.stop()
 
     def _on_state(self, state: RunState) -> None:
-        self._emit(StateEvent(phase=state.phase, waiting_for=state.waiting_for))
+        assert self._link is not None
+        told = StateEvent(
+            phase=state.phase,
+            waiting_for=state.waiting_for,
+            lost_hosts=state.lost_hosts,
+            controller=self._link.controller,
+        )
+        self._emit(told)
         for line in state.lines:
             self._emit(MetricsEvent(line=line))
         self._on_stuck(state.stuck)
-        self._do(self._host.state(state, time.monotonic()))
+        now, own = time.monotonic(), agent_name(self._spec.index)
+        for leaving in state.leaving:
+            if leaving.name == own:
+                self._do(self._host.leave(leaving.within_s, now))
+        self._do(self._host.state(state, now))
 
     def _on_stuck(self, stuck: list[Stuck]) -> None:
         """Each report is shown and followed by the stacks once; before the host may have the actor killed."""
@@ -328,7 +347,12 @@ class Agent:
                 log=self._host.logs[end.name],
                 died=end.died,
             )
-            self._tasks.create_task(self._link.report(message))
+            self._tasks.create_task(self._tell_end(self._link, message))
+
+    async def _tell_end(self, link: ControllerLink, end: ActorEnded) -> None:
+        asked = await link.report_end(end)
+        if asked is not None:
+            self._do(self._host.told(end.name, end.incarnation, asked, time.monotonic()))
 
     async def _ask_stop(self, reason: str, preempt: bool) -> None:
         asked = self._link is not None and await self._link.ask_stop(reason, preempt=preempt)
@@ -346,13 +370,15 @@ class Agent:
         """Send what is new and has room; whether there may be more."""
         room = 0 if self._output.is_closing() else UNREAD_BYTES - self._output.transport.get_write_buffer_size()
         try:
-            events = await asyncio.to_thread(self._shipper.take, room, last=last)
+            found = await asyncio.to_thread(self._shipper.look, room, last=last)
         except OSError as error:
             self._log.warning("logs cannot be sent", error=str(error))
             return False
-        for event in events:
+        # Whoever is cancelled before this has sent nothing, and the next one finds the same.
+        for event, end in found:
             self._emit(event)
-        return bool(events) or room <= 0
+            self._shipper.sent(event.file, end)
+        return bool(found) or room <= 0
 
     async def _ship_the_rest(self) -> None:
         with contextlib.suppress(TimeoutError):
@@ -388,6 +414,8 @@ class Agent:
                 log=failed.log or "",
                 exit_code=failed.exit_code,
             )
+        elif host.leaving and not host.ending:
+            event = EndedEvent(result="left")
         elif host.finished_run:
             event = EndedEvent(result="done")
         elif host.preempted:
