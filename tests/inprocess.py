@@ -162,7 +162,7 @@ class System:
     async def leave(self, host: JoinedHost, within_s: float) -> None:
         """A host that has joined leaves; its agent says so when its rollouters have ended."""
         controller = self.actors[CONTROLLER]
-        controller.leave(Leave(host=host.host, within_s=within_s), self._caller(LAUNCHER))
+        await controller.leave(Leave(host=host.host, within_s=within_s), self._caller(LAUNCHER))
         await asyncio.wait([self._lives[name] for name in host.rollouters])
         controller.host_left(HostLeft(), self._caller(host.agent))
 

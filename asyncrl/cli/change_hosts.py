@@ -36,8 +36,12 @@ def check(parser: argparse.ArgumentParser, given: argparse.Namespace, overrides:
             parser.error("--join RUN: name the hosts by --hosts FILE")
     elif given.leave is None:
         parser.error("--within SECONDS belongs to --leave HOST")
-    elif len(given.configs) != 1 or given.hosts is not None or given.dry_run:
+    elif len(given.configs) != 1 or given.hosts is not None or given.dry_run or _has_choice(given):
         parser.error("--leave HOST RUN: name one run folder after the host; only --within SECONDS goes with it")
+
+
+def _has_choice(given: argparse.Namespace) -> bool:
+    return bool(given.include or given.exclude or given.ssh_args)
 
 
 def run(given: argparse.Namespace) -> int:

@@ -379,10 +379,10 @@ class Controller(Actor):
         return await self._members.join(request, caller.park_s)
 
     @handler
-    def leave(self, request: Leave, caller: Caller) -> LeaveBegun:
+    async def leave(self, request: Leave, caller: Caller) -> LeaveBegun:
         """Drain a host and let it go. Raises InvalidRequest."""
         self._must_be_launcher(caller)
-        return self._members.leave(request)
+        return await self._members.leave(request, caller.park_s)
 
     @handler
     async def watch_members(self, request: WatchMembers, caller: Caller) -> Members:

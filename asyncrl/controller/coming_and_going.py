@@ -74,8 +74,10 @@ class ComingAndGoing:
             return
         membership = self._membership
         membership.recall(described, self._now())
+        for name in membership.serving:
+            self._run.joined(name)
         departing = [name for departure in membership.departures.values() for name in departure.actors]
-        self._run.expected = (self._run.expected | set(membership.serving)) - set(departing)
+        self._run.left(departing, self._now())
         self._told = membership.members
         self._run.tell_members(self._told.number, membership.leaving)
 
@@ -135,8 +137,9 @@ class ComingAndGoing:
         self._changed.set()
 
     def _forget_lost(self, agent: str, actors: Iterable[str]) -> None:
+        # Known by the list of an earlier controller it may be, though it has left.
+        self._hosts.forget(agent)
         if self._membership.lost(agent, self._incarnations(actors)):
-            self._hosts.forget(agent)
             self._changed.set()
 
     # --- what is heard ---
@@ -204,8 +207,8 @@ class ComingAndGoing:
         await self._watchers.until(lambda: None if self._untold(number) else True, park_s / 2)
         return Joined(hosts=membership.joined_hosts(guests), peers=self._peers(), waiting_for=self._untold(number))
 
-    def leave(self, request: Leave) -> LeaveBegun:
-        """See Leave. Raises InvalidRequest."""
+    async def leave(self, request: Leave, park_s: float) -> LeaveBegun:
+        """See Leave; answered once a successor would know of it too. Raises InvalidRequest."""
         membership = self._membership
         if request.host.lower() not in {n for d in membership.departures.values() for n in (d.agent, d.host.lower())}:
             self._check_run("leave")
@@ -215,6 +218,8 @@ class ComingAndGoing:
         if membership.number != number:
             self._log.info("host leaves", host=departure.host, actors=departure.actors, within_s=request.within_s)
             self._part_with(departure)
+        number = membership.number
+        await self._watchers.until(lambda: True if self._told.number >= number else None, park_s)
         return LeaveBegun(agent=departure.agent, host=departure.host, actors=departure.actors)
 
     async def watch(self, seen: int, park_s: float) -> Members:

@@ -22,6 +22,8 @@ from asyncrl.messages import Dead, Join, JoinedHost, Leave, Leaving, MemberHost,
 from asyncrl.runtime.supervision import is_replicated
 
 AGENT, ROLLOUTER = "agent", "rollouter"
+ABOVE_ALL = 1 << 62
+"""No incarnation is as large."""
 
 
 @dataclass(slots=True)
@@ -49,6 +51,8 @@ class Departure:
     actors: list[str]
     within_s: float
     reason: str
+    ask: str = ""
+    """Of the request that brought it, if one has."""
     left: bool = False
 
 
@@ -81,6 +85,9 @@ class Membership:
 
     def join(self, request: Join, known: Iterable[KnownHost], taken: Iterable[str], now: float) -> list[Guest]:
         """Name the new hosts; for a repeat, as before. ``taken`` are all names of the run. Raises InvalidRequest."""
+        let_go = [f"{item.host}: {item.reason}" for item in self.departures.values() if item.ask == request.ask]
+        if let_go:
+            raise InvalidRequest(f"let go before it could begin: {'; '.join(let_go)}")
         before = [guest for guest in self.guests.values() if guest.ask == request.ask]
         if before:
             return before
@@ -92,7 +99,8 @@ class Membership:
             problems.append("a public key is there twice")
         if problems:
             raise InvalidRequest("; ".join(problems))
-        names = [*taken, *self.gone, *(name for guest in self.guests.values() for name in (guest.agent, *guest.actors))]
+        given: list[Guest | Departure] = [*self.guests.values(), *self.departures.values()]
+        names = [*taken, *(name for host in given for name in (host.agent, *host.actors))]
         agent, rollouter = _next_index(AGENT, names), _next_index(ROLLOUTER, names)
         self.number += 1
         found = []
@@ -178,7 +186,7 @@ class Membership:
     def left(self, agent: str, incarnations: Mapping[str, int]) -> bool:
         """Everything of a host that was asked to leave has ended; ``incarnations`` are the newest that are known.
 
-        False if it was not asked, or this is known.
+        Whoever is not among them is dead under any. False if it was not asked, or this is known.
         """
         departure = self.departures.get(agent)
         if departure is None or departure.left:
@@ -278,13 +286,15 @@ class Membership:
         return found[-1] if found else None
 
     def _depart(self, agent: str, host: str, actors: list[str], within_s: float, reason: str) -> Departure:
-        departure = self.departures[agent] = Departure(agent, host, actors, within_s, reason)
+        guest = self.guests.get(agent)
+        ask = guest.ask if guest is not None else ""
+        departure = self.departures[agent] = Departure(agent, host, actors, within_s, reason, ask)
         self.number += 1
         return departure
 
     def _bury(self, names: Iterable[str], incarnations: Mapping[str, int]) -> None:
         for name in names:
-            self.gone[name] = max(incarnations.get(name, 0), self.gone.get(name, 0))
+            self.gone[name] = max(incarnations.get(name, ABOVE_ALL), self.gone.get(name, 0))
 
 
 def _problems(hosts: Collection[NewHost], known: Collection[KnownHost], curve: bool) -> list[str]:

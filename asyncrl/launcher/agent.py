@@ -389,8 +389,12 @@ class Agent:
                     await asyncio.sleep(LOOK_FOR_CONTROLLER_S if more else 0)
 
     async def leave(self, commands: asyncio.StreamReader) -> None:
-        """Remove this host's part of the run folder, if the launcher says that it has everything."""
-        if self._is_part:
+        """Remove this host's part of the run folder, if the launcher says that it has everything.
+
+        A host that has joined again meanwhile, under a later number, has the same part.
+        """
+        numbers = [int(path.name.split("-")[1]) for path in self._run_dir.glob("private-*")]
+        if self._is_part and max(numbers, default=0) <= self._spec.index:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FAREWELL_S):
                     while line := await commands.readline():

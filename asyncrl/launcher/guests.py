@@ -2,7 +2,8 @@
 
 What they write and say is shown and kept as by the run's own launcher. They end with the run, or when they leave it: by
 ``--leave``, because the controller lets them go, or because this command is interrupted. The first signal has the
-controller drain them, a second one ends them at once; the run goes on without them. A lost connection ends nothing.
+controller drain them, a second one ends them at once; the run goes on without them. One that the controller does not
+let go, as the last with a rollouter, goes on until then. A lost connection ends nothing.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.errors import ActorFailed, AsyncRLError
+from asyncrl.errors import ActorFailed, AsyncRLError, UsageError
 from asyncrl.launcher.follow import SLACK_S, STOPPING, Member
 from asyncrl.launcher.link import agent_name
 from asyncrl.launcher.living import Controller, LivingRun
 from asyncrl.launcher.progress import Progress
-from asyncrl.launcher.spec import ARRIVED, KILL, EndedEvent, Event, LogEvent, StateEvent
+from asyncrl.launcher.spec import ARRIVED, KILL, STOP, EndedEvent, Event, LogEvent, StateEvent
 from asyncrl.messages import Leave, MemberHost
 from asyncrl.runtime.supervision import describe_exit
 
@@ -42,6 +43,8 @@ class Guests:
     """The stage of each host that was shown last, by agent."""
     _served: set[str] = field(default_factory=set)
     """Agents of the hosts that have served."""
+    _refused: bool = False
+    """Whether a host cannot leave."""
     _killing: bool = False
     _interrupted: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -99,6 +102,7 @@ class Guests:
                 if host.agent in own and self._told.get(host.agent) != host.stage:
                     self._told[host.agent] = host.stage
                     self._show(host)
+        await self._end_with_run()
 
     def _show(self, host: MemberHost) -> None:
         if host.stage == "serving":
@@ -109,28 +113,48 @@ class Guests:
 
     # --- the end ---
 
+    async def _end_with_run(self) -> None:
+        """The run is over on its head. Those who have not heard of it are told, with the next step's deadline each."""
+        for command, timeout in ((STOP, self.run.config.supervision.drain_s + SLACK_S), (KILL, SLACK_S)):
+            for member in self.members:
+                member.send(command)
+            await asyncio.sleep(timeout)
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        for member in self.members:
+            if not member.over and member.contact is not None:
+                member.contact.kill()
+
     async def _end_when_asked(self) -> None:
         await self._interrupted.wait()
         within = self.run.config.supervision.drain_s
         self.progress.say("the run goes on without these hosts, which end in good order; again to end them at once")
-        reason = f"its launcher was ended by {signal.Signals(self.signal).name}"
-        for member in self.members:
-            if not member.over:
-                try:
-                    leave = Leave(host=agent_name(member.index), within_s=within, reason=reason)
-                    await self.controller.ask(leave, timeout=ASK_S)
-                except AsyncRLError as error:
-                    self.progress.warn([str(error)])
-        # The agent itself gives its actors that much, and then as much again.
-        await self._next_interrupt(within + self.run.config.supervision.drain_s + SLACK_S)
+        async with asyncio.TaskGroup() as tasks:
+            asking = [tasks.create_task(self._ask_to_leave(member, within)) for member in self.members]
+            # The agent itself gives its actors that much, and then as much again.
+            await self._next_interrupt(within + self.run.config.supervision.drain_s + SLACK_S)
+            for task in asking:
+                task.cancel()
+        if self._refused:
+            await self._interrupted.wait()
         self._killing = True
         self.progress.say("ending them at once")
         for member in self.members:
             member.send(KILL)
         await self._next_interrupt(SLACK_S)
-        for member in self.members:
-            if not member.over and member.contact is not None:
-                member.contact.kill()
+        self._hang_up()
+
+    async def _ask_to_leave(self, member: Member, within: float) -> None:
+        if member.over:
+            return
+        reason = f"its launcher was ended by {signal.Signals(self.signal).name}"
+        try:
+            leave = Leave(host=agent_name(member.index), within_s=within, reason=reason)
+            await self.controller.ask(leave, timeout=ASK_S)
+        except AsyncRLError as error:
+            self._refused |= isinstance(error, UsageError)
+            self.progress.warn([str(error)])
 
     def _interrupt(self, number: int) -> None:
         self.signal = self.signal or number

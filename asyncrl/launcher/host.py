@@ -284,6 +284,9 @@ class Host:
     def state(self, state: RunState, now: float) -> list[Instruction]:
         """The controller has said something."""
         told: list[Instruction] = list(self._ends.values()) if self._unanswered else []
+        if self._all_started and not self._reachable:
+            # Its predecessor was never heard, so that nobody could tell the two apart.
+            told = self.controller_found(now) or told
         self._hear(now)
         self._checkpoint |= state.checkpoint >= 0
         self._has_run |= state.phase in ("running", "preempting")

@@ -195,7 +195,7 @@ class _Joining:
             await self._each(lambda name: self.contacts[name].ask(specs[name], Prepared), list(specs), "prepared")
             members = [self._start_agent(host) for host in joined.hosts]
         except BaseException as error:
-            if not isinstance(error, UsageError):
+            if self.run.lives:
                 await self._withdraw(controller, request.ask, str(error) or type(error).__name__)
             raise
         for host in joined.hosts:
@@ -222,12 +222,11 @@ class _Joining:
             if not joined.waiting_for:
                 return joined
             if loop.time() >= until:
-                await self._withdraw(controller, request.ask, "the run is not ready")
                 waiting = ", ".join(joined.waiting_for[:4])
                 raise UsageError(f"the run was not ready for other hosts within {limit:g} s: it waits for {waiting}")
 
     async def _withdraw(self, controller: Controller, ask: str, why: str) -> None:
-        """Nobody is to wait for these hosts. The controller may not have heard of them."""
+        """Nobody is to wait for these hosts. The controller may not have heard of them, or have refused them."""
         for name in self.hosts:
             leave = Leave(host=name, within_s=0.0, reason=f"it could not be started: {why}", ask=ask)
             with contextlib.suppress(AsyncRLError):

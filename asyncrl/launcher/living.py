@@ -29,6 +29,8 @@ INCARNATION = 1
 """Of every command that speaks as the launcher: with one of its own the newest would shut the others out."""
 WATCH_S = 10.0
 """Deadline of a parked call; the controller answers before half of it."""
+AGAIN_S = 0.5
+"""Pause before a call is repeated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +58,9 @@ def find_living(place: str) -> LivingRun:
             raise UsageError(f"{place} holds no run: name a run folder, on the machine of the run's head")
         last = next_attempt(path).attempt - 1
         if not is_living(path):
-            raise UsageError(f"{path}: the run in it has ended, so nobody can join or leave")
+            raise UsageError(
+                f"{path}: the run in it has ended, or its head is another machine; call this there, while it lives"
+            )
         address = _read(path / "private" / "controller.json")
         credentials = load_credentials(path / "private", LAUNCHER, 0)
     except PermissionError:
@@ -103,8 +107,18 @@ class Controller:
 
     async def ask(self, request: Request, timeout: float | None = None) -> Any:
         """The reply. Raises UsageError for what is refused, DeadlineExceeded."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + (self._run.config.network.call_timeout_s if timeout is None else timeout)
         try:
-            return await self._peer.call(request, timeout=timeout)
+            while True:
+                try:
+                    return await self._peer.call(request, timeout=until - loop.time())
+                except RemoteError as error:
+                    # Of many commands the one that has been there for longest loses its connection, and what is
+                    # parked there with it.
+                    if not error.retryable:
+                        raise
+                    await asyncio.sleep(AGAIN_S)
         except (RemoteError, ProtocolError) as error:
             _refused(error)
         except DeadlineExceeded:
@@ -119,7 +133,7 @@ class Controller:
             try:
                 found: Members = await self._peer.call(WatchMembers(seen=seen), timeout=WATCH_S)
             except (DeadlineExceeded, RemoteError):
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(AGAIN_S)
                 continue
             if found.number != seen:
                 seen = found.number

@@ -2,9 +2,10 @@
 
 import asyncio
 import json
+import threading
 
 import pytest
-from controller.test_controller_actor import CONFIG, OTHERS, Cluster
+from controller.test_controller_actor import CONFIG, OTHERS, Cluster, is_parked
 
 from asyncrl.config import validate_config
 from asyncrl.errors import RemoteError
@@ -23,6 +24,7 @@ from asyncrl.runtime.roster import LAUNCHER
 
 ASK = "a" * 16
 FAST = validate_config(CONFIG.model_dump() | {"supervision": {"start_timeout_s": 1.0, "silence_s": 1e6}})
+TWO = validate_config(FAST.model_dump() | {"rollout": FAST.rollout.model_dump() | {"replicas": 2}})
 
 
 def run(tmp_path, scenario, config=CONFIG):
@@ -60,6 +62,14 @@ async def serve(cluster, host="c"):
     while found.rollouters[0] not in members.serving:
         members = await cluster.caller().call(WatchMembers(seen=members.number))
     return found
+
+
+async def leave_far(cluster):
+    """A host that the run began with, with rollouter/1, is asked to leave."""
+    await cluster.register("agent/1", address="", facts={"actors": ["rollouter/1"], "host": "far"})
+    await cluster.register("rollouter/1", incarnation=5)
+    await cluster.caller(LAUNCHER).call(Leave(host="far", within_s=1.0))
+    return await state(cluster, lambda state: state.leaving)
 
 
 async def state(cluster, condition):
@@ -165,6 +175,64 @@ def test_a_successor_of_the_controller_knows_who_has_joined(tmp_path):
         assert (await join(cluster, "c")).hosts == [found]
 
     run(tmp_path, scenario)
+
+
+def test_a_successor_of_the_controller_does_not_wait_for_who_has_left(tmp_path):
+    """I5: though the configuration names it."""
+
+    async def scenario(cluster):
+        await leave_far(cluster)
+        await cluster.caller("agent/1").call(HostLeft())
+        await state(cluster, lambda state: not state.leaving)
+        await cluster.die()
+        await cluster.start(8)
+        await cluster.all_ready()
+        started = cluster.controller.clock.now()
+        told = await state(cluster, lambda state: state.phase != "starting")
+        while cluster.controller.clock.now() < started + 2 * TWO.supervision.start_timeout_s:
+            await asyncio.sleep(0.05)
+        assert (told.phase, told.waiting_for) == ("running", [])
+        told = await cluster.caller().call(WatchRun())
+        assert (told.phase, told.reason) == ("running", "")
+
+    run(tmp_path, scenario, TWO)
+
+
+def test_who_asks_a_host_to_leave_is_answered_once_a_successor_of_the_controller_would_know(tmp_path):
+    async def scenario(cluster):
+        found = await serve(cluster)
+        may_write, members = threading.Event(), cluster.controller._members
+        write, members._write = members._write, lambda *item: (may_write.wait(10), write(*item))
+        call = cluster.caller(LAUNCHER).call(Leave(host="c", within_s=3.0))
+        try:
+            assert await is_parked(call)
+        finally:
+            may_write.set()
+        assert (await call).agent == found.agent
+        assert json.loads((tmp_path / "private" / "members.json").read_text())["departures"]
+
+    run(tmp_path, scenario)
+
+
+def test_a_host_that_has_left_may_come_back_though_the_list_of_hosts_was_not_written_in_time(tmp_path):
+    async def scenario(cluster):
+        await leave_far(cluster)
+        listed = tmp_path / "private" / "controller.json"
+        while "agent/1" not in (kept := listed.read_text()):
+            await asyncio.sleep(0.01)
+        await cluster.caller("agent/1").call(HostLeft())
+        await state(cluster, lambda state: not state.leaving)
+        await cluster.die()
+        listed.write_text(kept)
+        await cluster.start(8)
+        await cluster.all_ready()
+        with pytest.raises(RemoteError, match="far takes part in this run already"):
+            await join(cluster, "far")
+        far = cluster.controller._hosts.known["agent/1"]
+        assert cluster.controller._members.host_lost(far)
+        assert (await join(cluster, "far")).hosts[0].agent == "agent/2"
+
+    run(tmp_path, scenario, TWO)
 
 
 def test_a_guest_that_gives_up_before_it_served_does_not_fail_the_run(tmp_path):

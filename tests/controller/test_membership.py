@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.controller.membership import KnownHost, Membership
+from asyncrl.controller.membership import ABOVE_ALL, KnownHost, Membership
 from asyncrl.errors import InvalidRequest
 from asyncrl.messages import Dead, Join, Leave, NewHost
 
@@ -139,6 +139,34 @@ def test_a_host_lost_while_it_leaves_is_dead_and_hears_of_it_when_it_is_back():
     assert membership.members.hosts[0].stage == "left"
     assert [told.name for told in membership.leaving] == ["agent/1", "rollouter/1"]
     assert membership.left("agent/1", {"agent/1": 7, "rollouter/1": 9})
+
+
+def test_a_repeat_does_not_bring_back_who_was_let_go_meanwhile():
+    """Not even if another host of the same request still joins."""
+    membership = Membership(curve=False)
+    guest, other = join(membership, new("c"), new("d", first=500))
+    departure = membership.dismiss(guest.agent, "late")
+    membership.left(departure.agent, {})
+    with pytest.raises(InvalidRequest, match="let go before it could begin: c: late"):
+        join(membership, new("c"), new("d", first=500))
+    assert list(membership.guests) == [other.agent]
+    assert join(membership, new("c"), ask="b" * 16)[0].agent == "agent/4"
+
+
+def test_who_was_never_heard_of_is_dead_under_any_incarnation():
+    """A controller that was started again may not have heard of one that died before."""
+    membership = Membership(curve=False)
+    leave(membership, "far")
+    membership.lost("agent/1", {})
+    assert membership.members.gone == [Dead("rollouter/1", ABOVE_ALL)]
+
+
+def test_names_of_hosts_that_are_leaving_are_not_given_again():
+    """A controller that was started again knows them by nothing but their leaving."""
+    membership = Membership(curve=False)
+    leave(membership, "far")
+    (guest,) = membership.join(Join(ask=ASK, hosts=[new("c")]), [HEAD], ["agent/0", "rollouter/0"], 0.0)
+    assert (guest.agent, guest.actors) == ("agent/2", ["rollouter/2"])
 
 
 @given(st.lists(st.sampled_from(["join", "ready", "leave", "left", "dismiss", "lost"]), max_size=12))

@@ -1,17 +1,20 @@
 """--join and --leave: the command line, which runs are found, and where engines go on a new host."""
 
+import asyncio
 import json
 
 import pytest
 
 from asyncrl.cli import launch
 from asyncrl.config import validate_config
-from asyncrl.errors import UsageError
+from asyncrl.errors import DeadlineExceeded, RemoteError, UsageError
 from asyncrl.launcher import addresses, living
 from asyncrl.launcher.folders import create_run_folder, private_folder
 from asyncrl.launcher.hostspec import Routes
+from asyncrl.launcher.join import _Joining
 from asyncrl.launcher.living import find_living
 from asyncrl.launcher.placement import Host, place_replicas, replicas_of
+from asyncrl.messages import Join, Joined, JoinedHost, WatchMembers
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +64,8 @@ def speak(folder, address="tcp://127.0.0.1:7000"):
         (["--leave", "a"], "--leave HOST RUN: name one run folder after the host"),
         (["--leave", "a", "runs/x", "runs/y"], "--leave HOST RUN: name one run folder"),
         (["--leave", "a", "runs/x", "--hosts", "f"], "--leave HOST RUN: name one run folder"),
+        (["--leave", "a", "runs/x", "--ssh-args", "-F x"], "only --within SECONDS goes with it"),
+        (["--leave", "a", "runs/x", "--exclude", "b"], "only --within SECONDS goes with it"),
         (["--leave", "a", "runs/x", "--slurm"], "--leave speaks to a run that lives"),
         (["--within", "3", "runs/x"], "--within SECONDS belongs to --leave HOST"),
         (["--leave", "a", "runs/x", "--within", "-1"], "--within"),
@@ -82,6 +87,31 @@ def test_a_run_that_lives_is_found_with_what_its_launcher_proves_itself_with(liv
     assert found.credentials.secret not in repr(found)
 
 
+def test_a_call_that_is_cancelled_for_another_command_is_repeated(lived, monkeypatch):
+    monkeypatch.setattr(living, "AGAIN_S", 0.01)
+    speak(lived)
+    ends = [RemoteError("controller/0", "cancelled", "the call was cancelled", retryable=True), None]
+    ends.append(RemoteError("controller/0", "invalid", "c cannot leave"))
+
+    class Peer:
+        async def call(self, request, timeout):
+            if error := ends.pop(0):
+                raise error
+            return timeout
+
+        def close(self):
+            pass
+
+    async def main():
+        async with living.Controller(find_living(str(lived.path))) as controller:
+            controller._peer = Peer()
+            assert 1.0 < await controller.ask(WatchMembers(), timeout=5.0) < 5.0
+            with pytest.raises(UsageError, match="^c cannot leave$"):
+                await controller.ask(WatchMembers())
+
+    asyncio.run(main())
+
+
 def test_there_is_no_such_run(tmp_path, hosts, capsys):
     assert launch.main(["--join", str(tmp_path), "--hosts", hosts]) == 2
     assert "holds no run: name a run folder" in capsys.readouterr().err
@@ -92,7 +122,7 @@ def test_a_run_that_has_ended_is_said_to(tmp_path, hosts, capsys):
     folder = create_run_folder(made)
     for argv in (["--join", str(folder.path), "--hosts", hosts], ["--leave", "a", str(folder.path)]):
         assert launch.main(argv) == 2
-        assert "the run in it has ended, so nobody can join or leave" in capsys.readouterr().err
+        assert "the run in it has ended, or its head is another machine" in capsys.readouterr().err
 
 
 def test_a_run_whose_controller_has_no_address_yet(lived):
@@ -148,6 +178,35 @@ def test_a_new_host_without_gpus_has_one_engine(tmp_path):
     host = Host(name="c", cpus=8)
     for rollout in ({}, {"engine": "vllm", "gpus_per_replica": 0}):
         assert replicas_of(config(tmp_path, **rollout), host) == 1
+
+
+class Told:
+    """A controller with these answers to Join."""
+
+    def __init__(self, *answers):
+        self.answers, self.asked = list(answers), []
+
+    async def ask(self, request, timeout=None):
+        self.asked.append(request)
+        if isinstance(request, Join):
+            answer = self.answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+
+@pytest.mark.parametrize("ends", [UsageError("let go before it could begin"), DeadlineExceeded("a", "b", "Join", 20.0)])
+def test_what_was_begun_is_withdrawn_whatever_ends_it(lived, ends):
+    """Else the run would wait for the other hosts of the request."""
+    speak(lived, "tcp://10.0.0.1:7000")
+    named = Joined(hosts=[JoinedHost(host="c", agent="agent/1", rollouters=["rollouter/1"])], waiting_for=["reward/0"])
+    controller = Told(named, ends)
+    joining = _Joining(find_living(str(lived.path)), [], None, False, [], None)
+    joining.hosts, joining.replicas = {"c": Host(name="c", cpus=8)}, {"c": 1}
+    with pytest.raises(type(ends)):
+        asyncio.run(joining._begin(controller))
+    join, again, leave = controller.asked
+    assert (again, leave.host, leave.ask) == (join, "c", join.ask)
 
 
 def test_new_hosts_are_reached_where_their_way_to_the_head_begins():

@@ -307,6 +307,17 @@ def test_a_controller_that_says_nothing_after_its_restart_is_killed_and_started_
     assert found.failure.actor == "controller/0"
 
 
+def test_the_successor_of_a_controller_that_was_never_heard_is_found_by_its_first_word():
+    found = host(running=False)
+    found.controller_found(1.0)
+    found.spawned("rollouter/0", 100)
+    found.exited("controller/0", -9, "", 5.0)
+    found.tick(6.0)
+    assert ReportStart("rollouter/0", 100) in found.state(state("running"), 7.0)
+    assert found.next_deadline() is None
+    assert found.stop("Ctrl-C", 8.0) == [AskStop("Ctrl-C")]
+
+
 def test_one_that_dies_before_its_first_word_is_not_waited_for():
     found = host()
     found.exited("controller/0", -9, "", 5.0)
