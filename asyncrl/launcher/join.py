@@ -132,7 +132,7 @@ class _Joining:
     @property
     def _head(self) -> str:
         """The address at which the controller listens."""
-        return self.run.address.removeprefix("tcp://").rpartition(":")[0]
+        return self.run.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
     def _check_address(self) -> None:
         # Bound and told by the socket, so it is no name.
