@@ -24,7 +24,7 @@ quickstart: $(STAMP) ## Train a small model on this machine and watch it get bet
 	$(BIN)/python -m tools.quickstart
 
 test: $(STAMP) ## Run the tests
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile
 
 test-slow: $(STAMP) ## Run the tests that take minutes each: whole runs, compared bit for bit, frozen, killed
 	$(BIN)/python -m pytest -m slow

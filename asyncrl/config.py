@@ -389,7 +389,7 @@ class NetworkConfig(Section):
     """Network interface whose address actors bind and register, in a run on several hosts (--hosts, SLURM). By default
     each host takes the address by which it reaches the head."""
     ports: Annotated[str, Field(pattern=r"^\d{1,5}(-\d{1,5})?$")] = "0"
-    """Ports that actors may bind: 0 for any free one, or LOW-HIGH."""
+    """Ports that actors may bind: 0 for any free one, or LOW-HIGH. gloo and NCCL have further ones of their own."""
     controller_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the controller; 0 picks one of network.ports at the start and keeps it for the run."""
     max_message_bytes: Positive = 1 << 30

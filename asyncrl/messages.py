@@ -273,6 +273,8 @@ class WatchRun(Request, frozen=True, kw_only=True):
     seen: int = -1
     seen_line: int = -1
     """With 0 or more, also answered when there are metrics lines past this number."""
+    members: int = -1
+    """Number of the Members that the caller has taken in; -1 where it takes in none."""
 
 
 class WatchSnapshot(Request, frozen=True, kw_only=True):
@@ -365,6 +367,14 @@ class Stuck(Struct, frozen=True, array_like=True):
     """Of the report. Each is followed by the stacks once."""
 
 
+class Leaving(Struct, frozen=True, array_like=True):
+    """A node agent or an actor that is to leave the run while that goes on."""
+
+    name: str
+    within_s: float
+    """Time to finish what is begun, from when this is heard of."""
+
+
 class RunState(Message, frozen=True, kw_only=True):
     """The state of the run."""
 
@@ -389,8 +399,12 @@ class RunState(Message, frozen=True, kw_only=True):
     """Version of the newest complete checkpoint; -1 for none."""
     dead: list[Dead] = []
     """Of each actor without a living process the newest incarnation, if that has ended or is on a lost host."""
-    lost_hosts: list[str] = []
-    """The hosts from which nothing has been heard for supervision.host_lost_s, as NAME (agent/N)."""
+    lost_hosts: dict[str, list[str]] = {}
+    """The hosts from which nothing has been heard for supervision.host_lost_s, as NAME (agent/N), and their actors."""
+    members: int = 0
+    """Number of the present Members; 0 while they are those of the start."""
+    leaving: list[Leaving] = []
+    """The hosts that are to leave the run, by their agents and actors."""
     trace: Count = 0
     """While a trace is wanted, its number; every actor hands in its spans once for each."""
 
@@ -439,7 +453,7 @@ class ActorEnded(Request, frozen=True, kw_only=True):
     ``fatal`` when the restart policy gives up; ``exit_code`` is negative for a signal.
     """
 
-    reply = Done
+    reply: ClassVar[type[Message]]
     name: str
     incarnation: Count
     exit_code: int
@@ -450,12 +464,135 @@ class ActorEnded(Request, frozen=True, kw_only=True):
     """When it ended (ns, on the clock of incarnations); 0 if it had been condemned or told to."""
 
 
+class EndNoted(Message, frozen=True, kw_only=True):
+    """``asked`` if the controller had told that actor to end."""
+
+    asked: bool = False
+
+
+ActorEnded.reply = EndNoted
+
+
 class ReportFailure(Request, frozen=True, kw_only=True):
     """Actor to controller: the run cannot go on. ``exit_code`` is the run's."""
 
     reply = Done
     reason: str
     exit_code: int = 1
+
+
+# --- hosts that come and go ---------------------------------------------------------------------------------
+
+PublicKey = Annotated[str, Meta(min_length=40, max_length=40)]
+
+
+class NewHost(Struct, frozen=True, kw_only=True):
+    """A host with rollouters that is to join a living run. Without CURVE there are no keys."""
+
+    host: Annotated[str, Meta(min_length=1, max_length=200)]
+    """Its name in the hostfile."""
+    address: str = ""
+    """What its actors bind."""
+    replicas: Annotated[int, Meta(ge=1, le=1024)]
+    agent_keys: list[PublicKey] = []
+    """Of its node agent, one for each attempt."""
+    keys: list[list[PublicKey]] = []
+    """Of each of its rollouters, one for each attempt."""
+
+
+class Join(Request, frozen=True, kw_only=True):
+    """Launcher to controller: let these hosts take part. Parked until every living actor knows their keys."""
+
+    reply: ClassVar[type[Message]]
+    ask: Annotated[str, Meta(min_length=16, max_length=64)]
+    """Chosen at random: by it a repeat is known."""
+    hosts: Annotated[list[NewHost], Meta(min_length=1, max_length=1024)]
+
+
+class JoinedHost(Struct, frozen=True, kw_only=True):
+    """What a new host is called from now on."""
+
+    host: str
+    agent: str
+    rollouters: list[str]
+
+
+class Joined(Message, frozen=True, kw_only=True):
+    """The hosts in the order of the request. They may be started once ``waiting_for`` is empty."""
+
+    hosts: list[JoinedHost]
+    peers: dict[str, list[str]] = {}
+    """Public keys of the whole run by actor name."""
+    waiting_for: list[str] = []
+    """Actors that have not taken in the new keys so far: ask again."""
+
+
+Join.reply = Joined
+
+
+class Leave(Request, frozen=True, kw_only=True):
+    """Launcher to controller: drain a host and let it go; asked again, the same."""
+
+    reply: ClassVar[type[Message]]
+    host: str
+    """Its name, in the hostfile or as it calls itself, or that of its agent."""
+    within_s: Annotated[float, Meta(ge=0)]
+    """Time to finish the groups that are begun; what is left then goes back to the dataloader."""
+    reason: str = ""
+    ask: str = ""
+    """Only if it was this request to join that brought the host."""
+
+
+class LeaveBegun(Message, frozen=True, kw_only=True):
+    """The host by its agent, what it is called, and its actors."""
+
+    agent: str
+    host: str
+    actors: list[str]
+
+
+Leave.reply = LeaveBegun
+
+
+class HostLeft(Request, frozen=True, kw_only=True):
+    """Agent to controller, its last words: everything on this host has ended."""
+
+    reply = Done
+
+
+class MemberHost(Struct, frozen=True, kw_only=True):
+    """A host that has joined, is leaving, or has left."""
+
+    agent: str
+    host: str
+    actors: list[str]
+    stage: Literal["joining", "serving", "leaving", "left"]
+    reason: str = ""
+    """Why it leaves or has left."""
+
+
+class WatchMembers(Request, frozen=True, kw_only=True):
+    """Anyone to controller, parked until the members are others than ``seen``."""
+
+    reply: ClassVar[type[Message]]
+    idle = True
+    seen: int = -1
+
+
+class Members(Message, frozen=True, kw_only=True):
+    """Who has come to those that the run began with, and who has left."""
+
+    number: Count
+    keys: dict[str, list[PublicKey]] = {}
+    """Of each agent and actor that has joined its public keys, one for each attempt; none without CURVE."""
+    serving: list[str] = []
+    """The actors among them that have been ready once: from then on they are like any other."""
+    gone: list[Dead] = []
+    """Agents and actors that have left for good; their keys open nothing any more."""
+    hosts: list[MemberHost] = []
+
+
+WatchMembers.reply = Members
 
 
 # --- dataloader ---------------------------------------------------------------------------------------------
@@ -494,6 +631,10 @@ class ReturnTickets(Request, frozen=True, kw_only=True):
 
     reply = Done
     uids: list[Uid]
+    leaving: bool = False
+    """It asks for nothing any more and holds nothing else; what it was granted beside these is with the learner, or
+    was never received.
+    """
 
 
 class Outcome(Struct, frozen=True, array_like=True):

@@ -9,10 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config, validate_config
-from asyncrl.messages import ActorEnded, RunState, StopRun
+from asyncrl.messages import (
+    ActorEnded,
+    ActorRecord,
+    HostLeft,
+    Join,
+    JoinedHost,
+    Leave,
+    NewHost,
+    Register,
+    RunState,
+    StopRun,
+)
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.endpoint import new_incarnation
+from asyncrl.runtime.roster import LAUNCHER
 from asyncrl.wire.keys import Credentials
 from asyncrl.wire.memory import MemoryNetwork
 
@@ -132,6 +144,30 @@ class System:
             )
             controller = self.actors[CONTROLLER]
             controller.actor_ended(ended, Caller("agent/0", 1, -1, 0.0))
+
+    async def join(self, host: str, replicas: int = 1) -> JoinedHost:
+        """A host joins; its rollouters are started once everybody knows of them, and its agent is heard of."""
+        controller = self.actors[CONTROLLER]
+        asked = Join(ask=f"{host:x<16}", hosts=[NewHost(host=host, replicas=replicas)])
+        while (joined := await controller.join(asked, self._caller(LAUNCHER))).waiting_for:
+            pass
+        (found,) = joined.hosts
+        facts = {"actors": found.rollouters, "host": host}
+        record = ActorRecord(name=found.agent, incarnation=1, address="", host=host, facts=facts)
+        controller.register(Register(record=record), self._caller(found.agent))
+        for name in found.rollouters:
+            self._lives[name] = asyncio.create_task(self._live(name))
+        return found
+
+    async def leave(self, host: JoinedHost, within_s: float) -> None:
+        """A host that has joined leaves; its agent says so when its rollouters have ended."""
+        controller = self.actors[CONTROLLER]
+        await controller.leave(Leave(host=host.host, within_s=within_s), self._caller(LAUNCHER))
+        await asyncio.wait([self._lives[name] for name in host.rollouters])
+        controller.host_left(HostLeft(), self._caller(host.agent))
+
+    def _caller(self, name: str) -> Caller:
+        return Caller(name, 1, -1, asyncio.get_running_loop().time() + 20.0)
 
     async def stop(self) -> None:
         """As the launcher would."""

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from asyncrl.cli.flags import split_flags
+from asyncrl.cli.flags import split_flags, split_names
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
@@ -21,7 +21,8 @@ PROGRAM = "asyncrl-doctor"
 DESCRIPTION = "See whether this host, or those of a hostfile, can run what a configuration asks for. Starts nothing."
 EPILOG = """\
 Without --hosts this host is looked at, without CONFIG what needs none. The CONFIG files and dotted flags are those of
-asyncrl-launch. A line each says ok, warn or fail, the host, the check, what was found, and how to mend it.
+asyncrl-launch, and so are --include and --exclude. A line each says ok, warn or fail, the host, the check, what was
+found, and how to mend it.
 
 --json prints a list of objects instead, each with host (empty for what concerns all of them), check, result (ok, warn
 or fail), detail and fix. --fix removes what is certainly dead of runs that were killed, and says so; nothing else is
@@ -45,8 +46,8 @@ def _main(argv: list[str]) -> int:
     parser = _parser()
     overrides, rest = split_flags(parser, argv)
     given = parser.parse_args(rest)
-    if given.hosts is None and given.ssh_args:
-        parser.error("--ssh-args belongs to --hosts FILE")
+    if given.hosts is None and (given.include or given.exclude or given.ssh_args):
+        parser.error("--include, --exclude and --ssh-args belong to --hosts FILE")
     if overrides and not given.configs:
         parser.error(f"--{next(iter(overrides))}: no CONFIG file is given to lay it over")
     try:
@@ -63,7 +64,7 @@ def _main(argv: list[str]) -> int:
 
     try:
         config: Config | None = load_config(given.configs, overrides) if given.configs else None
-        targets = _targets(given.hosts, ssh_args)
+        targets = _targets(given.hosts, given.include, given.exclude, ssh_args)
     except ConfigError as error:
         for problem in error.problems:
             print(f"  {problem}", file=sys.stderr)
@@ -86,6 +87,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("configs", nargs="*", metavar="CONFIG", help="TOML files, merged left to right")
     parser.add_argument("--hosts", metavar="FILE", help="look at the hosts of this hostfile, by ssh")
+    parser.add_argument("--include", metavar="NAME,...", type=split_names, default=[], help="of the hosts only these")
+    parser.add_argument(
+        "--exclude", metavar="NAME,...", type=split_names, default=[], help="of the hosts all but these"
+    )
     parser.add_argument("--ssh-args", metavar="ARGS", default="", help="further arguments of ssh, as in -F FILE")
     parser.add_argument("--json", action="store_true", help="print a list of objects")
     parser.add_argument("--fix", action="store_true", help="remove what is certainly dead of runs that were killed")
@@ -102,21 +107,23 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _targets(hostfile: str | None, ssh_args: tuple[str, ...]) -> list[Target]:
+def _targets(
+    hostfile: str | None, include: Sequence[str], exclude: Sequence[str], ssh_args: tuple[str, ...]
+) -> list[Target]:
     """The hosts, the head first: this host, if it is among them. Raises UsageError."""
     import socket
 
     from asyncrl.doctor.conversation import REMOTE
     from asyncrl.doctor.examination import Target
     from asyncrl.launcher.addresses import is_this_host
-    from asyncrl.launcher.hostfile import HostLine, read_hostfile
+    from asyncrl.launcher.hostfile import HostLine, read_hostfile, select_hosts
     from asyncrl.launcher.start import LocalStart, SshStart
 
     here = LocalStart(words=REMOTE)
     if hostfile is None:
         return [Target(line=HostLine(socket.gethostname()), start=here)]
     over_ssh = SshStart(connect_s=CONNECT_S, args=ssh_args, words=REMOTE)
-    lines = read_hostfile(hostfile)
+    lines = select_hosts(read_hostfile(hostfile), include, exclude)
     own = next((line for line in lines if is_this_host(line.name)), None)
     if own is not None:
         lines.remove(own)

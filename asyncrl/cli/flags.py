@@ -28,3 +28,8 @@ def split_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[d
             value = queue.pop(0)
         overrides[flag.removeprefix("--")] = value
     return overrides, rest
+
+
+def split_names(text: str) -> list[str]:
+    """The names in a list with commas, spaces, or both between them."""
+    return text.replace(",", " ").split()

@@ -8,14 +8,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import signal
 import sys
 from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from asyncrl.cli.flags import split_flags
+from asyncrl.cli import change_hosts
+from asyncrl.cli.flags import split_flags, split_names
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
@@ -40,6 +40,10 @@ data depends on must not have changed, or be allowed by --allow-changed-data, -s
 
 --hosts FILE runs on the hosts of a file (a line each: NAME, or NAME slots=GPUS), which are reached by ssh without a
 password; asyncrl is installed at the same path on each. This host is the head if it is among them, else the first is.
+
+--join RUN --hosts FILE adds hosts with rollouters to a living run, by its folder on its head's machine; its
+configuration is the run's. The command stays with them; Ctrl-C drains them, and the run goes on. --leave HOST RUN
+drains a host that has rollouters only; --within SECONDS is the time to finish what is begun (supervision.drain_s).
 
 --slurm --nodes N submits a job that runs this on N nodes of a SLURM cluster; with --dry-run its script is shown.
 --inside-slurm is what that script calls: it runs on the nodes of its own job, and resumes a run that is there already.
@@ -85,15 +89,20 @@ def _main(argv: list[str]) -> int:
     given = parser.parse_args(rest)
     if given.help_config:
         return _print_keys()
-    if not given.configs:
+    changes_hosts = change_hosts.is_meant(given)
+    if changes_hosts:
+        change_hosts.check(parser, given, overrides)
+    elif not given.configs:
         parser.error(f"no CONFIG file is given; for example: {PROGRAM} configs/NAME.toml")
 
     from asyncrl.errors import AsyncRLError, ConfigError
 
-    if given.hosts is None and (given.include or given.exclude or given.ssh_args):
+    if given.hosts is None and not changes_hosts and (given.include or given.exclude or given.ssh_args):
         parser.error("--include, --exclude and --ssh-args belong to --hosts FILE")
     _check_slurm_flags(parser, given)
     try:
+        if changes_hosts:
+            return change_hosts.run(given)
         if given.slurm:
             return _submit(given, overrides)
         if given.inside_slurm:
@@ -125,7 +134,8 @@ def _main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
-        usage=f"{PROGRAM} CONFIG... [--hosts FILE | --slurm --nodes N] [--dry-run] [--resume auto|PATH] [--KEY VALUE]",
+        usage=f"{PROGRAM} CONFIG... [--hosts FILE | --slurm --nodes N] [--dry-run] [--resume auto|PATH] [--KEY VALUE]\n"
+        f"       {PROGRAM} --join RUN --hosts FILE\n       {PROGRAM} --leave HOST RUN",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -137,9 +147,12 @@ def _parser() -> argparse.ArgumentParser:
     for what, meaning in ALLOWED:
         parser.add_argument(f"--allow-changed-{what}", action="store_true", help=f"resume although {meaning} changed")
     parser.add_argument("--hosts", metavar="FILE", help="run on the hosts of this hostfile, by ssh")
-    parser.add_argument("--include", metavar="NAME,...", type=_names, default=[], help="of the hosts only these")
-    parser.add_argument("--exclude", metavar="NAME,...", type=_names, default=[], help="of the hosts all but these")
+    parser.add_argument("--include", metavar="NAME,...", type=split_names, default=[], help="of the hosts only these")
+    parser.add_argument(
+        "--exclude", metavar="NAME,...", type=split_names, default=[], help="of the hosts all but these"
+    )
     parser.add_argument("--ssh-args", metavar="ARGS", default="", help="further arguments of ssh, as in -F FILE")
+    change_hosts.add_arguments(parser)
     parser.add_argument("--slurm", action="store_true", help="submit this as a job of SLURM")
     parser.add_argument("--nodes", metavar="N", type=int, help="of the job")
     parser.add_argument("--sbatch-args", metavar="ARGS", help="further arguments of sbatch, as in --time=4:00:00")
@@ -189,18 +202,13 @@ def _prepare(given: argparse.Namespace, overrides: dict[str, str]) -> tuple[Conf
 def _run_hosts(given: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Run on several hosts by ssh. Raises AsyncRLError."""
     from asyncrl.config import load_config
-    from asyncrl.errors import UsageError
     from asyncrl.launcher.hostfile import read_hostfile, select_hosts
     from asyncrl.launcher.several import run_hosts
     from asyncrl.launcher.start import SshStart
 
     lines = select_hosts(read_hostfile(given.hosts), given.include, given.exclude)
-    try:
-        ssh_args = tuple(shlex.split(given.ssh_args))
-    except ValueError as error:
-        raise UsageError(f"--ssh-args {given.ssh_args}: {error}") from None
     config = load_config(given.configs, _with_allowed(given, overrides))
-    start = SshStart(config.supervision.start_timeout_s, ssh_args)
+    start = SshStart(config.supervision.start_timeout_s, change_hosts.split_ssh_args(given.ssh_args))
     return run_hosts(config, lines, start, resume=given.resume, dry_run=given.dry_run)
 
 
@@ -269,10 +277,6 @@ def _with_allowed(given: argparse.Namespace, overrides: dict[str, str]) -> dict[
     """The overrides with what may have changed when a run is resumed."""
     allowed = [what for what, _ in ALLOWED if getattr(given, f"allow_changed_{what}")]
     return overrides | {"resume.allow": json.dumps(allowed)} if allowed else overrides
-
-
-def _names(text: str) -> list[str]:
-    return [name for name in text.replace(",", " ").split() if name]
 
 
 def _print_finished(config: Config, resumption: Resumption) -> int:

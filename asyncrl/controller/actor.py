@@ -6,9 +6,9 @@ folder, where the node agent finds it. Everything that is decided is decided in 
 changed. It ends by itself once the state of the run is final. What an actor of an older incarnation says is
 refused.
 
-It keeps nothing but its address and the list of hosts: a successor binds the same address, is told everything else
-anew by the actors and agents that come back to it, knows by the list who may not, and numbers its states above all
-that were seen before.
+It keeps nothing but its address, the list of hosts, and who has joined and left: a successor binds the same address, is
+told everything else anew by the actors and agents that come back to it, knows by the list who may not, and numbers its
+states above all that were seen before.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 
 from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
 from asyncrl.controller.blame import Seen, silence_in_words
+from asyncrl.controller.coming_and_going import MEMBERS_FILE, ComingAndGoing
 from asyncrl.controller.hosts import Hosts
 from asyncrl.controller.run_state import RunStateMachine
 from asyncrl.controller.sight import look_at
@@ -31,7 +32,7 @@ from asyncrl.controller.sinks import FLUSH_S, FLUSH_SHARE, start_sinks
 from asyncrl.controller.traces import Traces, remove_unfinished
 from asyncrl.controller.watchdog import Report, Watchdog
 from asyncrl.controller.watching import Watching
-from asyncrl.errors import Refused
+from asyncrl.errors import InvalidRequest, Refused
 from asyncrl.messages import (
     ActorEnded,
     ActorRecord,
@@ -39,7 +40,14 @@ from asyncrl.messages import (
     CheckpointWritten,
     Condemned,
     Done,
+    EndNoted,
     Heartbeat,
+    HostLeft,
+    Join,
+    Joined,
+    Leave,
+    LeaveBegun,
+    Members,
     MetricsLine,
     Register,
     ReportFailure,
@@ -53,6 +61,7 @@ from asyncrl.messages import (
     Stuck,
     TracePart,
     TraceWritten,
+    WatchMembers,
     WatchRun,
     WatchSnapshot,
 )
@@ -60,6 +69,9 @@ from asyncrl.monitor.sinks.feed import SinkFeed
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller, handler
 from asyncrl.runtime.parking import ParkingLot
 from asyncrl.runtime.registry import Registry
+from asyncrl.runtime.roster import LAUNCHER
+from asyncrl.runtime.server import REFUSED
+from asyncrl.runtime.supervision import role_of
 
 ADDRESS_FILE = "controller.json"
 """In the run's private folder: ``{"address": ..., "incarnation": ..., "hosts": ..., "began": Unix time}``."""
@@ -119,6 +131,23 @@ class Controller(Actor):
         self._changed = asyncio.Event()
         self._watchers = ParkingLot()
         self._registered = ParkingLot()
+        self._members = ComingAndGoing(
+            curve=context.credentials.curve,
+            start_timeout_s=self.config.supervision.start_timeout_s,
+            registry=self._registry,
+            run=self._run,
+            hosts=self._hosts,
+            peers=lambda: self.roster.peers,
+            take_in=self.take_in,
+            tell=self._members_changed,
+            write=_write_atomically,
+            path=self._address_file.with_name(MEMBERS_FILE),
+            now=self.clock.now,
+            log=self.log,
+        )
+        # Before the first bind: who has joined knows the address, and knocks as soon as it is there.
+        self._members.recall()
+        self.roster.take_in(self._members.members)
 
     async def setup(self) -> None:
         """Leave the address where the agent looks for it."""
@@ -184,6 +213,7 @@ class Controller(Actor):
         self.tasks.create_task(self._watch_heartbeats())
         self.tasks.create_task(self._keep_hosts())
         self.tasks.create_task(self._watching.run())
+        self.tasks.create_task(self._members.run())
         while not self._run.final:
             if self._run.drain and self._flush_until is None:
                 self._flush_until = self.clock.now() + FLUSH_SHARE * self.config.supervision.drain_s
@@ -228,7 +258,8 @@ class Controller(Actor):
             self.log.error("host is lost", host=str(host), actors=sorted(host.actors))
             reason = f"its host {host} was silent for {self.config.supervision.host_lost_s:g} s"
             self._registry.lose(sorted(host.actors), reason)
-            self._run.host_lost(str(host), host.actors, now)
+            if not self._members.host_lost(host):
+                self._run.host_lost(str(host), host.actors, now)
         if lost or back:
             self._registry_changed()
 
@@ -281,6 +312,8 @@ class Controller(Actor):
         """Take in an actor's record. Raises Refused for one of an older incarnation."""
         if (request.record.name, request.record.incarnation) != (caller.name, caller.incarnation):
             raise Refused(self.name, "name", ours=caller.name, theirs=request.record.name)
+        if self._members.is_gone(request.record.name):
+            raise Refused(self.name, "name", ours="one of the run's", theirs=f"{request.record.name}, which has left")
         try:
             self._registry.register(request.record, self.clock.now())
             self._run.started(request.record.name)
@@ -325,6 +358,7 @@ class Controller(Actor):
                 return self._state(request.seen_line)
             return None
 
+        self._members.taken_in(caller.name, caller.incarnation, request.members)
         return await self._watchers.until(news, caller.park_s) or self._state(request.seen_line)
 
     @handler
@@ -375,17 +409,19 @@ class Controller(Actor):
         return Done()
 
     @handler
-    def actor_ended(self, request: ActorEnded, caller: Caller) -> Done:
-        """A process has ended."""
+    def actor_ended(self, request: ActorEnded, caller: Caller) -> EndNoted:
+        """A process has ended; says whether it was told to."""
         now = self.clock.now()
         self.log.info("actor ended", actor=request.name, exit_code=request.exit_code, fatal=request.fatal)
         if request.exit_code or self._run.phase in ("starting", "running"):
             what = f": {request.reason}" if request.reason else f" with exit code {request.exit_code}"
             self._watching.happened("error" if request.fatal else "warning", request.name, f"ended{what}")
-        if self._registry.ended(request.name, request.incarnation, now, request.died):
+        newest = self._registry.ended(request.name, request.incarnation, now, request.died)
+        if newest and not (request.fatal and self._members.given_up(request.name, request.reason)):
             self._run.ended(request.name, request.exit_code, request.fatal, request.reason, request.log, now)
         self._registry_changed()
-        return Done()
+        told = (actor.name for actor in self._run.leaving)
+        return EndNoted(asked=role_of(request.name) in self._run.draining or request.name in told)
 
     @handler
     def report_failure(self, request: ReportFailure, caller: Caller) -> Done:
@@ -420,6 +456,42 @@ class Controller(Actor):
         if self._run.want_trace(number):
             self._tell()
 
+    # --- hosts that come and go ---
+
+    @handler
+    async def join(self, request: Join, caller: Caller) -> Joined:
+        """Let hosts take part. Raises InvalidRequest."""
+        self._must_be_launcher(caller)
+        return await self._members.join(request, caller.park_s)
+
+    @handler
+    async def leave(self, request: Leave, caller: Caller) -> LeaveBegun:
+        """Drain a host and let it go. Raises InvalidRequest."""
+        self._must_be_launcher(caller)
+        return await self._members.leave(request, caller.park_s)
+
+    @handler
+    async def watch_members(self, request: WatchMembers, caller: Caller) -> Members:
+        """Parked until others have come, leave, or have left."""
+        return await self._members.watch(request.seen, caller.park_s)
+
+    @handler
+    def host_left(self, request: HostLeft, caller: Caller) -> Done:
+        """Nothing is left on a host that was to leave."""
+        self._members.host_left(caller.name)
+        self._registry_changed()
+        return Done()
+
+    def _members_changed(self) -> None:
+        # Who has left is not waited for by a successor either.
+        self._hosts_changed.set()
+        self._tell()
+
+    def _must_be_launcher(self, caller: Caller) -> None:
+        if caller.name != LAUNCHER:
+            self._endpoint.count(REFUSED)
+            raise InvalidRequest(f"{caller.name} lets nobody join or leave: {LAUNCHER} does")
+
     # --- waiting ---
 
     def _condemn(self, actors: Sequence[Condemned]) -> None:
@@ -431,7 +503,9 @@ class Controller(Actor):
 
     def _registry_changed(self) -> None:
         """Let the run follow, and wake whoever waits for either."""
-        self._run.ready(self._registry.ready(), self.clock.now())
+        ready = self._registry.ready()
+        self._members.ready(ready)
+        self._run.ready(ready, self.clock.now())
         self._run.condemn(self._registry.condemned)
         self._run.bury(self._registry.dead)
         self._registered.wake()
@@ -461,7 +535,9 @@ class Controller(Actor):
             stuck=self._run.stuck,
             checkpoint=self._run.checkpoint,
             dead=self._run.dead,
-            lost_hosts=self._run.lost_hosts,
+            lost_hosts=dict(self._run.lost_hosts),
+            members=self._run.members,
+            leaving=self._run.leaving,
             trace=self._run.trace,
         )
 
@@ -469,6 +545,7 @@ class Controller(Actor):
         self._watching.changed()
         self._changed.set()
         self._watchers.wake()
+        self._members.wake()
 
 
 def _write_atomically(path: str, text: str) -> None:

@@ -21,6 +21,8 @@ BEATS = 3
 """Heartbeats that nobody of a host may miss at once while it is well."""
 ACTORS = "actors"
 """The fact of a node agent that names the actors of its host."""
+HOST = "host"
+"""The fact of a node agent that is the name of its host in the hostfile; absent in a run on one host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class Host:
 
     agent: str
     name: str
-    """What it calls itself."""
+    """In the hostfile, or what it calls itself."""
     actors: frozenset[str]
 
     def __str__(self) -> str:
@@ -54,12 +56,21 @@ class Hosts:
         actors = record.facts.get(ACTORS)
         if not isinstance(actors, list):
             return False
-        return self._add(Host(record.name, record.host, frozenset(map(str, actors))), now)
+        name = str(record.facts.get(HOST) or record.host)
+        return self._add(Host(record.name, name, frozenset(map(str, actors))), now)
 
     def recall(self, described: Mapping[str, Any], now: float) -> None:
         """Take in what ``describe`` told an earlier controller."""
         for agent, (name, actors) in described.items():
             self._add(Host(agent, name, frozenset(actors)), now)
+
+    def forget(self, agent: str) -> bool:
+        """A host has left the run for good; whether it was known."""
+        host = self.known.pop(agent, None)
+        self.lost.pop(agent, None)
+        if host is not None:
+            self._host_of = {name: other for name, other in self._host_of.items() if other != agent}
+        return host is not None
 
     def describe(self) -> dict[str, tuple[str, list[str]]]:
         """By agent: the name of the host and its actors."""

@@ -130,7 +130,7 @@ def take_picture(
             reason=(f"{outcome.actor}: {outcome.reason}" if outcome.actor else outcome.reason) if outcome else "",
             exit_code=outcome.exit_code if outcome else 0,
             waiting_for=run.waiting_for,
-            lost_hosts=run.lost_hosts,
+            lost_hosts=sorted(run.lost_hosts),
             stalled=stalled,
             staleness_max=constants.staleness_max,
             groups_per_step=constants.groups_per_step,

@@ -9,7 +9,7 @@ rank of roles is told to end when every actor of the lower ranks has ended or th
 over, so draining takes at most ``drain_s``. The controller has the last rank: the state is final once it is
 reached. A run that makes way ends with the exit code that says so only if there is a complete checkpoint. The actors
 of a lost host are not awaited: the run goes on without replicas as long as one is left, and waits ``host_grace_s`` for
-anything else, and for the last replica; then it fails.
+anything else, and for the last replica; then it fails. Replicas may be added and taken away at any time.
 
 Every method returns whether the state changed; each change has a new ``number``. The caller brings the time
 (monotonic, s) and calls ``tick`` no later than ``next_deadline`` says.
@@ -17,10 +17,10 @@ Every method returns whether the state changed; each change has a new ``number``
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from asyncrl.messages import Condemned, Dead, RunPhase, Stuck
+from asyncrl.messages import Condemned, Dead, Leaving, RunPhase, Stuck
 from asyncrl.runtime.supervision import (
     PREEMPTED_EXIT_CODE,
     ROLES,
@@ -71,7 +71,12 @@ class RunStateMachine:
     """Who holds up the run, as far as that is known."""
     trace: int = 0
     """Number of the trace that is wanted just now; 0 for none."""
-    lost_hosts: list[str] = field(default_factory=list)
+    lost_hosts: dict[str, list[str]] = field(default_factory=dict)
+    """With the actors of each."""
+    members: int = 0
+    """Number of the Members that everybody is to know of."""
+    leaving: list[Leaving] = field(default_factory=list)
+    """Who is to leave while the run goes on."""
     _dead: list[Dead] = field(default_factory=list)
     _lost: dict[str, tuple[float, str]] = field(default_factory=dict)
     """Actors of lost hosts: since when, and which host."""
@@ -158,7 +163,7 @@ class RunStateMachine:
         lost = self.expected.intersection(names)
         self._lost.update(dict.fromkeys(lost, (now, host)))
         self._ended |= lost
-        self.lost_hosts = sorted({*self.lost_hosts, host})
+        self.lost_hosts[host] = sorted(lost)
         self.ready(self._ready - lost, now)
         self._changed()
         self.tick(now)
@@ -167,8 +172,32 @@ class RunStateMachine:
     def host_back(self, host: str, now: float) -> bool:
         """``host`` is heard of again: its actors are awaited as if they were started now."""
         self._lost = {name: lost for name, lost in self._lost.items() if lost[1] != host}
-        self.lost_hosts = [other for other in self.lost_hosts if other != host]
+        self.lost_hosts.pop(host, None)
         self._await_others(now)
+        return self._changed()
+
+    def joined(self, name: str) -> bool:
+        """An actor that the run did not begin with is one of it from here on."""
+        self.expected |= {name}
+        return self._changed()
+
+    def left(self, names: Collection[str], now: float) -> bool:
+        """The run goes on without these."""
+        self.expected -= frozenset(names)
+        for name in names:
+            self._lost.pop(name, None)
+            self._awaited_since.pop(name, None)
+        self._ended &= self.expected
+        self.ready(self._ready, now)
+        self._changed()
+        self.tick(now)
+        return True
+
+    def tell_members(self, number: int, leaving: list[Leaving]) -> bool:
+        """Others have come, or leave or have left."""
+        if (number, leaving) == (self.members, self.leaving):
+            return False
+        self.members, self.leaving = number, leaving
         return self._changed()
 
     def name_stuck(self, actors: list[Stuck]) -> bool:

@@ -215,7 +215,7 @@ class Dataloader(Actor):
     async def _restore(self, request: Restored) -> Tickets:
         # Who is dead and has no successor yet would be waited for in vain.
         dead = {actor.name for actor in self.run_state.dead}
-        names = [name for name in self.config.actors if name.startswith("rollouter/") and name not in dead]
+        names = [name for name in self.roster.actors if name.startswith("rollouter/") and name not in dead]
         found = await asyncio.gather(*(self._ask_rollouter(name) for name in names))
         answers = {name: answer for name, answer in zip(names, found, strict=True) if answer is not None}
         previous = self._previous
@@ -363,6 +363,10 @@ class Dataloader(Actor):
         for uid in request.uids:
             self._granted.pop(uid, None)
         self.story.tell(RETURNED, uids=request.uids, by=caller.name)
+        if request.leaving:
+            tickets.left(caller.name, caller.incarnation)
+            if tickets.orphans:
+                self._orphaned.set()
         self._changed()
         return Done()
 

@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterable
 
 from asyncrl.dataloader.evals import EvalPrompt, EvalRounds
 from asyncrl.dataloader.gate import Gate
-from asyncrl.dataloader.holders import Ask, Grant, Holders, Prompt
+from asyncrl.dataloader.holders import Ask, Grant, Held, Holders, Prompt
 from asyncrl.dataloader.prompt_queue import PromptQueue, TrainingPrompt
 from asyncrl.dataloader.suspects import ALONE_FROM, Suspects
 from asyncrl.errors import ProtocolError
@@ -171,14 +171,18 @@ class Tickets:
 
     def died(self, rollouter: str, incarnation: int) -> None:
         """An incarnation of a rollouter is dead: what it held becomes orphans."""
-        holder = self._holders.get(rollouter)
-        if holder is None or holder.incarnation > incarnation:
-            return
-        if self._suspects.set_aside == rollouter:
-            self._suspects.set_aside = None
-        for held in self._holders.remove(rollouter):
-            self._orphans[held.prompt.uid] = None
-            self.counts["orphaned"] += 1
+        for held in self._remove(rollouter, incarnation):
+            self._orphan(held)
+
+    def left(self, rollouter: str, incarnation: int) -> None:
+        """A rollouter has given back what it held and asks no more: what it still has here, the learner may have.
+
+        Nothing of it is suspect of anybody's death.
+        """
+        for held in self._remove(rollouter, incarnation):
+            held.suspect = False
+            self._orphan(held)
+        self._note_supply()
 
     def settle(self, asked: Collection[str], held: Collection[str]) -> None:
         """The learner has said which of the orphans it was asked about it holds; the others are granted again."""
@@ -279,6 +283,19 @@ class Tickets:
         return self.number
 
     # --- within ---
+
+    def _remove(self, rollouter: str, incarnation: int) -> list[Held]:
+        """What this incarnation of a rollouter, or an older one, is known to hold, and holds no more."""
+        holder = self._holders.get(rollouter)
+        if holder is None or holder.incarnation > incarnation:
+            return []
+        if self._suspects.set_aside == rollouter:
+            self._suspects.set_aside = None
+        return self._holders.remove(rollouter)
+
+    def _orphan(self, held: Held) -> None:
+        self._orphans[held.prompt.uid] = None
+        self.counts["orphaned"] += 1
 
     @property
     def _exhausted(self) -> bool:

@@ -96,6 +96,14 @@ def by_route(head: str, hosts: Mapping[str, Facts], routes: Mapping[str, Routes]
     return {head: chosen} | {name: route.via[chosen] for name, route in routes.items()}
 
 
+def towards(head: str, routes: Mapping[str, Routes]) -> dict[str, str]:
+    """The address of each host on its way to this address of the head. Raises UsageError."""
+    lost = [name for name, route in routes.items() if not _reaches(route, head) or head not in route.via]
+    if lost:
+        raise UsageError(f"{', '.join(lost)}: there is no way to {head}, where the run's controller is")
+    return {name: route.via[head] for name, route in routes.items()}
+
+
 def interface_of(facts: Facts, address: str) -> str:
     """The interface that holds an address; empty if none does."""
     return next((name for name, held in facts.interfaces.items() if held == address), "")

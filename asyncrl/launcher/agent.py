@@ -55,7 +55,7 @@ from asyncrl.launcher.spec import (
 )
 from asyncrl.launcher.stacks import take_stacks
 from asyncrl.messages import ActorEnded, ActorStarted, RunState, Stuck
-from asyncrl.monitor.logging import configure_logging, get_logger, listen
+from asyncrl.monitor.logging import configure_logging, get_logger, listen, write_text
 from asyncrl.runtime.endpoint import new_incarnation
 from asyncrl.runtime.heartbeat import HeartbeatThread
 from asyncrl.runtime.supervision import PREEMPTED_EXIT_CODE, ROLES, STOPPED_EXIT_CODE, role_of
@@ -126,11 +126,17 @@ class Agent:
                 if self._taking:
                     # Of processes that are gone, so that what is known of them is all that will be.
                     await asyncio.wait(self._taking.values(), timeout=FAREWELL_S)
+                if self._link is not None and not self._host.is_head and self._has_parted():
+                    await self._link.say_farewell(FAREWELL_S)
                 raise _Finished
         except* _Finished:
             pass
         await self._ship_the_rest()
         return self._say_how_it_ended()
+
+    def _has_parted(self) -> bool:
+        """Whether this host ends though the run may go on."""
+        return self._host.leaving or self._host.failure is not None
 
     # --- events ---
 
@@ -152,7 +158,8 @@ class Agent:
                     self._spawn(self._actors[name])
                 case ReportStart(name, incarnation):
                     if self._link is not None:
-                        self._tasks.create_task(self._link.report(ActorStarted(name=name, incarnation=incarnation)))
+                        started = ActorStarted(name=name, incarnation=incarnation)
+                        self._tasks.create_task(self._link.report_start(started))
                 case Report():
                     self._report(instruction)
                 case Announce(name, reason, after_s):
@@ -210,6 +217,7 @@ class Agent:
             self._address,
             index=self._spec.index,
             host=self._spec.host,
+            called=self._spec.name,
             actors=self._actors,
             on_state=self._on_state,
             on_silent=lambda: self._do(self._host.controller_silent(time.monotonic())),
@@ -243,11 +251,22 @@ class Agent:
             link.stop_measuring()
 
     def _on_state(self, state: RunState) -> None:
-        self._emit(StateEvent(phase=state.phase, waiting_for=state.waiting_for))
+        assert self._link is not None
+        told = StateEvent(
+            phase=state.phase,
+            waiting_for=state.waiting_for,
+            lost_hosts=state.lost_hosts,
+            controller=self._link.controller,
+        )
+        self._emit(told)
         for line in state.lines:
             self._emit(MetricsEvent(line=line))
         self._on_stuck(state.stuck)
-        self._do(self._host.state(state, time.monotonic()))
+        now, own = time.monotonic(), agent_name(self._spec.index)
+        for leaving in state.leaving:
+            if leaving.name == own:
+                self._do(self._host.leave(leaving.within_s, now))
+        self._do(self._host.state(state, now))
 
     def _on_stuck(self, stuck: list[Stuck]) -> None:
         """Each report is shown and followed by the stacks once; before the host may have the actor killed."""
@@ -273,9 +292,7 @@ class Agent:
             text = await take_stacks(child, STACKS_S + 4 * self._config.supervision.heartbeat_s)
         finally:
             del self._taking[child.incarnation]
-        # As it is: people read it.
-        sys.stderr.write(f"stacks of {child.name}:\n{text}\n")
-        sys.stderr.flush()
+        write_text(f"stacks of {child.name}:\n{text}\n")
         lines, log = text.splitlines(), f"{self._spec.log_dir}/agent-{self._spec.index}.log"
         more = max(0, len(lines) - STACK_LINES)
         self._emit(StacksEvent(name=child.name, lines=lines[:STACK_LINES], more=more, log=log))
@@ -333,7 +350,12 @@ class Agent:
                 log=self._host.logs[end.name],
                 died=end.died,
             )
-            self._tasks.create_task(self._link.report(message))
+            self._tasks.create_task(self._tell_end(self._link, message))
+
+    async def _tell_end(self, link: ControllerLink, end: ActorEnded) -> None:
+        asked = await link.report_end(end)
+        if asked is not None:
+            self._do(self._host.told(end.name, end.incarnation, asked, time.monotonic()))
 
     async def _ask_stop(self, reason: str, preempt: bool) -> None:
         asked = self._link is not None and await self._link.ask_stop(reason, preempt=preempt)
@@ -351,13 +373,15 @@ class Agent:
         """Send what is new and has room; whether there may be more."""
         room = 0 if self._output.is_closing() else UNREAD_BYTES - self._output.transport.get_write_buffer_size()
         try:
-            events = await asyncio.to_thread(self._shipper.take, room, last=last)
+            found = await asyncio.to_thread(self._shipper.look, room, last=last)
         except OSError as error:
             self._log.warning("logs cannot be sent", error=str(error))
             return False
-        for event in events:
+        # Whoever is cancelled before this has sent nothing, and the next one finds the same.
+        for event, end in found:
             self._emit(event)
-        return bool(events) or room <= 0
+            self._shipper.sent(event.file, end)
+        return bool(found) or room <= 0
 
     async def _ship_the_rest(self) -> None:
         with contextlib.suppress(TimeoutError):
@@ -368,8 +392,12 @@ class Agent:
                     await asyncio.sleep(LOOK_FOR_CONTROLLER_S if more else 0)
 
     async def leave(self, commands: asyncio.StreamReader) -> None:
-        """Remove this host's part of the run folder, if the launcher says that it has everything."""
-        if self._is_part:
+        """Remove this host's part of the run folder, if the launcher says that it has everything.
+
+        A host that has joined again meanwhile, under a later number, has the same part.
+        """
+        numbers = [int(path.name.split("-")[1]) for path in self._run_dir.glob("private-*")]
+        if self._is_part and max(numbers, default=0) <= self._spec.index:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FAREWELL_S):
                     while line := await commands.readline():
@@ -393,6 +421,8 @@ class Agent:
                 log=failed.log or "",
                 exit_code=failed.exit_code,
             )
+        elif host.leaving and not host.ending:
+            event = EndedEvent(result="left")
         elif host.finished_run:
             event = EndedEvent(result="done")
         elif host.preempted:
@@ -421,7 +451,7 @@ async def _live(run_dir: Path) -> int:
     try:
         line = await commands.readline()
         if not line:
-            sys.stderr.write("agent: the launcher was gone before it said what to do\n")
+            write_text("agent: the launcher was gone before it said what to do\n")
             if (run_dir / PART).exists():
                 await asyncio.to_thread(remove_part, run_dir)
             return 1
@@ -453,7 +483,7 @@ def main() -> int:
         return asyncio.run(_live(Path(private).parent))
     finally:
         if stuck := end_children(END_S):
-            sys.stderr.write(f"agent: processes {stuck} were killed but do not end\n")
+            write_text(f"agent: processes {stuck} were killed but do not end\n")
 
 
 if __name__ == "__main__":

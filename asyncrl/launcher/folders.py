@@ -26,6 +26,7 @@ from asyncrl.config import Config, config_to_json
 from asyncrl.errors import UsageError
 from asyncrl.launcher.hostspec import private_name
 from asyncrl.launcher.link import agent_name
+from asyncrl.runtime.roster import LAUNCHER
 from asyncrl.wire.keys import VIEWER, Keyring, make_keyring, write_credentials
 
 PRIVATE = private_name(0)
@@ -90,7 +91,7 @@ def begin_attempt(folder: RunFolder, config: Config) -> None:
 
 def make_run_keyring(config: Config, run_id: str, agents: int = 1) -> Keyring:
     """The credentials of a run on as many hosts."""
-    names = [*config.actors, *map(agent_name, range(agents)), VIEWER]
+    names = [*config.actors, *map(agent_name, range(agents)), LAUNCHER, VIEWER]
     return make_keyring(run_id, names, attempts=config.supervision.max_restarts + 1, curve=config.curve)
 
 
@@ -102,7 +103,8 @@ def private_folder(folder: RunFolder, config: Config, files: Mapping[str, Any] |
     run lives in the folder.
     """
     if files is None:
-        files = make_run_keyring(config, folder.run_id).files_of([*config.actors, agent_name(0), VIEWER])
+        names = [*config.actors, agent_name(0), LAUNCHER, VIEWER]
+        files = make_run_keyring(config, folder.run_id).files_of(names)
     lock = hold_private(folder.private, folder.run_id, files)
     try:
         yield lock

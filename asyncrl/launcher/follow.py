@@ -150,6 +150,8 @@ class Follower:
                 member.send(ARRIVED)
                 if event.result == "failed" and member is not self._head:
                     self._fail(event)
+                elif event.result == "left":
+                    self.progress.say(f"{member.host} has left the run")
             case LogEvent(file=name, text=text):
                 self._append(name, text)
             case ControllerEvent(address=address):

@@ -9,7 +9,9 @@ is killed, never later than ``drain_s`` after; a run that is to make way is endi
 ``drain_s`` after; the first failure that this host or the controller knows of is the one that is reported; the host is
 finished only when no process is left. On a host that was cut off from the controller for so long that it may count as
 lost, the ends of those that lived there meanwhile are nobody's fault: they are started again without counting, and
-ends that could not be told are told again. The caller brings the time (monotonic, s).
+ends that could not be told are told again. A host that is to leave starts nothing any more, and ends when its actors
+have. Who ends with exit code 0 was told to, or so it seems: the controller says whether that is so, and only if not, or
+if it does not say so for VERDICT_S, that end is a death. The caller brings the time (monotonic, s).
 """
 
 from __future__ import annotations
@@ -21,12 +23,15 @@ from asyncrl.config import SupervisionConfig
 from asyncrl.errors import ActorFailed
 from asyncrl.messages import RunState
 from asyncrl.runtime.actor import CONTROLLER
+from asyncrl.runtime.registry import FIRST_WORD_S
 from asyncrl.runtime.supervision import PREEMPTED_EXIT_CODE, UNHEALABLE_EXITS, Restart, Supervisor, describe_exit
 
 NEVER_RAN_GRACE_S = 1.0
 """A run that never got going has nothing worth waiting for."""
 CUT_OFF_SHARE = 0.5
 """Of supervision.host_lost_s: silence of the controller after which this host may be lost to it."""
+VERDICT_S = 10.0
+"""Longest wait for the controller's word on an actor that ended with exit code 0: two of its answers may be lost."""
 UNANSWERED = 2
 """Calls in a row without an answer after which a silent controller is frozen: one may be this host's own fault."""
 
@@ -91,6 +96,16 @@ class KillAll:
 Instruction = Spawn | ReportStart | Report | Announce | Kill | AskStop | KillAll
 
 
+@dataclass(frozen=True, slots=True)
+class _Unexplained:
+    """An end with exit code 0: until when the controller's word on it is waited for, and what is known of it."""
+
+    until: float
+    hint: str
+    died: int
+    blameless: bool
+
+
 @dataclass(slots=True)
 class Host:
     """One host's actors, each with the path of its log, in the order of their start: on the head controller first."""
@@ -107,6 +122,8 @@ class Host:
     finished_run: bool = False
     """Whether the last step was trained."""
     ending: bool = False
+    leaving: bool = False
+    """Whether this host is to leave while the run goes on."""
     deadline: float | None = None
     """When everything that is left is killed."""
     living: set[str] = field(default_factory=set)
@@ -114,6 +131,8 @@ class Host:
     """Of the process of each actor that was spawned last."""
     _due: dict[str, tuple[float, str, float]] = field(default_factory=dict)
     """When, after which death, and at which time that was, an actor is started again."""
+    _unexplained: dict[str, _Unexplained] = field(default_factory=dict)
+    """Who has ended with exit code 0, until it is known whether it was told to."""
     _condemned: dict[str, str] = field(default_factory=dict)
     """Who is being killed because it was condemned, with the reason."""
     _ends: dict[str, Report] = field(default_factory=dict)
@@ -153,8 +172,8 @@ class Host:
 
     @property
     def finished(self) -> bool:
-        """Whether the run has ended and nothing is left here."""
-        return self.ending and not self.living
+        """Whether the run has ended here and nothing is left."""
+        return (self.ending or self.leaving) and not self.living
 
     def begin(self) -> list[Instruction]:
         """Start."""
@@ -166,7 +185,7 @@ class Host:
             return []
         self._hear(now)
         self._reachable, self._reach_by = True, None
-        if not self._all_started:
+        if not self._all_started and not self.leaving:
             self._all_started = True
             return [spawn for name in self.logs if name != self.controller for spawn in self._spawn(name)]
         living = sorted(self.living - {self.controller})
@@ -209,19 +228,50 @@ class Host:
             return self._controller_exited(exit_code, hint, now)
         if self.ending:
             return [self._report(name, exit_code, False, "", died)]
+        if self.leaving:
+            return [self._report(name, exit_code, False, "", died if exit_code else 0)]
         blameless = name in self._stale or self._is_cut_off(now)
+        if exit_code == 0:
+            self._unexplained[name] = _Unexplained(now + VERDICT_S, hint, died, blameless)
+            return [self._report(name, exit_code, False, _join(describe_exit(exit_code), hint), died)]
+        return [self._judge(name, exit_code, hint, now, died, blameless)]
+
+    def told(self, name: str, incarnation: int, asked: bool, now: float) -> list[Instruction]:
+        """The controller knows of an end, and says whether it had asked for it."""
+        if self.incarnations.get(name) != incarnation or name in self.living:
+            return []
+        if asked:
+            self._unexplained.pop(name, None)
+            return []
+        return self._died_after_all(name, now)
+
+    def _died_after_all(self, name: str, now: float) -> list[Instruction]:
+        """Nobody had asked for an end with exit code 0."""
+        end = self._unexplained.pop(name, None)
+        if end is None or self.ending or self.leaving:
+            return []
+        report = self._judge(name, 0, end.hint, now, end.died, end.blameless)
+        # A restart has been told: as a plain end.
+        return [report] if report.fatal else []
+
+    def _judge(self, name: str, exit_code: int, hint: str, now: float, died: int, blameless: bool) -> Report:
+        """A death: a restart, or the end."""
         decision = self._supervisor.ended(name, exit_code, now, blameless=blameless)
         if isinstance(decision, Restart):
             reason = _join(describe_exit(exit_code), hint)
             self._due[name] = (now + decision.after_s, reason, now)
-            return [self._report(name, exit_code, False, reason, died)]
+            return self._report(name, exit_code, False, reason, died)
         reason = _join(decision.reason, hint)
         self._fail(name, reason, exit_code)
         self._end(now)
-        return [self._report(name, exit_code, True, reason, died)]
+        return self._report(name, exit_code, True, reason, died)
+
+    @property
+    def _first_word_s(self) -> float:
+        return max(FIRST_WORD_S, self.policy.silence_s)
 
     def _controller_exited(self, exit_code: int, hint: str, now: float) -> list[Instruction]:
-        self._reachable, self._unanswered = False, 0
+        self._reachable, self._unanswered, self._reach_by = False, 0, None
         if not self.ending:
             decision = self._supervisor.ended(self.controller, exit_code, now)
             if isinstance(decision, Restart):
@@ -234,6 +284,9 @@ class Host:
     def state(self, state: RunState, now: float) -> list[Instruction]:
         """The controller has said something."""
         told: list[Instruction] = list(self._ends.values()) if self._unanswered else []
+        if self._all_started and not self._reachable:
+            # Its predecessor was never heard, so that nobody could tell the two apart.
+            told = self.controller_found(now) or told
         self._hear(now)
         self._checkpoint |= state.checkpoint >= 0
         self._has_run |= state.phase in ("running", "preempting")
@@ -278,6 +331,16 @@ class Host:
             self.stopped = reason
         return self._kill(now)
 
+    def leave(self, within_s: float, now: float) -> list[Instruction]:
+        """The run goes on without this host, whose actors have been told and end within this time."""
+        if self.ending or self.leaving or self.is_head:
+            return []
+        self.leaving = True
+        self._due.clear()
+        self._unexplained.clear()
+        self.deadline = now + within_s + self.policy.drain_s
+        return []
+
     def unreachable(self, now: float) -> list[Instruction]:
         """The controller could not be told to stop."""
         return self._kill(now)
@@ -290,27 +353,36 @@ class Host:
         """Let time pass."""
         if self.ending:
             return self._kill(now) if self.deadline is not None and now >= self.deadline else []
+        if self.leaving and self.deadline is not None and now >= self.deadline:
+            self.deadline = None
+            return [KillAll()]
         if self._preempting and now >= self._preempted_until:
             self.stopped = f"{self._preempting}, and the controller did not end the run in time"
             self.preempted = self._checkpoint
             return self._kill(now)
-        if self._reach_by is not None and now >= self._reach_by:
-            return self.controller_lost(f"not heard of {self.policy.start_timeout_s:g} s after its restart", now)
         if self._launcher_gone and self._reachable and now - self._heard >= self.policy.host_grace_s:
             return self.controller_lost(f"silent for {self.policy.host_grace_s:g} s, and no launcher", now)
         instructions: list[Instruction] = []
+        if self._reach_by is not None and now >= self._reach_by:
+            self._reach_by = None
+            reason = self._condemned[self.controller] = f"it said nothing for {self._first_word_s:g} s after its start"
+            instructions.append(Kill(self.controller, reason))
+        for name in [name for name, end in self._unexplained.items() if now >= end.until]:
+            instructions += self._died_after_all(name, now)
         for name in [name for name, (at, *_) in self._due.items() if now >= at]:
             _, reason, died = self._due.pop(name)
             instructions += [Announce(name, reason, now - died), *self._spawn(name)]
             if name == self.controller and self._all_started:
-                self._reach_by = now + self.policy.start_timeout_s
+                self._reach_by = now + self._first_word_s
         return instructions
 
     def next_deadline(self) -> float | None:
         """When ``tick`` is to be called if nothing happens before."""
         if self.ending:
             return self.deadline
-        times = [at for at, *_ in self._due.values()]
+        times = [at for at, *_ in self._due.values()] + [end.until for end in self._unexplained.values()]
+        if self.deadline is not None:
+            times.append(self.deadline)
         if self._launcher_gone and self._reachable:
             times.append(self._heard + self.policy.host_grace_s)
         if self._preempting:
@@ -357,6 +429,7 @@ class Host:
         if not self.ending:
             self.ending = True
             self._due.clear()
+            self._unexplained.clear()
             grace = self.policy.drain_s
             self.deadline = now + (grace if self._has_run else min(grace, NEVER_RAN_GRACE_S))
 

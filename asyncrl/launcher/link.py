@@ -9,7 +9,7 @@ from pathlib import Path
 from asyncrl.config import Config
 from asyncrl.errors import DeadlineExceeded, RemoteError, WireError
 from asyncrl.launcher.hostspec import private_name
-from asyncrl.messages import ActorEnded, ActorStarted, RunState, StopRun, WatchRun
+from asyncrl.messages import ActorEnded, ActorStarted, EndNoted, HostLeft, RunState, StopRun, WatchRun
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext
 from asyncrl.runtime.endpoint import new_incarnation
 from asyncrl.wire.keys import load_credentials
@@ -44,12 +44,14 @@ class ControllerLink(Actor):
     ) -> None:
         super().__init__(context)
         self._on_state, self._on_silent, self._on_successor = on_state, on_silent, on_successor
+        self.controller = 0
+        """Incarnation of the controller that was heard last."""
 
     async def run(self) -> None:
         """Follow the run."""
         # Metrics are told by the head's agent alone.
         no_line = 0 if self.context.index == 0 else -1
-        seen, seen_line, known = -1, no_line, 0
+        seen, seen_line = -1, no_line
         # A parked call is answered in time by a controller that lives, so that its silence shows soon enough.
         supervision = self.config.supervision
         shortest = min(supervision.silence_s, supervision.host_lost_s)
@@ -64,21 +66,38 @@ class ControllerLink(Actor):
                     self._on_silent()
                 await asyncio.sleep(RETRY_S)
                 continue
-            if known not in (0, call.answered_by):
+            before, self.controller = self.controller, call.answered_by
+            if before not in (0, self.controller):
                 self._on_successor()
                 # It counts its lines from 1 again.
-                seen, seen_line, known = -1, no_line, call.answered_by
+                seen, seen_line = -1, no_line
                 continue
-            seen, known = state.number, call.answered_by
+            seen = state.number
             seen_line = state.last_line if no_line == 0 else no_line
             self._on_state(state)
 
-    async def report(self, message: ActorStarted | ActorEnded) -> None:
-        """Tell of a start or an end; a controller that cannot be told has a successor, who is told again."""
+    async def report_start(self, message: ActorStarted) -> None:
+        """Tell of a start; a controller that cannot be told has a successor, who is told again."""
         try:
             await self.peer(CONTROLLER).call(message)
         except WireError as error:
-            self.log.warning("start or end not reported", actor=message.name, error=str(error))
+            self.log.warning("start not reported", actor=message.name, error=str(error))
+
+    async def report_end(self, message: ActorEnded) -> bool | None:
+        """Tell of an end, as of a start; whether the controller had asked for it, None if it does not say."""
+        try:
+            reply: EndNoted = await self.peer(CONTROLLER).call(message)
+        except WireError as error:
+            self.log.warning("end not reported", actor=message.name, error=str(error))
+            return None
+        return reply.asked
+
+    async def say_farewell(self, timeout: float) -> None:
+        """Tell that nothing of this host is left in the run."""
+        try:
+            await self.peer(CONTROLLER).call(HostLeft(), timeout=timeout)
+        except WireError as error:
+            self.log.warning("farewell not heard", error=str(error))
 
     async def ask_stop(self, reason: str, *, preempt: bool) -> bool:
         """Ask for an end in good order, or for a checkpoint and the end; False if the controller does not answer."""
@@ -98,6 +117,7 @@ def make_link(
     *,
     index: int,
     host: str,
+    called: str,
     actors: Iterable[str],
     on_state: Callable[[RunState], None],
     on_silent: Callable[[], None],
@@ -105,7 +125,8 @@ def make_link(
 ) -> ControllerLink:
     """A link of the agent with this index to the controller at this address; its ``main`` is yet to be run.
 
-    ``host`` is the address that it binds, empty for network.host; ``actors`` are those of this host.
+    ``host`` is the address that it binds, empty for network.host; ``called`` is the host's name in the hostfile, and
+    ``actors`` are those of this host.
     """
     name = agent_name(index)
     credentials = load_credentials(run_dir / private_name(index), name, 0)
@@ -121,5 +142,5 @@ def make_link(
         bind_host=host,
     )
     link = ControllerLink(context, on_state=on_state, on_silent=on_silent, on_successor=on_successor)
-    link.facts = {"actors": list(actors)}
+    link.facts = {"actors": list(actors), "host": called}
     return link

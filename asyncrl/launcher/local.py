@@ -66,8 +66,12 @@ def agent_spec(
     *,
     index: int = 0,
     host: str = "",
+    name: str = "",
 ) -> AgentSpec:
-    """What the agent of a host is told; ``placed`` are its actors, ``host`` the address that they bind."""
+    """What the agent of a host is told; ``placed`` are its actors, ``host`` the address that they bind.
+
+    ``name`` is that of the host in the hostfile.
+    """
     return AgentSpec(
         run_dir=str(folder.path),
         log_dir=str(folder.logs),
@@ -75,6 +79,7 @@ def agent_spec(
         actors=[ActorSpec(name=actor.name, argv=list(actor_argv), env=dict(actor.env)) for actor in placed],
         index=index,
         host=host,
+        name=name,
     )
 
 

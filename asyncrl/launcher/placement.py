@@ -84,6 +84,24 @@ def place(config: Config, hosts: Sequence[Host]) -> list[Placed]:
     return [placed[name] for name in config.actors]
 
 
+def replicas_of(config: Config, host: Host) -> int:
+    """Engines that a host has room for that is to have nothing else; one, where they compute on CPUs."""
+    each = _gpus_per_replica(config)
+    return len(host.gpus) // each if each else 1
+
+
+def place_replicas(config: Config, host: Host, names: Sequence[str]) -> list[Placed]:
+    """Place engines of these names on a host that has nothing else of the run."""
+    each = _gpus_per_replica(config)
+    threads = _threads(config, host, 0, len(names)).get("rollouter", 1)
+    placed = []
+    for local, name in enumerate(names):
+        gpus = host.gpus[local * each :][:each]
+        env = _environment(threads, gpus) | _interface_environment(host)
+        placed.append(Placed(name=name, host=host.name, gpus=gpus, env=env))
+    return placed
+
+
 def _learner_on_gpu(config: Config, hosts: Sequence[Host]) -> bool:
     learner = config.learner
     there = any(host.gpus for host in hosts)

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -43,11 +43,15 @@ class Progress:
         self._steps = steps
         self._live = out.isatty()
         self._shown = ""
+        self._lost: tuple[int, Mapping[str, list[str]]] = 0, {}
+        """The lost hosts with their actors, and the controller that says so."""
         self._awaited: int | None = None
         self._reached = 0
 
     def show(self, event: Event) -> None:
         """Show an event, if it says something new."""
+        if isinstance(event, StateEvent):
+            self._tell_of_hosts(event)
         match event:
             case StateEvent(phase="starting", waiting_for=names):
                 # As plain lines, each half as many as before: a large run does not fill the screen.
@@ -80,6 +84,19 @@ class Progress:
                 self._now(describe_step(line, self._steps))
             case _:
                 pass
+
+    def _tell_of_hosts(self, state: StateEvent) -> None:
+        """Who is lost, and who is back."""
+        controller, before = self._lost
+        # What a controller has not lost itself, it does not tell to be back.
+        before = before if controller == state.controller else {}
+        self._lost = state.controller, state.lost_hosts
+        for host, actors in state.lost_hosts.items():
+            if host not in before:
+                self.say(f"host {host} is lost: nothing is heard of it; dead with it: {_some(actors)}")
+        for host, actors in before.items():
+            if host not in state.lost_hosts:
+                self.say(f"host {host} is back; fenced, and started again there: {_some(actors)}")
 
     def _tell_of_return(self, line: Line) -> None:
         """After a learner's death, the first step of its successor."""

@@ -18,7 +18,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import Config, NetworkConfig, config_to_json, validate_config
-from asyncrl.errors import AsyncRLError, ConfigError, HostFailed, UsageError
+from asyncrl.errors import ConfigError, UsageError
 from asyncrl.launcher import addresses
 from asyncrl.launcher.checks import find_problems
 from asyncrl.launcher.contact import Contact
@@ -47,13 +47,13 @@ from asyncrl.launcher.link import agent_name
 from asyncrl.launcher.local import ACTOR_ARGV, GUARD_ARGV, agent_spec, show_end, start_guard
 from asyncrl.launcher.placement import INTERFACE_VARIABLES, Host, Placed, describe, place
 from asyncrl.launcher.progress import Progress
+from asyncrl.launcher.reach import of_each
 from asyncrl.launcher.resume import Resumption, find_resumption
 from asyncrl.launcher.spec import KILL
 from asyncrl.launcher.start import StartCommand, shown
+from asyncrl.runtime.roster import LAUNCHER
 from asyncrl.wire.keys import VIEWER, Keyring
 
-MORE_FAILURES_S = 3.0
-"""Once a host has failed the others have this time to fail too, so that all are named."""
 PASSED_ON = ("ASYNCRL_", "GLOO_", "HF_", "NCCL_", "PYTHONPATH", "PYTORCH_", "TOKENIZERS_", "TORCH_", "VLLM_")
 """Beginnings of the names of environment variables that the other hosts have as they are here."""
 
@@ -177,43 +177,8 @@ class _Launch:
         what: str,
         tell: Callable[[list[str]], None] = lambda _: None,
     ) -> dict[str, Any]:
-        """The result for each host, done in parallel under the start's deadline. Raises HostFailed."""
-        limit = self.config.supervision.start_timeout_s
-        loop = asyncio.get_running_loop()
-        until = loop.time() + limit
-        tasks = {name: asyncio.ensure_future(do(name)) for name in names}
-        failures: dict[str, HostFailed] = {}
-        try:
-            while waiting := [name for name, task in tasks.items() if not task.done()]:
-                left = until - loop.time()
-                if left <= 0:
-                    break
-                await asyncio.wait([tasks[name] for name in waiting], timeout=left, return_when="FIRST_COMPLETED")
-                tell([name for name, task in tasks.items() if not task.done()])
-                failed = [task for task in tasks.values() if task.done() and task.exception() is not None]
-                if failed and not failures:
-                    until = min(until, loop.time() + MORE_FAILURES_S)
-                failures = {name: _failure(name, task) for name, task in tasks.items() if task in failed}
-        finally:
-            for task in tasks.values():
-                task.cancel()
-            await asyncio.gather(*tasks.values(), return_exceptions=True)
-        if not failures:
-            for name in waiting:
-                said = self.contacts[name].last_error
-                reason = f"not {what} within {limit:g} s (supervision.start_timeout_s)" + (f": {said}" if said else "")
-                failures[name] = HostFailed(name, reason)
-        if failures:
-            self._raise(failures)
-        return {name: task.result() for name, task in tasks.items()}
-
-    def _raise(self, failures: Mapping[str, HostFailed]) -> None:
-        self.progress.end()
-        if len(failures) == 1:
-            raise next(iter(failures.values()))
-        self.progress.warn([f"  {failure}" for failure in failures.values()])
-        reason = f"{len(failures)} of {len(self.lines)} hosts cannot take part, for the reasons listed above"
-        raise HostFailed(", ".join(failures), reason, exit_code=max(f.exit_code for f in failures.values()))
+        """See ``reach``, under the start's deadline."""
+        return await of_each(do, names, what, self.contacts, self.config, self.progress, len(self.lines), tell)
 
     async def _place(self) -> None:
         """Addresses and actors of each host. Raises ConfigError with every problem, or UsageError."""
@@ -298,8 +263,9 @@ class _Launch:
         return folder, await Follower(self.config, folder, members, self.progress).main()
 
     async def _start_agent(self, index: int, host: Host, folder: RunFolder, lock: int) -> Member:
-        actors = [_as_set_here(actor) for actor in self.placed if actor.host == host.name]
-        spec = agent_spec(self.config, folder, actors, self.actor_argv, index=index, host=host.address)
+        actors = [as_set_here(actor) for actor in self.placed if actor.host == host.name]
+        at, name = host.address, host.name
+        spec = agent_spec(self.config, folder, actors, self.actor_argv, index=index, host=at, name=name)
         contact = self.contacts.get(host.name)
         if contact is None:
             return Member(index, host.name, await start_guard(folder, lock, spec))
@@ -318,15 +284,15 @@ class _Launch:
             config=config_to_json(self.config),
             credentials=self._files(keyring, index),
             folder=os.getcwd(),
-            env={key: value for key, value in os.environ.items() if key.startswith(PASSED_ON)},
+            env=passed_on(),
         )
 
     def _files(self, keyring: Keyring, index: int) -> dict[str, Any]:
         """The credentials of a host: those of its own actors and agent."""
         name = self.hosts[index].name
         own = [*(actor.name for actor in self.placed if actor.host == name), agent_name(index)]
-        # A run is watched from its head.
-        return keyring.files_of([*own, VIEWER] if index == 0 else own)
+        # Hosts are let in, and a run is watched, from its head.
+        return keyring.files_of([*own, LAUNCHER, VIEWER] if index == 0 else own)
 
     def _show_plan(self, resumption: Resumption | None) -> None:
         self.progress.end()
@@ -343,20 +309,15 @@ class _Launch:
             print(f"\n{resumption.describe()}" + ("; it is finished" if resumption.is_finished else ""))
 
 
-def _as_set_here(actor: Placed) -> Placed:
+def passed_on() -> dict[str, str]:
+    """The environment variables that are the same on all hosts."""
+    return {key: value for key, value in os.environ.items() if key.startswith(PASSED_ON)}
+
+
+def as_set_here(actor: Placed) -> Placed:
     """Without the interfaces that the user has chosen by environment variables, which come first."""
     env = {key: value for key, value in actor.env.items() if key not in INTERFACE_VARIABLES or key not in os.environ}
     return dataclasses.replace(actor, env=env)
-
-
-def _failure(name: str, task: asyncio.Future[Any]) -> HostFailed:
-    error = task.exception()
-    assert error is not None
-    if isinstance(error, HostFailed):
-        return error
-    if isinstance(error, AsyncRLError | OSError | msgspec.MsgspecError | ValueError):
-        return HostFailed(name, str(error))
-    raise error
 
 
 def _for_hosts(config: Config, count: int) -> Config:

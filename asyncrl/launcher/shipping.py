@@ -22,22 +22,28 @@ class LogShipper:
         self._sent: dict[str, int] = {}
         """Bytes of each file."""
 
-    def take(self, room: int, *, last: bool = False) -> list[LogEvent]:
-        """What is to be sent next, of at most ``room`` bytes and a piece; it counts as sent. Raises OSError.
+    def look(self, room: int, *, last: bool = False) -> list[tuple[LogEvent, int]]:
+        """What is to be sent next, of at most ``room`` bytes and a piece, each with where it ends in its file (bytes).
 
-        With ``last``, lines that have no end too.
+        With ``last``, lines that have no end too. Changes nothing, so a look that comes to nothing loses nothing.
+        Raises OSError.
         """
-        events: list[LogEvent] = []
+        found: list[tuple[LogEvent, int]] = []
         for path in sorted(self._folder.glob("*.log")):
-            while room > 0 and (piece := self._next(path, last=last)):
-                room -= len(piece)
-                self._sent[path.name] = self._sent.get(path.name, 0) + len(piece)
-                events.append(LogEvent(file=path.name, text=piece.decode(errors="replace")))
-        return events
+            end = self._sent.get(path.name, 0)
+            while room > 0 and (piece := self._next(path, end, last=last)):
+                room, end = room - len(piece), end + len(piece)
+                found.append((LogEvent(file=path.name, text=piece.decode(errors="replace")), end))
+        return found
 
-    def _next(self, path: Path, *, last: bool) -> bytes:
+    def sent(self, file: str, end: int) -> None:
+        """A file is sent up to here."""
+        self._sent[file] = end
+
+    @staticmethod
+    def _next(path: Path, start: int, *, last: bool) -> bytes:
         with path.open("rb") as file:
-            file.seek(self._sent.get(path.name, 0))
+            file.seek(start)
             piece = file.read(CHUNK_BYTES)
         whole = piece[: piece.rfind(b"\n") + 1]
         return whole if whole or (len(piece) < CHUNK_BYTES and not last) else piece

@@ -47,6 +47,8 @@ class AgentSpec(Struct, frozen=True, kw_only=True):
     """Of the agent among those of the run; 0 is on the head."""
     host: str = ""
     """Address by which the other hosts reach this one; empty for network.host, as in a run on one host."""
+    name: str = ""
+    """Of this host in the hostfile; empty in a run on one host."""
 
 
 class StateEvent(Struct, frozen=True, kw_only=True, tag="state"):
@@ -54,6 +56,10 @@ class StateEvent(Struct, frozen=True, kw_only=True, tag="state"):
 
     phase: str
     waiting_for: list[str] = []
+    lost_hosts: dict[str, list[str]] = {}
+    """As in RunState."""
+    controller: int = 0
+    """Incarnation of the controller that says so. A successor knows of no lost host until it has missed it itself."""
 
 
 class MetricsEvent(Struct, frozen=True, kw_only=True, tag="metrics"):
@@ -106,9 +112,9 @@ class LogEvent(Struct, frozen=True, kw_only=True, tag="log"):
 
 
 class EndedEvent(Struct, frozen=True, kw_only=True, tag="ended"):
-    """The last event: how the run ended. ``actor`` is empty unless one failed."""
+    """The last event: how the run ended, or that it goes on without this host. ``actor`` is empty unless one failed."""
 
-    result: Literal["done", "stopped", "preempted", "failed"]
+    result: Literal["done", "stopped", "preempted", "failed", "left"]
     actor: str = ""
     reason: str = ""
     log: str = ""

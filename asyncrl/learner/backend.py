@@ -56,7 +56,7 @@ class Backend(Protocol):
     of the last; to be set before ``setup``."""
 
     def open_store(self, host: str) -> tuple[str, int]:
-        """Rank 0: bind the rendezvous of the ranks to a free port of ``host``. Returns (host, port)."""
+        """Rank 0: bind the rendezvous of the ranks to ``host`` and one of network.ports. Returns (host, port)."""
 
     def setup(self, host: str, port: int) -> None:
         """Meet the other ranks, load the model, check it.

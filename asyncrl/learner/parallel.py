@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +30,7 @@ import torch.distributed as dist
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
 
 from asyncrl.errors import ActorFailed, DeadlineExceeded
+from asyncrl.weights.collective.links import ANY, listen
 from asyncrl.weights.segments import ALIGNMENT
 
 IDLE_WAIT_S = 300.0
@@ -92,12 +92,12 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def open_store(host: str, timeout_s: float) -> TCPStore:
-    """Rank 0: a store on a free port of ``host``, bound to that address alone. Its ``port`` is the real one."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.bind((host, 0))
-        listener.listen(128)
+def open_store(host: str, timeout_s: float, ports: str = ANY) -> TCPStore:
+    """Rank 0: a store on a free one of ``ports`` of ``host``, bound to that address alone.
+
+    Its ``port`` is the real one. Raises OSError where none is free.
+    """
+    with listen(host, ports) as listener:
         port = listener.getsockname()[1]
         # The store takes the descriptor over, so the port was never free for anybody else.
         return TCPStore(

@@ -111,7 +111,7 @@ class Trainer:
         self._ranks: Ranks | None = None
 
     def open_store(self, host: str) -> tuple[str, int]:
-        self._store = open_store(host, self._learner.collective_timeout_s)
+        self._store = open_store(host, self._learner.collective_timeout_s, self._config.network.ports)
         return host, self._store.port
 
     def setup(self, host: str, port: int) -> None:

@@ -74,7 +74,7 @@ class Versions:
                 # Brings torch along, which a simulated learner does without.
                 from asyncrl.weights.collective.sender import Sender
 
-                return Sender(collective, host, timeout_s)
+                return Sender(collective, host, timeout_s, config.network.ports)
 
             self._broadcaster = Broadcaster(collective, make_sender, timeout_s=timeout_s, call=call, log=log)
 

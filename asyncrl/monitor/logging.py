@@ -5,6 +5,7 @@ A line that cannot be written, as on a full disk, is lost; logging never fails.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, MutableMapping
@@ -62,6 +63,17 @@ def writes(level: str) -> bool:
 def write_line(line: str) -> None:
     """Write a line that is whole already, as the others are."""
     _lines.msg(line)
+
+
+def write_text(text: str) -> None:
+    """Put text that people read, such as stacks, among the log lines as it is; lost like one of them.
+
+    Not through ``sys.stderr``, whose buffer keeps what a full disk refused and fails again at the process's end.
+    """
+    rest = text.encode(errors="replace")
+    with contextlib.suppress(OSError):
+        while rest:
+            rest = rest[os.write(STANDARD_ERROR, rest) :]
 
 
 class _Lines:

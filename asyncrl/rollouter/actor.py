@@ -1,9 +1,10 @@
 """The rollouter: pulls tickets with credit, generates, has trajectories scored, delivers groups, updates its engine.
 
 A ticket is held from its grant until the living learner has acknowledged the group; what a draining rollouter still
-holds is returned. ``OpenTickets`` tells who lives: no learner and no dataloader that has been replaced is believed from
-then on, so that what the answer says stays true. With a spool, groups that an earlier incarnation finished are
-delivered before the dataloader hears that it is dead.
+holds is returned. One that is to leave while the run goes on first finishes what it has begun, within a time.
+``OpenTickets`` tells who lives: no learner and no dataloader that has been replaced is believed from then on, so that
+what the answer says stays true. With a spool, groups that an earlier incarnation finished are delivered before the
+dataloader hears that it is dead.
 
 It asks for new tickets whenever it has room for a whole group, and asks again when it serves a newer version, since
 that is what the gate counts with.
@@ -57,6 +58,8 @@ STATS_KEPT = 1000
 """Updates and intervals kept for a learner that is away."""
 AWAY_S = 0.5
 """Pause before a peer that did not answer is asked again."""
+GIVE_BACK_S = 5.0
+"""Longest time in which the dataloader hears of a rollouter that leaves."""
 
 
 class Rollouter(Actor):
@@ -110,6 +113,8 @@ class Rollouter(Actor):
         self._generating = 0
         """Trajectories leased and not yet generated; those without a slot wait."""
         self._preempted = False
+        self._leaves = False
+        """It asks for nothing more while the run goes on."""
         self._slots = Slots(self.config.rollout.concurrency)
         self._accounts: dict[str, GroupAccount] = {}
         """Of the tickets that run."""
@@ -158,7 +163,7 @@ class Rollouter(Actor):
         for task in ending:
             task.cancel()
         await asyncio.wait(ending)
-        if self._held:
+        if self._held or self._leaves:
             await self._return_held()
 
     def preempted(self) -> None:
@@ -170,6 +175,19 @@ class Rollouter(Actor):
             if self._ungenerated[task.get_name()]:
                 task.cancel()
 
+    def asked_to_leave(self, within_s: float) -> None:
+        """Ask for nothing more; end once what is begun is delivered, or when the time is over."""
+        self._leaves = True
+        self._room.set()
+        self._ask_again.set()
+        self.tasks.create_task(self._finish(within_s), name="finish")
+
+    async def _finish(self, within_s: float) -> None:
+        if self._running:
+            await asyncio.wait(self._running, timeout=within_s)
+        self.log.info("nothing more is begun", unfinished=len(self._running))
+        self.begin_drain()
+
     async def close(self) -> None:
         if self._spool is not None:
             # What is drained has been returned, and is generated elsewhere.
@@ -177,8 +195,11 @@ class Rollouter(Actor):
         await self._host.close()
 
     async def _return_held(self) -> None:
+        # While the run goes on the learner is asked about the rest: it may just be taking in what is generated.
+        uids = [uid for uid in self._held if self._ungenerated[uid] or not self._leaves]
         try:
-            await self.peer(DATALOADER).call(ReturnTickets(uids=list(self._held)), timeout=AWAY_S * 2)
+            request = ReturnTickets(uids=uids, leaving=self._leaves)
+            await self.peer(DATALOADER).call(request, timeout=GIVE_BACK_S if self._leaves else AWAY_S * 2)
         except WireError as error:
             # The dataloader drains after us; without it the leases end with this incarnation.
             self.log.warning("tickets not returned", error=str(error))
@@ -191,7 +212,7 @@ class Rollouter(Actor):
     async def _lease_tickets(self) -> None:
         samples = self.config.rollout.samples_per_prompt
         with self.awaits.on(DATALOADER, "Lease", idle=True) as leasing:
-            while not self._preempted:
+            while not (self._preempted or self._leaves):
                 # Rounded up: a group whose last samples wait for a slot keeps every slot busy behind stragglers.
                 free = -((self._generating - self.config.rollout.concurrency) // samples)
                 if free < 1:
@@ -199,7 +220,7 @@ class Rollouter(Actor):
                     await self._room.wait()
                     continue
                 reply = await self._lease(free)
-                if reply is None or self._preempted:
+                if reply is None or self._preempted or self._leaves:
                     continue
                 if reply.tickets:
                     leasing.renew()
@@ -306,8 +327,9 @@ class Rollouter(Actor):
 
     async def _call_reward(self, request: Score) -> Scores:
         reward, rollout = self.config.reward, self.config.rollout
+        replicas = sum(name.startswith("rollouter/") for name in self.roster.actors)
         # The longest that an honest queue can take: everything in flight ahead of this one, at its full time.
-        queue = rollout.concurrency * rollout.replicas / reward.workers
+        queue = rollout.concurrency * max(replicas, rollout.replicas) / reward.workers
         began = self.clock.now()
         self._scoring += 1
         try:

@@ -23,12 +23,14 @@ from asyncrl.messages import (
     AwaitRecord,
     Dead,
     Heartbeat,
+    Members,
     Register,
     ReportFailure,
     Resolve,
     ResourceRecord,
     RunState,
     TracePart,
+    WatchMembers,
     WatchRun,
 )
 from asyncrl.monitor.logging import get_logger
@@ -39,6 +41,7 @@ from asyncrl.runtime.awaits import Awaits, most_telling
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.endpoint import Endpoint
 from asyncrl.runtime.peer import REPEAT_S, Peer
+from asyncrl.runtime.roster import Roster
 from asyncrl.runtime.server import Caller, CallServer, handler
 from asyncrl.runtime.supervision import ROLES, UNHEALABLE_EXITS
 from asyncrl.runtime.telling import Events, Telling
@@ -119,11 +122,13 @@ class Actor:
         """Newest incarnation of each other actor that is known to be dead."""
         self.tasks: asyncio.TaskGroup
         self.run_state = RunState(number=-1, phase="starting")
+        self.roster = Roster(self.config.actors, context.credentials, context.transport)
         self._known_to = 0
         """Incarnation of the controller where this actor is registered."""
         self._has_made_way = False
         self._traced = 0
         """Number of the last trace for which spans were handed in."""
+        self._is_leaving = False
         self._drained = asyncio.Event()
         self._peers: dict[str, Peer] = {}
         self._server: CallServer | None = None
@@ -172,6 +177,13 @@ class Actor:
 
         Called once, from the event loop, after ``setup``.
         """
+
+    def asked_to_leave(self, within_s: float) -> None:
+        """This actor is to end while the run goes on, and may finish within that time what it has begun.
+
+        Called once, from the event loop, after ``setup``, which is given up otherwise.
+        """
+        self.begin_drain()
 
     # --- what an actor uses ---
 
@@ -315,6 +327,8 @@ class Actor:
         supervised = self.context.controller is not None
         if supervised:
             await self._register(address="")
+            # Before anybody can find it: whoever has joined would be turned away, and never knock again.
+            await self._learn_members(self.config.supervision.start_timeout_s)
             self.tasks.create_task(self._watch_run(), name="watch_run")
         await self._until_drained(self.setup())
         if self.draining:
@@ -378,10 +392,13 @@ class Actor:
     async def _watch_run(self) -> None:
         """Follow the run's state for the whole life of this actor."""
         while True:
-            call = self.peer(CONTROLLER).call(WatchRun(seen=self.run_state.number))
+            watch = WatchRun(seen=self.run_state.number, members=self.roster.number)
+            call = self.peer(CONTROLLER).call(watch)
             try:
                 with self.awaits.on(CONTROLLER, "WatchRun", idle=True):
                     state: RunState = await call
+                if state.members > self.roster.number:
+                    await self._learn_members()
             except (DeadlineExceeded, RemoteError) as error:
                 # Data goes on without the controller; it comes back under its address or the agent ends us.
                 self.log.warning("controller is away", error=str(error))
@@ -400,6 +417,14 @@ class Actor:
                 self.log.info("draining", reason=state.reason)
                 self._drained.set()
             self._make_way()
+            self._leave()
+
+    async def _learn_members(self, timeout: float | None = None) -> None:
+        self.take_in(await self.peer(CONTROLLER).call(WatchMembers(), timeout=timeout))
+
+    def take_in(self, members: Members) -> None:
+        """Know who has joined, and have nothing more to do with who has left."""
+        self._fence(self.roster.take_in(members))
 
     def _follow_states(self, states: StateLedger) -> None:
         """Show them in the timeline."""
@@ -442,6 +467,17 @@ class Actor:
             self._has_made_way = True
             self.log.info("the run makes way")
             self.preempted()
+
+    def _leave(self) -> None:
+        found = next((leaving for leaving in self.run_state.leaving if leaving.name == self.name), None)
+        if found is None or self._is_leaving or self.draining:
+            return
+        self._is_leaving = True
+        self.log.info("leaving the run", within_s=found.within_s)
+        if self.ready:
+            self.asked_to_leave(found.within_s)
+        else:
+            self.begin_drain()
 
     async def _resolve(self, name: str, above: int) -> ActorRecord | None:
         reply = await self.peer(CONTROLLER).call(Resolve(name=name, above=above))

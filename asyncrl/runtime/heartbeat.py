@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import sys
 import threading
 import time
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import zmq
 
 from asyncrl.errors import ProtocolError
+from asyncrl.monitor.logging import write_text
 from asyncrl.runtime import stacks
 from asyncrl.runtime.actor import CONTROLLER, Actor
 from asyncrl.runtime.endpoint import Endpoint
@@ -118,8 +118,7 @@ class HeartbeatThread:
             except RuntimeError as error:
                 # Tasks come and go faster than they can be listed.
                 text = f"{stacks.TASKS_BEGIN} {error}\n{stacks.TASKS_END}\n"
-            sys.stderr.write(text)
-            sys.stderr.flush()
+            write_text(text)
 
     def _listen(self, socket: Any) -> None:
         while True:

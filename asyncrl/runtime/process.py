@@ -13,7 +13,7 @@ from pathlib import Path
 
 from asyncrl.config import config_from_json
 from asyncrl.errors import AsyncRLError
-from asyncrl.monitor.logging import configure_logging, listen
+from asyncrl.monitor.logging import configure_logging, listen, write_text
 from asyncrl.runtime.actor import Actor, ActorContext
 from asyncrl.runtime.heartbeat import HeartbeatThread
 from asyncrl.wire.keys import load_credentials
@@ -89,7 +89,7 @@ def run_actor(
         with asyncio.Runner(loop_factory=_new_loop) as runner:
             runner.run(live())
     except AsyncRLError as error:
-        sys.stderr.write(f"{name}: {error}\n")
+        write_text(f"{name}: {error}\n")
         return error.exit_code
     return 0
 

@@ -66,12 +66,21 @@ def make_keyring(run_id: str, names: Iterable[str], *, attempts: int, curve: boo
     peers: dict[str, list[str]] = {}
     own: dict[str, dict[str, Any]] = {}
     for name in names:
-        for attempt in range(attempts):
-            public, secret = zmq.curve_keypair()
-            peers.setdefault(name, []).append(public.decode())
-            pair = {"public": public.decode(), "secret": secret.decode()}
-            own.setdefault(name, {})[f"{name.replace('/', '-')}.{attempt}.json"] = pair
+        pairs = make_pairs(attempts)
+        peers[name] = [pair["public"] for pair in pairs]
+        own[name] = files_of_pairs(name, pairs)
     return Keyring(common | {"peers.json": peers}, own)
+
+
+def make_pairs(attempts: int) -> list[dict[str, str]]:
+    """Key pairs for as many attempts of one actor, as they stand in its files."""
+    pairs = (zmq.curve_keypair() for _ in range(attempts))
+    return [{"public": public.decode(), "secret": secret.decode()} for public, secret in pairs]
+
+
+def files_of_pairs(name: str, pairs: Iterable[dict[str, str]]) -> dict[str, Any]:
+    """What the host of an actor with these pairs is given: content by file name."""
+    return {f"{name.replace('/', '-')}.{attempt}.json": pair for attempt, pair in enumerate(pairs)}
 
 
 def create_credentials(folder: Path, run_id: str, names: Iterable[str], *, attempts: int, curve: bool) -> None:
@@ -109,18 +118,24 @@ def load_credentials(folder: Path, name: str, attempt: int) -> Credentials:
 class Doorkeeper(ThreadAuthenticator):
     """Admits the listed keys and tells each connection's owner by name."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], peers: dict[str, list[str]]) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], peers: Mapping[str, list[str]]) -> None:
         super().__init__(context)
-        self._owners = {key: name for name, keys in peers.items() for key in keys}
+        self._owners: dict[str, str] = {}
+        self.admit(peers)
         self.configure_curve_callback(domain=ZAP_DOMAIN, credentials_provider=self)
+
+    def admit(self, peers: Mapping[str, list[str]]) -> None:
+        """From here on these are let in, and nobody else; connections that stand are left alone."""
+        # Replaced as a whole: the thread looks things up meanwhile.
+        self._owners = {key: name for name, keys in peers.items() for key in keys}
 
     def callback(self, _domain: str, key: bytes) -> bool:
         """Whether a client's key is known; called by the authenticator's thread."""
         return key.decode() in self._owners
 
     def curve_user_id(self, client_public_key: bytes) -> str:
-        """The actor that owns an admitted key."""
-        return self._owners[zmq.utils.z85.encode(client_public_key).decode()]
+        """The actor that owns an admitted key; nobody, if it was taken off the list just now."""
+        return self._owners.get(zmq.utils.z85.encode(client_public_key).decode(), "")
 
     def stop(self) -> None:
         """Admit nobody any more. Does not wait for a thread that is gone."""

@@ -7,7 +7,7 @@ that connects again under the same routing id takes the place of the old one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from asyncrl.wire.transport import ClientReceive, Frames, ServerReceive
 
@@ -52,6 +52,9 @@ class MemoryTransport:
         client = MemoryClient(self._network, address, routing_id, receive, lost)
         self._open.append(client)
         return client
+
+    def admit(self, peers: Mapping[str, list[str]]) -> None:
+        """There are no keys here."""
 
     def close(self) -> None:
         for item in self._open:

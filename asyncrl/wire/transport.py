@@ -6,7 +6,7 @@ It never blocks and never waits: a message that cannot go now is not sent, and w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 Frames = Sequence[Any]
@@ -54,6 +54,9 @@ class Transport(Protocol):
         self, address: str, routing_id: bytes, receive: ClientReceive, lost: Callable[[], None], peer: str
     ) -> Client:
         """Connect to the actor ``peer``. ``lost`` is called when the connection breaks; it may come back by itself."""
+
+    def admit(self, peers: Mapping[str, list[str]]) -> None:
+        """From here on exactly these may connect and be connected to: public keys by actor name."""
 
     def close(self) -> None:
         """Close whatever is still open."""

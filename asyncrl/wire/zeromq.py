@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import zmq
@@ -46,6 +46,7 @@ class ZmqTransport:
     def __init__(self, credentials: Credentials, *, max_message_bytes: int) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
         self._credentials = credentials
+        self._peers: Mapping[str, list[str]] = credentials.peers
         self._max_message_bytes = max_message_bytes
         self._open: set[_ZmqSocket] = set()
         self._doorkeeper: Doorkeeper | None = None
@@ -81,7 +82,7 @@ class ZmqTransport:
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         find_half_open(socket)
         if self._credentials.curve:
-            keys = self._credentials.peers.get(peer, [])
+            keys = self._peers.get(peer, [])
             if not keys:
                 socket.close(0)
                 raise OSError(f"no public key of {peer} is known to this run")
@@ -92,6 +93,11 @@ class ZmqTransport:
         client = ZmqClient(socket, self._open.discard, receive, lost, _endpoint(address))
         self._open.add(client)
         return client
+
+    def admit(self, peers: Mapping[str, list[str]]) -> None:
+        self._peers = dict(peers)
+        if self._doorkeeper is not None:
+            self._doorkeeper.admit(self._peers)
 
     def close(self) -> None:
         for item in list(self._open):

@@ -89,6 +89,8 @@ class Host:
         self.cluster, self.name, self.address = cluster, name, f"{NETWORK}.{number}"
         self.port = f"port{number}"
         """The end of its cable at the bridge."""
+        self.cores: Sequence[int] = ()
+        """Those of this machine that it has; all, if none is named."""
         self._holder: subprocess.Popen[str] | None = None
         self._sshd: subprocess.Popen[Any] | None = None
         self._init = 0
@@ -158,6 +160,8 @@ class Host:
         assert self.is_on, f"{self.name} is off"
         # Entered where the folder need not exist, so the host's shell goes there.
         inner = list(argv) if str(cwd) == "/" else ["sh", "-c", 'cd "$0" && exec "$@"', str(cwd), *argv]
+        if self.cores:
+            inner = ["taskset", "--cpu-list", ",".join(map(str, self.cores)), *inner]
         child = subprocess.Popen([*ENTER, str(self._init), *inner], cwd="/", **options)
         self._children.append(child)
         return child
@@ -218,9 +222,15 @@ class Host:
 
 
 class Cluster:
-    """The head and some hosts, all on. Use it as a context, or ``close`` it."""
+    """The head and some hosts, all on. Use it as a context, or ``close`` it. ``cores`` are those of single hosts."""
 
-    def __init__(self, names: Sequence[str] = ("a", "b", "c"), *, shared: Sequence[Path] = ()) -> None:
+    def __init__(
+        self,
+        names: Sequence[str] = ("a", "b", "c"),
+        *,
+        shared: Sequence[Path] = (),
+        cores: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
         remove_abandoned()
         self.shared = [str(Path(path).absolute()) for path in shared]
         # Only the user reads it: it holds keys.
@@ -232,6 +242,8 @@ class Cluster:
         self.head = Host(self, HEAD, 1)
         self.hosts = {name: Host(self, name, number) for number, name in enumerate(names, 2)}
         self.ssh_config = self.folder / "ssh_config"
+        for name, own in (cores or {}).items():
+            self[name].cores = own
         try:
             self._make_keys()
             self._power_on_switch()

@@ -114,6 +114,15 @@ def test_a_host_that_is_not_there_and_one_with_another_asyncrl(cluster, examine)
     assert [one["detail"] for one in of(found, "reach")] == ["reaches b", "reaches a"]
 
 
+def test_of_a_hostfile_only_some_hosts_are_looked_at(cluster, examine):
+    cluster["b"].power_off()
+    code, found = examine(["head", "a", "b", "c"], "--exclude", "b")
+    assert code == 0, failed(found)
+    assert {one["host"] for one in of(found, "ssh")} == {"head", "a", "c"}
+    _, found = examine(["head", "a", "b", "c"], "--include", "c, head")
+    assert [one["host"] for one in of(found, "ssh")] == ["head", "c"]
+
+
 def test_a_way_that_is_closed_in_one_direction(cluster, examine):
     a, b = cluster["a"], cluster["b"]
     shut = f"from {a.address} iif eth0 ipproto tcp dport {PORTS}"

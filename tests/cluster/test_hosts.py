@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from cluster.launches import SECRET, Launch, left, process
-from cluster.netns import Cluster, wait_until
+from cluster.netns import REPOSITORY, Cluster, wait_until
 
 from asyncrl.monitor.metrics_file import read_metrics
 from tools.bench.tiny_model import make_model
@@ -261,10 +261,15 @@ def test_ranks_of_the_learner_on_two_hosts_train_a_real_model(cluster, tmp_path)
     (folder / "rewards.py").write_text(REWARD)
     rows = [json.dumps({"prompt": f"{number}+{2 * number}="}) for number in range(10, 40)]
     (folder / "sums.jsonl").write_text("\n".join(rows) + "\n")
-    launch = Launch(cluster, folder, "head\na\n", config=REAL.format(folder=folder))
-    launch.wait_to_show("starting: waiting for")
-    code, shown = launch.process.wait(280), launch.shown.splitlines()
+    with cluster.capture() as capture:
+        flags = ("--network.ports", "7000-7040")
+        launch = Launch(cluster, folder, "head\na\n", *flags, config=REAL.format(folder=folder))
+        launch.wait_to_show("starting: waiting for")
+        code, shown = launch.process.wait(280), launch.shown.splitlines()
     assert code == 0, shown
+    # What rank 0 leaves in the store for the other; gloo has ports of its own.
+    stores = [to for (_, to), said in capture.conversations().items() if b"command/1/1" in said]
+    assert stores and all(host == cluster.head.address and 7000 <= port <= 7040 for host, port in stores)
     assert steps(launch) == [1, 2]
     assert '"learner/1"' in launch.log("agent-1")
     assert (launch.run_dir / "export" / "model.safetensors").is_file()
@@ -289,6 +294,13 @@ def without_python(host):
     host.run(["mount", "-t", "tmpfs", "none", sys.prefix])
     yield
     host.run(["umount", sys.prefix])
+
+
+@contextlib.contextmanager
+def without_asyncrl(host):
+    host.run(["mount", "-t", "tmpfs", "none", str(REPOSITORY / "asyncrl")])
+    yield
+    host.run(["umount", str(REPOSITORY / "asyncrl")])
 
 
 @contextlib.contextmanager
@@ -325,6 +337,7 @@ def another_folder(host):
     [
         ("head\nnowhere\n", (), as_it_is, 1, "nowhere: ssh: Could not resolve hostname nowhere"),
         ("head\nb\n", (), without_python, 1, f"b: no Python can run there at {sys.executable}"),
+        ("head\nb\n", (), without_asyncrl, 1, "b: no asyncrl of this version is installed for "),
         ("head\nb\n", (), other_version, 1, "b: asyncrl 9.9 is installed there, "),
         ("head\na\nb\n", ("--supervision.start_timeout_s", "4"), unreachable, 1, "b: "),
         ("head\nb\n", ("--supervision.start_timeout_s", "3"), silent, 1, "b: not reached within 3 s"),
@@ -347,6 +360,17 @@ def test_what_is_wrong_with_a_host_is_said_in_one_message(standing, folder, host
     assert any(line.startswith("asyncrl-launch: ") for line in shown)
     assert not host.processes() and not standing.head.processes() and not standing["a"].processes()
     assert not list((folder / "runs").glob("*"))
+
+
+def test_more_gpus_are_asked_for_than_there_are(standing, folder):
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
+    flags = ("--model.path", str(folder / "model"), "--rollout.engine", "vllm", "--rollout.gpus_per_replica", "3")
+    code, shown = Launch(standing, folder, "head\nb\n", *flags).end()
+    assert code == 78, shown
+    assert " = 2 x 3 = 6 makes 6, but there are 0: head 0, b 0; ask for fewer, or set " in shown[-1]
+    assert not left(standing, folder)
+    assert not (folder / "runs").exists()
 
 
 def test_a_key_that_is_refused(standing, folder):

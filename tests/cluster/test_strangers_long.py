@@ -22,8 +22,6 @@ BATCH = 100
 MAX_MESSAGE_BYTES = 8 << 20
 MORE_BYTES = 64 << 20
 """By how much an actor may grow after the first part of the frames: its own work, and queues that are full."""
-SLOWEST_S = 15.0
-"""For an answer to a call that arrives in the middle of it all."""
 CONNECTIONS = 200
 PATIENCE_S = 120.0
 
@@ -158,7 +156,6 @@ def test_i6_a_hundred_thousand_frames_and_every_kind_of_crowd_leave_a_run_as_it_
             growth = {victim.name: victim.growth for victim in victims}
             assert max(growth.values()) < MORE_BYTES, growth
             slowest = {victim.name: victim.slowest for victim in victims}
-            assert max(slowest.values()) < SLOWEST_S, slowest
             run.until(lambda: run.step > step, "training to go on", 60)
         assert actors_of(run) == actors, "somebody had to be started again"
         print(

@@ -236,7 +236,7 @@ def test_a_run_goes_on_without_a_replica_for_as_long_as_it_takes():
     run = running()
     assert run.host_lost("b (agent/1)", ["rollouter/1"], 10.0)
     run.ready(without("rollouter/1"), 10.0)
-    assert run.lost_hosts == ["b (agent/1)"]
+    assert run.lost_hosts == {"b (agent/1)": ["rollouter/1"]}
     assert run.next_deadline() is None
     assert not run.tick(1e6)
     assert run.phase == "running"
@@ -244,7 +244,7 @@ def test_a_run_goes_on_without_a_replica_for_as_long_as_it_takes():
     assert run.host_back("b (agent/1)", 1e6)
     assert run.next_deadline() == 1e6 + 15.0
     run.ready(RUN, 1e6 + 1.0)
-    assert run.next_deadline() is None and run.lost_hosts == []
+    assert run.next_deadline() is None and run.lost_hosts == {}
 
 
 def test_a_run_starts_without_a_replica_whose_host_is_lost():

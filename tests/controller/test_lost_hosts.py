@@ -62,7 +62,7 @@ def test_a_replica_of_a_lost_host_is_dead_and_the_run_goes_on(tmp_path):
         cut.set()
         # Nobody is taken for frozen meanwhile, though silence_s is shorter.
         state = await until(watcher, lambda state: state.condemned)
-        assert state.lost_hosts == ["b (agent/1)"]
+        assert state.lost_hosts == {"b (agent/1)": FAR}
         assert state.dead == [Dead("rollouter/1", 1)]
         reason = "its host b (agent/1) was silent for 0.6 s"
         assert state.condemned == [Condemned("rollouter/1", 1, reason)]
@@ -109,7 +109,7 @@ def test_a_successor_of_the_controller_goes_on_without_a_host_that_was_lost_befo
             await cluster.register(name)
             tasks.create_task(beats(cluster.caller(name), until=over))
         state = await until(cluster.caller(), lambda state: state.phase != "starting")
-        assert (state.phase, state.lost_hosts) == ("running", ["b (agent/1)"])
+        assert (state.phase, state.lost_hosts) == ("running", {"b (agent/1)": FAR})
 
     run(tmp_path, scenario)
 

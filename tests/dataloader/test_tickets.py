@@ -193,6 +193,26 @@ def test_a_death_counts_for_what_may_have_been_generated_then() -> None:
     assert book.tickets.supply.attempts == {"0-0": 1, "0-3": 1}
 
 
+def test_who_leaves_gives_back_and_of_the_rest_the_learner_is_asked_and_nothing_is_suspect() -> None:
+    """I1: what it may have delivered is not generated again before the learner has said so."""
+    book = Book()
+    book.lease(B, 1)
+    book.lease(A, 3)
+    book.lease(A, 1, seen=3, holding=("0-1", "0-3"))
+    book.tickets.give_back(A, 1, ["0-1"])
+    book.tickets.left(A, 1)
+    # Its share of the gate is that of the others from here on.
+    assert not book.tickets.knows(A)
+    assert book.tickets.orphans == ["0-2", "0-3", "0-4"]
+    book.tickets.settle(book.tickets.orphans, ["0-2"])
+    found = book.lease(B, 7, seen=1, holding=("0-0",))
+    assert [(g.prompt.uid, g.attempt) for g in found][:3] == [("0-1", 0), ("0-3", 0), ("0-4", 0)]
+    assert book.tickets.supply.attempts == {}
+    # Its process ends later.
+    book.tickets.died(A, 1)
+    assert book.tickets.orphans == []
+
+
 def test_the_death_of_an_incarnation_that_is_known_to_be_gone_changes_nothing() -> None:
     book = Book()
     book.lease(A, 1, incarnation=5)

@@ -5,8 +5,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config import SupervisionConfig
-from asyncrl.launcher.host import NEVER_RAN_GRACE_S, Announce, AskStop, Host, Kill, KillAll, Report, ReportStart, Spawn
+from asyncrl.launcher.host import (
+    NEVER_RAN_GRACE_S,
+    VERDICT_S,
+    Announce,
+    AskStop,
+    Host,
+    Kill,
+    KillAll,
+    Report,
+    ReportStart,
+    Spawn,
+)
 from asyncrl.messages import Condemned, RunState
+from asyncrl.runtime.registry import FIRST_WORD_S
 
 NAMES = ("controller/0", "dataloader/0", "learner/0", "rollouter/0", "rollouter/1")
 POLICY = SupervisionConfig(max_restarts=2, backoff_s=1.0, restart_window_s=1000.0, drain_s=10.0, host_grace_s=60.0)
@@ -110,6 +122,105 @@ def test_what_a_restart_would_not_mend_ends_the_run():
     assert found.failure.exit_code == 78
 
 
+def test_an_end_with_exit_code_0_is_judged_by_the_word_of_the_controller():
+    """The actor may hear of the end of the run before its agent does, and restarts may be over."""
+    found = host()
+    for now in (1.0, 10.0):
+        found.exited("rollouter/0", -9, "", now)
+        found.tick(now + 5)
+        found.spawned("rollouter/0", ROLLOUTER)
+    (report,) = found.exited("rollouter/0", 0, "", 20.0, 200)
+    assert report == Report("rollouter/0", ROLLOUTER, 0, False, "exit code 0", 200)
+    assert not found.ending
+    # It was asked to: nothing follows, but the end of the run when that is heard of.
+    assert found.told("rollouter/0", ROLLOUTER, True, 20.1) == []
+    assert (found.tick(1e6), found.next_deadline(), found.failure) == ([], None, None)
+    found.state(state("draining"), 20.2)
+    assert found.ending
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_an_end_with_exit_code_0_that_nobody_asked_for_is_a_death(told):
+    found = host()
+    found.exited("rollouter/0", 0, "", 20.0, 200)
+    if told:
+        assert found.told("rollouter/0", ROLLOUTER - 1, False, 20.1) == []
+        assert found.told("rollouter/0", ROLLOUTER, False, 20.1) == []
+        now = 20.1
+    else:
+        # Nor does anybody say so.
+        assert found.next_deadline() == 20.0 + VERDICT_S
+        now = 20.0 + VERDICT_S
+        assert found.tick(now) == []
+    assert found.next_deadline() == now + 1.0
+    assert found.tick(now + 1.0) == [Announce("rollouter/0", "exit code 0"), Spawn("rollouter/0")]
+    assert found.told("rollouter/0", ROLLOUTER, False, now + 2.0) == []
+
+
+def test_too_many_ends_with_exit_code_0_end_the_run():
+    found = host()
+    for now in (1.0, 10.0):
+        found.exited("rollouter/0", -9, "", now)
+        found.tick(now + 5)
+    found.exited("rollouter/0", 0, "", 20.0, 200)
+    (report,) = found.told("rollouter/0", ROLLOUTER, False, 20.1)
+    assert (report.fatal, report.reason) == (True, "exit code 0, after 2 restarts within 1000 s")
+    assert found.ending
+
+
+def far():
+    """A host beside the head."""
+    found = Host({"rollouter/0": "/logs/0", "rollouter/1": "/logs/1"}, POLICY, grace_s=GRACE_S)
+    assert found.begin() == []
+    assert found.controller_found(0.0) == [Spawn("rollouter/0"), Spawn("rollouter/1")]
+    for incarnation, name in enumerate(("rollouter/0", "rollouter/1"), 1):
+        found.spawned(name, incarnation)
+    found.state(state("running"), 0.0)
+    return found
+
+
+def test_a_host_that_leaves_ends_with_its_actors_and_starts_none_again():
+    found = far()
+    found.exited("rollouter/1", -9, "", 4.5)
+    assert found.leave(5.0, 5.0) == []
+    assert (found.finished, found.next_deadline()) == (False, 20.0)
+    assert found.tick(6.0) == []
+    assert found.exited("rollouter/0", 0, "", 7.0, 70) == [Report("rollouter/0", 1, 0, False, "", 0)]
+    assert found.finished
+    assert not found.ending
+
+
+def test_a_death_on_a_host_that_leaves_is_told_and_nothing_more():
+    found = far()
+    found.leave(5.0, 5.0)
+    assert found.exited("rollouter/0", -9, "", 7.0, 70) == [Report("rollouter/0", 1, -9, False, "", 70)]
+    assert found.tick(19.9) == []
+    assert found.tick(20.0) == [KillAll()]
+    assert found.next_deadline() is None
+    found.exited("rollouter/1", -9, "", 20.1, 201)
+    assert (found.finished, found.failure) == (True, None)
+
+
+def test_a_host_that_leaves_before_it_has_started_anything_is_finished():
+    found = Host({"rollouter/0": "/logs/0"}, POLICY, grace_s=GRACE_S)
+    found.leave(5.0, 1.0)
+    assert found.controller_found(1.1) == []
+    assert found.finished
+
+
+def test_the_run_may_end_while_a_host_leaves():
+    found = far()
+    found.leave(100.0, 5.0)
+    found.state(state("draining", exit_code=0), 6.0)
+    assert (found.ending, found.finished_run, found.next_deadline()) == (True, True, 16.0)
+
+
+def test_the_head_does_not_leave():
+    found = host()
+    found.leave(5.0, 5.0)
+    assert not found.leaving
+
+
 def test_a_death_says_when_unless_it_was_wanted():
     """So a controller can tell whose death is to be followed by that of its gang."""
     found = host()
@@ -178,13 +289,42 @@ def test_a_controller_that_keeps_dying_ends_the_run_with_its_name():
     assert str(found.failure) == f"controller/0: {reason} (log: /logs/controller-0.log)"
 
 
-def test_a_controller_that_does_not_come_back_ends_the_run():
+def test_a_controller_that_says_nothing_after_its_restart_is_killed_and_started_again():
+    """As one that is frozen before its first word; again and again, it ends the run."""
     found = host()
     found.exited("controller/0", -9, "", 5.0)
     found.tick(6.0)
-    assert found.next_deadline() == 6.0 + POLICY.start_timeout_s
-    assert found.tick(6.0 + POLICY.start_timeout_s) == [KillAll()]
+    silence = max(FIRST_WORD_S, POLICY.silence_s)
+    assert found.next_deadline() == 6.0 + silence
+    assert found.tick(6.0 + silence) == [Kill("controller/0")]
+    assert found.next_deadline() is None
+    now = 7.0 + silence
+    assert found.exited("controller/0", -9, "", now) == []
+    words = f"killed by SIGKILL: it said nothing for {silence:g} s after its start"
+    assert found.tick(now + 5) == [Announce("controller/0", words), Spawn("controller/0")]
+    assert found.tick(now + 5 + silence) == [Kill("controller/0")]
+    assert found.exited("controller/0", -9, "", now + 6 + silence) == [KillAll()]
     assert found.failure.actor == "controller/0"
+
+
+def test_the_successor_of_a_controller_that_was_never_heard_is_found_by_its_first_word():
+    found = host(running=False)
+    found.controller_found(1.0)
+    found.spawned("rollouter/0", 100)
+    found.exited("controller/0", -9, "", 5.0)
+    found.tick(6.0)
+    assert ReportStart("rollouter/0", 100) in found.state(state("running"), 7.0)
+    assert found.next_deadline() is None
+    assert found.stop("Ctrl-C", 8.0) == [AskStop("Ctrl-C")]
+
+
+def test_one_that_dies_before_its_first_word_is_not_waited_for():
+    found = host()
+    found.exited("controller/0", -9, "", 5.0)
+    found.tick(6.0)
+    found.exited("controller/0", -9, "", 7.0)
+    assert found.tick(12.0) == [Announce("controller/0", "killed by SIGKILL"), Spawn("controller/0")]
+    assert found.next_deadline() == 12.0 + max(FIRST_WORD_S, POLICY.silence_s)
 
 
 def test_a_controller_that_dies_at_its_start_is_started_again():

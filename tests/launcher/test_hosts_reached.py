@@ -199,19 +199,29 @@ def test_a_host_has_the_secrets_of_its_own_actors_alone(tmp_path):
     assert theirs.secret_key.decode() not in repr(keyring)
 
 
+def send(shipper, room, *, last=False):
+    """The texts that are sent."""
+    found = shipper.look(room, last=last)
+    for event, end in found:
+        shipper.sent(event.file, end)
+    return [event.text for event, _ in found]
+
+
 def test_logs_are_sent_in_order_whole_lines_at_a_time(tmp_path):
     shipper, log = LogShipper(tmp_path), tmp_path / "rollouter-0.log"
     log.write_text("one\ntw")
-    assert [(event.file, event.text) for event in shipper.take(100)] == [("rollouter-0.log", "one\n")]
-    assert shipper.take(100) == []
+    assert [event.file for event, _ in shipper.look(100)] == ["rollouter-0.log"]
+    # Somebody looked and then did not come to send it.
+    assert send(shipper, 100) == ["one\n"]
+    assert send(shipper, 100) == []
     with log.open("a") as file:
         file.write("o\nthree")
-    assert shipper.take(0) == []
-    assert [event.text for event in shipper.take(100)] == ["two\n"]
-    assert [event.text for event in shipper.take(100, last=True)] == ["three"]
+    assert send(shipper, 0) == []
+    assert send(shipper, 100) == ["two\n"]
+    assert send(shipper, 100, last=True) == ["three"]
     log.write_text("one\ntwo\nthree" + "x" * (CHUNK_BYTES + 10))
-    assert [len(event.text) for event in shipper.take(10 * CHUNK_BYTES)] == [CHUNK_BYTES]
-    assert [event.text for event in shipper.take(100, last=True)] == ["x" * 10]
+    assert [len(text) for text in send(shipper, 10 * CHUNK_BYTES)] == [CHUNK_BYTES]
+    assert send(shipper, 100, last=True) == ["x" * 10]
 
 
 def test_an_error_of_a_host_names_it():

@@ -75,6 +75,31 @@ def test_plain_lines():
     ]
 
 
+AWAY = {"b (agent/2)": ["rollouter/1", "rollouter/2"]}
+MORE = AWAY | {"c (agent/3)": ["reward/0"]}
+LOST_B = "host b (agent/2) is lost: nothing is heard of it; dead with it: rollouter/1, rollouter/2"
+LOST_C = "host c (agent/3) is lost: nothing is heard of it; dead with it: reward/0"
+BACK_B = "host b (agent/2) is back; fenced, and started again there: rollouter/1, rollouter/2"
+
+
+@pytest.mark.parametrize(
+    ("states", "told"),
+    [
+        ([(7, {}), (7, AWAY), (7, AWAY), (7, {}), (7, {})], [LOST_B, BACK_B]),
+        ([(7, AWAY), (7, MORE), (7, {"c (agent/3)": ["reward/0"]})], [LOST_B, LOST_C, BACK_B]),
+        # A successor of the controller knows of none at first, which does not say that they are back.
+        ([(7, AWAY), (9, {}), (9, {})], [LOST_B]),
+        ([(7, AWAY), (9, {}), (9, AWAY), (9, {})], [LOST_B, LOST_B, BACK_B]),
+    ],
+)
+def test_a_host_that_is_lost_or_back_is_told_once(states, told):
+    out = io.StringIO()
+    progress = Progress(out, steps=10)
+    for controller, lost in states:
+        progress.show(StateEvent(phase="running", lost_hosts=lost, controller=controller))
+    assert [line for line in out.getvalue().splitlines() if line != "running"] == told
+
+
 def test_a_terminal_has_one_live_line():
     out = Terminal()
     progress = Progress(out, steps=10)

@@ -43,6 +43,16 @@ def test_the_store_is_bound_to_one_address_and_a_port_of_its_own() -> None:
         other.connect(("127.0.0.2", first.port))
 
 
+def test_the_store_keeps_to_the_ports_that_it_may_bind() -> None:
+    with parallel.listen("127.0.0.1") as taken:
+        port = taken.getsockname()[1]
+        ports = f"{port}-{port + 20}"
+        stores = [parallel.open_store("127.0.0.1", 5.0, ports) for _ in range(2)]
+        assert port < stores[0].port < stores[1].port <= port + 20
+        with pytest.raises(OSError, match=f"no port of {port}-{port} at 127.0.0.1 is free; widen network.ports"):
+            parallel.open_store("127.0.0.1", 5.0, f"{port}-{port}")
+
+
 def _meet(rank: int, addresses: Any) -> parallel.Ranks:
     import torch
 

@@ -225,18 +225,20 @@ def test_an_error_of_the_function_fails_its_task_and_keeps_the_worker(completion
 
 
 @pytest.mark.parametrize(
-    ("completion", "named", "killed"),
+    ("completion", "timeout_s", "named", "killed"),
     [
-        ("loop", "ran longer than 0.3 s", 1),
-        ("deaf", "ran longer than 0.3 s", 1),
-        ("exit", "exit code 3", 0),
-        ("crash", "SIGSEGV", 0),
-        ("scribble", "no result", 1),
+        ("loop", 1.0, "ran longer than 1 s", 1),
+        ("deaf", 1.0, "ran longer than 1 s", 1),
+        ("exit", 60.0, "exit code 3", 0),
+        ("crash", 60.0, "SIGSEGV", 0),
+        ("scribble", 60.0, "no result", 1),
     ],
 )
-def test_a_task_that_takes_its_worker_with_it_fails_alone(completion: str, named: str, killed: int) -> None:
+def test_a_task_that_takes_its_worker_with_it_fails_alone(
+    completion: str, timeout_s: float, named: str, killed: int
+) -> None:
     async def body() -> None:
-        async with started(workers=2, timeout_s=0.3) as pool:
+        async with started(workers=2, timeout_s=timeout_s) as pool:
             others = [pool.score(request("abc")) for _ in range(20)]
             with pytest.raises(RewardFailed, match=named) as caught:
                 await reward(pool, completion)
@@ -255,7 +257,7 @@ def test_a_task_that_takes_its_worker_with_it_fails_alone(completion: str, named
 
 def test_a_worker_that_is_stopped_does_not_hold_up_the_others() -> None:
     async def body() -> None:
-        async with started(workers=2, timeout_s=0.4) as pool:
+        async with started(workers=2, timeout_s=2.0) as pool:
             deaf = pool.score(request("deaf"))
             longest, count = 0.0, 0
             while not deaf.done():
@@ -265,7 +267,7 @@ def test_a_worker_that_is_stopped_does_not_hold_up_the_others() -> None:
             with pytest.raises(RewardFailed):
                 await deaf
             # Far below the timeout, however slow the machine.
-            assert longest < 0.4
+            assert longest < 2.0
             assert count > 20
 
     run(body())
@@ -273,12 +275,12 @@ def test_a_worker_that_is_stopped_does_not_hold_up_the_others() -> None:
 
 def test_the_timeout_counts_from_the_start_in_the_worker() -> None:
     async def body() -> None:
-        async with started(workers=2, timeout_s=0.8) as pool:
+        async with started(workers=2, timeout_s=2.0) as pool:
             since = time.monotonic()
-            rewards = await asyncio.gather(*(reward(pool, "sleep 0.4") for _ in range(10)))
+            rewards = await asyncio.gather(*(reward(pool, "sleep 0.5") for _ in range(10)))
             assert rewards == [9.0] * 10
-            # The last of them have waited longer than the timeout for their worker.
-            assert time.monotonic() - since > 5 * 0.4
+            # The last of them have waited for their worker as long as the timeout.
+            assert time.monotonic() - since > 5 * 0.5
             assert pool.counters.timed_out == 0
 
     run(body())
@@ -286,10 +288,10 @@ def test_the_timeout_counts_from_the_start_in_the_worker() -> None:
 
 def test_an_answer_that_was_in_time_counts_although_the_event_loop_was_late() -> None:
     async def body() -> None:
-        async with started(timeout_s=0.5) as pool:
+        async with started(timeout_s=1.0) as pool:
             scoring = pool.score(request("sleep 0.1"))
             await asyncio.sleep(0.05)
-            asyncio.get_running_loop().call_soon(time.sleep, 0.8)
+            asyncio.get_running_loop().call_soon(time.sleep, 1.5)
             assert (await scoring).rewards == [9.0]
             assert pool.counters.workers_killed == 0
 
@@ -298,7 +300,7 @@ def test_an_answer_that_was_in_time_counts_although_the_event_loop_was_late() ->
 
 def test_an_async_function_that_hangs_is_ended() -> None:
     async def body() -> None:
-        async with started("act_rewards:awaited", timeout_s=0.3) as pool:
+        async with started("act_rewards:awaited", timeout_s=1.0) as pool:
             with pytest.raises(RewardFailed, match="ran longer than"):
                 await reward(pool, "hang")
             assert await reward(pool, "ab") == 2.5
@@ -439,7 +441,7 @@ def test_what_runs_a_second_time_behind_a_slow_task_is_answered_to_nobody() -> N
 def test_a_task_sent_behind_one_that_hangs_or_dies_is_run_by_another_worker() -> None:
     async def body() -> None:
         for end in ("loop", "exit"):
-            async with started(workers=1, timeout_s=0.5) as pool:
+            async with started(workers=1, timeout_s=2.0) as pool:
                 await asyncio.gather(*(pool.score(request("abc")) for _ in range(50)))
                 # The first keeps the worker busy, so that the others wait in the queue and are sent together.
                 tasks = [pool.score(request(text)) for text in ["abc" * 20_000, *["ab"] * 5, end, *["abcd"] * 5]]
@@ -665,7 +667,7 @@ def test_workers_do_not_outlive_a_pool_that_is_killed(tmp_path: Path) -> None:
 def test_state_times_add_up_to_the_life_of_the_workers() -> None:
     async def body() -> None:
         since = time.monotonic()
-        async with started(workers=2, timeout_s=0.5) as pool:
+        async with started(workers=2, timeout_s=1.5) as pool:
             await asyncio.gather(*(reward(pool, "sleep 0.3") for _ in range(2)))
             await asyncio.sleep(0.1)
             with pytest.raises(RewardFailed):
@@ -674,7 +676,7 @@ def test_state_times_add_up_to_the_life_of_the_workers() -> None:
             each = [worker.seconds for worker in pool.resources()]
             times = {state: sum(one.get(state, 0.0) for one in each) for state in {*each[0], *each[1]}}
             after = time.monotonic() - since
-            assert times["scoring"] >= 2 * 0.3 + 0.5
+            assert times["scoring"] >= 2 * 0.3 + 1.5
             assert times["idle"] >= 2 * 0.1
             # The pool is younger than `since` by no more than its construction.
             assert 2 * before - 0.5 <= sum(times.values()) <= 2 * after
@@ -686,7 +688,7 @@ def test_state_times_add_up_to_the_life_of_the_workers() -> None:
 @pytest.mark.parametrize("loop_factory", [uvloop.new_event_loop, asyncio.SelectorEventLoop])
 def test_a_thousand_small_tasks_are_done_beside_one_that_hangs(loop_factory: Callable[[], Any]) -> None:
     async def body() -> None:
-        async with started(workers=3, timeout_s=1.0) as pool:
+        async with started(workers=3, timeout_s=4.0) as pool:
             hanging = pool.score(request("loop"))
             scores = await asyncio.gather(*(pool.score(request("x" * 8192)) for _ in range(1024)))
             assert all(one.rewards == [8192.0] for one in scores)

@@ -16,7 +16,16 @@ import numpy as np
 import pytest
 import xxhash
 from harness import Net, replace
-from published_weights import as_streamed, contents_of, held, open_memory, random_bytes, stage, stepped
+from published_weights import (
+    as_streamed,
+    contents_of,
+    held,
+    only_new_objects_collected,
+    open_memory,
+    random_bytes,
+    stage,
+    stepped,
+)
 from structlog.testing import capture_logs
 
 from asyncrl.config import WeightsConfig
@@ -46,6 +55,12 @@ CHUNKS = 4 + 1 + 2 + 1
 WEIGHTS = WeightsConfig(chunk_bytes=CHUNK, chunks_in_flight=3, deadline_s=20.0)
 OLD = [random_bytes(size, seed) for seed, size in enumerate(SIZES)]
 NEW = [stepped(OLD[0]), b"!", stepped(OLD[2]), random_bytes(50, 9)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _heap():
+    with only_new_objects_collected():
+        yield
 
 
 @pytest.fixture(autouse=True)

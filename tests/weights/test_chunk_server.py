@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 import xxhash
 from harness import Net, replace
-from published_weights import as_streamed, contents_of, held, open_memory, random_bytes, seal, stepped
+from published_weights import (
+    as_streamed,
+    contents_of,
+    held,
+    only_new_objects_collected,
+    open_memory,
+    random_bytes,
+    seal,
+    stepped,
+)
 
 from asyncrl.errors import InvalidRequest, RemoteError, VersionGone, WeightsCorrupt
 from asyncrl.messages import Chunk, FetchChunk, Manifest, Probe, TensorSpec
@@ -20,6 +29,12 @@ from asyncrl.parameter_server.snapshots import hold
 from asyncrl.runtime.actor import Caller, handler
 from asyncrl.weights import delta
 from asyncrl.weights.segments import layout
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _heap():
+    with only_new_objects_collected():
+        yield
 
 
 @pytest.fixture(autouse=True)

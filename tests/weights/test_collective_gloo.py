@@ -25,6 +25,7 @@ from collective_peers import (
 from asyncrl.errors import BroadcastFailed
 from asyncrl.messages import Bucket, CollectiveGroup
 from asyncrl.weights.collective import framing, gloo
+from asyncrl.weights.collective.links import listen
 from asyncrl.weights.collective.sender import Sender
 
 
@@ -95,6 +96,16 @@ def broadcast(sender: Sender, members: list[Peer], epoch: int, version: Version)
     begin(members, group, version)
     sender.send(group, version.version, version.layouts, iter(version.buckets))
     return [peer.answer() for peer in members]
+
+
+def test_rank_0_is_found_at_the_ports_that_it_may_bind() -> None:
+    with listen(HOST) as taken:
+        port = taken.getsockname()[1]
+        ports = f"{port}-{port + 20}"
+        made = Sender("gloo", HOST, PATIENCE_S, ports)
+        invitation, _ = gloo.Gloo(HOST, PATIENCE_S, ports).invite(2)
+        made.close()
+    assert port < made.port < int(invitation) <= port + 20
 
 
 def failing(sender: Sender, group: CollectiveGroup, version: Version, buckets: Iterator[tuple[Bucket, int]]) -> str:

@@ -39,15 +39,15 @@ UNUSED_TAG = 0x7FFFFFFF
 
 
 class Gloo:
-    """Rank 0's way to groups over gloo, bound to ``host``."""
+    """Rank 0's way to groups over gloo, whose stores are bound to ``host`` and one of ``ports``."""
 
-    def __init__(self, host: str, timeout_s: float) -> None:
-        self._host = host
+    def __init__(self, host: str, timeout_s: float, ports: str) -> None:
+        self._host, self._ports = host, ports
         self._timeout_s = timeout_s
 
     def invite(self, size: int) -> tuple[bytes, Callable[[], GlooGroup]]:
         """What members need to join a new group of ``size``, and what forms it on this side, which blocks."""
-        with listen(self._host) as listener:
+        with listen(self._host, self._ports) as listener:
             port = listener.getsockname()[1]
             # The store takes the descriptor over: the port was never free for anybody else.
             store = _store(self._host, port, self._timeout_s, master_listen_fd=listener.detach())

@@ -21,6 +21,8 @@ from asyncrl.weights.collective.framing import Decoder, Frame, Kind, abort, enco
 
 READ_BYTES = 1 << 16
 BACKLOG = 1024
+ANY = "0"
+"""Of network.ports: any free one."""
 ENDED = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 """Events that say that the other side is gone; unread frames do not hide them."""
 
@@ -120,8 +122,8 @@ class Link:
 class Listener:
     """Where members find rank 0: a free port of ``host``, bound to that address alone."""
 
-    def __init__(self, host: str) -> None:
-        self._socket = listen(host)
+    def __init__(self, host: str, ports: str = ANY) -> None:
+        self._socket = listen(host, ports)
         self._socket.setblocking(False)
         self.port: int = self._socket.getsockname()[1]
 
@@ -142,17 +144,27 @@ class Listener:
         self._socket.close()
 
 
-def listen(host: str) -> socket.socket:
-    """A socket that listens at a free port of ``host``, bound to that address alone."""
+def listen(host: str, ports: str = ANY) -> socket.socket:
+    """A socket that listens at a free port of ``host``, bound to that address alone; ``ports`` as network.ports.
+
+    Raises OSError, naming the range where nothing in it is free.
+    """
+    low, _, high = ports.partition("-")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.bind((host, 0))
-        listener.listen(BACKLOG)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
+    for port in range(int(low), int(high or low) + 1):
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            # As ZeroMQ does: a connection that has just ended holds no port. Two listeners do not get the same one.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(port > 0))
+            listener.bind((host, port))
+            listener.listen(BACKLOG)
+        except OSError as error:
+            listener.close()
+            if error.errno != errno.EADDRINUSE:
+                raise
+        else:
+            return listener
+    raise OSError(errno.EADDRINUSE, f"no port of {ports} at {host} is free; widen network.ports")
 
 
 def dial(host: str, port: int) -> socket.socket:

@@ -12,7 +12,7 @@ import hmac
 
 from asyncrl.messages import CollectiveGroup
 from asyncrl.weights.collective.framing import Frame, Kind
-from asyncrl.weights.collective.links import Link, Listener, dial, dialled
+from asyncrl.weights.collective.links import ANY, Link, Listener, dial, dialled
 from asyncrl.weights.collective.waiting import Waiter
 
 MAX_WAITING = 1024
@@ -22,8 +22,8 @@ MAX_WAITING = 1024
 class Meeting:
     """Rank 0's place, over all epochs. One thread uses it."""
 
-    def __init__(self, host: str) -> None:
-        self._listener = Listener(host)
+    def __init__(self, host: str, ports: str = ANY) -> None:
+        self._listener = Listener(host, ports)
         self.port = self._listener.port
         self._strangers: list[Link] = []
         self._early: dict[tuple[int, int], tuple[Link, int]] = {}

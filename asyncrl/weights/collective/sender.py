@@ -21,7 +21,7 @@ import torch
 from asyncrl.errors import BroadcastFailed
 from asyncrl.messages import Bucket, BucketLayout, CollectiveBackend, CollectiveGroup
 from asyncrl.weights.collective.framing import Frame, Kind, check_done, heading, opening
-from asyncrl.weights.collective.links import Link
+from asyncrl.weights.collective.links import ANY, Link
 from asyncrl.weights.collective.meeting import Meeting, next_frame
 from asyncrl.weights.collective.waiting import Stopped, Waiter
 
@@ -77,12 +77,15 @@ class _Epoch:
 class Sender:
     """Rank 0 of every group. One thread sends; ``abort`` and ``close`` may come from others."""
 
-    def __init__(self, backend: CollectiveBackend, host: str, timeout_s: float) -> None:
-        """``host`` is an address of this host. Members wait for one another, and for a bucket, up to ``timeout_s``."""
+    def __init__(self, backend: CollectiveBackend, host: str, timeout_s: float, ports: str = ANY) -> None:
+        """``host`` is an address of this host. Members wait for one another, and for a bucket, up to ``timeout_s``.
+
+        ``ports`` are those that may be bound here, as network.ports; the transport's own are not among them.
+        """
         self.host = host
         self._timeout_s = timeout_s
-        self._backend = _backend(backend, host, timeout_s)
-        self._meeting = Meeting(host)
+        self._backend = _backend(backend, host, timeout_s, ports)
+        self._meeting = Meeting(host, ports)
         self.port = self._meeting.port
         """Where members call."""
         self.token = secrets.token_hex(16)
@@ -199,11 +202,11 @@ class Sender:
                 self._meeting.close()
 
 
-def _backend(backend: CollectiveBackend, host: str, timeout_s: float) -> Backend:
+def _backend(backend: CollectiveBackend, host: str, timeout_s: float, ports: str) -> Backend:
     if backend == "gloo":
         from asyncrl.weights.collective.gloo import Gloo
 
-        return Gloo(host, timeout_s)
+        return Gloo(host, timeout_s, ports)
     from asyncrl.weights.collective.nccl import Nccl
 
     return Nccl()

@@ -1,0 +1,79 @@
+"""asyncrl-launch --join and --leave: hosts come to a living run, and leave it.
+
+Wrong usage ends the program before anything beyond the standard library is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Mapping
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of both."""
+    parser.add_argument("--join", metavar="RUN", help="let the hosts of --hosts take part in the run of this folder")
+    parser.add_argument("--leave", metavar="HOST", help="drain this host of the run whose folder follows")
+    parser.add_argument("--within", metavar="SECONDS", type=_seconds, help="time that --leave gives to finish")
+
+
+def is_meant(given: argparse.Namespace) -> bool:
+    """Whether the command line asks for it."""
+    return any(value is not None for value in (given.join, given.leave, given.within))
+
+
+def check(parser: argparse.ArgumentParser, given: argparse.Namespace, overrides: Mapping[str, str]) -> None:
+    """Ends the program on wrong usage."""
+    which = "--join" if given.join is not None else "--leave"
+    if given.resume or given.slurm or given.inside_slurm:
+        parser.error(f"{which} speaks to a run that lives; --resume, --slurm and --inside-slurm start one")
+    if overrides:
+        parser.error(f"{which}: the configuration is that of the run, so --{next(iter(overrides))} has no place here")
+    if given.join is not None:
+        if given.leave is not None or given.within is not None or given.configs:
+            parser.error("--join RUN --hosts FILE: only --include, --exclude, --ssh-args and --dry-run go with it")
+        if given.hosts is None:
+            parser.error("--join RUN: name the hosts by --hosts FILE")
+    elif given.leave is None:
+        parser.error("--within SECONDS belongs to --leave HOST")
+    elif len(given.configs) != 1 or given.hosts is not None or given.dry_run or _has_choice(given):
+        parser.error("--leave HOST RUN: name one run folder after the host; only --within SECONDS goes with it")
+
+
+def _has_choice(given: argparse.Namespace) -> bool:
+    return bool(given.include or given.exclude or given.ssh_args)
+
+
+def run(given: argparse.Namespace) -> int:
+    """The exit code. Raises AsyncRLError or OSError."""
+    from asyncrl.launcher.living import find_living
+
+    if given.join is None:
+        from asyncrl.launcher.leave import leave_run
+
+        return leave_run(find_living(given.configs[0]), given.leave, given.within)
+    from asyncrl.launcher.hostfile import read_hostfile, select_hosts
+    from asyncrl.launcher.join import join_run
+    from asyncrl.launcher.start import SshStart
+
+    lines = select_hosts(read_hostfile(given.hosts), given.include, given.exclude)
+    living = find_living(given.join)
+    start = SshStart(living.config.supervision.start_timeout_s, split_ssh_args(given.ssh_args))
+    return join_run(living, lines, start, dry_run=given.dry_run)
+
+
+def split_ssh_args(text: str) -> tuple[str, ...]:
+    """The words of --ssh-args. Raises UsageError."""
+    from asyncrl.errors import UsageError
+
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise UsageError(f"--ssh-args {text}: {error}") from None
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise ValueError(text)
+    return value

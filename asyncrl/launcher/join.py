@@ -1,0 +1,275 @@
+"""Hosts join a living run: reach them, have the controller name them and admit their keys, start their agents.
+
+The configuration is that of the run; what is decided here is how many engines each host has room for. The keys of the
+new agents and rollouters are made here, and their public halves go to the controller, which alone lets anybody in.
+From then on this is the launcher of these hosts and of nobody else (see ``guests``). If anything fails before their
+agents live, the controller is told, and what was begun is undone; should that not be possible, it lets them go by
+itself after ``supervision.start_timeout_s``.
+
+Fails with HostFailed for hosts, UsageError for what is asked in vain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+
+from asyncrl.config import config_to_json
+from asyncrl.errors import AsyncRLError, UsageError
+from asyncrl.launcher import addresses
+from asyncrl.launcher.contact import Contact
+from asyncrl.launcher.folders import RUN_ID
+from asyncrl.launcher.follow import STOPPING, Member
+from asyncrl.launcher.guests import Guests
+from asyncrl.launcher.hostfile import HostLine
+from asyncrl.launcher.hostspec import Facts, HostSpec, Prepared, RouteQuery, Routes
+from asyncrl.launcher.living import Controller, LivingRun
+from asyncrl.launcher.local import ACTOR_ARGV, agent_spec
+from asyncrl.launcher.placement import Host, place_replicas, replicas_of
+from asyncrl.launcher.progress import Progress
+from asyncrl.launcher.reach import of_each
+from asyncrl.launcher.several import as_set_here, passed_on
+from asyncrl.launcher.spec import CONTROLLER_AT
+from asyncrl.launcher.start import StartCommand, shown
+from asyncrl.messages import Join, Joined, JoinedHost, Leave, NewHost
+from asyncrl.wire.keys import files_of_pairs, make_pairs
+
+ASK_S = 20.0
+"""Deadline of one call of Join, which the controller parks."""
+WITHDRAW_S = 5.0
+
+
+def join_run(
+    run: LivingRun,
+    lines: Sequence[HostLine],
+    start: StartCommand,
+    *,
+    dry_run: bool = False,
+    actor_argv: Sequence[str] = ACTOR_ARGV,
+) -> int:
+    """Have these hosts take part in the run, and follow them to their end; the exit code."""
+    progress = Progress(sys.stdout, run.config.learner.steps)
+    return asyncio.run(_Joining(run, lines, start, dry_run, actor_argv, progress).main())
+
+
+Pairs = list[dict[str, str]]
+
+
+@dataclass
+class _Joining:
+    run: LivingRun
+    lines: Sequence[HostLine]
+    start: StartCommand
+    dry_run: bool
+    actor_argv: Sequence[str]
+    progress: Progress
+    contacts: dict[str, Contact] = field(default_factory=dict)
+    facts: dict[str, Facts] = field(default_factory=dict)
+    hosts: dict[str, Host] = field(default_factory=dict)
+    replicas: dict[str, int] = field(default_factory=dict)
+    signal: int = 0
+
+    async def main(self) -> int:
+        """A signal undoes everything until the agents live."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def interrupt(number: int) -> None:
+            self.signal = self.signal or number
+            task.cancel()
+
+        for number in STOPPING:
+            loop.add_signal_handler(number, interrupt, number)
+        try:
+            await self._reach()
+            await self._place()
+            if self.dry_run:
+                self._show_plan()
+                return 0
+            async with Controller(self.run) as controller:
+                members = await self._begin(controller)
+                return await Guests(self.run, members, controller, self.progress).main()
+        except asyncio.CancelledError:
+            if not self.signal:
+                raise
+            self.progress.end()
+            self.progress.warn([f"asyncrl-launch: ended by {signal.Signals(self.signal).name}"])
+            return 128 + self.signal
+        finally:
+            await asyncio.gather(*(contact.close() for contact in self.contacts.values()))
+
+    async def _each(
+        self,
+        do: Callable[[str], Awaitable[Any]],
+        names: Sequence[str],
+        what: str,
+        tell: Callable[[list[str]], None] = lambda _: None,
+    ) -> dict[str, Any]:
+        """See ``reach``."""
+        return await of_each(do, names, what, self.contacts, self.run.config, self.progress, len(self.lines), tell)
+
+    # --- hosts ---
+
+    async def _reach(self) -> None:
+        self._check_address()
+        names = [line.name for line in self.lines]
+        self.contacts = {name: Contact(name, self.start) for name in names}
+        self.progress.reaching(names)
+        await self._each(lambda name: self.contacts[name].reach(), names, "reached", self.progress.reaching)
+        self.facts = {name: self.contacts[name].facts for name in names}
+
+    @property
+    def _head(self) -> str:
+        """The address at which the controller listens."""
+        return self.run.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+
+    def _check_address(self) -> None:
+        # Bound and told by the socket, so it is no name.
+        if ipaddress.ip_address(self._head).is_loopback:
+            raise UsageError(
+                f"{self.run.folder.path}: this run listens on {self._head} alone, where no other host reaches it; "
+                "a run that hosts are to join is started with --hosts over two or more"
+            )
+
+    async def _place(self) -> None:
+        config, at = self.run.config, await self._addresses()
+        for line in self.lines:
+            facts = self.facts[line.name]
+            host = Host(
+                name=line.name,
+                cpus=facts.cpus,
+                gpus=line.usable(facts.gpus),
+                address=at[line.name],
+                interface=addresses.interface_of(facts, at[line.name]),
+            )
+            self.hosts[line.name], self.replicas[line.name] = host, replicas_of(config, host)
+        full = [f"{name} has {len(host.gpus)}" for name, host in self.hosts.items() if not self.replicas[name]]
+        if full:
+            each = config.rollout.gpus_per_replica
+            raise UsageError(f"an engine of this run takes {each} GPUs (rollout.gpus_per_replica): {', '.join(full)}")
+
+    async def _addresses(self) -> dict[str, str]:
+        interface = self.run.config.network.interface
+        if interface is not None:
+            return addresses.by_interface(self.facts, interface)
+        query = RouteQuery(head=self._head, addresses=[self._head])
+        routes = await self._each(lambda name: self.contacts[name].ask(query, Routes), list(self.facts), "answered")
+        return addresses.towards(self._head, routes)
+
+    def _show_plan(self) -> None:
+        self.progress.end()
+        print(config_to_json(self.run.config), end="")
+        print(f"\nhosts that join {self.run.folder.path}:")
+        for name, host in self.hosts.items():
+            where = f" at {host.address} ({host.interface})" if host.address else ""
+            print(f"  {name}{where}, rollouters: {self.replicas[name]}: {shown(self.start.argv(name))}")
+
+    # --- the run ---
+
+    async def _begin(self, controller: Controller) -> list[Member]:
+        """Everything up to living agents. Raises AsyncRLError, having undone it."""
+        attempts = self.run.config.supervision.max_restarts + 1
+        curve = self.run.credentials.curve
+        pairs: dict[str, list[Pairs]] = {
+            name: [make_pairs(attempts) for _ in range(count + 1)] if curve else []
+            for name, count in self.replicas.items()
+        }
+        request = Join(ask=secrets.token_hex(16), hosts=[self._new_host(name, pairs[name]) for name in self.hosts])
+        joined: Joined | None = None
+        members: list[Member] = []
+        try:
+            joined = await self._ask(controller, request)
+            specs = {host.host: self._host_spec(host, joined.peers, pairs[host.host]) for host in joined.hosts}
+            self._mark_folder()
+            await self._each(lambda name: self.contacts[name].ask(specs[name], Prepared), list(specs), "prepared")
+            members = [self._start_agent(host) for host in joined.hosts]
+        except BaseException as error:
+            if self.run.lives:
+                await self._withdraw(controller, request.ask, str(error) or type(error).__name__)
+            raise
+        for host in joined.hosts:
+            self.progress.say(f"{host.host} joins as {host.agent} with {', '.join(host.rollouters)}")
+        return members
+
+    def _new_host(self, name: str, pairs: Sequence[Pairs]) -> NewHost:
+        keys = [[pair["public"] for pair in each] for each in pairs]
+        return NewHost(
+            host=name,
+            address=self.hosts[name].address,
+            replicas=self.replicas[name],
+            agent_keys=keys[0] if keys else [],
+            keys=keys[1:],
+        )
+
+    async def _ask(self, controller: Controller, request: Join) -> Joined:
+        """Until everybody knows the newcomers. Raises UsageError."""
+        loop = asyncio.get_running_loop()
+        limit = self.run.config.supervision.start_timeout_s
+        until = loop.time() + limit
+        while True:
+            joined: Joined = await controller.ask(request, timeout=max(1.0, min(ASK_S, until - loop.time())))
+            if not joined.waiting_for:
+                return joined
+            if loop.time() >= until:
+                waiting = ", ".join(joined.waiting_for[:4])
+                raise UsageError(f"the run was not ready for other hosts within {limit:g} s: it waits for {waiting}")
+
+    async def _withdraw(self, controller: Controller, ask: str, why: str) -> None:
+        """Nobody is to wait for these hosts. The controller may not have heard of them, or have refused them."""
+        for name in self.hosts:
+            leave = Leave(host=name, within_s=0.0, reason=f"it could not be started: {why}", ask=ask)
+            with contextlib.suppress(AsyncRLError):
+                await controller.ask(leave, timeout=WITHDRAW_S)
+
+    def _mark_folder(self) -> None:
+        """So that a host that sees the run folder uses it."""
+        with contextlib.suppress(FileExistsError), (self.run.folder.logs / RUN_ID).open("x") as file:
+            file.write(self.run.folder.run_id)
+
+    def _host_spec(self, joined: JoinedHost, peers: Mapping[str, list[str]], pairs: Sequence[Pairs]) -> HostSpec:
+        folder, credentials = self.run.folder, self.run.credentials
+        files: dict[str, object] = {"run.json": {"run_id": folder.run_id, "curve": credentials.curve}}
+        if credentials.curve:
+            files["peers.json"] = dict(peers)
+            for name, each in zip((joined.agent, *joined.rollouters), pairs, strict=True):
+                files |= files_of_pairs(name, each)
+        else:
+            files["secret.json"] = {"secret": credentials.secret}
+        return HostSpec(
+            version=version("asyncrl"),
+            run_id=folder.run_id,
+            run_dir=str(folder.path),
+            log_dir=str(folder.logs),
+            index=_index(joined),
+            config=config_to_json(self.run.config),
+            credentials=files,
+            folder=os.getcwd(),
+            env=passed_on(),
+        )
+
+    def _start_agent(self, joined: JoinedHost) -> Member:
+        host, contact, folder = self.hosts[joined.host], self.contacts[joined.host], self.run.folder
+        placed = [as_set_here(actor) for actor in place_replicas(self.run.config, host, joined.rollouters)]
+        index = _index(joined)
+        spec = agent_spec(
+            self.run.config, folder, placed, self.actor_argv, index=index, host=host.address, name=host.name
+        )
+        contact.keep_errors(folder.logs / f"start-{host.name}.log")
+        contact.send(msgspec.json.encode(spec) + b"\n")
+        contact.send(CONTROLLER_AT + self.run.address.encode() + b"\n")
+        return Member(index, host.name, contact.process, contact)
+
+
+def _index(joined: JoinedHost) -> int:
+    return int(joined.agent.partition("/")[2])

@@ -1,0 +1,44 @@
+"""Who belongs to the run: the actors that it began with, those that have joined since, and none that has left.
+
+What the controller tells (``Members``) is laid over the names and public keys of the start, so that what is admitted
+depends on nothing but its number: an older word than the one taken in changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from asyncrl.messages import Dead, Members
+from asyncrl.wire.keys import Credentials
+from asyncrl.wire.transport import Transport
+
+LAUNCHER = "launcher/0"
+"""The name in which hosts are let join and leave. Its keys lie in the head's private folder, and whoever can read that
+may use it."""
+
+
+class Roster:
+    """One actor's view. ``names`` are the actors of the start."""
+
+    def __init__(self, names: Iterable[str], credentials: Credentials, transport: Transport) -> None:
+        self._first = tuple(names)
+        self._credentials, self._transport = credentials, transport
+        self.actors = self._first
+        """All that the run has, in the order of their coming."""
+        self.number = 0
+        """Of the Members taken in."""
+        self.peers: dict[str, list[str]] = dict(credentials.peers)
+        """Public keys by name, of agents too; none without CURVE."""
+
+    def take_in(self, members: Members) -> list[Dead]:
+        """Admit who has joined and nobody who has left; those who have."""
+        if members.number <= self.number:
+            return []
+        self.number = members.number
+        gone = {dead.name for dead in members.gone}
+        self.actors = tuple(name for name in (*self._first, *members.serving) if name not in gone)
+        if self._credentials.curve:
+            known = self._credentials.peers | members.keys
+            self.peers = {name: keys for name, keys in known.items() if name not in gone}
+            self._transport.admit(self.peers)
+        return members.gone

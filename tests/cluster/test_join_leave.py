@@ -1,0 +1,220 @@
+"""Hosts join a run while it trains over others, and leave it again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster.launches import Launch, left, process
+from cluster.netns import REPOSITORY, Cluster, wait_until
+
+from asyncrl.launcher.progress import read_metrics
+from tools.chaos.audit import Expected, audit
+
+WAIT_S = 90.0
+GROUPS = 4
+BROKEN = """
+import os, sys
+if "asyncrl.cli.actor" in sys.orig_argv:
+    os._exit(78)
+"""
+
+
+class Command:
+    """asyncrl-launch beside the run, on the head."""
+
+    def __init__(self, cluster: Cluster, folder: Path, *argv: str, path: str = ""):
+        self.out = folder / f"command-{len(list(folder.glob('command-*')))}.txt"
+        with self.out.open("w") as out:
+            self.process: subprocess.Popen[Any] = cluster.head.popen(
+                [sys.executable, "-m", "asyncrl.cli.launch", *argv],
+                cwd=REPOSITORY,
+                env={**os.environ, "PYTHONPATH": path or str(folder)},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+
+    @property
+    def shown(self) -> str:
+        return self.out.read_text()
+
+    def wait_to_show(self, text: str) -> None:
+        wait_until(lambda: text in self.shown or self.process.poll() is not None, f"{text!r} in {self.shown}", WAIT_S)
+        assert text in self.shown, self.shown
+
+    def end(self) -> tuple[int, list[str]]:
+        return self.process.wait(WAIT_S), self.shown.splitlines()
+
+
+class Run(Launch):
+    """A simulated run whose steps take a quarter of a second."""
+
+    def __init__(self, cluster: Cluster, folder: Path, steps: int, *flags: str, hosts: str = "head\na\n"):
+        self.steps = steps
+        settings = {
+            "learner.steps": steps,
+            "learner.sim.step_s": 0.25,
+            "rollout.sim.length_median": 24.0,
+            "rollout.sim.decode_step_s": 0.01,
+            "run.samples_per_step": GROUPS,
+            "checkpoint.every_versions": 10,
+            "data.source": "synthetic",
+            "data.size": 2 * GROUPS * steps,
+            "supervision.host_lost_s": 4,
+            "supervision.drain_s": 4,
+            "network.call_timeout_s": 5,
+        }
+        super().__init__(cluster, folder, hosts, *(f"--{key}={value}" for key, value in settings.items()), *flags)
+
+    def join(self, *hosts: str, **options: Any) -> Command:
+        file = self.folder / "more"
+        file.write_text("".join(f"{host}\n" for host in hosts))
+        argv = ["--join", str(self.run_dir), "--hosts", str(file), "--ssh-args", f"-F {self.cluster.ssh_config}"]
+        return Command(self.cluster, self.folder, *argv, **options)
+
+    def leave(self, host: str, *flags: str) -> Command:
+        return Command(self.cluster, self.folder, "--leave", host, str(self.run_dir), *flags)
+
+    def wait_for_step(self, more: int) -> None:
+        """So many further steps."""
+        wanted = self.step + more
+        wait_until(lambda: self.step >= wanted or self.process.poll() is not None, f"step {wanted}", WAIT_S)
+        assert self.process.poll() is None, self.shown
+
+    @property
+    def step(self) -> int:
+        return max(
+            (line["step"] for line in read_metrics(self.run_dir / "metrics.jsonl") if line["kind"] == "train"),
+            default=0,
+        )
+
+    def sampled_by(self, actor: str) -> int:
+        """Tokens, as its last words have it."""
+        last = json.loads(self.log(actor).splitlines()[-1])
+        assert last["event"] == "ended"
+        return int(last["counters"]["rollout/sampled_tokens"])
+
+    def events(self, actor: str, event: str) -> list[dict[str, Any]]:
+        return [line for line in map(json.loads, self.log(actor).splitlines()) if line["event"] == event]
+
+    def is_exact(self) -> None:
+        """It comes to its end, and nothing was lost or trained twice."""
+        code, shown = self.end()
+        assert code == 0, shown
+        size = 2 * GROUPS * self.steps
+        findings = audit(self.run_dir, Expected(steps=self.steps, groups_per_step=GROUPS, prompts=size))
+        assert [str(problem) for problem in findings.problems] == []
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = tmp_path / "alone"
+    made.mkdir()
+    return made
+
+
+def test_a_host_joins_serves_and_leaves_while_the_run_goes_on(cluster, folder):
+    """I1, I6, I7: and whoever asks for what cannot be hears why."""
+    run = Run(cluster, folder, 180, "--supervision.max_restarts=0")
+    run.wait_to_show("step 2/")
+    private = run.run_dir / "private"
+    assert (private.stat().st_mode & 0o777, (private / "launcher-0.0.json").stat().st_mode & 0o777) == (0o700, 0o600)
+    joining = run.join("c")
+    joining.wait_to_show("c: rollouter/2 serve from now on")
+    keys = json.loads((private / "members.json").read_text())["guests"][0]["keys"]
+    assert list(keys) == ["agent/2", "rollouter/2"]
+    assert (private / "members.json").stat().st_mode & 0o777 == 0o600
+    # Of the new host's secrets nothing is anywhere but there.
+    secret = json.loads((cluster["c"].path(run.run_dir) / "private-2" / "rollouter-2.0.json").read_text())["secret"]
+    assert not [
+        file for file in run.run_dir.rglob("*") if file.is_file() and secret in file.read_text(errors="replace")
+    ]
+    assert not [line for line in cluster["c"].processes().values() if secret in line]
+
+    head, nobody, again = run.leave("head"), run.leave("nowhere"), run.join("c")
+    refused = [command.end()[0] for command in (head, nobody, again)]
+    assert refused == [2, 2, 2]
+    assert "head cannot leave: it has controller/0, dataloader/0, learner/0, parameter_server/0" in head.shown
+    assert "no host nowhere takes part in this run; there are head (agent/0), a (agent/1), c (agent/2)" in nobody.shown
+    assert "c takes part in this run already, as c (agent/2)" in again.shown
+
+    leaving = run.leave("c")
+    code, shown = leaving.end()
+    assert code == 0, shown
+    assert shown[-1] == "c has left the run: rollouter/2 have ended, and the run goes on without them"
+    code, shown = joining.end()
+    assert (code, shown[-1]) == (0, "c has left the run")
+    assert not cluster["c"].processes()
+    run.wait_for_step(4)
+    run.is_exact()
+
+    assert run.sampled_by("rollouter-2") > 0
+    taken = [
+        line["transport"] for line in run.events("parameter_server-0", "committed") if line["replica"] == "rollouter/2"
+    ]
+    assert set(taken) == {"stream"}
+    assert run.events("rollouter-2", "nothing more is begun")[0]["unfinished"] == 0
+    over = run.join("c")
+    assert over.end()[0] == 2
+    assert "the run in it has ended" in over.shown
+    assert not left(cluster, folder)
+
+
+@pytest.mark.slow
+def test_hosts_that_have_joined_are_like_any_other(cluster, folder):
+    """I1, I7: a successor of the controller knows them; they die, are lost and come back; others leave before them."""
+    run = Run(cluster, folder, 200, "--rollout.replicas=3", hosts="head\na\nb\n")
+    run.wait_to_show("step 2/")
+    joining = run.join("c")
+    joining.wait_to_show("c: rollouter/3 serve from now on")
+    os.kill(process(cluster.head, "asyncrl controller/0"), signal.SIGKILL)
+    run.wait_for_step(4)
+    os.kill(process(cluster["c"], "asyncrl rollouter/3"), signal.SIGKILL)
+    joining.wait_to_show("rollouter/3 died (killed by SIGKILL) and is started again")
+    code, shown = run.leave("b", "--within", "0").end()
+    assert code == 0, shown
+    run.wait_to_show("b has left the run")
+    wait_until(lambda: not cluster["b"].processes(), "an end of everything on b")
+
+    cluster["c"].cut_off()
+    run.wait_to_show("host c (agent/3) is lost")
+    run.wait_for_step(4)
+    cluster["c"].reconnect()
+    run.wait_to_show("host c (agent/3) is back")
+    wait_until(lambda: run.events("controller-0", "registered")[-1]["actor"] == "rollouter/3", "a new rollouter/3")
+    joining.process.send_signal(signal.SIGINT)
+    code, shown = joining.end()
+    assert code == 130, shown
+    assert shown[-1] == "c has left the run"
+    run.wait_for_step(2)
+    run.is_exact()
+    assert not [host for host in cluster.all_hosts if host.processes()]
+
+
+@pytest.mark.slow
+def test_a_host_that_cannot_serve_harms_nobody(cluster, folder):
+    """It is let go with the reason; a launcher that is killed takes its hosts not along; all end with the run."""
+    run = Run(cluster, folder, 180)
+    run.wait_to_show("step 2/")
+    there = cluster["b"].path("/root/broken")
+    there.mkdir()
+    (there / "sitecustomize.py").write_text(BROKEN)
+    broken = run.join("b", path="/root/broken")
+    code, shown = broken.end()
+    assert code == 78, shown
+    assert shown[-1].startswith("rollouter/2: ended with exit code 78, which a restart would not mend (log: ")
+    joining = run.join("c")
+    joining.wait_to_show("c: rollouter/3 serve from now on")
+    os.kill(process(cluster.head, "asyncrl.cli.launch --join"), signal.SIGKILL)
+    run.wait_for_step(4)
+    assert process(cluster["c"], "asyncrl rollouter/3")
+    run.is_exact()
+    for name in "abc":
+        wait_until(lambda host=cluster[name]: not host.processes(), f"an end of everything on {name}")

@@ -1,0 +1,277 @@
+"""Hosts come to a run and leave it: what the controller answers, tells and keeps. On the in-memory transport."""
+
+import asyncio
+import json
+import threading
+
+import pytest
+from controller.test_controller_actor import CONFIG, OTHERS, Cluster, is_parked
+
+from asyncrl.config import validate_config
+from asyncrl.errors import RemoteError
+from asyncrl.messages import (
+    ActorEnded,
+    Dead,
+    HostLeft,
+    Join,
+    Leave,
+    NewHost,
+    StopRun,
+    WatchMembers,
+    WatchRun,
+)
+from asyncrl.runtime.roster import LAUNCHER
+
+ASK = "a" * 16
+FAST = validate_config(CONFIG.model_dump() | {"supervision": {"start_timeout_s": 1.0, "silence_s": 1e6}})
+TWO = validate_config(FAST.model_dump() | {"rollout": FAST.rollout.model_dump() | {"replicas": 2}})
+
+
+def run(tmp_path, scenario, config=CONFIG):
+    async def main():
+        async with asyncio.timeout(20), Cluster(tmp_path, config) as cluster:
+            await cluster.all_ready()
+            facts = {"actors": list(config.actors), "host": "head"}
+            await cluster.register("agent/0", host="box", address="", facts=facts)
+            await scenario(cluster)
+
+    asyncio.run(main())
+
+
+def ended(name, exit_code, incarnation=1, *, fatal=False):
+    return ActorEnded(name=name, incarnation=incarnation, exit_code=exit_code, fatal=fatal, reason="its reason")
+
+
+async def join(cluster, *hosts):
+    asked = Join(ask=ASK, hosts=[NewHost(host=host, replicas=1) for host in hosts])
+    return await cluster.caller(LAUNCHER).call(asked, timeout=0.4)
+
+
+async def all_know(cluster, number):
+    for name in OTHERS:
+        await cluster.caller(name).call(WatchRun(members=number), timeout=0.4)
+
+
+async def serve(cluster, host="c"):
+    """A host joins, and its rollouter is ready."""
+    (found,) = (await join(cluster, host)).hosts
+    facts = {"actors": found.rollouters, "host": host}
+    await cluster.register(found.agent, host=f"box-{host}", address="", facts=facts)
+    await cluster.register(found.rollouters[0])
+    members = await cluster.caller().call(WatchMembers())
+    while found.rollouters[0] not in members.serving:
+        members = await cluster.caller().call(WatchMembers(seen=members.number))
+    return found
+
+
+async def leave_far(cluster):
+    """A host that the run began with, with rollouter/1, is asked to leave."""
+    await cluster.register("agent/1", address="", facts={"actors": ["rollouter/1"], "host": "far"})
+    await cluster.register("rollouter/1", incarnation=5)
+    await cluster.caller(LAUNCHER).call(Leave(host="far", within_s=1.0))
+    return await state(cluster, lambda state: state.leaving)
+
+
+async def state(cluster, condition):
+    watcher = cluster.caller()
+    found = await watcher.call(WatchRun())
+    while not condition(found):
+        found = await watcher.call(WatchRun(seen=found.number))
+    return found
+
+
+def test_new_hosts_begin_once_everybody_knows_their_keys(tmp_path):
+    """I6."""
+
+    async def scenario(cluster):
+        joined = await join(cluster, "c", "d")
+        assert [(host.agent, host.rollouters) for host in joined.hosts] == [
+            ("agent/1", [f"rollouter/{CONFIG.rollout.replicas}"]),
+            ("agent/2", [f"rollouter/{CONFIG.rollout.replicas + 1}"]),
+        ]
+        assert sorted(joined.waiting_for) == sorted(OTHERS)
+        number = (await state(cluster, lambda found: found.members)).members
+        await all_know(cluster, number - 1)
+        assert (await join(cluster, "c", "d")).waiting_for
+        await all_know(cluster, number)
+        again = await join(cluster, "c", "d")
+        assert (again.hosts, again.waiting_for) == (joined.hosts, [])
+        # One that has started anew is asked again.
+        await cluster.register(OTHERS[0], incarnation=2)
+        assert (await join(cluster, "c", "d")).waiting_for == [OTHERS[0]]
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    "request_", [Join(ask=ASK, hosts=[NewHost(host="c", replicas=1)]), Leave(host="c", within_s=1)]
+)
+def test_only_who_reads_the_private_folder_may_ask(tmp_path, request_):
+    """I6: and whoever else asks is counted."""
+
+    async def scenario(cluster):
+        for name in ("rollouter/0", "agent/0"):
+            with pytest.raises(RemoteError, match="lets nobody join or leave"):
+                await cluster.caller(name).call(request_)
+        assert cluster.controller.counters["wire/refused"] == 2
+        assert not (tmp_path / "private" / "members.json").exists()
+
+    run(tmp_path, scenario)
+
+
+def test_nobody_joins_or_leaves_a_run_that_is_ending(tmp_path):
+    async def scenario(cluster):
+        await serve(cluster)
+        await cluster.caller().call(StopRun(reason="test"))
+        with pytest.raises(RemoteError, match="nobody can join any more: the run is ending"):
+            await join(cluster, "d")
+        with pytest.raises(RemoteError, match="nobody can leave any more: the run is ending"):
+            await cluster.caller(LAUNCHER).call(Leave(host="c", within_s=1.0))
+
+    run(tmp_path, scenario)
+
+
+def test_who_leaves_is_told_and_once_gone_is_dead_for_good(tmp_path):
+    async def scenario(cluster):
+        found = await serve(cluster)
+        (name,) = found.rollouters
+        begun = await cluster.caller(LAUNCHER).call(Leave(host="c", within_s=3.0))
+        assert (begun.agent, begun.actors) == (found.agent, [name])
+        told = await state(cluster, lambda state: state.leaving)
+        assert [(leaving.name, leaving.within_s) for leaving in told.leaving] == [(found.agent, 3.0), (name, 3.0)]
+        assert told.phase == "running"
+        agent = cluster.caller(found.agent)
+        # Its end was asked for; that of another was not.
+        assert (await agent.call(ended(name, 0))).asked
+        assert not (await cluster.caller().call(ended("rollouter/0", 0))).asked
+        await agent.call(HostLeft())
+        told = await state(cluster, lambda state: not state.leaving)
+        assert (told.phase, told.failed_actor) == ("running", "")
+        members = await cluster.caller().call(WatchMembers())
+        assert members.gone == [Dead(found.agent, 1), Dead(name, 1)]
+        assert [(host.host, host.stage) for host in members.hosts] == [("c", "left")]
+        with pytest.raises(RemoteError, match="which has left"):
+            await cluster.register(name, incarnation=5)
+
+    run(tmp_path, scenario)
+
+
+def test_a_successor_of_the_controller_knows_who_has_joined(tmp_path):
+    async def scenario(cluster):
+        found = await serve(cluster)
+        before = await cluster.caller().call(WatchMembers())
+        await cluster.die()
+        await cluster.start(8)
+        assert await cluster.caller().call(WatchMembers()) == before
+        told = await cluster.caller().call(WatchRun())
+        assert found.rollouters[0] in told.waiting_for
+        assert told.members == before.number
+        assert json.loads((tmp_path / "private" / "members.json").read_text())["serving"] == found.rollouters
+        mode = (tmp_path / "private" / "members.json").stat().st_mode & 0o777
+        assert mode == 0o600
+        # A repeat of the request is known, be it to another controller.
+        await cluster.all_ready()
+        await cluster.register(found.rollouters[0])
+        assert (await join(cluster, "c")).hosts == [found]
+
+    run(tmp_path, scenario)
+
+
+def test_a_successor_of_the_controller_does_not_wait_for_who_has_left(tmp_path):
+    """I5: though the configuration names it."""
+
+    async def scenario(cluster):
+        await leave_far(cluster)
+        await cluster.caller("agent/1").call(HostLeft())
+        await state(cluster, lambda state: not state.leaving)
+        await cluster.die()
+        await cluster.start(8)
+        await cluster.all_ready()
+        started = cluster.controller.clock.now()
+        told = await state(cluster, lambda state: state.phase != "starting")
+        while cluster.controller.clock.now() < started + 2 * TWO.supervision.start_timeout_s:
+            await asyncio.sleep(0.05)
+        assert (told.phase, told.waiting_for) == ("running", [])
+        told = await cluster.caller().call(WatchRun())
+        assert (told.phase, told.reason) == ("running", "")
+
+    run(tmp_path, scenario, TWO)
+
+
+def test_who_asks_a_host_to_leave_is_answered_once_a_successor_of_the_controller_would_know(tmp_path):
+    async def scenario(cluster):
+        found = await serve(cluster)
+        may_write, members = threading.Event(), cluster.controller._members
+        write, members._write = members._write, lambda *item: (may_write.wait(10), write(*item))
+        call = cluster.caller(LAUNCHER).call(Leave(host="c", within_s=3.0))
+        try:
+            assert await is_parked(call)
+        finally:
+            may_write.set()
+        assert (await call).agent == found.agent
+        assert json.loads((tmp_path / "private" / "members.json").read_text())["departures"]
+
+    run(tmp_path, scenario)
+
+
+def test_a_host_that_has_left_may_come_back_though_the_list_of_hosts_was_not_written_in_time(tmp_path):
+    async def scenario(cluster):
+        await leave_far(cluster)
+        listed = tmp_path / "private" / "controller.json"
+        while "agent/1" not in (kept := listed.read_text()):
+            await asyncio.sleep(0.01)
+        await cluster.caller("agent/1").call(HostLeft())
+        await state(cluster, lambda state: not state.leaving)
+        await cluster.die()
+        listed.write_text(kept)
+        await cluster.start(8)
+        await cluster.all_ready()
+        with pytest.raises(RemoteError, match="far takes part in this run already"):
+            await join(cluster, "far")
+        far = cluster.controller._hosts.known["agent/1"]
+        assert cluster.controller._members.host_lost(far)
+        assert (await join(cluster, "far")).hosts[0].agent == "agent/2"
+
+    run(tmp_path, scenario, TWO)
+
+
+def test_a_guest_that_gives_up_before_it_served_does_not_fail_the_run(tmp_path):
+    async def scenario(cluster):
+        (found,) = (await join(cluster, "c")).hosts
+        (name,) = found.rollouters
+        await cluster.register(found.agent, address="", facts={"actors": [name], "host": "c"})
+        agent = cluster.caller(found.agent)
+        await agent.call(ended(name, 78, fatal=True))
+        await agent.call(HostLeft())
+        members = await cluster.caller().call(WatchMembers())
+        while not members.gone:
+            members = await cluster.caller().call(WatchMembers(seen=members.number))
+        assert members.hosts[0].reason == f"{name}: its reason"
+        assert (await cluster.caller().call(WatchRun())).phase == "running"
+
+    run(tmp_path, scenario)
+
+
+def test_a_guest_that_has_served_fails_the_run_as_any_other(tmp_path):
+    async def scenario(cluster):
+        found = await serve(cluster)
+        await cluster.caller(found.agent).call(ended(found.rollouters[0], 78, fatal=True))
+        told = await cluster.caller().call(WatchRun())
+        assert (told.phase, told.failed_actor) == ("draining", found.rollouters[0])
+
+    run(tmp_path, scenario)
+
+
+def test_a_guest_that_never_comes_is_let_go(tmp_path):
+    """I5."""
+
+    async def scenario(cluster):
+        await join(cluster, "c")
+        members = await cluster.caller().call(WatchMembers())
+        while not members.gone:
+            members = await cluster.caller().call(WatchMembers(seen=members.number))
+        reason = "not ready 1 s after it joined (supervision.start_timeout_s)"
+        assert [(host.stage, host.reason) for host in members.hosts] == [("left", reason)]
+        assert (await cluster.caller().call(WatchRun())).phase == "running"
+
+    run(tmp_path, scenario, FAST)

@@ -1,0 +1,99 @@
+"""Hosts join a run and leave it while it trains, in one process: nothing is lost, nothing is trained twice."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from inprocess import System
+from system.test_restarts import STEPS, audit, config
+
+from asyncrl.errors import InvalidRequest
+
+SUPERVISION = {"supervision": {"silence_s": 1e6, "host_lost_s": 1e6}}
+SLOWLY = {"learner": {"steps": STEPS, "groups_per_step": 4, "sim": {"step_s": 0.1}}}
+
+
+def live(tmp_path, scenario):
+    """Run to the end beside ``scenario``, which begins with the first step."""
+
+    async def main():
+        system = System(config(**SUPERVISION, **SLOWLY), tmp_path / "run")
+        running = asyncio.create_task(system.run(timeout=60))
+        while "learner/0" not in system.actors or system.actors["learner/0"].step < 1:
+            await asyncio.sleep(0.01)
+            assert not running.done(), await running
+        try:
+            await scenario(system)
+            return system, await running
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    system, state = asyncio.run(main())
+    assert (state.phase, state.exit_code) == ("done", 0)
+    audit(tmp_path / "run")
+    return system
+
+
+async def step(system, more):
+    wanted = min(STEPS, system.actors["learner/0"].step + more)
+    while system.actors["learner/0"].step < wanted:
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("within_s", [5.0, 0.0])
+def test_a_host_joins_serves_and_leaves(tmp_path, within_s):
+    """I1: what it has begun is finished, or given back, and the fair share is again that of those who are left."""
+
+    async def scenario(system):
+        found = await system.join("c")
+        assert (found.agent, found.rollouters) == ("agent/0", ["rollouter/2"])
+        await step(system, 3)
+        assert system.actors["rollouter/2"]._host.sampled_tokens > 0
+        tickets = system.actors["dataloader/0"]
+        assert len(tickets._tickets._holders) == 3
+        assert "rollouter/2" in tickets.roster.actors
+        await step(system, 2)
+        await system.leave(found, within_s)
+        while "rollouter/2" in tickets.roster.actors:
+            await asyncio.sleep(0.01)
+        assert len(tickets._tickets._holders) == 2
+        assert "rollouter/2" not in system.actors["parameter_server/0"]._conductor.replicas()
+        assert tickets.counters["tickets/granted_alone"] == 0
+        # A name is given once.
+        again = await system.join("c2")
+        assert again.rollouters == ["rollouter/3"]
+        await step(system, 2)
+
+    system = live(tmp_path, scenario)
+    assert not list(system.actors["dataloader/0"]._tickets._queue.ledger.attempts)
+
+
+def test_a_host_that_has_joined_dies_and_starts_again_as_any_other(tmp_path):
+    """I1."""
+
+    async def scenario(system):
+        await system.join("c", replicas=2)
+        await step(system, 2)
+        for victim in ("rollouter/3", "dataloader/0", "rollouter/2", "learner/0", "parameter_server/0"):
+            await system.replace(victim)
+            await asyncio.sleep(0.3)
+        assert "rollouter/3" in system.actors["dataloader/0"].roster.actors
+
+    live(tmp_path, scenario)
+
+
+def test_the_last_rollouter_stays(tmp_path):
+    async def scenario(system):
+        found = await system.join("c")
+        await step(system, 2)
+        controller = system.actors["controller/0"]
+        controller._registry.entries["rollouter/0"].condemned = "test"
+        controller._registry.entries["rollouter/1"].condemned = "test"
+        with pytest.raises(InvalidRequest, match="c cannot leave: no other host has a rollouter that serves"):
+            await system.leave(found, 1.0)
+        controller._registry.entries["rollouter/0"].condemned = ""
+        controller._registry.entries["rollouter/1"].condemned = ""
+
+    live(tmp_path, scenario)
