@@ -132,6 +132,12 @@ def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _libuv() -> None:
+    """The first loop of a process opens a pipe for signals that is never closed."""
+    uvloop.new_event_loop().close()
+
+
 @pytest.fixture(autouse=True)
 def _nothing_left() -> Iterator[None]:
     before = {process.pid for process in psutil.Process().children(recursive=True)}
