@@ -53,13 +53,15 @@ class Guests:
         loop = asyncio.get_running_loop()
         for number in STOPPING:
             loop.add_signal_handler(number, self._interrupt, number)
-        beside = [asyncio.create_task(self._end_when_asked()), asyncio.create_task(self._watch_members())]
         try:
-            await asyncio.gather(*(self._follow(member) for member in self.members))
-        finally:
-            for task in beside:
-                task.cancel()
-            await asyncio.gather(*beside, return_exceptions=True)
+            async with asyncio.TaskGroup() as tasks:
+                beside = [tasks.create_task(self._end_when_asked()), tasks.create_task(self._watch_members())]
+                await asyncio.gather(*(self._follow(member) for member in self.members))
+                for task in beside:
+                    task.cancel()
+        except BaseExceptionGroup as group:
+            # The hosts go on with the run, but nobody follows them any more.
+            raise group.exceptions[0] from None
         self.progress.end()
         return self._exit_code([self._conclude(member) for member in self.members])
 

@@ -356,7 +356,7 @@ def test_what_is_wrong_with_a_host_is_said_in_one_message(standing, folder, host
     with state(host):
         ended, shown = Launch(standing, folder, hosts, *flags).end()
     assert ended == code, shown
-    assert message.format(run=host.trial) in [line for line in shown if line][-1], shown
+    assert message.format(run=host.trial) in shown[-1], shown
     assert any(line.startswith("asyncrl-launch: ") for line in shown)
     assert not host.processes() and not standing.head.processes() and not standing["a"].processes()
     assert not list((folder / "runs").glob("*"))

@@ -61,6 +61,26 @@ def test_hosts_that_have_not_heard_of_the_end_of_the_run_are_ended(monkeypatch):
     assert member.sent == [STOP, KILL, "killed"]
 
 
+def test_what_fails_while_the_run_is_watched_is_not_passed_over():
+    class Controller:
+        async def members(self):
+            raise OSError(5, "the run's folder cannot be read")
+            yield
+
+    async def never():
+        await asyncio.Event().wait()
+
+    process = SimpleNamespace(stdout=SimpleNamespace(readline=never))
+    member = SimpleNamespace(index=2, over=False, contact=SimpleNamespace(), process=process)
+
+    async def main():
+        async with asyncio.timeout(20):
+            await Guests(RUN, [member], Controller(), Progress(io.StringIO(), 1, io.StringIO())).main()
+
+    with pytest.raises(OSError, match="cannot be read"):
+        asyncio.run(main())
+
+
 def test_a_second_one_ends_them_at_once_though_the_controller_does_not_answer(monkeypatch):
     async def never():
         await asyncio.Event().wait()
