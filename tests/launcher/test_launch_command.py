@@ -121,7 +121,6 @@ def test_a_dry_run_shows_everything_and_starts_nothing(config, tmp_path, capsys)
     assert not (tmp_path / "runs").exists()
 
 
-
 @pytest.fixture
 def left(config, tmp_path):
     """A run that was left with a checkpoint of version 3, step 3."""

@@ -13,7 +13,6 @@ from asyncrl.monitor.client import find_target, watch
 from asyncrl.monitor.recording import read_recording
 from asyncrl.snapshot import Snapshot
 
-
 STEPS = 80
 """Enough for a rollouter to die, to come up again and to be recorded."""
 
