@@ -7,7 +7,7 @@ to its age in every snapshot; nothing is said of an actor that it has not said i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,12 +44,21 @@ class Lines:
         """Take in a line."""
         match line.get("kind"):
             case "train":
+                self._void(line)
                 self.train.append(line)
             case "update":
                 self.updates.append(line)
             case "eval":
                 names = {key.split("/")[1] for key in line if key.startswith("eval/") and key.count("/") > 1}
                 self.evals[min(names, default="")] = line
+
+    def _void(self, line: dict[str, Any]) -> None:
+        """A learner that goes on from a checkpoint trains some steps again: they are not to be here twice."""
+        start, step = line.get("start", 0), line.get("step", 0)
+        if self.train and start != self.train[-1].get("start", 0):
+            kept = [other for other in self.train if other.get("step", 0) < step]
+            self.train.clear()
+            self.train.extend(kept)
 
     @property
     def step(self) -> int:
@@ -84,13 +93,20 @@ class Constants:
 
 
 def view_actors(
-    constants: Constants, registry: Registry, expected: Iterable[str], own: str, now: float
+    constants: Constants,
+    registry: Registry,
+    expected: Iterable[str],
+    own: str,
+    now: float,
+    is_gone: Callable[[str], bool] = lambda name: False,
 ) -> Iterator[ActorView]:
     """Every actor but this controller, one after the other, so that whoever has other things to do can do them between.
 
-    Times are those ``now`` (monotonic, s).
+    Times are those ``now`` (monotonic, s). ``is_gone`` says of an actor or agent that it has left the run for good.
     """
     for name in sorted({*expected, *registry.entries} - {own}, key=_place):
+        if is_gone(name):
+            continue
         yield _view(name, registry.entries.get(name), registry, constants, now)
 
 
@@ -171,8 +187,8 @@ def _view(
     if beat is None:
         return ActorView(**known)
     age = max(0.0, now - entry.beaten)
-    # What has ended does not go on being in its last state.
-    more = 0.0 if entry.ended else age
+    # What has ended, or is cut off, does not go on being in its last state.
+    more = 0.0 if _is_over(entry) else age
     return ActorView(
         **known,
         state=beat.state,
@@ -191,7 +207,7 @@ def _view(
 def _resource(heard: HeardResource, entry: Entry, now: float) -> Resource:
     said = heard.record
     # Ages are counted on the actor's own clock; only what passed since is counted here.
-    more = max(0.0, (entry.heard if entry.ended else now) - heard.heard)
+    more = max(0.0, (entry.heard if _is_over(entry) else now) - heard.heard)
     seconds: Mapping[str, float] = said.seconds
     return Resource(
         name=said.name,
@@ -200,6 +216,11 @@ def _resource(heard: HeardResource, entry: Entry, now: float) -> Resource:
         state_s=said.state_s + more,
         seconds={**seconds, said.state: seconds.get(said.state, 0.0) + more},
     )
+
+
+def _is_over(entry: Entry) -> bool:
+    """Whether nothing is known of what it does now, if it does anything."""
+    return entry.ended or entry.lost
 
 
 def _condition(entry: Entry, registry: Registry, constants: Constants, now: float) -> str:

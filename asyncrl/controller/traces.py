@@ -24,6 +24,7 @@ from structlog.typing import FilteringBoundLogger
 from asyncrl.errors import InvalidRequest
 from asyncrl.messages import TracePart, TraceSpan, TraceWritten
 from asyncrl.monitor.trace import SPANS_KEPT, Trace, process_events, span_events, track_events
+from asyncrl.runtime.supervision import ROLES, role_of
 
 FOLDER = "trace"
 WAIT_S = 8.0
@@ -43,8 +44,12 @@ class TraceFile:
         self._part = folder / f"{self.path.name}{_PART}"
         self._named: set[tuple[int, int]] = set()
         head = {"displayTimeUnit": "ms", "otherData": {"run": run}}
-        self._part.write_bytes(msgspec.json.encode(head)[:-1] + b',"traceEvents":[')
         self._before = b"\n"
+        try:
+            self._part.write_bytes(msgspec.json.encode(head)[:-1] + b',"traceEvents":[')
+        except OSError:
+            self.discard()
+            raise
 
     def add(self, pid: int, name: str, spans: Sequence[TraceSpan]) -> None:
         """Raises OSError; the file is then of no use."""
@@ -86,10 +91,20 @@ def _is_numbered(path: Path) -> bool:
     return path.name[6:].partition(".")[0].isdigit()
 
 
+class _Pids:
+    """Numbers of the actors in all files of a run: those of its beginning in their order, then as others are met."""
+
+    def __init__(self, actors: Sequence[str]) -> None:
+        self._numbers = {actor: pid for pid, actor in enumerate(actors, 1)}
+
+    def of(self, actor: str) -> int:
+        return self._numbers.setdefault(actor, len(self._numbers) + 1)
+
+
 class _Collection:
     """One trace: its file, and who has not handed in yet."""
 
-    def __init__(self, number: int, run_dir: Path, run: str, pids: dict[str, int]) -> None:
+    def __init__(self, number: int, run_dir: Path, run: str, pids: _Pids) -> None:
         self.number = number
         self.waiting: set[str] = set()
         self.handed_in: list[str] = []
@@ -97,6 +112,7 @@ class _Collection:
         self.error = ""
         self._run_dir, self._run, self._pids = run_dir, run, pids
         self._file: TraceFile | None = None
+        self._is_over = False
         self._counts: Counter[str] = Counter()
         self._lock = asyncio.Lock()
 
@@ -106,7 +122,8 @@ class _Collection:
         if self._counts[name] > MOST_SPANS:
             raise InvalidRequest(f"{name} hands in more than {MOST_SPANS} spans")
         async with self._lock:
-            if not self.error:
+            # What comes too late would be the beginning of a file that nobody finishes.
+            if not self.error and not self._is_over:
                 try:
                     await asyncio.to_thread(self._write, name, spans)
                 except OSError as error:
@@ -121,6 +138,7 @@ class _Collection:
         """What became of it."""
         path = ""
         async with self._lock:
+            self._is_over = True
             file = self._file
             if file is not None:
                 try:
@@ -134,14 +152,14 @@ class _Collection:
         return TraceWritten(
             path=path,
             error=self.error,
-            actors=sorted(set(self.handed_in), key=self._pids.__getitem__),
+            actors=sorted(set(self.handed_in), key=self._pids.of),
             missing=sorted(self.waiting),
         )
 
     def _write(self, name: str, spans: Sequence[TraceSpan]) -> None:
         if self._file is None:
             self._file = TraceFile(self._run_dir / FOLDER, self._run)
-        self._file.add(self._pids[name], name, spans)
+        self._file.add(self._pids.of(name), name, spans)
 
 
 class Traces:
@@ -163,7 +181,7 @@ class Traces:
         log: FilteringBoundLogger,
     ) -> None:
         self._run_dir, self._run = run_dir, run
-        self._pids = {actor: pid for pid, actor in enumerate(actors, 1)}
+        self._pids = _Pids(actors)
         self._name, self._trace = name, trace
         self._ready, self._ask, self._number, self._log = ready, ask, number, log
         self._wanted: _Collection | None = None
@@ -181,7 +199,7 @@ class Traces:
 
     async def take(self, actor: str, part: TracePart) -> None:
         """A part has come. One that nobody waits for any more is dropped. Raises InvalidRequest."""
-        if actor not in self._pids:
+        if role_of(actor) not in ROLES:
             raise InvalidRequest(f"{actor} has no timeline")
         if not part.number:
             if self._last is None:
@@ -198,7 +216,7 @@ class Traces:
     async def _collect(self, wait_s: float) -> TraceWritten:
         self._number += 1
         wanted = self._wanted = self._new(self._number)
-        wanted.waiting = {actor for actor in self._ready() if actor in self._pids and actor != self._name}
+        wanted.waiting = {actor for actor in self._ready() if role_of(actor) in ROLES and actor != self._name}
         if not wanted.waiting:
             wanted.complete.set()
         self._ask(wanted.number)

@@ -30,7 +30,9 @@ LAST_WRITE_S = 0.5
 
 
 class Watching:
-    """See the module. Made by the controller ``actor``; ``sink`` is given each snapshot that is recorded."""
+    """See the module. Made by the controller ``actor``; ``sink`` is given each snapshot that is recorded, ``is_gone``
+    says of an actor that it has left the run.
+    """
 
     def __init__(
         self,
@@ -40,10 +42,11 @@ class Watching:
         *,
         stalled: Callable[[], str],
         sink: Callable[[bytes], None],
+        is_gone: Callable[[str], bool],
     ) -> None:
         config, context = actor.config, actor.context
         self._actor, self._registry, self._run = actor, registry, run
-        self._stalled, self._sink = stalled, sink
+        self._stalled, self._sink, self._is_gone = stalled, sink, is_gone
         self._constants = Constants(
             name=context.run_dir.name,
             run_id=context.credentials.run_id,
@@ -65,6 +68,8 @@ class Watching:
         self._recorder = Recorder(context.run_dir, self._constants.attempt, config.monitor.record_bytes)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
         self._writing: asyncio.Future[None] | None = None
+        self._is_over = False
+        """Whether the last snapshot was taken."""
         self._snapshots = Snapshots(
             self._take,
             self._record,
@@ -110,6 +115,7 @@ class Watching:
         self._look_at_self()
         await self._written()
         await self._snapshots.take(record=True)
+        self._is_over = True
         await self._written()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
@@ -124,7 +130,7 @@ class Watching:
         assert self._own is not None
         now, wall = actor.clock.now(), actor.clock.wall()
         views = [view_self(actor.record(), self._own, self._registry, constants, now)]
-        for view in view_actors(constants, self._registry, self._run.expected, actor.name, now):
+        for view in view_actors(constants, self._registry, self._run.expected, actor.name, now, self._is_gone):
             views.append(view)
             if len(views) % ACTORS_AT_ONCE == 0:
                 await asyncio.sleep(0)
@@ -141,6 +147,9 @@ class Watching:
         )
 
     def _record(self, wall: float, snapshot: bytes) -> None:
+        if self._is_over:
+            # The last one is recorded, and nobody writes any more.
+            return
         self._sink(snapshot)
         if not self._actor.config.monitor.record_bytes:
             return

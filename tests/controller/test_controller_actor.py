@@ -9,7 +9,8 @@ import pytest
 from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.config import validate_config
 from asyncrl.controller import actor as controller_module
-from asyncrl.controller.actor import LINES_KEPT, Controller
+from asyncrl.controller.actor import Controller
+from asyncrl.controller.recent_lines import LINES_KEPT
 from asyncrl.errors import AsyncRLError, RemoteError
 from asyncrl.launcher.link import ControllerLink
 from asyncrl.messages import (
