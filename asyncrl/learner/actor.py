@@ -109,7 +109,7 @@ class Learner(Actor):
         start = await self._on_thread(mark.begin)
         host, port = await self._on_thread(lambda: self._backend.open_store(self.context.host))
         self.facts = {"store_host": host, "store_port": port}
-        await self._register(address="")
+        await self.tell_facts()
         await self._on_thread(lambda: self._backend.setup(host, port))
         records = await asyncio.to_thread(RecordFiles, self.context.run_dir, start)
         self._start = start

@@ -17,21 +17,17 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from asyncrl.config import Config
-from asyncrl.errors import AsyncRLError, DeadlineExceeded, RemoteError, WireError
+from asyncrl.errors import AsyncRLError, WireError
 from asyncrl.messages import (
     ActorRecord,
     AwaitRecord,
     Dead,
     Heartbeat,
     Members,
-    Register,
     ReportFailure,
     Resolve,
     ResourceRecord,
     RunState,
-    TracePart,
-    WatchMembers,
-    WatchRun,
 )
 from asyncrl.monitor.logging import get_logger
 from asyncrl.monitor.states import Kind, StateLedger
@@ -40,8 +36,9 @@ from asyncrl.monitor.trace import STATES, Trace, spans_kept
 from asyncrl.runtime.awaits import Awaits, most_telling
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.endpoint import Endpoint
-from asyncrl.runtime.peer import REPEAT_S, Peer
-from asyncrl.runtime.roster import Roster
+from asyncrl.runtime.peer import Peer
+from asyncrl.runtime.roster import CONTROLLER, Roster
+from asyncrl.runtime.run_watch import RunWatch
 from asyncrl.runtime.server import Caller, CallServer, handler
 from asyncrl.runtime.supervision import ROLES, UNHEALABLE_EXITS
 from asyncrl.runtime.telling import Events, Telling
@@ -51,11 +48,8 @@ from asyncrl.wire.transport import Transport
 
 __all__ = ["CONTROLLER", "Actor", "ActorContext", "Caller", "handler"]
 
-CONTROLLER = "controller/0"
 REPORT_S = 5.0
 """Longest time that a failing actor spends on telling the controller."""
-TRACE_S = 3.0
-"""Longest time that an actor spends on handing in its timeline."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,13 +116,9 @@ class Actor:
         """Newest incarnation of each other actor that is known to be dead."""
         self.tasks: asyncio.TaskGroup
         self.run_state = RunState(number=-1, phase="starting")
+        """What the controller has said last."""
         self.roster = Roster(self.config.actors, context.credentials, context.transport)
-        self._known_to = 0
-        """Incarnation of the controller where this actor is registered."""
-        self._has_made_way = False
-        self._traced = 0
-        """Number of the last trace for which spans were handed in."""
-        self._is_leaving = False
+        self._run_watch = RunWatch(self)
         self._drained = asyncio.Event()
         self._peers: dict[str, Peer] = {}
         self._server: CallServer | None = None
@@ -211,6 +201,10 @@ class Actor:
     def progress(self) -> None:
         """Count a useful event; heartbeats without any are how a stall shows."""
         self._progress += 1
+
+    async def tell_facts(self) -> None:
+        """In setup: let others know ``facts`` before this actor can be called."""
+        await self._run_watch.register(address="")
 
     def begin_drain(self) -> None:
         """End in good order."""
@@ -300,12 +294,12 @@ class Actor:
                     self._endpoint.ending = True
                 raise _Ended
         except* _Ended:
-            await self._hand_in_trace(0)
+            await self._run_watch.hand_in_trace(0)
         except* Exception as group:
             error = _first(group)
             self.log.error("actor failed", reason=str(error), exc_info=error)
             await self._report(error)
-            await self._hand_in_trace(0)
+            await self._run_watch.hand_in_trace(0)
             raise error from None
         finally:
             for peer in self._peers.values():
@@ -326,19 +320,19 @@ class Actor:
     async def _live(self) -> None:
         supervised = self.context.controller is not None
         if supervised:
-            await self._register(address="")
+            await self._run_watch.register(address="")
             # Before anybody can find it: whoever has joined would be turned away, and never knock again.
-            await self._learn_members(self.config.supervision.start_timeout_s)
-            self.tasks.create_task(self._watch_run(), name="watch_run")
+            await self._run_watch.learn_members(self.config.supervision.start_timeout_s)
+            self.tasks.create_task(self._run_watch.run(), name="watch_run")
         await self._until_drained(self.setup())
         if self.draining:
             return
         self.ready = True
         if self.kind == "actor":
             self.states.enter("ready")
-        self._make_way()
+        self._run_watch.make_way()
         if supervised:
-            await self._register(address=self.address)
+            await self._run_watch.register(address=self.address)
         await self.run()
 
     async def _until_drained(self, work: Coroutine[Any, Any, None]) -> None:
@@ -365,18 +359,6 @@ class Actor:
         """Where its server is to be bound."""
         return f"tcp://{self.context.host}:{self.config.network.ports}"
 
-    async def _register(self, address: str) -> None:
-        if address and self.context.credentials.curve:
-            address = f"{address}#{self.context.attempt}"
-        record = self.record(address)
-        # A controller that is itself being started again is waited for.
-        timeout = self.config.supervision.start_timeout_s
-        call = self.peer(CONTROLLER).call(Register(record=record), timeout=timeout)
-        await call
-        self._known_to = call.answered_by
-        # What it was told before is lost.
-        self.telling.forget()
-
     def record(self, address: str = "") -> ActorRecord:
         """What the registry is to know of it; an address says that it can be called there."""
         return ActorRecord(
@@ -389,42 +371,9 @@ class Actor:
             attempt=self.context.attempt,
         )
 
-    async def _watch_run(self) -> None:
-        """Follow the run's state for the whole life of this actor."""
-        while True:
-            watch = WatchRun(seen=self.run_state.number, members=self.roster.number)
-            call = self.peer(CONTROLLER).call(watch)
-            try:
-                with self.awaits.on(CONTROLLER, "WatchRun", idle=True):
-                    state: RunState = await call
-                if state.members > self.roster.number:
-                    await self._learn_members()
-            except (DeadlineExceeded, RemoteError) as error:
-                # Data goes on without the controller; it comes back under its address or the agent ends us.
-                self.log.warning("controller is away", error=str(error))
-                await asyncio.sleep(REPEAT_S / 10)
-                continue
-            if call.answered_by != self._known_to:
-                self.log.info("controller has started again", incarnation=call.answered_by)
-                # If it refuses, this incarnation is dead to the others and must end.
-                await self._register(address=self.address if self.ready else "")
-            self.run_state = state
-            self._fence(state.dead)
-            if state.trace and state.trace != self._traced:
-                self._traced = state.trace
-                self.tasks.create_task(self._hand_in_trace(state.trace))
-            if self.role in state.draining and not self.draining:
-                self.log.info("draining", reason=state.reason)
-                self._drained.set()
-            self._make_way()
-            self._leave()
-
-    async def _learn_members(self, timeout: float | None = None) -> None:
-        self.take_in(await self.peer(CONTROLLER).call(WatchMembers(), timeout=timeout))
-
     def take_in(self, members: Members) -> None:
         """Know who has joined, and have nothing more to do with who has left."""
-        self._fence(self.roster.take_in(members))
+        self.fence(self.roster.take_in(members))
 
     def _follow_states(self, states: StateLedger) -> None:
         """Show them in the timeline."""
@@ -432,20 +381,7 @@ class Actor:
         track.enter(states.state)
         states.entered = lambda state, awaiting: track.enter(f"{state}: {awaiting}" if awaiting else state)
 
-    async def _hand_in_trace(self, number: int) -> None:
-        """Give the controller what is kept of the timeline; nobody fails for its sake."""
-        if not self.trace.on or self.context.controller is None:
-            return
-        controller = self.peer(CONTROLLER)
-        try:
-            async with asyncio.timeout(TRACE_S):
-                for spans in self.trace.parts():
-                    await controller.call(TracePart(number=number, spans=spans), timeout=TRACE_S)
-                await controller.call(TracePart(number=number, spans=[], last=True), timeout=TRACE_S)
-        except (TimeoutError, WireError) as error:
-            self.log.warning("timeline is not handed in", error=str(error) or f"no answer within {TRACE_S:g} s")
-
-    def _fence(self, dead: list[Dead]) -> None:
+    def fence(self, dead: list[Dead]) -> None:
         """Neither hear nor believe these any more."""
         for actor in dead:
             name, incarnation = actor.name, actor.incarnation
@@ -461,23 +397,6 @@ class Actor:
         if incarnation > self.dead.get(name, 0):
             self.dead[name] = incarnation
             self.peer_died(name, incarnation)
-
-    def _make_way(self) -> None:
-        if self.run_state.phase == "preempting" and self.ready and not self._has_made_way:
-            self._has_made_way = True
-            self.log.info("the run makes way")
-            self.preempted()
-
-    def _leave(self) -> None:
-        found = next((leaving for leaving in self.run_state.leaving if leaving.name == self.name), None)
-        if found is None or self._is_leaving or self.draining:
-            return
-        self._is_leaving = True
-        self.log.info("leaving the run", within_s=found.within_s)
-        if self.ready:
-            self.asked_to_leave(found.within_s)
-        else:
-            self.begin_drain()
 
     async def _resolve(self, name: str, above: int) -> ActorRecord | None:
         reply = await self.peer(CONTROLLER).call(Resolve(name=name, above=above))
