@@ -202,7 +202,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 
     ``progress`` counts useful events and ``beat`` heartbeats: a beat without progress is a stall, not a death.
     Figures are cumulative since the start of the incarnation, and a beat carries those that have changed since they
-    were last sent, and from time to time all (runtime/facts.py): what is not named is as it was.
+    were last sent, and from time to time all (runtime/telling.py): what is not named is as it was.
     """
 
     beat: Count

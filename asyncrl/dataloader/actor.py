@@ -12,6 +12,7 @@ parked, and the learner is told with ``restore_needed`` what is missing.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 from asyncrl.config import DataConfig
 from asyncrl.dataloader.evals import EvalPrompt, EvalSet
@@ -81,6 +82,8 @@ class Dataloader(Actor):
         self._known_orphans: set[str] = set()
         self._granted: dict[str, float] = {}
         """When each training prompt that is out was granted by this incarnation; the oldest first."""
+        self._counts: Counter[str] = Counter()
+        """Of the tickets before the present ones."""
 
     # --- life ---
 
@@ -211,6 +214,7 @@ class Dataloader(Actor):
     def _shut(self) -> None:
         if self._tickets is not None:
             self._previous, self._tickets = self._tickets, None
+            self._counts += self._previous.counts
 
     async def _restore(self, request: Restored) -> Tickets:
         # Who is dead and has no successor yet would be waited for in vain.
@@ -274,6 +278,8 @@ class Dataloader(Actor):
         if self._preempted:
             tickets.stop()
         self._tickets, self._previous = tickets, None
+        # Of the others the learner's checkpoint has the outcome, which nobody reports any more.
+        self._granted = {uid: at for uid, at in self._granted.items() if tickets.is_out(uid)}
         self.param_version = tickets.newest_version
         self._note_orphans("")
         self.progress()
@@ -447,7 +453,7 @@ class Dataloader(Actor):
         tickets = self._tickets
         if tickets is None:
             return
-        for name, count in tickets.counts.items():
+        for name, count in (self._counts + tickets.counts).items():
             self.counters[f"tickets/{name}"] = count
         self.counters["tickets/outstanding"] = tickets.outstanding
         self.counters["tickets/gate"] = tickets.admitted

@@ -69,6 +69,10 @@ class Tickets:
         """Training groups granted and neither reported nor returned."""
         return self._holders.outstanding
 
+    def is_out(self, uid: str) -> bool:
+        """Whether a prompt is granted, or with the learner, and neither reported nor returned."""
+        return uid in self._holders
+
     @property
     def admitted(self) -> int:
         """How many may be outstanding for an engine that serves the newest version."""

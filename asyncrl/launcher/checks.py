@@ -6,10 +6,14 @@ import errno
 import glob
 import os
 import socket
+from collections.abc import Collection
 from importlib.util import find_spec
 from pathlib import Path
 
 from asyncrl.config import Config, DataConfig, SinksConfig
+
+SINK_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "prometheus_client": "prometheus"}
+"""What a sink needs, and the extra of asyncrl that brings it."""
 
 
 def find_problems(config: Config) -> list[str]:
@@ -22,7 +26,7 @@ def find_problems(config: Config) -> list[str]:
         found += _check_data(f"eval.{name}.data", evaluation.data)
     found += _check_run_dir(Path(config.run.dir))
     found += _check_network(config.network.host, config.network.controller_port)
-    found += _check_sinks(config.sinks)
+    found += check_sinks(config.sinks, installed_sinks())
     return found
 
 
@@ -69,20 +73,21 @@ def _check_network(host: str, port: int) -> list[str]:
     return []
 
 
-def _check_sinks(sinks: SinksConfig) -> list[str]:
-    wanted = [
-        ("sinks.tensorboard", sinks.tensorboard, "tensorboard", "tensorboard"),
-        ("sinks.wandb.mode", sinks.wandb.mode != "off", "wandb", "wandb"),
-        ("sinks.prometheus.enabled", sinks.prometheus.enabled, "prometheus_client", "prometheus"),
-    ]
+def check_sinks(sinks: SinksConfig, installed: Collection[str], where: str = "") -> list[str]:
+    """What the head lacks for the sinks that are wanted, by the packages ``installed`` there."""
+    wanted = {
+        "tensorboard": ("sinks.tensorboard", sinks.tensorboard),
+        "wandb": ("sinks.wandb.mode", sinks.wandb.mode != "off"),
+        "prometheus_client": ("sinks.prometheus.enabled", sinks.prometheus.enabled),
+    }
     return [
-        f"{key}: the package {package} is not installed; pip install 'asyncrl[{extra}]'"
-        for key, is_wanted, package, extra in wanted
-        if is_wanted and not _is_installed(package)
+        f"{key}: the package {package} is not installed{where}; pip install 'asyncrl[{SINK_PACKAGES[package]}]'"
+        for package, (key, is_wanted) in wanted.items()
+        if is_wanted and package not in installed
     ]
 
 
-def _is_installed(package: str) -> bool:
+def installed_sinks() -> list[str]:
+    """Of SINK_PACKAGES, those that are installed here."""
     # A mere folder of that name, as wandb leaves one where it is used, has a specification but no origin.
-    spec = find_spec(package)
-    return spec is not None and spec.origin is not None
+    return [name for name in SINK_PACKAGES if (spec := find_spec(name)) is not None and spec.origin is not None]

@@ -25,6 +25,8 @@ class Facts(Struct, frozen=True, kw_only=True, tag="facts"):
     """IPv4 address by network interface."""
     client: str = ""
     """Address from which the launcher reached this host, where ssh says so."""
+    sinks: list[str] = []
+    """Of the packages that sinks need, those that are installed there."""
 
 
 class RouteQuery(Struct, frozen=True, kw_only=True, tag="routes"):

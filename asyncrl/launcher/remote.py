@@ -26,6 +26,7 @@ import msgspec
 
 from asyncrl.errors import AsyncRLError, UsageError
 from asyncrl.launcher.addresses import find_routes, interfaces
+from asyncrl.launcher.checks import installed_sinks
 from asyncrl.launcher.folders import CONFIG, PART, RUN_ID, hold_private, is_living, remove_abandoned
 from asyncrl.launcher.hosts import local_host
 from asyncrl.launcher.hostspec import (
@@ -60,6 +61,7 @@ def main() -> int:
                 gpus=list(host.gpus),
                 interfaces=interfaces(),
                 client=os.environ.get("SSH_CONNECTION", "").partition(" ")[0],
+                sinks=installed_sinks(),
             )
         )
         while line := _read_line():

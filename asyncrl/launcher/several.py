@@ -29,7 +29,7 @@ import msgspec
 from asyncrl.config import Config, NetworkConfig, config_to_json, validate_config
 from asyncrl.errors import ConfigError, UsageError
 from asyncrl.launcher import addresses
-from asyncrl.launcher.checks import find_problems
+from asyncrl.launcher.checks import check_sinks, find_problems
 from asyncrl.launcher.contact import Contact
 from asyncrl.launcher.folders import (
     RUN_ID,
@@ -196,7 +196,10 @@ class _Launch:
                 )
             )
         # What is looked for on this host need not be here, if the head is another.
-        problems = find_problems(self.config) if self.head_is_here else []
+        if self.head_is_here:
+            problems = find_problems(self.config)
+        else:
+            problems = check_sinks(self.config.sinks, self.facts[self.head].sinks, f" on {self.head}")
         try:
             self.placed = place(self.config, self.hosts)
         except ConfigError as error:

@@ -77,7 +77,7 @@ METRICS: tuple[Metric, ...] = (
         ("heartbeats/ignored", "heartbeats", "of actors that are dead or condemned, or out of order"),
         ("snapshots/taken", "snapshots", "made for those who watch and for the recording"),
         ("snapshots/lost", "snapshots", "that could not be recorded, as on a full disk, or not in time"),
-        ("sinks/dropped", "records", "for which there was no room on the way to a sink, or nobody to take them"),
+        ("sinks/dropped", "lines", "for which there was no room on the way to a sink, or nobody to take them"),
         ("sinks/lost", "records", "that a sink was given and failed to take"),
         ("sinks/restarts", "restarts", "of the process of the sinks"),
     ),

@@ -210,8 +210,9 @@ def _style(figure: go.Figure, height: int = 340, *, titled: bool = False) -> Non
             "orientation": "h",
             "y": 1 + 28 / (height - 125) if titled else 1.02,
             "yanchor": "bottom",
-            "x": 1,
-            "xanchor": "right",
+            # On the right are the buttons.
+            "x": 0,
+            "xanchor": "left",
         },
         hovermode="x unified",
         showlegend=True,

@@ -74,7 +74,8 @@ def _page(run_dir: Path) -> str:
     snapshots = _snapshots(run_dir)
     last = snapshots[-1] if snapshots else None
     name = html.escape(run_dir.resolve().name)
-    no_lines, no_recording = "metrics.jsonl has nothing of it.", "No snapshots of this run were recorded."
+    no_lines = "metrics.jsonl has nothing of it."
+    no_recording = f"{'Too few' if snapshots else 'No'} snapshots of this run were recorded."
     sections = [
         ("Reward", charts.reward(train, evals), no_lines, "Mean over everything scored since the last step."),
         ("Staleness", charts.staleness(train), no_lines, "Of trained tokens, in versions of the weights."),
@@ -125,7 +126,8 @@ def _chart(number: int, title: str, figure: Any, missing: str, note: str) -> str
         include_plotlyjs=False,
         full_html=False,
         div_id=f"chart-{number}",
-        config={"displaylogo": False, "responsive": True},
+        # Plotly's own choice is a button that uploads the figures of the run to its makers.
+        config={"displaylogo": False, "responsive": True, "showSendToCloud": False},
     )
     return f"<section><h2>{title}</h2><p class=note>{note}</p>{plot}</section>"
 

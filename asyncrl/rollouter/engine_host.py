@@ -197,11 +197,13 @@ class EngineHost:
         """Stop for the update to ``version``; returns the seconds until the engine was idle."""
         assert self._engine is not None
         self._shut()
-        self._states.enter("paused", f"weights v{version}")
+        self._states.enter("pausing", f"weights v{version}")
         began = self._clock.now()
         mode = {"abort_resume": "abort", "keep": "keep", "drain": "wait"}[self._config.rollout.on_update]
         await self._engine.pause(mode)  # type: ignore[arg-type]
         self._frozen = True
+        if self._states.state == "pausing":
+            self._states.enter("paused", f"weights v{version}")
         return self._clock.now() - began
 
     async def load(self, weights: Staged | Broadcast) -> float:
@@ -217,7 +219,9 @@ class EngineHost:
         try:
             await self._engine.load(weights, recompute_kv=rollout.on_update != "keep" or rollout.keep_kv == "recompute")
         finally:
-            self._states.enter("paused", f"weights v{weights.version}")
+            # Not where it has died meanwhile.
+            if self._states.state == "loading":
+                self._states.enter("paused", f"weights v{weights.version}")
         self._loaded = weights.version
         self.loads += 1
         return self._clock.now() - began
@@ -290,7 +294,9 @@ class EngineHost:
     @property
     def kv_use(self) -> float | None:
         """Share of the engine's KV cache in use; None where it cannot say."""
-        return self._engine.kv_use if self._engine is not None else None
+        # Asked by the thread that beats, while another is put into its place.
+        engine = self._engine
+        return engine.kv_use if engine is not None else None
 
     def take_sampling(self) -> list[tuple[float, float]]:
         """The intervals since the last call, the present one up to now."""

@@ -304,6 +304,15 @@ def without_asyncrl(host):
 
 
 @contextlib.contextmanager
+def without_wandb(host):
+    """What is left is a folder of that name, as wandb makes one where it is used."""
+    (package,) = Path(sys.prefix).glob("lib/*/site-packages/wandb")
+    host.run(["mount", "-t", "tmpfs", "none", str(package)])
+    yield
+    host.run(["umount", str(package)])
+
+
+@contextlib.contextmanager
 def unreachable(host):
     host.cut_off()
     yield
@@ -347,6 +356,13 @@ def another_folder(host):
         ("head\nb\n", ("--include", "b,c"), as_it_is, 2, "--include: c is not in the hostfile"),
         ("head\nb\n", ("--network.interface", "ib0"), as_it_is, 2, "b: there is no interface ib0"),
         ("head\nb\n", ("--network.host", "10.77.0.1"), as_it_is, 78, "network.host: is for a run on one host"),
+        (
+            "b\na\n",
+            ("--sinks.wandb.mode", "offline"),
+            without_wandb,
+            78,
+            "wandb is not installed on b; pip install 'asy",
+        ),
         ("head\nb\nnowhere\n", (), without_python, 1, "b, nowhere: 2 of 3 hosts cannot take part"),
     ],
 )

@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 from cluster.launches import Launch, left, process
 from cluster.netns import REPOSITORY, Cluster, wait_until
+from trace_files import generation, load
 
-from asyncrl.launcher.progress import read_metrics
+from asyncrl.monitor.metrics_file import read_metrics
+from asyncrl.monitor.recording import read_recording
+from asyncrl.monitor.story import explain
 from tools.chaos.audit import Expected, audit
 
 WAIT_S = 90.0
@@ -161,6 +164,19 @@ def test_a_host_joins_serves_and_leaves_while_the_run_goes_on(cluster, folder):
     ]
     assert set(taken) == {"stream"}
     assert run.events("rollouter-2", "nothing more is begun")[0]["unfinished"] == 0
+    # It was watched and recorded like the others, for as long as it was there.
+    recorded = list(read_recording(run.run_dir))
+    there = [{actor.name: actor for actor in snapshot.actors} for snapshot in recorded]
+    guests = {"agent/2", "rollouter/2"}
+    # Nobody knows its host before it has spoken itself.
+    hosts = [{actors[name].host for actors in there if name in actors} - {""} for name in guests]
+    assert hosts[0] == hosts[1] and len(hosts[0]) == 1
+    assert any(actors["rollouter/2"].condition == "ready" for actors in there if "rollouter/2" in actors)
+    assert not guests & there[0].keys()
+    assert there[-1].keys() == {*there[0], "agent/0", "agent/1"}
+    assert generation({"rollouter/2": load(run.run_dir / "trace" / "trace-001.json")["rollouter/2"]})
+    (uid, *_) = run.events("rollouter-2", "generated")
+    assert "granted to rollouter/2" in explain(run.run_dir, uid["uid"])
     over = run.join("c")
     assert over.end()[0] == 2
     assert "the run in it has ended" in over.shown

@@ -19,8 +19,11 @@ from asyncrl.messages import (
     StopRun,
     WatchMembers,
     WatchRun,
+    WatchSnapshot,
 )
+from asyncrl.monitor.client import decode_snapshot
 from asyncrl.runtime.roster import LAUNCHER
+from asyncrl.wire.keys import VIEWER
 
 ASK = "a" * 16
 FAST = validate_config(CONFIG.model_dump() | {"supervision": {"start_timeout_s": 1.0, "silence_s": 1e6}})
@@ -70,6 +73,13 @@ async def leave_far(cluster):
     await cluster.register("rollouter/1", incarnation=5)
     await cluster.caller(LAUNCHER).call(Leave(host="far", within_s=1.0))
     return await state(cluster, lambda state: state.leaving)
+
+
+async def shown(cluster):
+    """Names of the actors in a new snapshot."""
+    await cluster.controller._watching._snapshots.take()
+    taken = await cluster.caller(VIEWER).call(WatchSnapshot())
+    return {actor.name for actor in decode_snapshot(taken.snapshot).actors}
 
 
 async def state(cluster, condition):
@@ -143,6 +153,8 @@ def test_who_leaves_is_told_and_once_gone_is_dead_for_good(tmp_path):
         agent = cluster.caller(found.agent)
         # Its end was asked for; that of another was not.
         assert (await agent.call(ended(name, 0))).asked
+        seen = await shown(cluster)
+        assert {found.agent, name} <= seen
         assert not (await cluster.caller().call(ended("rollouter/0", 0))).asked
         await agent.call(HostLeft())
         told = await state(cluster, lambda state: not state.leaving)
@@ -152,6 +164,8 @@ def test_who_leaves_is_told_and_once_gone_is_dead_for_good(tmp_path):
         assert [(host.host, host.stage) for host in members.hosts] == [("c", "left")]
         with pytest.raises(RemoteError, match="which has left"):
             await cluster.register(name, incarnation=5)
+        # Nor are they shown any more; everybody else is.
+        assert seen - await shown(cluster) == {found.agent, name}
 
     run(tmp_path, scenario)
 

@@ -1,22 +1,30 @@
 """What the controller shows of a run: to whom, how often, and whether it adds up."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from test_controller_actor import CONFIG, is_parked, run
 
+from asyncrl.config import validate_config
+from asyncrl.controller import actor as actor_module
+from asyncrl.controller.picture import Constants, view_actors
 from asyncrl.controller.snapshots import SNAPSHOT_S
+from asyncrl.launcher.link import ControllerLink
 from asyncrl.messages import (
     ActorEnded,
+    ActorRecord,
     EventRecord,
     Heartbeat,
     MetricsLine,
+    RequestTrace,
     ResourceRecord,
     StopRun,
     WatchSnapshot,
 )
 from asyncrl.monitor.client import decode_snapshot
 from asyncrl.monitor.recording import read_recording
+from asyncrl.runtime.registry import Registry
 from asyncrl.snapshot import UPDATE_LINES, Histogram
 from asyncrl.wire.keys import VIEWER
 
@@ -161,6 +169,73 @@ def test_the_end_is_seen_and_recorded(tmp_path):
         kept = list(read_recording(tmp_path))
         assert kept[-1].run.phase == "done"
         assert [actor.name for actor in kept[-1].actors] == sorted(CONFIG.actors)
+
+    run(tmp_path, scenario)
+
+
+def test_an_end_that_takes_longer_than_from_one_record_to_the_next_is_a_good_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(actor_module, "FAREWELL_S", 0.5)
+
+    async def scenario(cluster):
+        await cluster.all_ready()
+        await cluster.caller().call(StopRun(reason="enough"))
+        # Raises what ended it, if anything has.
+        await asyncio.wait_for(asyncio.shield(cluster.main), 10)
+        assert [snapshot.run.phase for snapshot in read_recording(tmp_path)][-1] == "done"
+
+    run(tmp_path, scenario, validate_config(CONFIG.model_dump() | {"monitor": {"record_s": 0.05}}))
+
+
+def test_steps_that_a_learner_trains_again_are_there_once(tmp_path):
+    async def scenario(cluster):
+        viewer, learner = cluster.caller(VIEWER), cluster.caller("learner/0")
+        await cluster.register("learner/0")
+        for start, step in ((1, 4), (1, 5), (1, 6), (2, 5)):
+            await cast(learner, MetricsLine(line={"kind": "train", "start": start, "step": step}))
+        seen = await until(viewer, lambda s: s.train and s.train[-1]["start"] == 2)
+        assert [(line["start"], line["step"]) for line in seen.train] == [(1, 4), (2, 5)]
+        assert seen.run.step == 5
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_who_is_lost_with_its_host_does_not_go_on_in_its_last_state(lost):
+    registry = Registry()
+    registry.register(ActorRecord(name="rollouter/0", incarnation=1, address="x"), 0.0)
+    engine = ResourceRecord("engine", "generating", "", 2.0, {"generating": 2.0})
+    registry.heartbeat("rollouter/0", 1, beat(resources=[engine]), 10.0)
+    if lost:
+        registry.lose(["rollouter/0"], "its host was silent")
+    constants = Constants(name="r", run_id="1", attempt=1, steps=9, staleness_max=1, groups_per_step=1, heartbeat_s=1e6)
+    (view,) = view_actors(constants, registry, ["rollouter/0"], "controller/0", 70.0)
+    assert view.condition == ("lost" if lost else "ready")
+    assert view.resources[0].seconds == {"generating": 2.0 if lost else 62.0}
+
+
+def test_an_agent_has_no_timeline_and_is_not_warned_of_that(tmp_path):
+    async def scenario(cluster):
+        states = []
+        link = ControllerLink(
+            cluster.context("agent/0", 1, controller=cluster.controller.address),
+            on_state=states.append,
+            on_silent=lambda: None,
+            on_successor=lambda: None,
+        )
+        told = []
+        link.log = SimpleNamespace(info=lambda *_, **__: None, warning=lambda *what, **_: told.append(what))
+        life = asyncio.create_task(link.main())
+        while not states:
+            await asyncio.sleep(0.005)
+        # Somebody for whom the trace waits.
+        await cluster.register("rollouter/0")
+        written = await cluster.caller(VIEWER).call(RequestTrace(), timeout=1.0)
+        assert (written.actors, written.missing) == (["controller/0"], ["rollouter/0"])
+        assert any(state.trace for state in states)
+        link.begin_drain()
+        life.cancel()
+        await asyncio.gather(life, return_exceptions=True)
+        assert told == []
 
     run(tmp_path, scenario)
 

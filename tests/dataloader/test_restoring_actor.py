@@ -211,6 +211,25 @@ def test_i1_a_learner_that_went_back_gets_again_what_it_had_reported(tmp_path: P
     run(main())
 
 
+def test_what_a_checkpoint_holds_is_no_ticket_that_is_out(tmp_path: Path) -> None:
+    """Its outcome was not reported in time, and nobody reports it any more."""
+
+    async def main() -> None:
+        rollouter = Rollouter()
+        async with running(small_config(**IN_ORDER), tmp_path, rollouters={A: rollouter}) as it:
+            await it.lease(free=3)
+            assert it.actor.counters["tickets/granted"] == 3
+            assert it.actor.figures()["tickets/oldest_s"] > 0
+            rollouter.tickets = Rollouter(seen=3).tickets
+            await it.restore(restored(ledger=ledger(0, 1, 2), groups_left=21), 2)
+            assert it.actor.counters["tickets/outstanding"] == 0
+            assert it.actor.figures()["tickets/oldest_s"] == 0
+            assert uids(await it.lease(seen=3, free=2)) == ["0-3", "0-4"]
+            assert it.actor.counters["tickets/granted"] == 5, "counters only grow"
+
+    run(main())
+
+
 def test_a_learner_that_has_a_successor_is_not_believed(tmp_path: Path) -> None:
     async def main() -> None:
         async with running(small_config(**IN_ORDER), tmp_path, restore=False) as it:

@@ -3,7 +3,7 @@
 import socket
 
 from asyncrl.config import validate_config
-from asyncrl.launcher.checks import find_problems
+from asyncrl.launcher.checks import check_sinks, find_problems, installed_sinks
 
 
 def problems(tmp_path, **tables):
@@ -51,3 +51,18 @@ def test_a_model_that_is_no_folder(tmp_path):
 def test_a_host_that_is_not_this_one(tmp_path):
     (problem,) = problems(tmp_path, network={"host": "203.0.113.1"})
     assert problem.startswith("network.host: 203.0.113.1 cannot be bound")
+
+
+def test_what_sinks_need_is_looked_for_on_the_head_and_the_way_to_it_told(tmp_path, monkeypatch):
+    wanted = {"tensorboard": True, "wandb": {"mode": "offline"}, "prometheus": {"enabled": True}}
+    assert problems(tmp_path, sinks=wanted) == []
+    sinks = validate_config(
+        {"rollout": {"engine": "sim"}, "learner": {"backend": "sim"}, "data": {"source": "synthetic"}, "sinks": wanted}
+    ).sinks
+    assert check_sinks(sinks, ["tensorboard", "prometheus_client"], " on far") == [
+        "sinks.wandb.mode: the package wandb is not installed on far; pip install 'asyncrl[wandb]'"
+    ]
+    # What wandb leaves where it is used is no package.
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    assert installed_sinks() == []

@@ -114,6 +114,9 @@ def test_there_is_nothing_to_load_and_it_is_forbidden(run_dir, tmp_path):
         assert tag not in ("link", "iframe", "object", "embed", "img")
         assert "src" not in attrs and "href" not in attrs, (tag, attrs)
     assert not re.findall(r"https?:|src=|url\(", page.own)
+    # Nor is there a button that sends it anywhere, as Plotly has by itself.
+    charts = page.own.count("Plotly.newPlot")
+    assert charts and page.own.count('"showSendToCloud": false') == charts
 
 
 def test_whatever_comes_from_the_run_is_text(tmp_path):

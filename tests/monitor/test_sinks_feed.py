@@ -58,6 +58,18 @@ def test_a_process_that_dies_again_and_again_is_given_up(tmp_path):
         assert feed.pid == 0
 
 
+def test_deaths_far_apart_are_not_counted_together(tmp_path, monkeypatch):
+    monkeypatch.setattr("asyncrl.monitor.sinks.feed.LONG_LIFE_S", 0.0)
+    with feeding(setup(tmp_path, tensorboard=True), first_pause_s=0.001) as (feed, counters):
+        killed = 0
+        for _ in range(MOST_RESTARTS + 3):
+            killed = life(feed, but=killed)
+            os.kill(killed, signal.SIGKILL)
+        life(feed, but=killed)
+        wait_for(lambda: counters["sinks/restarts"] == MOST_RESTARTS + 3)
+        assert not feed._given_up
+
+
 def test_a_process_that_cannot_be_started_is_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with feeding(setup(tmp_path, tensorboard=True), first_pause_s=0.001) as (feed, counters):
@@ -70,11 +82,11 @@ def test_a_process_that_stands_still_delays_nobody_and_is_killed_at_the_end(tmp_
         feed.line(train(1))
         taken(tmp_path, 1)
         psutil.Process(feed.pid).suspend()
-        large = encoded(snapshot()) + bytes(1 << 16)
+        large = {"kind": "train", "step": 2, "text": "x" * (1 << 16)}
         slowest = 0.0
         for _ in range(200):
             began = time.monotonic()
-            feed.picture(large)
+            feed.line(large)
             slowest = max(slowest, time.monotonic() - began)
         assert counters["sinks/dropped"] > 50
         assert slowest < 5.0, "it waited for the process"
@@ -84,6 +96,33 @@ def test_a_process_that_stands_still_delays_nobody_and_is_killed_at_the_end(tmp_
         assert time.monotonic() - began < 20.0
         assert feed.pid == 0
         assert counters["sinks/dropped"] >= 50 + held
+
+
+def test_of_snapshots_only_the_newest_waits(tmp_path):
+    """They are large, and those that have been overtaken are of no use."""
+    where = PrometheusSetup("127.0.0.1", 0)
+    with feeding(setup(tmp_path, prometheus=where), first_pause_s=0.05) as (feed, counters):
+        first = life(feed)
+        sinks = psutil.Process(first)
+        address_of(tmp_path)
+        sinks.suspend()
+        for number in range(500):
+            feed.picture(encoded(snapshot(step=number)))
+        assert len(feed._queue) == 0 and counters["sinks/dropped"] == 0
+        feed.picture(encoded(snapshot(step=1234)))
+        sinks.resume()
+        wait_for(lambda: "asyncrl_run_step 1234.0" in exposed(tmp_path))
+        # The next process begins with what is known.
+        (tmp_path / "monitor" / "prometheus.json").unlink()
+        sinks.kill()
+        life(feed, but=first)
+        wait_for(lambda: "asyncrl_run_step 1234.0" in exposed(tmp_path))
+        feed.close(30.0)
+
+
+def exposed(run_dir):
+    with urllib.request.urlopen(address_of(run_dir), timeout=30) as reply:
+        return reply.read().decode()
 
 
 def test_what_is_held_at_the_end_is_brought_out(tmp_path):

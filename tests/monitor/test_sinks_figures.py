@@ -43,6 +43,24 @@ def test_steps(lines, steps):
     assert [followed.of(line) for line in lines] == steps
 
 
+def test_an_update_before_any_step_is_known_belongs_where_the_run_is():
+    """As after the sinks, or the run, were started again."""
+    followed = Steps()
+    followed.reach(snapshot(step=41))
+    assert followed.of(update(9)) == (42, False)
+    assert followed.of(train(42)) == (42, True)
+    # Lines know better from here on.
+    followed.reach(snapshot(step=40))
+    assert followed.of(update(10)) == (43, False)
+
+
+def test_who_has_left_the_run_is_shown_no_more():
+    lines = [update(7), update(6, "rollouter/5")]
+    replicas = families_of(lines, snapshot())["asyncrl_update_stall_s"].values
+    assert replicas == {(("replica", "rollouter/0"),): 0.25}
+    assert len(families_of(lines, None)["asyncrl_update_stall_s"].values) == 2
+
+
 @given(st.text())
 def test_every_name_becomes_one_of_the_grammar(name):
     assert re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", prometheus_name(name))

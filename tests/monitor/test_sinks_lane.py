@@ -3,10 +3,11 @@
 import threading
 
 import pytest
-from sinks_cases import train, wait_for
+from sinks_cases import snapshot, train, wait_for
 
 from asyncrl.monitor.sinks.lane import Lane, describe
 from asyncrl.monitor.sinks.records import Line
+from asyncrl.snapshot import Snapshot
 
 
 class Fake:
@@ -26,9 +27,9 @@ class Fake:
 
     def write(self, record):
         self.go.wait(30)
-        if self.fails:
+        if self.fails and isinstance(record, Line):
             raise self.fails.pop(0)
-        self.taken.append(record.line["step"])
+        self.taken.append(record.run.step if isinstance(record, Snapshot) else record.line["step"])
 
     def close(self):
         self.closed += 1
@@ -62,12 +63,25 @@ def test_a_sink_that_blocks_holds_up_nobody_and_what_has_no_room_is_counted(lane
     lane.sink.go.clear()
     lane.start()
     put(lane, 0)
-    wait_for(lambda: lane._queue.qsize() == 0)
+    wait_for(lambda: not lane._lines)
     put(lane, *range(1, 31))
     assert lane.dropped == 20
     assert not lane.join(0.05)
     lane.sink.go.set()
     wait_for(lambda: lane.sink.taken == list(range(11)))
+
+
+def test_of_snapshots_only_the_newest_waits(lane):
+    lane.sink.go.clear()
+    lane.start()
+    put(lane, 0)
+    wait_for(lambda: not lane._lines)
+    for step in range(100, 200):
+        lane.put(snapshot(step))
+    put(lane, 1)
+    lane.sink.go.set()
+    wait_for(lambda: lane.sink.taken == [0, 199, 1])
+    assert lane.dropped == 0
 
 
 @pytest.mark.parametrize("failure", [OSError("disk is full"), SystemExit(1), ConnectionResetError("service is gone")])
@@ -78,6 +92,21 @@ def test_a_sink_that_fails_loses_one_record_and_is_opened_again(lane, failure):
     wait_for(lambda: lane.sink.taken == [2, 3])
     assert (lane.lost, lane.sink.opened, lane.sink.closed) == (1, 2, 1)
     wait_for(lambda: lane.trouble == "")
+
+
+def test_a_sink_that_takes_snapshots_and_no_lines_is_not_well(lane):
+    """As on a full disk: it would be said to be well and in trouble at each step."""
+    lane.sink.fails = [OSError("full")] * 3
+    lane.start()
+    for step in range(3):
+        put(lane, step)
+        wait_for(lambda step=step: lane.lost == step + 1)
+        lane.put(snapshot(100 + step))
+        wait_for(lambda step=step: lane.sink.taken[-1:] == [100 + step])
+        assert lane.trouble == "OSError: full"
+    put(lane, 9)
+    wait_for(lambda: lane.trouble == "")
+    assert lane.sink.taken == [100, 101, 102, 9]
 
 
 def test_a_sink_that_cannot_be_opened_is_tried_again_and_nothing_is_lost_meanwhile(lane):

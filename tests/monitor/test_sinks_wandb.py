@@ -94,6 +94,16 @@ def test_a_resumed_run_is_the_same_for_wandb(run_dir):
     assert steps(run_dir) == [1, 2]
 
 
+def test_where_its_id_cannot_be_kept_it_is_written_all_the_same(run_dir):
+    (run_dir / "monitor").write_text("in the way")
+    with feeding(setup(run_dir, wandb=OFFLINE)) as (feed, counters):
+        feed.line(train(1))
+        is_ready(feed)
+        feed.close(60.0)
+        assert counters["sinks/lost"] == 0
+    assert steps(run_dir) == [1]
+
+
 def test_its_service_is_killed_and_it_goes_on_with_another(run_dir):
     with feeding(setup(run_dir, wandb=OFFLINE, tensorboard=True)) as (feed, counters):
         feed.line(train(1))

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import resource
 import threading
 from collections import defaultdict
 from types import SimpleNamespace
@@ -223,6 +224,49 @@ def test_a_trace_on_demand_waits_for_everybody_that_is_ready_and_several_viewers
     run(main)
 
 
+def test_who_has_joined_the_run_is_in_its_traces(tmp_path):
+    async def main(tasks):
+        scene = Scene(tmp_path)
+        scene.living |= {"rollouter/7", "agent/3"}
+        writing = tasks.create_task(scene.traces.write(tasks, 10.0))
+        while not scene.asked:
+            await asyncio.sleep(0.001)
+        for actor in ("learner/0", "rollouter/0"):
+            await scene.hand_in(actor, 8, "x")
+        assert not writing.done()
+        await scene.hand_in("rollouter/7", 8, "generating")
+        assert (await writing).actors == ["controller/0", "learner/0", "rollouter/0", "rollouter/7"]
+        await scene.hand_in("rollouter/7", 0, "its end")
+        await scene.traces.finish()
+        for number, name in enumerate(["generating", "its end"], 1):
+            trace = load(tmp_path / "trace" / f"trace-00{number}.json")
+            assert [s.name for s in trace["rollouter/7"]["state"]] == [name]
+
+    run(main)
+
+
+def test_what_comes_after_the_end_begins_no_file(tmp_path):
+    async def main(_tasks):
+        scene = Scene(tmp_path)
+        await scene.hand_in("learner/0", 0, "train")
+        await scene.traces.finish()
+        await scene.hand_in("rollouter/0", 0, "late")
+        assert [path.name for path in (tmp_path / "trace").iterdir()] == ["trace-001.json"]
+
+    run(main)
+
+
+def test_a_disk_that_is_full_from_the_first_byte_keeps_nothing_of_a_trace(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            TraceFile(tmp_path / "trace", "demo")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list((tmp_path / "trace").iterdir()) == []
+
+
 def test_who_does_not_answer_is_missing_and_the_others_are_written(tmp_path):
     async def main(tasks):
         scene = Scene(tmp_path)
@@ -271,8 +315,9 @@ def test_a_full_disk_costs_the_trace_and_nothing_else(tmp_path):
 def test_strangers_and_floods_are_refused(tmp_path):
     async def main(_tasks):
         scene = Scene(tmp_path)
-        with pytest.raises(InvalidRequest):
-            await scene.traces.take("viewer/0", TracePart(number=0, spans=[]))
+        for stranger in ("viewer/0", "agent/0", "launcher/0"):
+            with pytest.raises(InvalidRequest):
+                await scene.traces.take(stranger, TracePart(number=0, spans=[]))
         many = SimpleNamespace(number=0, spans=[span("x")] * (MOST_SPANS // 2), last=False)
         for _ in range(2):
             await scene.traces.take("learner/0", many)

@@ -206,6 +206,28 @@ def test_the_death_of_an_engine_costs_no_token_that_was_handed_over(mode):
     run_virtual(main())
 
 
+def test_its_states_tell_of_the_update_and_an_engine_that_dies_under_it_is_down_from_then_on():
+    async def main():
+        async with World(on_update="keep") as world:
+            entered = []
+            world.host._states.entered = lambda state, awaiting: entered.append((LoopClock().now(), state))
+            running = asyncio.create_task(world.response("0-1", 8))
+            await asyncio.sleep(2.5)
+            world.version = 4
+            updating = asyncio.create_task(world.update())
+            await asyncio.sleep(0.05)
+            killed = LoopClock().now()
+            world.engines[-1].die("killed")
+            await running
+            await updating
+        states = [state for _, state in entered]
+        assert states[:5] == ["generating", "pausing", "paused", "loading", "restarting"]
+        assert entered[4][0] == pytest.approx(killed)
+        assert states[5] == "waiting", "for its weights, in another engine"
+
+    run_virtual(main())
+
+
 def test_under_keep_only_tokens_after_a_load_are_lost_with_the_engine():
     """I3: of those nobody can say which version sampled them."""
 

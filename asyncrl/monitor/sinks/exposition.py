@@ -46,10 +46,15 @@ def prometheus_name(name: str) -> str:
 
 
 def families_of(lines: Iterable[Mapping[str, Any]], snapshot: Snapshot | None) -> dict[str, Family]:
-    """By name: the newest line of each kind, evaluation and replica, and the newest snapshot."""
+    """By name: the newest line of each kind, evaluation and replica, and the newest snapshot.
+
+    Replicas that have left the run since are left out.
+    """
     found = _Families()
+    there = {actor.name for actor in snapshot.actors} if snapshot is not None else None
     for line in lines:
-        _add_line(found, line)
+        if line.get("kind") != "update" or there is None or line.get("replica") in there:
+            _add_line(found, line)
     if snapshot is not None:
         found.add("run/phase", 1.0, "1 for the phase that it is in", phase=snapshot.run.phase)
         for name, value in run_figures(snapshot).items():

@@ -2,8 +2,9 @@
 
 ``line`` and ``picture`` never wait. The thread starts the process, writes what it takes, starts it again when it has
 died, a bounded number of times with growing pauses, and ends it: at the end of the run it has a limited time to bring
-out what it holds, after which it is killed with all that it has started. What finds no room, or nobody, is dropped and
-counted. Nothing here fails the caller; a process that cannot be started is one that has died.
+out what it holds, after which it is killed with all that it has started. Of snapshots only the newest waits; of lines,
+what finds no room, or nobody, is dropped and counted. Nothing here fails the caller; a process that cannot be started
+is one that has died.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ DROPPED, LOST, RESTARTS = "sinks/dropped", "sinks/lost", "sinks/restarts"
 ROOM = 1000
 MOST_RESTARTS = 5
 FIRST_PAUSE_S = 1.0
+LONG_LIFE_S = 600.0
+"""A process that has lived so long has died of something else than those before it."""
 KILLED_S = 5.0
 """Time that a killed process has to be gone; one that the kernel holds longer is left to the node agent."""
 
@@ -38,7 +41,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class SinkFeed:
-    """Feeds one process of sinks. ``counters`` gets the counts, from the feed's thread."""
+    """Feeds one process of sinks. ``counters`` gets the counts."""
 
     def __init__(
         self,
@@ -54,7 +57,12 @@ class SinkFeed:
         self._log = log
         self._room = room
         self._first_pause_s = first_pause_s
-        self._queue: deque[Record] = deque()
+        self._queue: deque[Line] = deque()
+        self._picture: Picture | None = None
+        """The newest, while it waits."""
+        self._last_picture: Picture | None = None
+        """That was handed on: a process that is started again begins with it."""
+        self._lock = threading.Lock()
         self._reported = Report()
         """By the process that lives."""
         self._flush_until: float | None = None
@@ -70,11 +78,18 @@ class SinkFeed:
 
     def line(self, line: dict[str, Any]) -> None:
         """Hand over a line of metrics.jsonl, which nobody changes any more."""
-        self._put(Line(line))
+        if self._is_over or len(self._queue) >= self._room:
+            self._count(DROPPED)
+        else:
+            self._queue.append(Line(line))
+            self._notify()
 
     def picture(self, snapshot: bytes) -> None:
-        """Hand over a snapshot, encoded."""
-        self._put(Picture(snapshot))
+        """Hand over a snapshot, encoded, in place of one that still waits."""
+        if not self._is_over:
+            with self._lock:
+                self._picture = Picture(snapshot)
+            self._notify()
 
     def close(self, flush_s: float) -> None:
         """Let the sinks bring out what they hold, for as long as this, and end their process. Blocks so long."""
@@ -89,12 +104,13 @@ class SinkFeed:
             os.close(self._wake)
             self._wake = -1
 
-    def _put(self, record: Record) -> None:
-        if self._given_up or self._flush_until is not None or len(self._queue) >= self._room:
-            self._counters[DROPPED] += 1
-        else:
-            self._queue.append(record)
-            self._notify()
+    @property
+    def _is_over(self) -> bool:
+        return self._given_up or self._flush_until is not None
+
+    def _count(self, name: str, by: int = 1) -> None:
+        with self._lock:
+            self._counters[name] += by
 
     def _notify(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -103,28 +119,31 @@ class SinkFeed:
     # --- the thread ---
 
     def _run(self) -> None:
-        pause = self._first_pause_s
+        deaths = 0
         try:
             while True:
+                began = time.monotonic()
                 try:
                     ended = self._live()
                 except (OSError, ValueError) as error:
                     ended = str(error)
                 if self._flush_until is not None:
                     break
-                if self._counters[RESTARTS] >= MOST_RESTARTS:
+                deaths = 1 if time.monotonic() - began >= LONG_LIFE_S else deaths + 1
+                if deaths > MOST_RESTARTS:
                     self._log.error("sinks are given up", reason=ended, restarts=MOST_RESTARTS)
                     break
+                pause = self._first_pause_s * 2 ** (deaths - 1)
                 self._log.warning("sinks are started again", reason=ended, after_s=pause)
                 self._sleep(pause)
-                pause *= 2
-                self._counters[RESTARTS] += 1
+                self._count(RESTARTS)
         except BaseException as error:
             self._log.error("sinks are given up", exc_info=error)
         finally:
             self._given_up = True
-            self._counters[DROPPED] += len(self._queue)
+            self._count(DROPPED, len(self._queue))
             self._queue.clear()
+            self._picture = None
 
     def _sleep(self, seconds: float) -> None:
         """Until then, or until the feed is closed."""
@@ -167,10 +186,13 @@ class SinkFeed:
         reports: Stream[Report] = Stream(Report)
         self._reported = Report()
         outgoing = memoryview(_encoder.encode(self._setup))
+        # Steps go on, and an endpoint has figures, from the beginning.
+        with self._lock:
+            self._picture = self._picture or self._last_picture
         closed = False
         while True:
-            if not outgoing and self._queue:
-                outgoing = memoryview(_encoder.encode(self._queue.popleft()))
+            if not outgoing and (record := self._next()) is not None:
+                outgoing = memoryview(_encoder.encode(record))
             left: float | None = None
             if self._flush_until is not None:
                 if not outgoing and not closed:
@@ -199,10 +221,18 @@ class SinkFeed:
                 except ConnectionError:
                     return "their process has ended"
 
+    def _next(self) -> Record | None:
+        with self._lock:
+            picture, self._picture = self._picture, None
+        if picture is not None:
+            self._last_picture = picture
+            return picture
+        return self._queue.popleft() if self._queue else None
+
     def _take(self, report: Report) -> None:
         before, self._reported = self._reported, report
-        self._counters[DROPPED] += report.dropped - before.dropped
-        self._counters[LOST] += report.lost - before.lost
+        self._count(DROPPED, report.dropped - before.dropped)
+        self._count(LOST, report.lost - before.lost)
         for name, text in report.trouble.items():
             if name not in before.trouble:
                 self._log.warning("sink has trouble", sink=name, reason=text)

@@ -57,6 +57,11 @@ class Steps:
         self._step = 0
         self._start: int | None = None
 
+    def reach(self, snapshot: Snapshot) -> None:
+        """So far is the run; before any line of a step is told that is all that is known."""
+        if self._start is None:
+            self._step = snapshot.run.step
+
     def of(self, line: dict[str, Any]) -> tuple[int, bool]:
         """(the step of a line, whether it voids what was told of this step and later ones)."""
         if line.get("kind") == "update":

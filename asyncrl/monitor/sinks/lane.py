@@ -1,16 +1,16 @@
 """A sink's own thread and queue, so that one that blocks or fails holds up nobody else.
 
 A sink is opened, given one record after the other, and closed. When it raises, the record is lost and counted, the
-sink is closed, and after a pause that grows with each failure opened again; meanwhile its queue fills, and what has
-no room is dropped and counted.
+sink is closed, and after a pause that grows with each failure opened again; meanwhile its queue fills, and lines for
+which there is no room are dropped and counted. Of snapshots, which are large, only the newest waits.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import threading
+from collections import deque
 from typing import ClassVar, Protocol
 
 from asyncrl.monitor.sinks.records import Line
@@ -47,7 +47,9 @@ class Lane:
         self._sink = sink
         self._room = room
         self._first_pause_s = first_pause_s
-        self._queue: queue.SimpleQueue[Line | Snapshot | None] = queue.SimpleQueue()
+        self._lines: deque[Line] = deque()
+        self._snapshot: Snapshot | None = None
+        self._news = threading.Condition()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"sink {sink.name}", daemon=True)
         self.name = sink.name
@@ -66,15 +68,20 @@ class Lane:
 
     def put(self, record: Line | Snapshot) -> None:
         """Hand over a record, or drop it; never waits."""
-        if self._queue.qsize() >= self._room:
-            self.dropped += 1
-        else:
-            self._queue.put(record)
+        with self._news:
+            if isinstance(record, Snapshot):
+                self._snapshot = record
+            elif len(self._lines) >= self._room:
+                self.dropped += 1
+            else:
+                self._lines.append(record)
+            self._news.notify()
 
     def end(self) -> None:
         """Nothing more will come: the sink is closed once it has taken what is there."""
         self._ending.set()
-        self._queue.put(None)
+        with self._news:
+            self._news.notify()
 
     def join(self, timeout: float) -> bool:
         """Whether the sink is closed within ``timeout``."""
@@ -82,20 +89,21 @@ class Lane:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        is_open, failures = False, 0
+        is_open, failures, takes_lines = False, 0, True
         while True:
             record: Line | Snapshot | None = None
             try:
                 if not is_open:
                     self._sink.open()
                     is_open = True
-                record = self._queue.get()
+                record = self._next()
                 if record is None:
                     break
                 self._sink.write(record)
             # Libraries end a thread with SystemExit.
             except (Exception, SystemExit) as error:
                 self.lost += record is not None
+                takes_lines = takes_lines and record is None
                 self.trouble = describe(error)
                 self._close_quietly()
                 is_open, failures = False, failures + 1
@@ -104,16 +112,28 @@ class Lane:
                     self._give_up()
                     return
             else:
-                failures, self.trouble = 0, ""
+                # On a full disk a snapshot, which is only kept in mind, is taken all the same.
+                takes_lines = takes_lines or isinstance(record, Line)
+                if takes_lines:
+                    failures, self.trouble = 0, ""
         try:
             self._sink.close()
         except (Exception, SystemExit) as error:
             self.trouble = describe(error)
 
+    def _next(self) -> Line | Snapshot | None:
+        """Waits for it; None at the end."""
+        with self._news:
+            self._news.wait_for(lambda: self._snapshot or self._lines or self._ending.is_set())
+            if self._snapshot is not None:
+                snapshot, self._snapshot = self._snapshot, None
+                return snapshot
+            return self._lines.popleft() if self._lines else None
+
     def _give_up(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self.lost += self._queue.get_nowait() is not None
+        with self._news:
+            self.lost += len(self._lines)
+            self._lines.clear()
 
     def _close_quietly(self) -> None:
         # The failure before this one says more.

@@ -79,7 +79,8 @@ class PrometheusSink:
             server.shutdown()
             server.cut_off(older_than_s=0.0)
             server.server_close()
-            self._address_file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self._address_file.unlink(missing_ok=True)
 
     def collect(self) -> Iterator[Any]:
         """For prometheus_client, from the thread of a client."""

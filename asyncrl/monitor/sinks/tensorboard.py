@@ -48,6 +48,7 @@ class TensorBoardSink:
 
         if isinstance(record, Snapshot):
             self._run = run_figures(record)
+            self._steps.reach(record)
             return
         line = record.line
         step, again = self._steps.of(line)

@@ -32,6 +32,7 @@ class WandbSink:
         self._steps = Steps()
         self._figures: dict[str, float] = {}
         self._run: Any = None
+        self._made_id = secrets.token_hex(4)
         self.address = ""
 
     def open(self) -> None:
@@ -60,6 +61,7 @@ class WandbSink:
         """A line is one entry of the history; the latest snapshot goes along with the next line of a step."""
         if isinstance(record, Snapshot):
             self._figures = run_figures(record)
+            self._steps.reach(record)
             return
         line = record.line
         step, _ = self._steps.of(line)
@@ -84,11 +86,12 @@ class WandbSink:
 
     def _id(self) -> str:
         path = Path(self._setup.run_dir) / ID_FILE
-        with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             return str(json.loads(path.read_text())["id"])
-        made = secrets.token_hex(4)
-        path.parent.mkdir(exist_ok=True)
-        new = path.with_suffix(".new")
-        new.write_text(json.dumps({"id": made, "project": self._wandb.project}) + "\n")
-        os.replace(new, path)
-        return made
+        # Where it cannot be kept, only a later attempt is another run to W&B.
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(exist_ok=True)
+            new = path.with_suffix(".new")
+            new.write_text(json.dumps({"id": self._made_id, "project": self._wandb.project}) + "\n")
+            os.replace(new, path)
+        return self._made_id
