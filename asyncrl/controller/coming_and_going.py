@@ -59,6 +59,8 @@ class ComingAndGoing:
         self._now, self._log = now, log
         self._told = Members(number=0)
         """What is on disk, so that everybody may know it."""
+        self._left_while_lost: list[str] = []
+        """Hosts that the run still counts as lost until it is told that they leave."""
         self._taken_in: dict[str, tuple[int, int]] = {}
         """Of each actor the incarnation, and the number of the members that it knows."""
         self._changed = asyncio.Event()
@@ -102,6 +104,7 @@ class ComingAndGoing:
     async def _keep_and_tell(self) -> None:
         membership = self._membership
         members, leaving = membership.members, membership.leaving
+        lost, self._left_while_lost = self._left_while_lost, []
         text = json.dumps(membership.describe())
         while True:
             try:
@@ -112,6 +115,9 @@ class ComingAndGoing:
                 await asyncio.sleep(WRITE_AGAIN_S)
         self._take_in(members)
         self._told = members
+        # Together, so that nobody takes such a host to be back.
+        for host in lost:
+            self._run.lost_host_left(host)
         self._run.tell_members(members.number, leaving)
         self._watchers.wake()
         self._tell()
@@ -132,7 +138,8 @@ class ComingAndGoing:
         if departure.agent not in self._hosts.known:
             # Nobody of it was ever heard of, so nobody would say that it has left.
             self._membership.left(departure.agent, {})
-        elif departure.agent in self._hosts.lost:
+        elif (host := self._hosts.lost.get(departure.agent)) is not None:
+            self._left_while_lost.append(str(host))
             self._forget_lost(departure.agent, departure.actors)
         self._changed.set()
 

@@ -191,6 +191,10 @@ class RunStateMachine:
         self.tick(now)
         return True
 
+    def lost_host_left(self, host: str) -> bool:
+        """``host`` is lost and not waited for any more: the run goes on without it for good."""
+        return self.lost_hosts.pop(host, None) is not None and self._changed()
+
     def tell_members(self, number: int, leaving: list[Leaving]) -> bool:
         """Others have come, or leave or have left."""
         if (number, leaving) == (self.members, self.leaving):

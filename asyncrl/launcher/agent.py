@@ -253,6 +253,7 @@ class Agent:
             phase=state.phase,
             waiting_for=state.waiting_for,
             lost_hosts=state.lost_hosts,
+            leaving=[leaving.name for leaving in state.leaving],
             controller=self._link.controller,
         )
         self._emit(told)
