@@ -1,10 +1,10 @@
 """The controller's shell around ``membership``: hosts that join and leave while the run goes on.
 
 Whatever changes is on disk, in the run's private folder, before anybody is told, so that a successor of the controller
-admits whoever this one has. A new host is told to begin once every actor that it may call has taken in its keys, for
+admits whoever this one has; and before whoever asked for it is answered. A new host is told to begin once every actor that it may call has taken in its keys, for
 who is turned away does not knock again.
 
-Fails with InvalidRequest for what cannot be done.
+Fails with InvalidRequest for what cannot be done, and with NotKept for what is not on disk in time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asyncrl.controller.hosts import Host as HeardHost
 from asyncrl.controller.hosts import Hosts
 from asyncrl.controller.membership import Departure, Guest, KnownHost, Membership
 from asyncrl.controller.run_state import RunStateMachine
-from asyncrl.errors import InvalidRequest
+from asyncrl.errors import InvalidRequest, NotKept
 from asyncrl.messages import Join, Joined, Leave, LeaveBegun, Members
 from asyncrl.runtime.parking import ParkingLot
 from asyncrl.runtime.registry import Registry
@@ -58,7 +58,9 @@ class ComingAndGoing:
         self._path = path
         self._now, self._log = now, log
         self._told = Members(number=0)
-        """What is on disk, so that everybody may know it."""
+        """What everybody may know."""
+        self._kept = 0
+        """Number of the members on disk, as a successor would know them."""
         self._left_while_lost: list[str] = []
         """Hosts that the run still counts as lost until it is told that they leave."""
         self._taken_in: dict[str, tuple[int, int]] = {}
@@ -81,6 +83,7 @@ class ComingAndGoing:
         departing = [name for departure in membership.departures.values() for name in departure.actors]
         self._run.left(departing, self._now())
         self._told = membership.members
+        self._kept = self._told.number
         self._run.tell_members(self._told.number, membership.leaving)
 
     @property
@@ -113,6 +116,10 @@ class ComingAndGoing:
             except OSError as error:
                 self._log.error("members are not kept, so nobody is told", error=str(error))
                 await asyncio.sleep(WRITE_AGAIN_S)
+        self._kept = members.number
+        self._watchers.wake()
+        # Whoever waits for nothing but this is answered first: a host that has left is not spoken to any more.
+        await asyncio.sleep(0)
         self._take_in(members)
         self._told = members
         # Together, so that nobody takes such a host to be back.
@@ -182,8 +189,8 @@ class ComingAndGoing:
         self._forget_lost(host.agent, host.actors)
         return True
 
-    def host_left(self, agent: str) -> None:
-        """Everything on a host has ended, says its agent."""
+    async def host_left(self, agent: str, park_s: float) -> None:
+        """Everything on a host has ended, says its agent. Answered as ``leave``. Raises NotKept."""
         departure = self._membership.departures.get(agent)
         if departure is None:
             return
@@ -194,6 +201,7 @@ class ComingAndGoing:
             self._log.info("host has left", host=departure.host, agent=agent, reason=departure.reason)
             self._hosts.forget(agent)
             self._changed.set()
+        await self._until_kept(park_s)
 
     # --- what is asked ---
 
@@ -215,7 +223,7 @@ class ComingAndGoing:
         return Joined(hosts=membership.joined_hosts(guests), peers=self._peers(), waiting_for=self._untold(number))
 
     async def leave(self, request: Leave, park_s: float) -> LeaveBegun:
-        """See Leave; answered once a successor would know of it too. Raises InvalidRequest."""
+        """See Leave; answered once a successor would know of it too. Raises InvalidRequest, NotKept."""
         membership = self._membership
         if request.host.lower() not in {n for d in membership.departures.values() for n in (d.agent, d.host.lower())}:
             self._check_run("leave")
@@ -225,8 +233,7 @@ class ComingAndGoing:
         if membership.number != number:
             self._log.info("host leaves", host=departure.host, actors=departure.actors, within_s=request.within_s)
             self._part_with(departure)
-        number = membership.number
-        await self._watchers.until(lambda: True if self._told.number >= number else None, park_s)
+        await self._until_kept(park_s)
         return LeaveBegun(agent=departure.agent, host=departure.host, actors=departure.actors)
 
     async def watch(self, seen: int, park_s: float) -> Members:
@@ -240,6 +247,11 @@ class ComingAndGoing:
         self._watchers.wake()
 
     # --- within ---
+
+    async def _until_kept(self, park_s: float) -> None:
+        number = self._membership.number
+        if not await self._watchers.until(lambda: self._kept >= number or None, park_s):
+            raise NotKept(str(self._path))
 
     def _check_run(self, what: str) -> None:
         if self._run.phase not in ("starting", "running"):

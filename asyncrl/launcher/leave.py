@@ -29,8 +29,9 @@ async def _leave(run: LivingRun, host: str, within_s: float) -> int:
         begun: LeaveBegun = await controller.ask(Leave(host=host, within_s=within_s, reason="asyncrl-launch --leave"))
         actors = ", ".join(begun.actors)
         progress.say(f"{begun.host} ({begun.agent}) leaves: {actors} finish what is begun within {within_s:g} s")
-        # The longest that its agent takes, or the controller to find that it is lost.
-        patience = within_s + supervision.drain_s + max(supervision.host_lost_s, FAREWELL_S) + SLACK_S
+        # The longest that its agent takes, and then to be heard, or the controller to find that it is lost.
+        farewell_s = max(supervision.host_lost_s, supervision.host_grace_s, FAREWELL_S)
+        patience = within_s + supervision.drain_s + farewell_s + SLACK_S
         try:
             async with asyncio.timeout(patience):
                 left = await _wait_until_left(controller, begun.agent)

@@ -1,6 +1,7 @@
 """Hosts come to a run and leave it: what the controller answers, tells and keeps. On the in-memory transport."""
 
 import asyncio
+import contextlib
 import json
 import threading
 
@@ -8,7 +9,8 @@ import pytest
 from controller.test_controller_actor import CONFIG, OTHERS, Cluster, is_parked
 
 from asyncrl.config import validate_config
-from asyncrl.errors import RemoteError
+from asyncrl.errors import Refused, RemoteError
+from asyncrl.launcher.link import ControllerLink
 from asyncrl.messages import (
     ActorEnded,
     Dead,
@@ -201,15 +203,72 @@ def test_a_successor_of_the_controller_does_not_wait_for_who_has_left(tmp_path):
 def test_who_asks_a_host_to_leave_is_answered_once_a_successor_of_the_controller_would_know(tmp_path):
     async def scenario(cluster):
         found = await serve(cluster)
-        may_write, members = threading.Event(), cluster.controller._members
-        write, members._write = members._write, lambda *item: (may_write.wait(10), write(*item))
-        call = cluster.caller(LAUNCHER).call(Leave(host="c", within_s=3.0))
-        try:
+        with nothing_written(cluster):
+            call = cluster.caller(LAUNCHER).call(Leave(host="c", within_s=3.0))
             assert await is_parked(call)
-        finally:
-            may_write.set()
         assert (await call).agent == found.agent
         assert json.loads((tmp_path / "private" / "members.json").read_text())["departures"]
+
+    run(tmp_path, scenario)
+
+
+@contextlib.contextmanager
+def nothing_written(cluster):
+    """Until it is left, or the controller is another."""
+    may_write, members = threading.Event(), cluster.controller._members
+    write, members._write = members._write, lambda *item: (may_write.wait(10), write(*item))
+    try:
+        yield
+    finally:
+        members._write = write
+        may_write.set()
+
+
+def test_the_last_word_of_a_host_is_answered_once_a_successor_of_the_controller_would_know(tmp_path):
+    async def scenario(cluster):
+        found = await serve(cluster)
+        await cluster.caller(LAUNCHER).call(Leave(host="c", within_s=3.0))
+        agent = cluster.caller(found.agent)
+        with nothing_written(cluster):
+            # Not even when it can be parked no longer.
+            with pytest.raises(RemoteError, match="members.json is not written so far") as caught:
+                await agent.call(HostLeft(), timeout=0.2)
+            assert caught.value.retryable
+            call = agent.call(HostLeft())
+            assert await is_parked(call)
+        # Whoever has left is not spoken to any more; but this it is told.
+        await call
+        assert json.loads((tmp_path / "private" / "members.json").read_text())["departures"][0]["left"]
+        with pytest.raises(Refused, match="which is dead"):
+            await cluster.caller(found.agent).call(HostLeft())
+
+    run(tmp_path, scenario)
+
+
+def test_the_last_word_of_a_host_outlives_a_controller_that_dies_of_it(tmp_path):
+    """Nobody takes the host for lost: a successor hears it again."""
+
+    async def scenario(cluster):
+        found = await serve(cluster)
+        heard = dict.fromkeys(("on_state", "on_silent", "on_successor"), lambda *_: None)
+        link = ControllerLink(cluster.context(found.agent, 3, cluster.controller.address), **heard)
+        living = asyncio.create_task(link.main())
+        while not link.ready:
+            await asyncio.sleep(0.01)
+        await cluster.caller(LAUNCHER).call(Leave(host="c", within_s=3.0))
+        with nothing_written(cluster):
+            farewell = asyncio.create_task(link.say_farewell(10.0))
+            members = cluster.controller._members._membership
+            while not members.departures[found.agent].left:
+                await asyncio.sleep(0.01)
+            await cluster.die()
+            assert not json.loads((tmp_path / "private" / "members.json").read_text())["departures"][0]["left"]
+        await cluster.start(8)
+        await farewell
+        members = await cluster.caller().call(WatchMembers())
+        assert [(host.stage, host.reason) for host in members.hosts] == [("left", "")]
+        living.cancel()
+        await asyncio.gather(living, return_exceptions=True)
 
     run(tmp_path, scenario)
 
