@@ -419,7 +419,10 @@ Join.reply = Joined
 
 
 class Leave(Request, frozen=True, kw_only=True):
-    """Launcher to controller: drain a host and let it go; asked again, the same."""
+    """Launcher to controller: drain a host and let it go; asked again, the same.
+
+    Parked while no other rollouter serves, but one is expected to.
+    """
 
     reply: ClassVar[type[Message]]
     host: str

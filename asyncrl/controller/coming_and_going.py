@@ -1,8 +1,9 @@
 """The controller's shell around ``membership``: hosts that join and leave while the run goes on.
 
-Whatever changes is on disk, in the run's private folder, before anybody is told, so that a successor of the controller
-admits whoever this one has; and before whoever asked for it is answered. A new host is told to begin once every actor that it may call has taken in its keys, for
-who is turned away does not knock again.
+Whatever changes is on disk, in the run's private folder, before anybody is told or answered, so that a successor of the
+controller admits whoever this one has. A new host is told to begin once every actor that it may call has taken in its
+keys, for who is turned away does not knock again. Who is to leave is kept waiting while nobody else serves but somebody
+is expected to, as when the controller has just started again.
 
 Fails with InvalidRequest for what cannot be done, and with NotKept for what is not on disk in time.
 """
@@ -10,6 +11,7 @@ Fails with InvalidRequest for what cannot be done, and with NotKept for what is 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -19,7 +21,7 @@ from structlog.typing import FilteringBoundLogger
 
 from asyncrl.controller.hosts import Host as HeardHost
 from asyncrl.controller.hosts import Hosts
-from asyncrl.controller.membership import Departure, Guest, KnownHost, Membership
+from asyncrl.controller.membership import Departure, Guest, KnownHost, Membership, NobodyServes
 from asyncrl.controller.run_state import RunStateMachine
 from asyncrl.errors import InvalidRequest, NotKept
 from asyncrl.messages import Join, Joined, Leave, LeaveBegun, Members
@@ -94,12 +96,12 @@ class ComingAndGoing:
     async def run(self) -> None:
         """Keep and tell what changes, and let hosts go that do not come up. Until cancelled."""
         while True:
-            deadline = self._membership.next_deadline(self._start_timeout_s)
-            try:
-                async with asyncio.timeout(None if deadline is None else max(0.0, deadline - self._now())):
+            now = self._now()
+            self._dismiss_late(now)
+            deadline = self._membership.next_deadline(now, self._start_timeout_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(None if deadline is None else max(0.0, deadline - now)):
                     await self._changed.wait()
-            except TimeoutError:
-                self._dismiss_late()
             self._changed.clear()
             if self._membership.number != self._told.number:
                 await self._keep_and_tell()
@@ -129,15 +131,18 @@ class ComingAndGoing:
         self._watchers.wake()
         self._tell()
 
-    def _dismiss_late(self) -> None:
-        for guest in self._membership.overdue(self._now(), self._start_timeout_s):
+    def _dismiss_late(self, now: float) -> None:
+        for guest in self._membership.overdue(now, self._start_timeout_s):
             reason = f"not ready {self._start_timeout_s:g} s after it joined (supervision.start_timeout_s)"
             self._dismiss(guest, reason)
 
-    def _dismiss(self, guest: Guest, reason: str) -> None:
-        departure = self._membership.dismiss(guest.agent, reason)
+    def _dismiss(self, guest: Guest, reason: str) -> bool:
+        departure = self._membership.dismiss(guest.agent, reason, self._serving)
+        if departure is None:
+            return False
         self._log.error("host that joined does not serve, and is let go", host=guest.host, reason=reason)
         self._part_with(departure)
+        return True
 
     def _part_with(self, departure: Departure) -> None:
         """The run goes on without this host from here on."""
@@ -174,13 +179,19 @@ class ComingAndGoing:
             self._log.info("serves from now on", actor=name)
             self._run.joined(name)
             self._changed.set()
+        # Whoever was late and had to stay may go once another serves.
+        self._dismiss_late(self._now())
 
     def given_up(self, name: str, reason: str) -> bool:
         """An actor will not be started again. True if it was on trial, so that the run goes on without it."""
         agent = self._membership.host_on_trial(name)
-        if agent:
-            self._dismiss(self._membership.guests[agent], f"{name}: {reason}")
-        return bool(agent)
+        if not agent:
+            return False
+        if self._dismiss(self._membership.guests[agent], f"{name}: {reason}"):
+            return True
+        # Its host ends with it, and nobody else serves: so the run ends, and this is why.
+        self._run.joined(name)
+        return False
 
     def host_lost(self, host: HeardHost) -> bool:
         """True if this host was about to leave, and so is not waited for."""
@@ -224,16 +235,17 @@ class ComingAndGoing:
 
     async def leave(self, request: Leave, park_s: float) -> LeaveBegun:
         """See Leave; answered once a successor would know of it too. Raises InvalidRequest, NotKept."""
-        membership = self._membership
-        if request.host.lower() not in {n for d in membership.departures.values() for n in (d.agent, d.host.lower())}:
-            self._check_run("leave")
-        number = membership.number
-        serving = self._run.expected & self._registry.ready()
-        departure = membership.leave(request, self._known(), serving)
-        if membership.number != number:
-            self._log.info("host leaves", host=departure.host, actors=departure.actors, within_s=request.within_s)
-            self._part_with(departure)
-        await self._until_kept(park_s)
+
+        def begin() -> Departure | None:
+            try:
+                return self._begin_leave(request)
+            except NobodyServes as error:
+                if not error.awaited:
+                    raise
+                return None
+
+        departure = await self._watchers.until(begin, park_s / 2) or self._begin_leave(request)
+        await self._until_kept(park_s / 2)
         return LeaveBegun(agent=departure.agent, host=departure.host, actors=departure.actors)
 
     async def watch(self, seen: int, park_s: float) -> Members:
@@ -247,6 +259,22 @@ class ComingAndGoing:
         self._watchers.wake()
 
     # --- within ---
+
+    def _begin_leave(self, request: Leave) -> Departure:
+        membership = self._membership
+        if request.host.lower() not in {n for d in membership.departures.values() for n in (d.agent, d.host.lower())}:
+            self._check_run("leave")
+        number = membership.number
+        departure = membership.leave(request, self._known(), self._serving, self._run.awaited)
+        if membership.number != number:
+            self._log.info("host leaves", host=departure.host, actors=departure.actors, within_s=request.within_s)
+            self._part_with(departure)
+        return departure
+
+    @property
+    def _serving(self) -> frozenset[str]:
+        """The actors that serve, those of hosts that leave excepted."""
+        return self._run.expected & self._registry.ready()
 
     async def _until_kept(self, park_s: float) -> None:
         number = self._membership.number

@@ -96,6 +96,11 @@ class RunStateMachine:
         return sorted(self.expected - self._ready - self._spared) if self.phase == "starting" else []
 
     @property
+    def awaited(self) -> frozenset[str]:
+        """The actors that are not ready and could be, at any time."""
+        return frozenset(self._awaited_since)
+
+    @property
     def draining(self) -> list[str]:
         """The roles that are to end now."""
         return sorted(role for role, policy in ROLES.items() if policy.drain_rank <= self.drain)

@@ -27,7 +27,7 @@ from asyncrl.launcher.spec import ARRIVED, KILL, STOP, EndedEvent, Event, LogEve
 from asyncrl.messages import Leave, MemberHost
 from asyncrl.runtime.supervision import describe_exit
 
-ASK_S = 10.0
+ASK_S = 20.0
 
 
 @dataclass

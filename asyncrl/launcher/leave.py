@@ -13,6 +13,8 @@ from asyncrl.launcher.living import Controller, LivingRun
 from asyncrl.launcher.progress import Progress
 from asyncrl.messages import Leave, LeaveBegun, MemberHost
 
+ASK_S = 60.0
+"""Longest wait for the controller's answer, which is parked while other rollouters are expected to serve."""
 FAREWELL_S = 5.0
 """Time for the words that follow the end of the last process."""
 
@@ -26,7 +28,8 @@ async def _leave(run: LivingRun, host: str, within_s: float) -> int:
     progress = Progress(sys.stdout, run.config.learner.steps)
     supervision = run.config.supervision
     async with Controller(run) as controller:
-        begun: LeaveBegun = await controller.ask(Leave(host=host, within_s=within_s, reason="asyncrl-launch --leave"))
+        leave = Leave(host=host, within_s=within_s, reason="asyncrl-launch --leave")
+        begun: LeaveBegun = await controller.ask(leave, timeout=ASK_S)
         actors = ", ".join(begun.actors)
         progress.say(f"{begun.host} ({begun.agent}) leaves: {actors} finish what is begun within {within_s:g} s")
         # The longest that its agent takes, and then to be heard, or the controller to find that it is lost.
