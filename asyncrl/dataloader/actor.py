@@ -77,6 +77,8 @@ class Dataloader(Actor):
         self._supply_number = context.incarnation
         """Above all that an earlier incarnation has given."""
         self._orphaned = asyncio.Event()
+        self._leavers: dict[str, int] = {}
+        """Incarnations of rollouters that take no more grants, whatever they have asked for before."""
 
     # --- life ---
 
@@ -300,7 +302,8 @@ class Dataloader(Actor):
             request.served_version,
             frozenset(request.holding),
         )
-        self._meet(ask)
+        if not self._asks_no_more(ask):
+            self._meet(ask)
         return await self._leases.until(lambda: self._answer(ask), caller.park_s) or Leased()
 
     def _meet(self, ask: Ask) -> None:
@@ -310,6 +313,8 @@ class Dataloader(Actor):
                 self._orphaned.set()
 
     def _answer(self, ask: Ask) -> Leased | None:
+        if self._asks_no_more(ask):
+            return Leased()
         tickets = self._tickets
         if tickets is None:
             return None
@@ -326,15 +331,21 @@ class Dataloader(Actor):
             return Leased(tickets=[self._ticket(grant) for grant in grants])
         return Leased(closed=True) if tickets.closed else None
 
+    def _asks_no_more(self, ask: Ask) -> bool:
+        return ask.incarnation <= self._leavers.get(ask.rollouter, 0)
+
     @handler
     async def return_tickets(self, request: ReturnTickets, caller: Caller) -> Done:
         """Somebody else is to generate these groups. Parked while the gate is shut."""
+        if request.leaving:
+            self._leavers[caller.name] = caller.incarnation
+            self._leases.wake()
         tickets = await self._opened.until(lambda: self._tickets, caller.park_s)
         if tickets is None:
             raise RestoreNeeded
         tickets.give_back(caller.name, caller.incarnation, request.uids)
         if request.leaving:
-            tickets.left(caller.name, caller.incarnation)
+            tickets.left(caller.name, caller.incarnation, request.holding)
             if tickets.orphans:
                 self._orphaned.set()
         self._changed()
