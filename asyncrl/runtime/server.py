@@ -26,6 +26,7 @@ from asyncrl.errors import AsyncRLError, ProtocolError
 from asyncrl.messages import Message, Request
 from asyncrl.runtime.deadlines import Deadlines
 from asyncrl.runtime.endpoint import CREDIT, Endpoint, size_of
+from asyncrl.runtime.roster import LAUNCHER
 from asyncrl.wire.envelope import (
     PROTOCOL_VERSION,
     ErrorBody,
@@ -43,6 +44,12 @@ from asyncrl.wire.transport import Server as BoundSocket
 STRANGERS, REFUSED, MALFORMED = "wire/strangers", "wire/refused", "wire/malformed"
 MAX_SESSIONS_PER_NAME = 4
 """An actor has one connection for its calls, one for its heartbeats, and leaves a few behind when it reconnects."""
+MAX_COMMANDS = 64
+"""Connections of the name that any number of commands share. None of them makes way for another while it is in use."""
+UNUSED_S = 30.0
+"""Silence after which a command's connection without a call in flight is not in use: commands end without a word."""
+CROWDED = "connections"
+"""Code of the refusal of one more command."""
 MAX_NAMES = 16384
 """Where no keys say who there can be."""
 MAX_STORED = 4 * CREDIT
@@ -80,6 +87,8 @@ class _Session:
     name: str
     incarnation: int
     limit: int
+    heard: float
+    """When anything came from it last (s)."""
     running: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
     stored: dict[int, list[Any]] = field(default_factory=dict)
     """Replies to calls that may not be repeated, until the caller has them."""
@@ -175,6 +184,7 @@ class CallServer:
             if header.sender != session.name or header.incarnation != session.incarnation:
                 self._endpoint.count(REFUSED)
                 return
+            session.heard = self._loop.time()
             if header.kind == Kind.CALL:
                 self._on_call(session, header, frames)
             elif header.kind == Kind.CAST:
@@ -203,6 +213,8 @@ class CallServer:
             refusal = ("incarnation", f"above {fenced}, which is dead", str(hello.incarnation))
         elif hello.name not in self._newest and len(self._newest) >= MAX_NAMES:
             refusal = ("name", f"one of {MAX_NAMES} known actors", hello.name)
+        elif hello.name == LAUNCHER and not self._has_room_for_command(routing_id):
+            refusal = (CROWDED, f"at most {MAX_COMMANDS} commands at once", "one more")
         if refusal is not None:
             self._refuse(routing_id, header.id, *refusal)
             return
@@ -215,7 +227,9 @@ class CallServer:
         if known is None or (known.name, known.incarnation) != (hello.name, hello.incarnation):
             if known is not None:
                 self._drop(known)
-            self._sessions[routing_id] = _Session(routing_id, hello.name, hello.incarnation, hello.max_message_bytes)
+            self._sessions[routing_id] = _Session(
+                routing_id, hello.name, hello.incarnation, hello.max_message_bytes, self._loop.time()
+            )
         welcome = Welcome(
             run_id=ours.run_id,
             name=self._endpoint.name,
@@ -227,10 +241,24 @@ class CallServer:
 
     def _drop_sessions(self, name: str, incarnation: int, but: bytes) -> None:
         """Sessions of replaced incarnations, and the oldest of this one past what an actor needs."""
-        own = [s for s in self._sessions.values() if s.name == name and s.routing_id != but]
+        own = self._others_of(name, but)
         current = [s for s in own if s.incarnation == incarnation]
-        for session in [s for s in own if s.incarnation != incarnation] + current[: 1 - MAX_SESSIONS_PER_NAME]:
+        most = MAX_COMMANDS if name == LAUNCHER else MAX_SESSIONS_PER_NAME
+        for session in [s for s in own if s.incarnation != incarnation] + current[: 1 - most]:
             self._drop(session)
+
+    def _has_room_for_command(self, routing_id: bytes) -> bool:
+        """Whether one more is served. Those that are not in use make way."""
+        own = self._others_of(LAUNCHER, routing_id)
+        if len(own) < MAX_COMMANDS:
+            return True
+        unused = [s for s in own if not s.running and self._loop.time() - s.heard >= UNUSED_S]
+        for session in unused:
+            self._drop(session)
+        return bool(unused)
+
+    def _others_of(self, name: str, but: bytes) -> list[_Session]:
+        return [s for s in self._sessions.values() if s.name == name and s.routing_id != but]
 
     def _drop(self, session: _Session) -> None:
         del self._sessions[session.routing_id]
