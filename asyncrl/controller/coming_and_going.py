@@ -231,7 +231,7 @@ class ComingAndGoing:
             self._changed.set()
         number = max(guest.number for guest in guests)
         await self._watchers.until(lambda: None if self._untold(number) else True, park_s / 2)
-        return Joined(hosts=membership.joined_hosts(guests), peers=self._peers(), waiting_for=self._untold(number))
+        return Joined(hosts=[guest.joined for guest in guests], peers=self._peers(), waiting_for=self._untold(number))
 
     async def leave(self, request: Leave, park_s: float) -> LeaveBegun:
         """See Leave; answered once a successor would know of it too. Raises InvalidRequest, NotKept."""

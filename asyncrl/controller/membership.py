@@ -50,6 +50,11 @@ class Guest:
     """Of the members that first told of it."""
     since: float = 0.0
 
+    @property
+    def joined(self) -> JoinedHost:
+        """What its launcher is told."""
+        return JoinedHost(host=self.host, agent=self.agent, rollouters=self.actors)
+
 
 @dataclass(slots=True)
 class Departure:
@@ -284,10 +289,6 @@ class Membership:
             self.guests = {guest.agent: guest for guest in guests}
             self.departures = {departure.agent: departure for departure in departures}
             self.gone = dict(described["gone"])
-
-    def joined_hosts(self, guests: Iterable[Guest]) -> list[JoinedHost]:
-        """What their launcher is told."""
-        return [JoinedHost(host=guest.host, agent=guest.agent, rollouters=guest.actors) for guest in guests]
 
     def _is_spared(self, actors: Collection[str], serving: Collection[str]) -> bool:
         """Whether the run goes on without these: another rollouter serves, or none of them has ever served."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from asyncrl.launcher.follow import SLACK_S
 from asyncrl.launcher.living import Controller, LivingRun
+from asyncrl.launcher.member import SLACK_S
 from asyncrl.launcher.progress import Progress
 from asyncrl.messages import Leave, LeaveBegun, MemberHost
 

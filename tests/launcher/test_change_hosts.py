@@ -69,7 +69,9 @@ def speak(folder, address="tcp://127.0.0.1:7000"):
         (["--leave", "a", "runs/x", "--exclude", "b"], "only --within SECONDS goes with it"),
         (["--leave", "a", "runs/x", "--slurm"], "--leave speaks to a run that lives"),
         (["--within", "3", "runs/x"], "--within SECONDS belongs to --leave HOST"),
-        (["--leave", "a", "runs/x", "--within", "-1"], "--within"),
+        (["--leave", "a", "runs/x", "--within", "-1"], "--within: -1: must be 0 to 86400 seconds"),
+        (["--leave", "a", "runs/x", "--within", "nan"], "--within: nan: must be 0 to 86400 seconds"),
+        (["--leave", "a", "runs/x", "--within", "soon"], "--within: soon: must be 0 to 86400 seconds"),
     ],
 )
 def test_wrong_usage(argv, said, capsys):
