@@ -145,13 +145,14 @@ def test_hosts_that_have_joined_are_like_any_other(cluster, folder):
     joining = run.join("c")
     joining.wait_to_show("c: rollouter/3 serve from now on")
     os.kill(process(cluster.head, "asyncrl controller/0"), signal.SIGKILL)
-    run.wait_for_step(4)
-    os.kill(process(cluster["c"], "asyncrl rollouter/3"), signal.SIGKILL)
-    joining.wait_to_show("rollouter/3 died (killed by SIGKILL) and is started again")
+    # Its successor has heard of nobody who serves so far.
     code, shown = run.leave("b", "--within", "0").end()
     assert code == 0, shown
     run.wait_to_show("b has left the run")
     wait_until(lambda: not cluster["b"].processes(), "an end of everything on b")
+    run.wait_for_step(4)
+    os.kill(process(cluster["c"], "asyncrl rollouter/3"), signal.SIGKILL)
+    joining.wait_to_show("rollouter/3 died (killed by SIGKILL) and is started again")
 
     cluster["c"].cut_off()
     run.wait_to_show("host c (agent/3) is lost")
