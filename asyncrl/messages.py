@@ -15,6 +15,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from msgspec import Meta, Struct
 
+from asyncrl.snapshot import Gpu, Histogram
+
 Uid = Annotated[str, Meta(min_length=1, max_length=200)]
 Count = Annotated[int, Meta(ge=0)]
 FinishReason = Literal["stop", "length"]
@@ -31,6 +33,8 @@ class Request(Message, frozen=True, kw_only=True):
     idempotent: ClassVar[bool] = True
     idle: ClassVar[bool] = False
     """Whether to wait for the answer is normal idleness; it is then parked until there is news."""
+    for_viewers: ClassVar[bool] = False
+    """Whether it is served to who only watches the run; every other request of theirs is refused."""
 
 
 class Done(Message, frozen=True):
@@ -146,6 +150,8 @@ class ActorRecord(Struct, frozen=True, kw_only=True):
     pid: Count = 0
     facts: dict[str, Any] = {}
     """Whatever its peers need to know beyond the address. A node agent tells its host's ``actors``."""
+    attempt: Count = 0
+    """How often it has been started again."""
 
 
 class Register(Request, frozen=True, kw_only=True):
@@ -167,10 +173,36 @@ class AwaitRecord(Struct, frozen=True, array_like=True):
     """Normal idleness: no sign of trouble by itself."""
 
 
+class ResourceRecord(Struct, frozen=True, array_like=True):
+    """A serial resource of an actor, as its state-time ledger has it; see monitor/states.py."""
+
+    name: str
+    state: str
+    awaiting: str
+    """Whom or what the state waits for."""
+    state_s: float
+    """Seconds in the present state."""
+    seconds: dict[str, float]
+    """By state, the present one up to now; they add up to the age of the resource."""
+
+
+class EventRecord(Struct, frozen=True, array_like=True):
+    """A line of an actor's log of level warning or above."""
+
+    number: Count
+    """Ascending from 1 in each incarnation; one that was heard before is the same event."""
+    wall: float
+    """Unix time (s)."""
+    level: str
+    text: str
+
+
 class Heartbeat(Message, frozen=True, kw_only=True):
     """Actor to controller, cast from a thread of its own.
 
     ``progress`` counts useful events and ``beat`` heartbeats: a beat without progress is a stall, not a death.
+    Figures are cumulative since the start of the incarnation, and a beat carries those that have changed since they
+    were last sent, and from time to time all (runtime/facts.py): what is not named is as it was.
     """
 
     beat: Count
@@ -186,9 +218,22 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     """What it has awaited longest without being idle, as PEER TYPE SECONDS; empty if nothing."""
     awaits: Annotated[list[AwaitRecord], Meta(max_length=8)] = []
     """What it waits for, the oldest first."""
-    ledger: dict[str, float] = {}
-    """State-time ledger: seconds in each state since the start of its life."""
     counters: dict[str, float] = {}
+    """Counters and gauges; names, kinds and units are in monitor/catalogue.py."""
+    histograms: dict[str, Histogram] = {}
+    """Counts by the buckets of the catalogue."""
+    resources: list[ResourceRecord] = []
+    """Its serial resources, where there are more than a beat carries in turn."""
+    loop_busy: float = 0.0
+    """Share of the last interval in which its event loop's thread used a processor."""
+    cpu: float = 0.0
+    """Processors used by the process and its children over the last interval; 1 is one core."""
+    rss_bytes: Count = 0
+    """Of the process and its children."""
+    gpus: list[Gpu] = []
+    """The GPUs that it may use, where they can be asked."""
+    events: list[EventRecord] = []
+    """Of the last few beats, the oldest first."""
 
 
 class Resolve(Request, frozen=True, kw_only=True):
@@ -230,6 +275,71 @@ class WatchRun(Request, frozen=True, kw_only=True):
     """With 0 or more, also answered when there are metrics lines past this number."""
     members: int = -1
     """Number of the Members that the caller has taken in; -1 where it takes in none."""
+
+
+class WatchSnapshot(Request, frozen=True, kw_only=True):
+    """Viewer to controller, parked until there is another snapshot of the run than ``seen``."""
+
+    reply: ClassVar[type[Message]]
+    idle = True
+    for_viewers = True
+    seen: int = -1
+
+
+class SnapshotTaken(Message, frozen=True, kw_only=True):
+    """``snapshot`` is a Snapshot (snapshot.py) in MessagePack; empty when there is no other than the one seen."""
+
+    number: int
+    snapshot: bytes = b""
+
+
+WatchSnapshot.reply = SnapshotTaken
+
+
+class RequestTrace(Request, frozen=True, kw_only=True):
+    """Viewer to controller: write down what the actors have done of late. Parked until it is written."""
+
+    reply: ClassVar[type[Message]]
+    for_viewers = True
+
+
+class TraceWritten(Message, frozen=True, kw_only=True):
+    """``path`` is on the controller's host; empty, with the reason in ``error``, when there is none."""
+
+    path: str
+    error: str = ""
+    actors: list[str] = []
+    """Whose spans are in it."""
+    missing: list[str] = []
+    """Who did not hand theirs in in time."""
+
+
+RequestTrace.reply = TraceWritten
+
+
+class TraceSpan(Struct, frozen=True, array_like=True):
+    """Something that an actor did; see monitor/trace.py."""
+
+    track: Annotated[str, Meta(min_length=1, max_length=100)]
+    order: Annotated[int, Meta(ge=0, lt=100_000)]
+    """Place of the track among those of its actor, and no other's."""
+    name: Annotated[str, Meta(min_length=1, max_length=200)]
+    began: float
+    """Unix time (s)."""
+    seconds: float
+    """Negative while it goes on."""
+    facts: dict[str, str | int | float | bool] = {}
+
+
+class TracePart(Request, frozen=True, kw_only=True):
+    """Actor to controller: a part of its spans, oldest first, because RunState.trace asks for them or it ends."""
+
+    reply = Done
+    idempotent = False
+    number: Count
+    """RunState.trace; 0 at the end of an actor."""
+    spans: Annotated[list[TraceSpan], Meta(max_length=2000)]
+    last: bool = False
 
 
 class Condemned(Struct, frozen=True, array_like=True):
@@ -295,6 +405,8 @@ class RunState(Message, frozen=True, kw_only=True):
     """Number of the present Members; 0 while they are those of the start."""
     leaving: list[Leaving] = []
     """The hosts that are to leave the run, by their agents and actors."""
+    trace: Count = 0
+    """While a trace is wanted, its number; every actor hands in its spans once for each."""
 
 
 WatchRun.reply = RunState

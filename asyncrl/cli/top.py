@@ -1,14 +1,280 @@
-"""asyncrl-top."""
+"""asyncrl-top: see what a run does, live or afterwards. Read-only.
+
+Importing this module, ``--help`` and wrong usage load nothing beyond the standard library; Textual is imported only for
+the terminal itself.
+"""
 
 from __future__ import annotations
 
+import argparse
+import os
+import shutil
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asyncrl.monitor.top.history import History
+
+PROGRAM = "asyncrl-top"
+TRACE_S = 30.0
+"""Longest wait for a trace, whose last parts the controller awaits for less than half of it."""
+DESCRIPTION = "See what a run does, and who waits on whom. Attaching and detaching does nothing to the run."
+EPILOG = """\
+RUN is the folder of a run (or its name under runs/) on the host where its controller is, or HOST:PORT of the controller
+with --keys. Without RUN it is the newest run that lives under runs/.
+
+In the terminal ? shows the keys and q quits. Without a terminal it prints what --once prints. --json prints an object
+whose schema is docs/top.schema.json. After the end of a run --replay goes through what was recorded; with --once or
+--json it shows the end.
+
+Exit codes: 0 done, 1 the run does not answer or something cannot be read or written, 2 wrong usage or no such run,
+130 Ctrl-C.
+"""
+RUNS = "runs"
+REACH_S = 20.0
+"""Longest wait for a first snapshot that is to be printed."""
+PAGE_COLUMNS = 120
+"""Of a page that goes to no terminal."""
 
 
-def main() -> int:
-    """Say that the command is not there yet."""
-    print("asyncrl-top is not there yet", file=sys.stderr)
-    return 2
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    try:
+        return _main(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read has read enough, as head does.
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        return 141
+
+
+def _main(argv: list[str]) -> int:
+    parser = _parser()
+    given = parser.parse_args(argv)
+    if given.once and given.json:
+        parser.error("--once and --json exclude each other")
+
+    from asyncrl.errors import AsyncRLError, UsageError
+
+    try:
+        if given.explain is not None:
+            from asyncrl.monitor.story import explain
+
+            print(explain(_folder(given.run, "--explain"), given.explain))
+            return 0
+        if given.report is not None:
+            from asyncrl.monitor.report import write_report
+
+            write_report(_folder(given.run, "--report"), Path(given.report))
+            print(given.report)
+            return 0
+        if given.replay:
+            return _replay(_folder(given.run, "--replay"), given)
+        return _watch(given)
+    except UsageError as error:
+        return _complain(str(error), 2)
+    except AsyncRLError as error:
+        return _complain(str(error), 1)
+    except PermissionError as error:
+        return _complain(f"{error.filename}: permission denied; a run is watched by the user who started it", 1)
+    except OSError as error:
+        return _complain(str(error), 1)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", nargs="?", metavar="RUN", help="folder or name of a run, or HOST:PORT")
+    parser.add_argument("--keys", metavar="DIR", help="folder with a viewer's keys: a copy of RUN/private")
+    parser.add_argument("--once", action="store_true", help="print everything once, as text")
+    parser.add_argument("--json", action="store_true", help="print everything once, as a JSON object")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--replay", action="store_true", help="go through what was recorded")
+    what.add_argument("--report", metavar="FILE", help="write a report of the run as one HTML file")
+    what.add_argument("--explain", metavar="UID", help="tell what became of a prompt group")
+    return parser
+
+
+# --- which run ---
+
+
+def _folder(run: str | None, flag: str) -> Path:
+    """The folder of a run, living or not; without RUN that of the newest. Raises UsageError."""
+    from asyncrl.errors import UsageError
+
+    if run is not None:
+        path = _named(run)
+        if path is None:
+            raise UsageError(f"{run}: no such folder; {flag} wants the folder of a run")
+        return path
+    found = _runs()
+    if not found:
+        raise UsageError(f"there is no run under {Path(RUNS).absolute()}; name the folder of one")
+    return found[0]
+
+
+def _named(run: str) -> Path | None:
+    return next((path for path in (Path(run), Path(RUNS) / run) if path.is_dir()), None)
+
+
+def _runs() -> list[Path]:
+    """The run folders under runs/, the newest first."""
+    try:
+        found = [path for path in Path(RUNS).iterdir() if (path / "config.json").is_file()]
+    except OSError:
+        return []
+    return sorted(found, key=lambda path: (path / "config.json").stat().st_mtime, reverse=True)
+
+
+def _living(run: str | None) -> str:
+    """What to attach to. Raises UsageError, which says what there is instead."""
+    from asyncrl.errors import UsageError
+    from asyncrl.launcher.folders import is_living
+
+    if run is None:
+        found = _runs()
+        living = next((path for path in found if is_living(path)), None)
+        if living is not None:
+            return str(living)
+        if not found:
+            raise UsageError(f"no run lives under {Path(RUNS).absolute()}; name its folder, or HOST:PORT with --keys")
+        raise UsageError(f"no run lives under {RUNS}; to see the last one again: {PROGRAM} {found[0]} --replay")
+    path = _named(run)
+    if path is None:
+        if ":" in run:
+            return run
+        raise UsageError(f"{run}: no such run folder, none of that name under {RUNS}, and not HOST:PORT")
+    if not (path / "config.json").is_file():
+        raise UsageError(f"{path}: this is not the folder of a run")
+    if not is_living(path):
+        raise UsageError(f"{path}: the run has ended; to see it again: {PROGRAM} {path} --replay")
+    return str(path)
+
+
+# --- what is shown ---
+
+
+def _watch(given: argparse.Namespace) -> int:
+    import asyncio
+
+    from asyncrl.monitor.client import Target, Viewer, find_target, watch
+    from asyncrl.monitor.top.replay import recent_history
+
+    target: Target = find_target(_living(given.run), Path(given.keys) if given.keys else None)
+    history = recent_history(target.run_dir) if target.run_dir is not None else _no_history()
+    if not _wants_terminal(given):
+        asyncio.run(_take_one(target, history))
+        return _print(history, given)
+
+    from asyncrl.messages import RequestTrace, TraceWritten
+    from asyncrl.monitor.top.app import Source, Top
+
+    async def trace() -> str:
+        with Viewer(target) as viewer:
+            written: TraceWritten = await viewer.controller.call(RequestTrace(), timeout=TRACE_S)
+        return f"trace: {written.path}" if written.path else f"no trace: {written.error}"
+
+    source = Source(feed=lambda: watch(target), history=history, run_dir=target.run_dir, trace=trace)
+    return _show(Top(source, ascii_only=not _knows_unicode()))
+
+
+def _replay(run_dir: Path, given: argparse.Namespace) -> int:
+    from asyncrl.monitor.top.replay import open_replay
+
+    replay = open_replay(run_dir)
+    if not _wants_terminal(given):
+        replay.jump(replay.end)
+        return _print(replay.history(), given)
+
+    from asyncrl.monitor.top.app import Source, Top
+
+    return _show(Top(Source(replay=replay, run_dir=run_dir), ascii_only=not _knows_unicode()))
+
+
+def _show(app: object) -> int:
+    from asyncrl.monitor.top.app import Top
+
+    assert isinstance(app, Top)
+    app.run()
+    return app.return_code or 0
+
+
+async def _take_one(target: object, history: History) -> None:
+    """Add snapshots until there are rates. Raises DeadlineExceeded when none comes."""
+    import asyncio
+
+    from asyncrl.errors import ActorFailed
+    from asyncrl.monitor.client import Away, Target, watch
+
+    assert isinstance(target, Target)
+    first: float | None = None
+    reason = f"{target.address} does not answer"
+    try:
+        async with asyncio.timeout(REACH_S):
+            async for seen in watch(target):
+                if isinstance(seen, Away):
+                    reason = seen.reason
+                    continue
+                history.add(seen)
+                first = seen.wall if first is None else first
+                if history.recent().seconds >= 1.0:
+                    return
+    except TimeoutError:
+        pass
+    if first is None:
+        raise ActorFailed("controller/0", f"{reason} (waited {REACH_S:g} s)")
+
+
+def _no_history() -> History:
+    from asyncrl.monitor.top.history import History
+
+    return History()
+
+
+def _print(history: History, given: argparse.Namespace) -> int:
+    from asyncrl.errors import UsageError
+    from asyncrl.monitor.top.build import build
+    from asyncrl.monitor.top.document import to_json
+
+    if history.newest is None:
+        raise UsageError("what is recorded cannot be read by this version")
+    document = build(history)
+    if given.json:
+        sys.stdout.write(to_json(document).decode() + "\n")
+        return 0
+    from asyncrl.monitor.top.plain import page
+    from asyncrl.monitor.top.text import ASCII, UNICODE
+
+    unicode = _knows_unicode()
+    columns = shutil.get_terminal_size((PAGE_COLUMNS, 24)).columns
+    sys.stdout.write(page(document, max(80, columns), UNICODE if unicode else ASCII, ascii_only=not unicode))
+    return 0
+
+
+def _wants_terminal(given: argparse.Namespace) -> bool:
+    if given.once or given.json:
+        return False
+    # Textual draws on standard error.
+    terminal = all(each.isatty() for each in (sys.stdin, sys.stdout, sys.stderr))
+    return terminal and os.environ.get("TERM", "") not in ("", "dumb")
+
+
+def _knows_unicode() -> bool:
+    return (sys.stdout.encoding or "").lower().replace("-", "").startswith("utf")
+
+
+def _complain(text: str, exit_code: int) -> int:
+    print(f"{PROGRAM}: {text}", file=sys.stderr)
+    return exit_code
 
 
 if __name__ == "__main__":

@@ -15,27 +15,24 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-from collections import deque
-from collections.abc import Mapping, Sequence
-from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
-from asyncrl.controller.blame import Seen, silence_in_words
+from asyncrl.controller.address_file import ADDRESS_FILE, read_address_file, write_atomically
 from asyncrl.controller.coming_and_going import MEMBERS_FILE, ComingAndGoing
 from asyncrl.controller.hosts import Hosts
+from asyncrl.controller.oversight import Oversight
+from asyncrl.controller.recent_lines import RecentLines
 from asyncrl.controller.run_state import RunStateMachine
-from asyncrl.controller.sight import look_at
-from asyncrl.controller.watchdog import Report, Watchdog
+from asyncrl.controller.sinks import FLUSH_S, FLUSH_SHARE, start_sinks
+from asyncrl.controller.traces import Traces, remove_unfinished
+from asyncrl.controller.watching import Watching
 from asyncrl.errors import InvalidRequest, Refused
 from asyncrl.messages import (
     ActorEnded,
     ActorRecord,
     ActorStarted,
     CheckpointWritten,
-    Condemned,
     Done,
     EndNoted,
     Heartbeat,
@@ -48,15 +45,20 @@ from asyncrl.messages import (
     MetricsLine,
     Register,
     ReportFailure,
+    RequestTrace,
     Resolve,
     Resolved,
     RunFinished,
     RunState,
+    SnapshotTaken,
     StopRun,
-    Stuck,
+    TracePart,
+    TraceWritten,
     WatchMembers,
     WatchRun,
+    WatchSnapshot,
 )
+from asyncrl.monitor.sinks.feed import SinkFeed
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller, handler
 from asyncrl.runtime.parking import ParkingLot
 from asyncrl.runtime.registry import Registry
@@ -64,12 +66,6 @@ from asyncrl.runtime.roster import LAUNCHER
 from asyncrl.runtime.server import REFUSED
 from asyncrl.runtime.supervision import role_of
 
-ADDRESS_FILE = "controller.json"
-"""In the run's private folder: ``{"address": ..., "incarnation": ..., "hosts": ...}``."""
-LINES_KEPT = 1000
-LINES_IN_REPLY = 100
-STACKS_BEATS = 3
-"""Heartbeats that a culprit has to tell its stacks before the run ends because of it."""
 FAREWELL_S = 0.3
 """Time that the last state has to leave the sockets."""
 
@@ -91,13 +87,31 @@ class Controller(Actor):
             host_grace_s=self.config.supervision.host_grace_s,
             number=context.incarnation,
         )
-        self._watchdog = Watchdog(self.config.watchdog, self.config.supervision.heartbeat_s)
         self._hosts = Hosts(self.config.supervision.host_lost_s, self.config.supervision.heartbeat_s, CONTROLLER)
         self._hosts_changed = asyncio.Event()
-        self._silent: list[Stuck] = []
-        """Who is to be killed for its silence."""
-        self._lines: deque[dict[str, Any]] = deque(maxlen=LINES_KEPT)
-        self._last_line = 0
+        self._lines = RecentLines()
+        self._watching = Watching(
+            self,
+            self._registry,
+            self._run,
+            stalled=lambda: self._oversight.stalled,
+            sink=lambda snapshot: self._sinks.picture(snapshot) if self._sinks is not None else None,
+            is_gone=lambda name: self._members.is_gone(name),
+        )
+        self._traces = Traces(
+            context.run_dir,
+            self.config.run.name,
+            self.config.actors,
+            name=self.name,
+            trace=self.trace,
+            ready=self._registry.ready,
+            ask=self._ask_for_trace,
+            number=context.incarnation,
+            log=self.log,
+        )
+        self._sinks: SinkFeed | None = None
+        self._flush_until: float | None = None
+        """Until when the sinks may hold up the end of the run."""
         self._changed = asyncio.Event()
         self._watchers = ParkingLot()
         self._registered = ParkingLot()
@@ -110,10 +124,20 @@ class Controller(Actor):
             peers=lambda: self.roster.peers,
             take_in=self.take_in,
             tell=self._members_changed,
-            write=_write_atomically,
+            write=write_atomically,
             path=self._address_file.with_name(MEMBERS_FILE),
             now=self.clock.now,
             log=self.log,
+        )
+        self._oversight = Oversight(
+            self,
+            self._registry,
+            self._run,
+            self._hosts,
+            self._members,
+            self._watching,
+            tell=self._tell,
+            changed=self._registry_changed,
         )
         # Before the first bind: who has joined knows the address, and knocks as soon as it is there.
         self._members.recall()
@@ -122,21 +146,18 @@ class Controller(Actor):
     async def setup(self) -> None:
         """Leave the address where the agent looks for it."""
         self._run.checkpoint = await asyncio.to_thread(self._newest_checkpoint)
-        self._hosts.recall(self._read_address_file().get("hosts", {}), self.clock.now())
+        await asyncio.to_thread(remove_unfinished, self.context.run_dir)
+        earlier = read_address_file(self._address_file)
+        self._hosts.recall(earlier.get("hosts", {}), self.clock.now())
+        self._watching.began = min(self._watching.began, earlier.get("began", self._watching.began))
         await self._write_address_file()
-
-    def _read_address_file(self) -> dict[str, Any]:
-        """As an earlier incarnation left it; empty for the first one."""
-        try:
-            found: dict[str, Any] = json.loads(self._address_file.read_text())
-        except FileNotFoundError:
-            return {}
-        return found
+        self._sinks = start_sinks(self.context, self.counters, self.log)
 
     async def _write_address_file(self) -> None:
         hosts = self._hosts.describe()
-        text = json.dumps({"address": self.address, "incarnation": self.context.incarnation, "hosts": hosts})
-        await asyncio.to_thread(_write_atomically, str(self._address_file), text)
+        said = {"address": self.address, "incarnation": self.context.incarnation, "hosts": hosts}
+        text = json.dumps(said | {"began": self._watching.began})
+        await asyncio.to_thread(write_atomically, str(self._address_file), text)
 
     async def _keep_hosts(self) -> None:
         """For a successor, which is not told of a host that is lost."""
@@ -154,7 +175,7 @@ class Controller(Actor):
 
     def _bind_address(self) -> str:
         """Where an earlier incarnation was, or as configured."""
-        if earlier := self._read_address_file().get("address"):
+        if earlier := read_address_file(self._address_file).get("address"):
             return str(earlier)
         network = self.config.network
         return f"tcp://{self.context.host}:{network.controller_port or network.ports}"
@@ -167,12 +188,21 @@ class Controller(Actor):
             return -1
         return found.version if found is not None else -1
 
+    async def close(self) -> None:
+        """Let the sinks bring out what they hold."""
+        if self._sinks is not None:
+            until = self._flush_until or self.clock.now() + FLUSH_S
+            await asyncio.to_thread(self._sinks.close, max(0.0, min(FLUSH_S, until - self.clock.now())))
+
     async def run(self) -> None:
         """Let time act on the run until its state is final."""
-        self.tasks.create_task(self._watch_heartbeats())
+        self.tasks.create_task(self._oversight.run())
         self.tasks.create_task(self._keep_hosts())
+        self.tasks.create_task(self._watching.run())
         self.tasks.create_task(self._members.run())
         while not self._run.final:
+            if self._run.drain and self._flush_until is None:
+                self._flush_until = self.clock.now() + FLUSH_SHARE * self.config.supervision.drain_s
             deadline = self._run.next_deadline()
             try:
                 async with asyncio.timeout(None if deadline is None else max(0.0, deadline - self.clock.now())):
@@ -182,81 +212,9 @@ class Controller(Actor):
             self._changed.clear()
             if self._run.tick(self.clock.now()):
                 self._tell()
+        await self._watching.conclude()
+        await self._traces.finish()
         await asyncio.sleep(FAREWELL_S)
-
-    async def _watch_heartbeats(self) -> None:
-        supervision = self.config.supervision
-        while True:
-            await asyncio.sleep(supervision.heartbeat_s)
-            now = self.clock.now()
-            seen = look_at(self._registry, self._run.expected, now)
-            self._look_after_hosts(now)
-            # An agent is judged by what else is on its host, and on a host that may be lost nobody is.
-            silent = [
-                actor
-                for actor in self._registry.silent(now, supervision.silence_s)
-                if actor.name in self._run.expected and not self._hosts.in_doubt(actor.name, self._registry, now)
-            ]
-            self._name_silent(silent, seen)
-            self._condemn(silent)
-            if self._watchdog.look(seen, self._run.phase, now):
-                self._on_report(self._watchdog.report)
-
-    def _look_after_hosts(self, now: float) -> None:
-        """Take the actors of a lost host for dead, and wait for those of one that is back."""
-        lost, back = self._hosts.look(self._registry, now)
-        for host in back:
-            self.log.warning("host is back", host=str(host), actors=sorted(host.actors))
-            self._run.host_back(str(host), now)
-        for host in lost:
-            self.log.error("host is lost", host=str(host), actors=sorted(host.actors))
-            reason = f"its host {host} was silent for {self.config.supervision.host_lost_s:g} s"
-            self._registry.lose(sorted(host.actors), reason)
-            if not self._members.host_lost(host):
-                self._run.host_lost(str(host), host.actors, now)
-        if lost or back:
-            self._registry_changed()
-
-    def _name_silent(self, silent: Sequence[Condemned], seen: Mapping[str, Seen]) -> None:
-        """Say so before they are killed."""
-        condemned = {(actor.name, actor.incarnation) for actor in (*self._registry.condemned, *silent)}
-        self._silent = [actor for actor in self._silent if (actor.name, actor.incarnation) in condemned]
-        for actor in silent:
-            words = silence_in_words(seen[actor.name]) if actor.name in seen else f"{actor.name}: {actor.reason}"
-            self._silent.append(Stuck(actor.name, actor.incarnation, words, self.context.incarnation))
-        self._tell_stuck()
-
-    def _on_report(self, report: Report | None) -> None:
-        """Say it to everybody, and do what the configuration wants done then."""
-        self._tell_stuck()
-        if report is None:
-            self.log.info("run moves again")
-            return
-        self.log.error("run has stalled", culprit=report.name, report=report.text, number=report.number)
-        match self.config.watchdog.policy:
-            case "restart":
-                reason = f"it held up the run for {self.clock.now() - report.since:.0f} s (watchdog.policy)"
-                self._condemn([Condemned(report.name, report.incarnation, reason)])
-            case "stop":
-                self.tasks.create_task(self._stop_for(report))
-
-    async def _stop_for(self, report: Report) -> None:
-        """Fail, unless the run moves again before the culprit has told its stacks."""
-        await asyncio.sleep(STACKS_BEATS * self.config.supervision.heartbeat_s)
-        held = self._watchdog.report
-        if held is not None and held.since == report.since:
-            self._run.fail(report.name, report.text, "", 1, self.clock.now())
-            self._tell()
-
-    def _tell_stuck(self) -> None:
-        report = self._watchdog.report
-        held_up = list(self._silent)
-        if report is not None:
-            # Numbered above those of an earlier controller.
-            number = self.context.incarnation + report.number
-            held_up.append(Stuck(report.name, report.incarnation, report.text, number))
-        if self._run.name_stuck(held_up):
-            self._tell()
 
     # --- registry ---
 
@@ -273,6 +231,8 @@ class Controller(Actor):
             if self._hosts.register(request.record, self.clock.now()):
                 self._hosts_changed.set()
             self.log.info("registered", actor=request.record.name, address=request.record.address)
+            if request.record.address and self._run.phase != "starting":
+                self._watching.happened("info", request.record.name, "is ready again")
         finally:
             self._registry_changed()
         return Done()
@@ -281,9 +241,12 @@ class Controller(Actor):
     def heartbeat_of(self, request: Heartbeat, caller: Caller) -> None:
         """Note a heartbeat. Its absence is a stall: its process is killed before anybody counts it as dead."""
         if not self._registry.heartbeat(caller.name, caller.incarnation, request, self.clock.now()):
-            self.counters["heartbeats/ignored"] = self.counters.get("heartbeats/ignored", 0) + 1
+            # Before it has registered it is nobody yet.
+            if caller.name in self._registry.entries:
+                self.counters.add("heartbeats/ignored")
             return
         self._registry.entries[caller.name].version = caller.param_version
+        self._watching.told(caller.name, request.events)
 
     @handler
     async def resolve(self, request: Resolve, caller: Caller) -> Resolved:
@@ -302,7 +265,7 @@ class Controller(Actor):
         wants_lines = request.seen_line >= 0
 
         def news() -> RunState | None:
-            if self._run.number != request.seen or (wants_lines and self._last_line > request.seen_line):
+            if self._run.number != request.seen or (wants_lines and self._lines.last > request.seen_line):
                 return self._state(request.seen_line)
             return None
 
@@ -312,8 +275,13 @@ class Controller(Actor):
     @handler
     def metrics_line(self, request: MetricsLine, caller: Caller) -> None:
         """Keep a line for whoever watches; the oldest goes when there are too many."""
-        self._lines.append(request.line)
-        self._last_line += 1
+        if self._sinks is not None:
+            self._sinks.line(request.line)
+        self._watching.lines.add(request.line)
+        if request.line.get("kind") == "update":
+            # Too many for those who follow the run step by step.
+            return
+        self._lines.add(request.line)
         self._watchers.wake()
 
     @handler
@@ -338,6 +306,7 @@ class Controller(Actor):
     def checkpoint_written(self, request: CheckpointWritten, caller: Caller) -> Done:
         """The run can go on from here."""
         self.log.info("checkpoint is complete", version=request.version, step=request.step, path=request.path)
+        self._watching.happened("info", caller.name, f"checkpoint of version {request.version} is complete")
         if self._run.checkpoint_written(request.version):
             self._tell()
         return Done()
@@ -354,6 +323,9 @@ class Controller(Actor):
         """A process has ended; says whether it was told to."""
         now = self.clock.now()
         self.log.info("actor ended", actor=request.name, exit_code=request.exit_code, fatal=request.fatal)
+        if request.exit_code or self._run.phase in ("starting", "running"):
+            what = f": {request.reason}" if request.reason else f" with exit code {request.exit_code}"
+            self._watching.happened("error" if request.fatal else "warning", request.name, f"ended{what}")
         newest = self._registry.ended(request.name, request.incarnation, now, request.died)
         if newest and not (request.fatal and self._members.given_up(request.name, request.reason)):
             self._run.ended(request.name, request.exit_code, request.fatal, request.reason, request.log, now)
@@ -369,6 +341,30 @@ class Controller(Actor):
         if self._run.fail(caller.name, reason, "", request.exit_code, self.clock.now()):
             self._tell()
         return Done()
+
+    # --- watching ---
+
+    @handler
+    async def watch_snapshot(self, request: WatchSnapshot, caller: Caller) -> SnapshotTaken:
+        """Parked until there is a newer snapshot of the run."""
+        return await self._watching.watch(request, caller.park_s)
+
+    # --- the timeline ---
+
+    @handler
+    async def request_trace(self, request: RequestTrace, caller: Caller) -> TraceWritten:
+        """Have the actors hand in what they did of late, and write it."""
+        return await self._traces.write(self.tasks, caller.park_s)
+
+    @handler
+    async def trace_part(self, request: TracePart, caller: Caller) -> Done:
+        """Take in what an actor did. Raises InvalidRequest."""
+        await self._traces.take(caller.name, request)
+        return Done()
+
+    def _ask_for_trace(self, number: int) -> None:
+        if self._run.want_trace(number):
+            self._tell()
 
     # --- hosts that come and go ---
 
@@ -410,13 +406,6 @@ class Controller(Actor):
 
     # --- waiting ---
 
-    def _condemn(self, actors: Sequence[Condemned]) -> None:
-        """Have exactly these killed and started again, each with its gang."""
-        if actors:
-            self._registry.condemn(actors)
-            self.log.error("actors are condemned", actors={actor.name: actor.reason for actor in actors})
-            self._registry_changed()
-
     def _registry_changed(self) -> None:
         """Let the run follow, and wake whoever waits for either."""
         ready = self._registry.ready()
@@ -429,13 +418,7 @@ class Controller(Actor):
 
     def _state(self, seen_line: int) -> RunState:
         outcome = self._run.outcome
-        lines: list[dict[str, Any]] = []
-        last = self._last_line
-        if seen_line >= 0:
-            first = max(seen_line, last - len(self._lines))
-            skipped = len(self._lines) - (last - first)
-            lines = list(islice(self._lines, skipped, skipped + LINES_IN_REPLY))
-            last = first + len(lines)
+        lines, last = self._lines.after(seen_line) if seen_line >= 0 else ([], self._lines.last)
         return RunState(
             number=self._run.number,
             phase=self._run.phase,
@@ -454,19 +437,14 @@ class Controller(Actor):
             lost_hosts=dict(self._run.lost_hosts),
             members=self._run.members,
             leaving=self._run.leaving,
+            trace=self._run.trace,
         )
 
     def _tell(self) -> None:
+        self._watching.changed()
         self._changed.set()
         self._watchers.wake()
         self._members.wake()
-
-
-def _write_atomically(path: str, text: str) -> None:
-    descriptor = os.open(path + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
-    os.replace(path + ".new", path)
 
 
 ACTOR = Controller

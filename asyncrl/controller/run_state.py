@@ -69,6 +69,8 @@ class RunStateMachine:
     outcome: Outcome | None = None
     stuck: list[Stuck] = field(default_factory=list)
     """Who holds up the run, as far as that is known."""
+    trace: int = 0
+    """Number of the trace that is wanted just now; 0 for none."""
     lost_hosts: dict[str, list[str]] = field(default_factory=dict)
     """With the actors of each."""
     members: int = 0
@@ -212,6 +214,13 @@ class RunStateMachine:
         if self.drain or actors == self.stuck:
             return False
         self.stuck = actors
+        return self._changed()
+
+    def want_trace(self, number: int) -> bool:
+        """Every actor is to hand in its timeline under this number; with 0 nobody any more."""
+        if number == self.trace:
+            return False
+        self.trace = number
         return self._changed()
 
     def checkpoint_written(self, version: int) -> bool:

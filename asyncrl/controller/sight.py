@@ -40,7 +40,7 @@ def _seen(registry: Registry, entry: Entry, now: float) -> Seen:
         silent_s=registry.silence_of(entry, now),
         ended=not entry.heard_of,
         version=entry.version,
-        figures=(float(entry.version), beat.counters.get(GROUPS, 0.0), beat.counters.get(TOKENS, 0.0)),
+        figures=(float(entry.version), entry.figures.get(GROUPS, 0.0), entry.figures.get(TOKENS, 0.0)),
     )
 
 

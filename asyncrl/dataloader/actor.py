@@ -40,6 +40,7 @@ from asyncrl.messages import (
     TicketsHeld,
     WatchSupply,
 )
+from asyncrl.monitor.story_log import GRANTED, ORPHANED, RETURNED, SETTLED
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.runtime.parking import ParkingLot
 from asyncrl.tokenizer import Tokenizer, load_tokenizer
@@ -79,6 +80,9 @@ class Dataloader(Actor):
         self._orphaned = asyncio.Event()
         self._leavers: dict[str, int] = {}
         """Incarnations of rollouters that take no more grants, whatever they have asked for before."""
+        self._known_orphans: set[str] = set()
+        self._granted: dict[str, float] = {}
+        """When each training prompt that is out was granted by this incarnation; the oldest first."""
 
     # --- life ---
 
@@ -167,6 +171,11 @@ class Dataloader(Actor):
                 self._orphaned.set()
                 continue
             tickets.settle(orphans, held.uids)
+            for uid in set(orphans).difference(held.uids):
+                self._granted.pop(uid, None)
+            for uids, by_learner in ((held.uids, True), (sorted(set(orphans).difference(held.uids)), False)):
+                if uids:
+                    self.story.tell(SETTLED, uids=uids, held=by_learner)
             self.log.info("orphans settled", orphans=len(orphans), held=len(held.uids))
             self._changed()
 
@@ -268,8 +277,7 @@ class Dataloader(Actor):
             tickets.stop()
         self._tickets, self._previous = tickets, None
         self.param_version = tickets.newest_version
-        if tickets.orphans:
-            self._orphaned.set()
+        self._note_orphans("")
         self.progress()
         self._opened.wake()
         self._changed()
@@ -287,9 +295,18 @@ class Dataloader(Actor):
             return
         if self._tickets is not None:
             self._tickets.died(name, incarnation)
-            if self._tickets.orphans:
-                self._orphaned.set()
+            self._note_orphans(name)
             self._leases.wake()
+
+    def _note_orphans(self, rollouter: str) -> None:
+        """The learner is to be asked about the orphans that there are."""
+        assert self._tickets is not None
+        orphans = self._tickets.orphans
+        if orphans:
+            self._orphaned.set()
+        if new := [uid for uid in orphans if uid not in self._known_orphans]:
+            self.story.tell(ORPHANED, uids=new, of=rollouter)
+        self._known_orphans = set(orphans)
 
     @handler
     async def lease(self, request: Lease, caller: Caller) -> Leased:
@@ -310,7 +327,7 @@ class Dataloader(Actor):
         if self._tickets is not None:
             self._tickets.meet(ask)
             if self._tickets.orphans:
-                self._orphaned.set()
+                self._note_orphans(ask.rollouter)
 
     def _answer(self, ask: Ask) -> Leased | None:
         if self._asks_no_more(ask):
@@ -325,6 +342,16 @@ class Dataloader(Actor):
         if grants:
             self.progress()
             self._count()
+            for grant in grants:
+                if not isinstance(grant.prompt, EvalPrompt):
+                    self._granted.setdefault(grant.prompt.uid, self.clock.now())
+            self.story.tell(
+                GRANTED,
+                to=ask.rollouter,
+                served=ask.served_version,
+                uids=[grant.prompt.uid for grant in grants],
+                grants=[[grant.number, grant.param_version, grant.attempt, grant.alone] for grant in grants],
+            )
             if grants[-1].alone:
                 # Nobody needs to be set aside for it any more.
                 self._leases.wake()
@@ -344,6 +371,9 @@ class Dataloader(Actor):
         if tickets is None:
             raise RestoreNeeded
         tickets.give_back(caller.name, caller.incarnation, request.uids)
+        for uid in request.uids:
+            self._granted.pop(uid, None)
+        self.story.tell(RETURNED, uids=request.uids, by=caller.name)
         if request.leaving:
             tickets.left(caller.name, caller.incarnation, request.holding)
             if tickets.orphans:
@@ -358,6 +388,9 @@ class Dataloader(Actor):
         """Take in what became of groups. Raises RestoreNeeded, and ProtocolError for what cannot be."""
         tickets = self._for_learner(caller)
         number = tickets.report(request)
+        for outcome in request.outcomes:
+            if (granted := self._granted.pop(outcome.uid, None)) is not None:
+                self.histograms.observe("tickets/age_s", self.clock.now() - granted)
         self.param_version = tickets.newest_version
         self.progress()
         self._changed()
@@ -408,6 +441,13 @@ class Dataloader(Actor):
             max_tokens=max_tokens,
         )
 
+    def figures(self) -> dict[str, float]:
+        oldest = next(iter(list(self._granted.values())[:1]), None)
+        return super().figures() | {
+            "tickets/oldest_s": self.clock.now() - oldest if oldest is not None else 0.0,
+            "tickets/parked": len(self._leases),
+        }
+
     def _changed(self) -> None:
         """Whoever is parked asks again."""
         self._leases.wake()
@@ -421,6 +461,7 @@ class Dataloader(Actor):
         for name, count in tickets.counts.items():
             self.counters[f"tickets/{name}"] = count
         self.counters["tickets/outstanding"] = tickets.outstanding
+        self.counters["tickets/gate"] = tickets.admitted
         self.counters["staleness/limit"] = tickets.limit
         if tickets.supply_number != self._supply_number:
             self._supply_number = tickets.supply_number

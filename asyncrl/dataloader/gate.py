@@ -62,6 +62,10 @@ class Gate:
         """Groups that are still to be granted until the end of the run, if all that are outstanding are trained."""
         return 0 if self._finished else max(0, self._groups_of_run - self.trained - outstanding)
 
+    def admitted(self, served_version: int) -> int:
+        """Groups that may be outstanding for a rollouter whose engines serve this version."""
+        return self.room(served_version, 0)
+
     def room(self, served_version: int, outstanding: int) -> int:
         """Groups that staleness admits for a rollouter whose engines serve this version or newer ones.
 

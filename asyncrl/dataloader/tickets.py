@@ -70,6 +70,11 @@ class Tickets:
         return self._holders.outstanding
 
     @property
+    def admitted(self) -> int:
+        """How many may be outstanding for an engine that serves the newest version."""
+        return self._gate.admitted(self._gate.newest_version)
+
+    @property
     def limit(self) -> float:
         """The working limit, in versions."""
         return self._gate.limit.versions

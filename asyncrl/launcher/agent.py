@@ -55,7 +55,7 @@ from asyncrl.launcher.spec import (
 )
 from asyncrl.launcher.stacks import take_stacks
 from asyncrl.messages import ActorEnded, ActorStarted, RunState, Stuck
-from asyncrl.monitor.logging import configure_logging, get_logger, write_text
+from asyncrl.monitor.logging import configure_logging, get_logger, listen, write_text
 from asyncrl.runtime.endpoint import new_incarnation
 from asyncrl.runtime.heartbeat import HeartbeatThread
 from asyncrl.runtime.supervision import PREEMPTED_EXIT_CODE, ROLES, STOPPED_EXIT_CODE, role_of
@@ -251,6 +251,8 @@ class Agent:
     async def _follow(self, link: ControllerLink) -> None:
         # A host is lost when its agent does not beat either.
         heartbeat = HeartbeatThread(link, self._address, asyncio.get_running_loop())
+        listen(link.events.add)
+        link.measure()
         heartbeat.start()
         try:
             await link.main()
@@ -258,6 +260,7 @@ class Agent:
             self._do(self._host.controller_lost(str(error), time.monotonic()))
         finally:
             heartbeat.stop()
+            link.stop_measuring()
 
     def _on_state(self, state: RunState) -> None:
         assert self._link is not None

@@ -6,9 +6,10 @@ import errno
 import glob
 import os
 import socket
+from importlib.util import find_spec
 from pathlib import Path
 
-from asyncrl.config import Config, DataConfig
+from asyncrl.config import Config, DataConfig, SinksConfig
 
 
 def find_problems(config: Config) -> list[str]:
@@ -21,6 +22,7 @@ def find_problems(config: Config) -> list[str]:
         found += _check_data(f"eval.{name}.data", evaluation.data)
     found += _check_run_dir(Path(config.run.dir))
     found += _check_network(config.network.host, config.network.controller_port)
+    found += _check_sinks(config.sinks)
     return found
 
 
@@ -65,3 +67,22 @@ def _check_network(host: str, port: int) -> list[str]:
                 return [f"network.controller_port: {port} on {host} is in use; set another, or 0 for any free one"]
             return [f"network.host: {host} cannot be bound: {error.strerror}"]
     return []
+
+
+def _check_sinks(sinks: SinksConfig) -> list[str]:
+    wanted = [
+        ("sinks.tensorboard", sinks.tensorboard, "tensorboard", "tensorboard"),
+        ("sinks.wandb.mode", sinks.wandb.mode != "off", "wandb", "wandb"),
+        ("sinks.prometheus.enabled", sinks.prometheus.enabled, "prometheus_client", "prometheus"),
+    ]
+    return [
+        f"{key}: the package {package} is not installed; pip install 'asyncrl[{extra}]'"
+        for key, is_wanted, package, extra in wanted
+        if is_wanted and not _is_installed(package)
+    ]
+
+
+def _is_installed(package: str) -> bool:
+    # A mere folder of that name, as wandb leaves one where it is used, has a specification but no origin.
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None

@@ -27,7 +27,7 @@ from asyncrl.errors import UsageError
 from asyncrl.launcher.hostspec import private_name
 from asyncrl.launcher.link import agent_name
 from asyncrl.runtime.roster import LAUNCHER
-from asyncrl.wire.keys import Keyring, make_keyring, write_credentials
+from asyncrl.wire.keys import VIEWER, Keyring, make_keyring, write_credentials
 
 PRIVATE = private_name(0)
 LOCK = "lock"
@@ -91,7 +91,7 @@ def begin_attempt(folder: RunFolder, config: Config) -> None:
 
 def make_run_keyring(config: Config, run_id: str, agents: int = 1) -> Keyring:
     """The credentials of a run on as many hosts."""
-    names = [*config.actors, *map(agent_name, range(agents)), LAUNCHER]
+    names = [*config.actors, *map(agent_name, range(agents)), LAUNCHER, VIEWER]
     return make_keyring(run_id, names, attempts=config.supervision.max_restarts + 1, curve=config.curve)
 
 
@@ -103,7 +103,8 @@ def private_folder(folder: RunFolder, config: Config, files: Mapping[str, Any] |
     run lives in the folder.
     """
     if files is None:
-        files = make_run_keyring(config, folder.run_id).files_of([*config.actors, agent_name(0), LAUNCHER])
+        names = [*config.actors, agent_name(0), LAUNCHER, VIEWER]
+        files = make_run_keyring(config, folder.run_id).files_of(names)
     lock = hold_private(folder.private, folder.run_id, files)
     try:
         yield lock

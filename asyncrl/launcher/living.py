@@ -132,8 +132,8 @@ class Controller:
             if error.code != CROWDED:
                 raise
             raise UsageError(
-                f"{self._run.folder.path}: the run serves {error.theirs}, and as many --join and --leave speak to it "
-                "already: end one of them, or wait until one has ended"
+                f"{self._run.folder.path}: the run serves {error.theirs}, and as many --join and --leave speak to "
+                "it already: end one of them, or wait until one has ended"
             ) from None
 
     async def members(self) -> AsyncIterator[Members]:

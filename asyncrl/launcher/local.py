@@ -20,9 +20,10 @@ from asyncrl.launcher.folders import RunFolder, create_run_folder, private_folde
 from asyncrl.launcher.follow import Follower
 from asyncrl.launcher.member import Member
 from asyncrl.launcher.placement import Placed
-from asyncrl.launcher.progress import Progress, read_metrics, summarise
+from asyncrl.launcher.progress import Progress, summarise
 from asyncrl.launcher.resume import AUTO, Resumption
 from asyncrl.launcher.spec import ActorSpec, AgentSpec, EndedEvent
+from asyncrl.monitor.metrics_file import read_metrics
 
 ACTOR_ARGV = (sys.executable, "-m", "asyncrl.cli.actor")
 GUARD_ARGV = (sys.executable, "-m", "asyncrl.launcher.guard")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import sys
@@ -21,9 +20,9 @@ from asyncrl.launcher.spec import (
     StateEvent,
     StuckEvent,
 )
+from asyncrl.monitor.metrics_file import Line
 from asyncrl.runtime.supervision import role_of
 
-Line = Mapping[str, Any]
 NAMES_SHOWN = 4
 CLEAR_LINE = "\r\x1b[2K"
 
@@ -176,30 +175,6 @@ def describe_eval(line: Line) -> str:
     """An evaluation's line in a few words."""
     means = [f"{key.removesuffix('/mean')} {_number(line[key])}" for key in sorted(line) if _is_eval_mean(key)]
     return f"step {line.get('step', '?')}  " + ("  ".join(means) or "evaluation without results")
-
-
-def read_metrics(path: Path) -> list[Line]:
-    """The lines of a metrics file that tell of the run as it stands; none if there is no such file.
-
-    A learner that was started again goes on from its checkpoint: its first step voids what its predecessors wrote of
-    the same step and later ones. A torn last line is left out.
-    """
-    if not path.exists():
-        return []
-    found: list[Line] = []
-    newest = 0
-    for text in path.read_text().splitlines():
-        try:
-            line = json.loads(text)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(line, dict):
-            start, step = line.get("start", 0), line.get("step", 0)
-            if line.get("kind") == "train" and start > newest:
-                newest = start
-                found = [other for other in found if other.get("start", 0) == start or other.get("step", 0) < step]
-            found.append(line)
-    return found
 
 
 def summarise(lines: Iterable[Line], run_dir: Path, log_dir: Path, steps: int) -> list[str]:

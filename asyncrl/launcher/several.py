@@ -52,7 +52,7 @@ from asyncrl.launcher.resume import Resumption, find_resumption
 from asyncrl.launcher.spec import KILL
 from asyncrl.launcher.start import StartCommand, shown
 from asyncrl.runtime.roster import LAUNCHER
-from asyncrl.wire.keys import Keyring
+from asyncrl.wire.keys import VIEWER, Keyring
 
 PASSED_ON = ("ASYNCRL_", "GLOO_", "HF_", "NCCL_", "PYTHONPATH", "PYTORCH_", "TOKENIZERS_", "TORCH_", "VLLM_")
 """Beginnings of the names of environment variables that the other hosts have as they are here."""
@@ -266,8 +266,9 @@ class _Launch:
     def _files(self, keyring: Keyring, index: int) -> dict[str, Any]:
         """The credentials of a host: those of its own actors and agent."""
         name = self.hosts[index].name
-        own = [actor.name for actor in self.placed if actor.host == name]
-        return keyring.files_of([*own, agent_name(index), *([LAUNCHER] if index == 0 else [])])
+        own = [*(actor.name for actor in self.placed if actor.host == name), agent_name(index)]
+        # Hosts are let in, and a run is watched, from its head.
+        return keyring.files_of([*own, LAUNCHER, VIEWER] if index == 0 else own)
 
     def _show_plan(self, resumption: Resumption | None) -> None:
         self.progress.end()

@@ -42,12 +42,18 @@ from asyncrl.messages import (
     Request,
     Resolve,
     Resolved,
+    ResourceRecord,
     RolloutStats,
     RunFinished,
 )
+from asyncrl.monitor.story_log import EVALUATED, NOT_TRAINED, RESTORED, TAKEN
+from asyncrl.monitor.trace import CHECKPOINTS, PHASES, STEPS, Track
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller, handler
 
 PARAMETER_SERVER, RANK_0 = "parameter_server/0", "learner/0"
+
+PHASE_STATES = {"gather": "publishing", "probe": "publishing"}
+"""In which state a rank above 0 is at a part of the work; it trains at all others."""
 
 T = TypeVar("T")
 
@@ -56,6 +62,7 @@ class Learner(Actor):
     """See the module."""
 
     role = "learner"
+    kind = "rank"
 
     def __init__(self, context: ActorContext) -> None:
         super().__init__(context)
@@ -91,6 +98,8 @@ class Learner(Actor):
     async def setup(self) -> None:
         self.states.enter("starting", "imports")
         self._backend = await self._on_thread(lambda: create(self.config, self.context.index))
+        phases = self.trace.track("phases", PHASES)
+        self._backend.on_phase = lambda name: self._phase(phases, name)
         if not self._is_rank_0:
             host, port = await self._find_store()
             await self._on_thread(lambda: self._backend.setup(host, port))
@@ -100,12 +109,21 @@ class Learner(Actor):
         start = await self._on_thread(mark.begin)
         host, port = await self._on_thread(lambda: self._backend.open_store(self.context.host))
         self.facts = {"store_host": host, "store_port": port}
-        await self._register(address="")
+        await self.tell_facts()
         await self._on_thread(lambda: self._backend.setup(host, port))
         records = await asyncio.to_thread(RecordFiles, self.context.run_dir, start)
         self._start = start
         self._build(records, mark, await self._restore())
         await self._versions.start()
+
+    def _phase(self, track: Track, name: str) -> None:
+        """This rank begins a part of the work, or, without a name, ends one. Called by the training thread."""
+        if name:
+            track.enter(name)
+        else:
+            track.leave()
+        if not self._is_rank_0 and self.ready:
+            self.states.enter(PHASE_STATES.get(name, "training") if name else "following", "" if name else RANK_0)
 
     async def _restore(self) -> Contents | None:
         """What the newest complete checkpoint holds; the backend has loaded its part of it."""
@@ -125,7 +143,10 @@ class Learner(Actor):
         )
         contents = await self._checkpoints.restore()
         if contents is None:
+            self.story.tell(RESTORED, step=0, uids=[])
             return None
+        buffered = [group.ticket.uid for group in contents.buffered]
+        self.story.tell(RESTORED, step=contents.state.step, version=contents.state.version, uids=buffered)
         state = contents.state
         self._intake = Intake(
             self.config.learner,
@@ -154,6 +175,7 @@ class Learner(Actor):
             log=self.log,
             step=restored.state.step if restored is not None else 0,
         )
+        steps = self.trace.track("steps", STEPS)
         self._versions = Versions(
             self.config,
             self._backend,
@@ -164,6 +186,7 @@ class Learner(Actor):
             tasks=self.tasks,
             log=self.log,
             on_spoiled=lambda: self._training.news.set(),
+            track=steps,
         )
         self._training = Training(
             self.config,
@@ -178,9 +201,12 @@ class Learner(Actor):
             progress=self.progress,
             states=self.states,
             counters=self.counters,
+            histograms=self.histograms,
             clock=self.clock,
             log=self.log,
             awaits=self.awaits,
+            story=self.story,
+            track=steps,
             step=restored.state.step if restored is not None else 0,
         )
         self._supply = self._training.supply = SupplyLine(
@@ -208,7 +234,7 @@ class Learner(Actor):
 
     async def run(self) -> None:
         if not self._is_rank_0:
-            self.states.enter("following")
+            self.states.enter("following", RANK_0)
             following = self.tasks.create_task(self._follow())
             await self.drained()
             self._backend.interrupt()
@@ -237,6 +263,7 @@ class Learner(Actor):
     async def _train(self) -> None:
         training = self._training
         await training.begin()
+        self.states.enter("waiting", DATALOADER)
         await self._supply.restore()
         self.tasks.create_task(self._supply.report())
         self.tasks.create_task(self._supply.watch())
@@ -257,6 +284,20 @@ class Learner(Actor):
         await self._until_answered(RunFinished(preempted=preempted))
         self.states.enter("done")
 
+    def figures(self) -> dict[str, float]:
+        """Nothing is known before rank 0 has found where the run stands."""
+        if not hasattr(self, "_training"):
+            return super().figures()
+        counts = self._intake.ledger
+        return super().figures() | {
+            "learner/step": self._training.step,
+            "buffer/groups": len(self._intake.buffer),
+            "ledger/trained": counts.count("trained"),
+            "ledger/filtered": counts.count("filtered"),
+            "ledger/quarantined": counts.count("quarantined"),
+            "records/pending": self._lines.pending,
+        }
+
     def preempted(self) -> None:
         """Make way: the run ends at the next version boundary, with a checkpoint."""
         if self._is_rank_0 and hasattr(self, "_training"):
@@ -274,6 +315,9 @@ class Learner(Actor):
     async def _on_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
+    def resources(self) -> list[ResourceRecord]:
+        return [self.states.record("rank")]
+
     # --- groups come in ---
 
     @handler
@@ -284,10 +328,12 @@ class Learner(Actor):
         self.progress()
         if group.ticket.purpose != "train":
             duplicate = not self._evals.add(group)
+            self.story.tell(TAKEN, uid=uid, by=caller.name, into="duplicate" if duplicate else "evaluation")
             self._rounds_changed.set()
             return Delivered(duplicate=duplicate)
-        taken = self._intake.deliver(group)
-        self.counters[f"groups/{taken}"] = self.counters.get(f"groups/{taken}", 0) + 1
+        taken = self._intake.deliver(group, self.clock.now())
+        self.story.tell(TAKEN, uid=uid, by=caller.name, into=taken)
+        self.counters.add(f"groups/{taken}")
         if taken == "quarantined":
             self.log.warning("group quarantined", uid=uid, reason=self._intake.quarantined[-1].reason)
             self._quarantine_changed.set()
@@ -350,6 +396,13 @@ class Learner(Actor):
         self.counters["checkpoint/version"] = written.version
         self.counters["checkpoint/stage_s"] = written.staged_s
         self.counters["checkpoint/write_s"] = written.seconds
+        self.trace.track("checkpoint", CHECKPOINTS).add(
+            f"checkpoint v{written.version}",
+            self.trace.now() - written.seconds,
+            step=written.step,
+            version=written.version,
+            staged_s=round(written.staged_s, 6),
+        )
         self.log.info("checkpoint is complete", version=written.version, step=written.step, path=str(written.path))
         told = CheckpointWritten(version=written.version, step=written.step, path=str(written.path))
         telling = self.tasks.create_task(self._until_answered(told))
@@ -357,7 +410,7 @@ class Learner(Actor):
         telling.add_done_callback(self._telling.discard)
 
     def _checkpoint_failed(self, version: int, error: CheckpointError) -> None:
-        self.counters["checkpoint/failed"] = self.counters.get("checkpoint/failed", 0) + 1
+        self.counters.add("checkpoint/failed")
         self.log.error("no checkpoint; the last complete one stays", version=version, error=str(error))
 
     async def _write_quarantined(self) -> None:
@@ -368,6 +421,8 @@ class Learner(Actor):
 
     async def _write_found(self) -> None:
         found, self._intake.quarantined = self._intake.quarantined, []
+        for item in found:
+            self.story.tell(NOT_TRAINED, uid=item.uid, reason=item.reason)
         await self._lines.quarantined(self._training.step, found)
 
     async def _conclude_rounds(self) -> None:
@@ -379,6 +434,7 @@ class Learner(Actor):
                 line = {"kind": "eval", "step": self._training.step, "weights/version": self.param_version}
                 await self._lines.emit(line | eval_metrics(name, groups))
                 self._rounds_written.add(round)
+                self.story.tell(EVALUATED, uids=[group.ticket.uid for group in groups], step=self._training.step)
                 for group in groups:
                     self._intake.outcomes.outcome(Outcome(group.ticket.uid, "evaluated"))
                 self._supply.changed()

@@ -33,6 +33,7 @@ What goes wrong while a checkpoint is written is the result of its future alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
@@ -50,6 +51,9 @@ class Backend(Protocol):
     """Whether several sequences may share a row; settled by ``setup``, the same on all ranks."""
     on_gpu: bool
     """Whether the weights are on a GPU; settled by ``setup``."""
+    on_phase: Callable[[str], None]
+    """Told, by the thread that calls, of each part of the work that this rank begins, and with an empty name of the end
+    of the last; to be set before ``setup``."""
 
     def open_store(self, host: str) -> tuple[str, int]:
         """Rank 0: bind the rendezvous of the ranks to ``host`` and one of network.ports. Returns (host, port)."""
@@ -66,9 +70,9 @@ class Backend(Protocol):
 
         ``loss/policy``, ``policy/grad_norm`` (before the clip), ``policy/entropy`` (nats), ``policy/ess`` (0
         to 1), ``policy/behaviour_kl`` (nats), ``policy/tis_clipped_fraction``, ``policy/ratio_max``,
-        ``learner/lr``; ``policy/engine_kl`` (nats) and ``policy/engine_kl_tokens`` where tokens of the
-        weights being trained are among them. Raises NonFiniteStep, on all ranks, when the loss or the
-        gradient is not finite: nothing was changed then.
+        ``learner/lr``; ``perf/mfu`` (0 to 1) where the device's peak is known; ``policy/engine_kl`` (nats) and
+        ``policy/engine_kl_tokens`` where tokens of the weights being trained are among them. Raises
+        NonFiniteStep, on all ranks, when the loss or the gradient is not finite: nothing was changed then.
         """
 
     def probe(self) -> Probe | None:

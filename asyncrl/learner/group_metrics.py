@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from asyncrl.messages import Group, Trajectory
+from asyncrl.monitor.metrics import Histograms
 
 
 def rewards_of(group: Group) -> np.ndarray:
@@ -83,6 +84,23 @@ def rollout_metrics(trained: Sequence[Group], filtered: Sequence[Group]) -> dict
         ),
         "rollout/resumed_trajectories": float(sum(t.resumes > 0 for t in trajectories)),
     }
+
+
+def observe_staleness(histograms: Histograms, trained: Sequence[Group], version: int) -> None:
+    """Count the trained tokens and groups by their staleness under ``version``."""
+    for group in trained:
+        oldest = None
+        for trajectory in group.trajectories:
+            first = None
+            for span in trajectory.spans:
+                sampled = int(np.count_nonzero(trajectory.loss_mask[span.start : span.end]))
+                if sampled:
+                    histograms.observe("staleness/tokens", version - span.version, sampled)
+                    first = span.version if first is None else first
+            if first is not None:
+                oldest = first if oldest is None else min(oldest, first)
+        if oldest is not None:
+            histograms.observe("staleness/groups", version - oldest)
 
 
 def staleness_metrics(trained: Sequence[Group], *, version: int, limit: int) -> dict[str, float]:

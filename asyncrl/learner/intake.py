@@ -67,6 +67,8 @@ class Intake:
         """Quarantined since the last step."""
         self._last_problem = ""
         self._in_training: dict[str, Group] = {}
+        self._came: dict[str, float] = {}
+        """When the buffered groups that were delivered to this learner were."""
         if restored is not None:
             self.filtered = list(restored.filtered)
             self._failed = restored.failed
@@ -84,8 +86,8 @@ class Intake:
         """Uids in training and in the buffer."""
         return [*self._in_training, *self.buffer.uids]
 
-    def deliver(self, group: Group) -> Literal["duplicate", "buffered"] | Kind:
-        """Take a group, once."""
+    def deliver(self, group: Group, now: float = 0.0) -> Literal["duplicate", "buffered"] | Kind:
+        """Take a group, once; ``now`` is when (s)."""
         uid = group.ticket.uid
         if self.has(uid):
             return "duplicate"
@@ -99,6 +101,7 @@ class Intake:
             self._conclude(uid, "filtered")
             return "filtered"
         self.buffer.add(group)
+        self._came[uid] = now
         return "buffered"
 
     def reject(self, uid: str, reason: str) -> None:
@@ -113,6 +116,10 @@ class Intake:
         self._in_training = {group.ticket.uid: group for group in groups}
         filtered, self.filtered, self._failed = in_order(self.filtered), [], 0
         return groups, filtered
+
+    def take_ages(self, now: float) -> list[float]:
+        """How long the groups of the step were here (s), as far as that is known; once for each."""
+        return [now - came for uid in self._in_training if (came := self._came.pop(uid, None)) is not None]
 
     def end_step(self) -> list[int]:
         """The step was taken. Returns the lengths of the responses delivered since the last one."""

@@ -7,6 +7,7 @@ imported. Ranks above 0 have nothing to follow.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -30,6 +31,7 @@ class SimTrainer:
     on_gpu = False
 
     def __init__(self, config: Config, rank: int) -> None:
+        self.on_phase: Callable[[str], None] = lambda name: None
         self._config = config
         self._rank = rank
         self._steps = 0

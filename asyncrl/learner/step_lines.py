@@ -18,8 +18,9 @@ from structlog.typing import FilteringBoundLogger
 from asyncrl.learner.generation_log import GenerationLog, update_line, update_metrics
 from asyncrl.learner.intake import Quarantined
 from asyncrl.learner.records import RecordFiles
-from asyncrl.messages import Group, RolloutStats
+from asyncrl.messages import Group, RolloutStats, UpdateTimes
 from asyncrl.runtime.clock import Clock
+from asyncrl.snapshot import UPDATE_LINES
 
 STATS_WAIT_S = 3.0
 """Longest that a metrics line waits for the rollouters' statistics of its step."""
@@ -37,7 +38,7 @@ class TrainedStep:
 
 
 class StepLines:
-    """``tell`` is given each line of a step or an evaluation that was written."""
+    """``tell`` is given each line of a step or an evaluation that was written, and the newest of updates."""
 
     def __init__(
         self,
@@ -70,6 +71,11 @@ class StepLines:
         self._generation.add(name, incarnation, stats, self._clock.wall())
         self._stats_came.set()
 
+    @property
+    def pending(self) -> int:
+        """Lines that wait to be written."""
+        return self._steps.qsize()
+
     async def put(self, step: TrainedStep) -> None:
         """Write the line of this step; waits only when too many are pending."""
         await self._steps.put(step)
@@ -77,7 +83,7 @@ class StepLines:
     async def emit(self, line: dict[str, Any]) -> None:
         """Write a line now."""
         await self._write(lambda: self._records.metrics(line))
-        self._tell(line | {"start": self._records.start})
+        self._tell_lines([line])
 
     async def quarantined(self, step: int, found: Sequence[Quarantined]) -> None:
         """Write prompts that will not be trained, after ``step`` steps."""
@@ -111,7 +117,17 @@ class StepLines:
         """Until all lines are written, with the updates that ended after the last step."""
         await self._steps.join()
         _, updates = self._generation.take()
-        await self._write(lambda: self._records.metrics(*(update_line(*update) for update in updates)))
+        await self._write_updates(updates)
+
+    async def _write_updates(self, updates: list[tuple[str, UpdateTimes]]) -> None:
+        lines = [update_line(*update) for update in updates]
+        await self._write(lambda: self._records.metrics(*lines))
+        # Whoever watches sees no more of them anyway.
+        self._tell_lines(lines[-UPDATE_LINES:])
+
+    def _tell_lines(self, lines: Sequence[dict[str, Any]]) -> None:
+        for line in lines:
+            self._tell(line | {"start": self._records.start})
 
     def _covered(self, step: TrainedStep) -> bool:
         return self._generation.covers(step.train_ended, now=self._clock.wall(), patience_s=STATS_WAIT_S)
@@ -126,7 +142,7 @@ class StepLines:
             "perf/overlap": self._generation.overlap(step.train_began, step.train_ended),
             **update_metrics([times for _, times in updates]),
         }
-        await self._write(lambda: self._records.metrics(*(update_line(*update) for update in updates)))
+        await self._write_updates(updates)
         await self.emit(line)
         kept = step.groups[: self._samples_per_step]
         await self._write(partial(self._records.samples, line["step"], line["weights/version"], kept))

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import fields
 from pathlib import Path
@@ -44,6 +45,7 @@ from asyncrl.learner.publication import OnSealed, Publication
 from asyncrl.learner.publish import gather_buckets, publish
 from asyncrl.learner.schedule import learning_rate
 from asyncrl.learner.sharding import build_policy, choose_device, compute_dtype, prepare_device
+from asyncrl.learner.utilisation import mfu
 from asyncrl.messages import Probe
 
 
@@ -99,6 +101,7 @@ class Trainer:
 
     def __init__(self, config: Config, rank: int) -> None:
         self.packed = self.on_gpu = False
+        self.on_phase: Callable[[str], None] = lambda name: None
         self.steps = 0
         """Optimizer steps taken."""
         self._config = config
@@ -142,11 +145,26 @@ class Trainer:
         )
         ranks = self._tell(command)
         ranks.scatter(parcels, 0, f"the batch of step {self.steps + 1}")
+        began = time.monotonic()
         try:
-            return self._step(command, plan.ranks[0])
+            found = self._step(command, plan.ranks[0])
+            return found | self._utilisation(plan.tokens, time.monotonic() - began)
         except _NotFinite as error:
             uids = [plan.sequences[i].uid for i in error.sequences]
             raise NonFiniteStep(error.what, step=self.steps + 1, uids=list(dict.fromkeys(uids)) or plan.uids) from None
+
+    def _utilisation(self, tokens: int, seconds: float) -> dict[str, float]:
+        if not self.on_gpu:
+            return {}
+        assert self._ranks is not None
+        share = mfu(
+            parameters=sum(parameter.numel() for parameter in self._parameters),
+            tokens=tokens,
+            seconds=seconds,
+            devices=self._ranks.world_size,
+            device_name=torch.cuda.get_device_name(self._ranks.device),
+        )
+        return {"perf/mfu": share} if share is not None else {}
 
     def probe(self) -> Probe:
         self._tell(Score())
@@ -154,7 +172,8 @@ class Trainer:
 
     def publish(self, version: int, probe: Probe | None = None, on_sealed: OnSealed | None = None) -> Publication:
         self._tell(Gather())
-        return publish(self._gather(), version, probe=probe, on_sealed=on_sealed)
+        with self._phase("gather"):
+            return publish(self._gather(), version, probe=probe, on_sealed=on_sealed)
 
     def export(self, folder: Path) -> None:
         self._tell(Gather())
@@ -197,8 +216,9 @@ class Trainer:
                 except _NotFinite as error:
                     raise NonFiniteStep(error.what, step=self.steps + 1, uids=[]) from None
             elif isinstance(command, Gather):
-                for _ in self._gather():
-                    pass
+                with self._phase("gather"):
+                    for _ in self._gather():
+                        pass
             elif isinstance(command, Score):
                 self._score_probe()
             elif isinstance(command, See):
@@ -224,6 +244,14 @@ class Trainer:
             self._ranks.close()
             self._ranks = None
         self._store = None
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        self.on_phase(name)
+        try:
+            yield
+        finally:
+            self.on_phase("")
 
     def _tell(self, command: Command) -> Ranks:
         assert self._ranks is not None
@@ -253,7 +281,7 @@ class Trainer:
     def _score_probe(self) -> Probe:
         ranks = self._ranks
         assert ranks is not None
-        with ranks.waiting("scoring the probe"):
+        with ranks.waiting("scoring the probe"), self._phase("probe"):
             return score_probe(
                 self._policy,
                 seed=self._config.run.seed,
@@ -264,6 +292,10 @@ class Trainer:
 
     def _step(self, command: Train, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
         """This rank's part of an optimizer step. Raises _NotFinite, on all ranks alike."""
+        with self._phase("forward and backward"):
+            return self._step_phases(command, micro_batches)
+
+    def _step_phases(self, command: Train, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
         ranks = self._ranks
         assert ranks is not None
         with ranks.waiting(f"step {self.steps + 1}"):
@@ -276,10 +308,12 @@ class Trainer:
             for row in sums.tolist():
                 totals.add(TokenSums(*row))
             ours = [float(loss), float(square), *(getattr(totals, item.name) for item in fields(totals))]
+            self.on_phase("sums of all ranks")
             everyone = ranks.all_gather(ours, f"the sums of step {self.steps + 1}")
         totals = TokenSums()
         for row in everyone[:, 2:].tolist():
             totals.add(TokenSums(*row))
+        self.on_phase("optimizer")
         total_loss, norm = math.fsum(everyone[:, 0]), math.sqrt(math.fsum(everyone[:, 1]))
         try:
             if not math.isfinite(total_loss):

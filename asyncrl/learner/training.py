@@ -23,11 +23,16 @@ from asyncrl.config import Config
 from asyncrl.errors import ActorFailed, AsyncRLError, NonFiniteStep
 from asyncrl.learner.backend import Backend
 from asyncrl.learner.batch import build_step
+from asyncrl.learner.group_metrics import observe_staleness
 from asyncrl.learner.intake import Intake
 from asyncrl.learner.step_lines import StepLines, TrainedStep
 from asyncrl.learner.supply_line import Stand, SupplyLine
 from asyncrl.learner.versions import Versions
+from asyncrl.messages import Group
+from asyncrl.monitor.metrics import Figures, Histograms
 from asyncrl.monitor.states import StateLedger
+from asyncrl.monitor.story_log import TRAINED, StoryLog
+from asyncrl.monitor.trace import Track
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.clock import Clock
 
@@ -58,10 +63,13 @@ class Training:
         published: Callable[[int], None],
         progress: Callable[[], None],
         states: StateLedger,
-        counters: dict[str, float],
+        counters: Figures,
+        histograms: Histograms,
         clock: Clock,
         log: FilteringBoundLogger,
         awaits: Awaits,
+        story: StoryLog,
+        track: Track,
         step: int,
     ) -> None:
         self.step = step
@@ -84,9 +92,12 @@ class Training:
         self._progress = progress
         self._states = states
         self._counters = counters
+        self._histograms = histograms
         self._clock = clock
         self._log = log
         self._awaits = awaits
+        self._story = story
+        self._track = track
         self._trained_at_version = 0
         self._first_version = -1
         self._unpublished = 0
@@ -170,10 +181,12 @@ class Training:
         learner, intake = self._config.learner, self._intake
         version = self.version
         groups, filtered = intake.begin_step()
+        self._histograms.observe_all("groups/age_s", intake.take_ages(self._clock.now()))
         intake.outcomes.step_began(len(intake.buffer), waited=self._waited and version > self._first_version)
         self.supply.changed()
         train_began, train_wall = self._clock.now(), self._clock.wall()
         self._states.enter("training")
+        self._track.enter("pack", step=self.step + 1, groups=len(groups))
         plan = await self._on_thread(
             lambda: build_step(
                 groups,
@@ -185,21 +198,28 @@ class Training:
                 packed=self._backend.packed,
             )
         )
+        self._track.enter("train", step=self.step + 1, version=version, **_sampled(groups))
         try:
             trained = await self._on_thread(lambda: self._backend.train(plan))
+            await self._on_thread(lambda: observe_staleness(self._histograms, groups, version))
         except NonFiniteStep as error:
             if learner.on_nonfinite != "skip":
                 raise
             self._log.error("step was not taken", error=str(error))
-            self._counters["learner/skipped_steps"] = self._counters.get("learner/skipped_steps", 0) + 1
+            self._counters.add("learner/skipped_steps")
             intake.spoil_step(error.uids, f"the {error.what} of step {self.step + 1} is not finite")
             self.supply.changed()
             return None
         train_ended = self._clock.now()
+        self._track.leave()
         lengths = intake.end_step()
+        self._story.tell(TRAINED, step=self.step + 1, version=version, uids=[group.ticket.uid for group in groups])
         self.supply.changed()
         ledger = intake.ledger
         self._counters["ledger/trained"] = ledger.count("trained")
+        self._counters.add("learner/tokens", plan.tokens)
+        if "perf/mfu" in trained:
+            self._counters["perf/mfu"] = trained["perf/mfu"]
         line = {
             "kind": "train",
             "step": self.step + 1,
@@ -225,6 +245,7 @@ class Training:
         """
         learner, intake = self._config.learner, self._intake
         self._states.enter("waiting", "groups")
+        self._track.enter("wait for groups", step=self.step + 1)
         wanted = learner.groups_per_step
         if not self._config.staleness.max:
             # All of a version's, or which of them make up a step would be a matter of who came first.
@@ -289,7 +310,7 @@ class Training:
                 # Not a disk or memory that is full: the ranks are out of step.
                 raise
             self._not_published = str(error)
-            self._counters["weights/not_published"] = self._counters.get("weights/not_published", 0) + 1
+            self._counters.add("weights/not_published")
             self._log.error("no version published; training goes on as long as it can", error=str(error))
             if until is not None and self._clock.now() >= until:
                 reason = f"no version could be published for {UNPUBLISHED_S:g} s: {error}"
@@ -311,3 +332,9 @@ class Training:
 
     async def _on_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _sampled(groups: list[Group]) -> dict[str, int]:
+    """The oldest and the newest version that sampled tokens of these groups; nothing where there are none."""
+    versions = [span.version for group in groups for trajectory in group.trajectories for span in trajectory.spans]
+    return {"sampled_oldest": min(versions), "sampled_newest": max(versions)} if versions else {}

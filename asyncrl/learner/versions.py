@@ -26,6 +26,7 @@ from asyncrl.learner.publication import Publication
 from asyncrl.learner.publisher import Publisher
 from asyncrl.learner.version_mark import VersionMark
 from asyncrl.messages import Probe, Request
+from asyncrl.monitor.trace import Track
 
 T = TypeVar("T")
 
@@ -41,7 +42,7 @@ class MadeVersion:
 
 class Versions:
     """Of one run, on rank 0. ``thread`` is the backend's; ``call`` asks the parameter server; members of a broadcast
-    find rank 0 at ``host``."""
+    find rank 0 at ``host``. ``track`` is that of the learner's steps in the timeline."""
 
     def __init__(
         self,
@@ -55,7 +56,9 @@ class Versions:
         tasks: asyncio.TaskGroup,
         log: FilteringBoundLogger,
         on_spoiled: Callable[[], None],
+        track: Track,
     ) -> None:
+        self._track = track
         self._config = config
         self._backend = backend
         self._thread = thread
@@ -88,12 +91,20 @@ class Versions:
 
     async def make(self) -> MadeVersion:
         """The next version, of the weights as they are. Raises OSError."""
+        try:
+            return await self._make()
+        finally:
+            self._track.leave()
+
+    async def _make(self) -> MadeVersion:
+        self._track.enter("publish")
         # On the one thread that an actor which ends waits for: no number is given behind its successor's back.
         version = await self._on_thread(self._mark.advance)
         probe = await self._on_thread(self._backend.probe)
         sending = None
         if self._broadcaster is not None:
             sending = self._broadcaster.begin(version, probe, self._tasks)
+        self._track.enter(f"gather v{version}", version=version)
         try:
             publication = await self._gather(version, probe, sending)
         except BaseException as error:

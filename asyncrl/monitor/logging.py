@@ -8,19 +8,27 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import structlog
 
 STANDARD_ERROR = 2
+QUIET = frozenset({"debug", "info"})
+_listener: Callable[[str, str], None] | None = None
+_level: int | None = None
+"""Least severe level written; None where logs are not set up."""
 
 
 def configure_logging(level: str) -> None:
     """Set up this process. ``level`` is debug, info, warning or error."""
+    global _level
+    _level = logging.getLevelNamesMapping()[level.upper()]
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
+            _pass_on,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.dict_tracebacks,
             structlog.processors.JSONRenderer(default=str),
@@ -29,6 +37,32 @@ def configure_logging(level: str) -> None:
         logger_factory=_Lines,
         cache_logger_on_first_use=True,
     )
+
+
+def listen(listener: Callable[[str, str], None]) -> None:
+    """Have each line of level warning and above told to ``listener`` as well: its level and its text."""
+    global _listener
+    _listener = listener
+
+
+def _pass_on(_logger: Any, _method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    if _listener is not None and line["level"] not in QUIET:
+        facts = [f"{key}={value}" for key, value in line.items() if key not in ("event", "actor", "level", "exc_info")]
+        if facts:
+            _listener(line["level"], f"{line['event']}: {', '.join(facts)}")
+        else:
+            _listener(line["level"], str(line["event"]))
+    return line
+
+
+def writes(level: str) -> bool:
+    """Whether lines of this level are written here."""
+    return _level is not None and logging.getLevelNamesMapping()[level.upper()] >= _level
+
+
+def write_line(line: str) -> None:
+    """Write a line that is whole already, as the others are."""
+    _lines.msg(line)
 
 
 def write_text(text: str) -> None:
@@ -59,6 +93,9 @@ class _Lines:
 
     log = debug = info = warn = warning = msg
     fatal = failure = err = error = critical = exception = msg
+
+
+_lines = _Lines()
 
 
 def get_logger(actor: str, **facts: Any) -> structlog.typing.FilteringBoundLogger:

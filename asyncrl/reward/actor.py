@@ -12,13 +12,16 @@ from dataclasses import asdict
 
 import msgspec
 
-from asyncrl.messages import AwaitRecord, Heartbeat, Score, Scores
+from asyncrl.messages import AwaitRecord, Heartbeat, ResourceRecord, Score, Scores
+from asyncrl.monitor.trace import FIRST_SLOT
 from asyncrl.reward.pool import RewardPool
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.runtime.awaits import most_telling
 
 START_SHARE = 0.8
 """Of the time that an actor has for its start, what the pool may take, so that its own error comes first."""
+LONGEST_ERROR = 300
+"""Characters of a failed task in the timeline."""
 
 
 class RewardActor(Actor):
@@ -37,6 +40,7 @@ class RewardActor(Actor):
             max_tokens=self.config.rollout.max_tokens,
             start_timeout_s=START_SHARE * self.config.supervision.start_timeout_s,
             on_output=lambda uid, text, dropped: self.log.info("printed", uid=uid, text=text, dropped_bytes=dropped),
+            on_task=self._show,
         )
         await self._pool.start()
         self.log.info("workers ready", function=self.config.reward.function, workers=self.config.reward.workers)
@@ -48,25 +52,48 @@ class RewardActor(Actor):
             await self._pool.close()
 
     def heartbeat(self, beat: int, loop_lag_s: float) -> Heartbeat:
-        """The ledger of this actor is its workers': what they did, not what the actor waited for."""
+        """With what its workers did."""
         pool = self._pool
         said = super().heartbeat(beat, loop_lag_s)
         if pool is None:
             return said
-        counters = {**said.counters, **asdict(pool.counters)}
         awaits, task = said.awaits, pool.longest_task()
         if task is not None:
             uid, seconds = task
             awaits = most_telling([*awaits, AwaitRecord("worker", f"{self.config.reward.function} of {uid}", seconds)])
-        return msgspec.structs.replace(
-            said, progress=pool.counters.scored, ledger=pool.state_times(), counters=counters, awaits=awaits
-        )
+        return msgspec.structs.replace(said, progress=pool.counters.scored, awaits=awaits)
+
+    def figures(self) -> dict[str, float]:
+        figures, pool = super().figures(), self._pool
+        if pool is None:
+            return figures
+        figures |= {f"reward/{name}": count for name, count in asdict(pool.counters).items()}
+        return figures | {"reward/queued": pool.queued, "reward/running": pool.running}
+
+    def resources(self) -> list[ResourceRecord]:
+        """One for each worker."""
+        return self._pool.resources() if self._pool is not None else []
+
+    def _show(self, worker: int, uid: str, began: float, error: str) -> None:
+        """A task in the timeline."""
+        track = self.trace.track(f"worker {worker}", FIRST_SLOT + worker)
+        if error:
+            track.add("failed", began, uid=uid, error=error[:LONGEST_ERROR])
+        else:
+            track.add("score", began, uid=uid)
 
     @handler
     def score(self, request: Score, caller: Caller) -> asyncio.Future[Scores]:
         """Rewards of a completion or a group. Raises RewardFailed."""
         assert self._pool is not None, "nobody knows this actor's address before it is ready"
-        return self._pool.score(request)
+        began, scores = self.clock.now(), self._pool.score(request)
+        scores.add_done_callback(lambda scores: self._scored(scores, began))
+        return scores
+
+    def _scored(self, scores: asyncio.Future[Scores], began: float) -> None:
+        if not scores.cancelled() and scores.exception() is None:
+            self.histograms.observe("reward/score_s", self.clock.now() - began)
+            self.histograms.observe("reward/run_s", scores.result().run_s)
 
 
 ACTOR = RewardActor

@@ -28,7 +28,7 @@ import msgspec
 
 from asyncrl.config import RewardConfig
 from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, RewardFailed
-from asyncrl.messages import Score, Scores
+from asyncrl.messages import ResourceRecord, Score, Scores
 from asyncrl.monitor.states import StateLedger
 from asyncrl.reward.frames import MAX_TASK_BYTES, Ready, Result, Setup, Task
 from asyncrl.reward.memory import family, proportional_bytes, resident_bytes
@@ -129,8 +129,9 @@ class RewardPool:
     """``config.workers`` processes that run ``config.function``.
 
     ``max_tokens`` is what the overlong penalty counts from. ``on_output`` gets what workers print: the uid of the task
-    that a worker was at (or had just ended; empty before the first), text, bytes dropped beyond it. ``start``, then
-    ``score`` by any number of tasks, then ``close``, all in one event loop, in the main thread.
+    that a worker was at (or had just ended; empty before the first), text, bytes dropped beyond it. ``on_task`` gets
+    each task that has ended: the number of its worker, its uid, when it began (time.monotonic) and its error.
+    ``start``, then ``score`` by any number of tasks, then ``close``, all in one event loop, in the main thread.
     """
 
     def __init__(
@@ -140,16 +141,20 @@ class RewardPool:
         max_tokens: int,
         start_timeout_s: float = 120.0,
         on_output: Callable[[str, str, int], None] = lambda uid, text, dropped: None,
+        on_task: Callable[[int, str, float, str], None] = lambda worker, uid, began, error: None,
     ) -> None:
         self._config, self._max_tokens, self._start_timeout_s = config, max_tokens, start_timeout_s
         self._on_output = on_output
+        self._on_task = on_task
         self._loop = loop = asyncio.get_running_loop()
         self._penalty = config.truncated == "penalty"
         self._setup = Setup(config.function, config.per, config.options, config.max_memory_bytes)
         self._encoder = msgspec.msgpack.Encoder()
         self._queue: deque[_Pending] = deque()
         self._idle: list[_Slot] = []
-        self._slots = [_Slot(StateLedger(time.monotonic), loop.create_future()) for _ in range(config.workers)]
+        self._slots = [
+            _Slot(StateLedger(time.monotonic, "worker"), loop.create_future()) for _ in range(config.workers)
+        ]
         self._all_ended = asyncio.Event()
         self._end: asyncio.Future[None] = loop.create_future()
         self._memory_timer: asyncio.TimerHandle | None = None
@@ -196,13 +201,19 @@ class RewardPool:
         """Returns when the pool is closed. Raises RewardFailed when no worker can be started any more."""
         await asyncio.shield(self._end)
 
-    def state_times(self) -> dict[str, float]:
-        """Seconds starting, idle and scoring, over all workers; their sum is the workers' age."""
-        totals: dict[str, float] = {}
-        for slot in self._slots:
-            for state, seconds in slot.ledger.totals().items():
-                totals[state] = totals.get(state, 0.0) + seconds
-        return totals
+    @property
+    def queued(self) -> int:
+        """Tasks that wait for a worker."""
+        return len(self._queue)
+
+    @property
+    def running(self) -> int:
+        """Tasks with workers, those sent ahead included."""
+        return sum(len(slot.given) for slot in self._slots)
+
+    def resources(self) -> list[ResourceRecord]:
+        """What each worker's place has done; callable from any thread."""
+        return [slot.ledger.record(f"worker/{at}") for at, slot in enumerate(self._slots)]
 
     def longest_task(self) -> tuple[str, float] | None:
         """The uid and the seconds of the task that has run longest; None if nothing runs. Callable from any thread."""
@@ -369,6 +380,7 @@ class RewardPool:
         assert slot.process is not None
         slot.given.popleft()
         slot.last_uid = pending.request.uid
+        self._on_task(self._slots.index(slot), slot.last_uid, slot.began, result.error)
         if slot.process.output.used:
             slot.process.output.drain()
             self._hand_out(slot.process, slot.last_uid, end_of_call=True)
@@ -434,6 +446,7 @@ class RewardPool:
             slot.timer = None
         given, slot.given, slot.given_bytes, slot.pace = slot.given, deque(), 0, math.inf
         if given:
+            self._on_task(self._slots.index(slot), given[0].request.uid, slot.began, reason)
             given.popleft().fail(self._failure(reason, retryable=True))
         if self._end.done():
             for pending in given:

@@ -18,10 +18,12 @@ from typing import TypeVar
 
 from asyncrl.errors import DeadlineExceeded, InvalidRequest, ProtocolError, RemoteError, WireError
 from asyncrl.messages import (
+    Group,
     HeldTicket,
     Lease,
     Leased,
     OpenTickets,
+    ResourceRecord,
     ReturnTickets,
     RolloutStats,
     Score,
@@ -31,11 +33,15 @@ from asyncrl.messages import (
     Trajectory,
     UpdateTimes,
 )
+from asyncrl.monitor.story_log import GENERATED, RECOVERED
+from asyncrl.monitor.trace import FIRST_SLOT, WEIGHTS
+from asyncrl.rollouter.account import GroupAccount
 from asyncrl.rollouter.delivery import Delivery
 from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.episodes import EpisodeEngine, single_turn
 from asyncrl.rollouter.groups import GroupRunner
+from asyncrl.rollouter.slots import Slots
 from asyncrl.rollouter.spool import Spool
 from asyncrl.rollouter.updates import UpdateFollower
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
@@ -44,6 +50,8 @@ from asyncrl.tokenizer import Tokenizer, load_tokenizer
 T = TypeVar("T")
 
 DATALOADER, REWARD, LEARNER, PARAMETER_SERVER = "dataloader/0", "reward/0", "learner/0", "parameter_server/0"
+STORY_S = 30.0
+"""Interval at which the stories of groups that run are told, for whoever asks before they leave, or after a death."""
 STATS_S = 0.5
 """Interval of statistics to the learner."""
 STATS_KEPT = 1000
@@ -58,6 +66,7 @@ class Rollouter(Actor):
     """See the module."""
 
     role = "rollouter"
+    kind = "engine"
 
     def __init__(self, context: ActorContext) -> None:
         super().__init__(context)
@@ -82,6 +91,7 @@ class Rollouter(Actor):
             awaits=self.awaits,
             clock=self.clock,
             log=self.log,
+            track=self.trace.track("weights", WEIGHTS),
         )
         self._delivery: Delivery
         self._spool: Spool | None = None
@@ -91,6 +101,10 @@ class Rollouter(Actor):
         self._dataloader = 0
         """Incarnation of the dataloader below which none lives any more."""
         self._held: dict[str, Ticket] = {}
+        self._leased: dict[str, float] = {}
+        """When each held ticket was taken up; the oldest first."""
+        self._scoring = 0
+        """Calls of the reward pool in flight."""
         self._ungenerated: Counter[str] = Counter()
         """Trajectories of each held ticket that are not generated yet."""
         self._running: set[asyncio.Task[None]] = set()
@@ -101,7 +115,9 @@ class Rollouter(Actor):
         self._preempted = False
         self._leaves = False
         """It asks for nothing more while the run goes on."""
-        self._slots = asyncio.Semaphore(self.config.rollout.concurrency)
+        self._slots = Slots(self.config.rollout.concurrency)
+        self._accounts: dict[str, GroupAccount] = {}
+        """Of the tickets that run."""
         self._room = asyncio.Event()
         self._ask_again = asyncio.Event()
         self._updates: list[UpdateTimes] = []
@@ -134,12 +150,13 @@ class Rollouter(Actor):
                 except (ProtocolError, RemoteError) as error:
                     # It is generated again, and if it is refused again, that ends the run with the reason.
                     self.log.error("group of the spool is refused", uid=uid, error=str(error))
+                self.story.tell(RECOVERED, uid=uid)
                 await self._spool.done(uid)
                 self.progress()
         self.peer(DATALOADER).connect()
 
     async def run(self) -> None:
-        work = [self._follower.run(), self._lease_tickets(), self._report_stats()]
+        work = [self._follower.run(), self._lease_tickets(), self._report_stats(), self._tell_running()]
         tasks = [self.tasks.create_task(item) for item in work]
         await self.drained()
         ending = [*tasks, *self._running]
@@ -191,6 +208,9 @@ class Rollouter(Actor):
             # The dataloader drains after us; without it the leases end with this incarnation.
             self.log.warning("tickets not returned", error=str(error))
 
+    def resources(self) -> list[ResourceRecord]:
+        return [self.states.record("engine")]
+
     # --- tickets ---
 
     async def _lease_tickets(self) -> None:
@@ -212,6 +232,7 @@ class Rollouter(Actor):
                     self._seen = max(self._seen, ticket.grant)
                     if ticket.uid not in self._held:
                         self._held[ticket.uid] = ticket
+                        self._leased[ticket.uid] = self.clock.now()
                         self._generating += ticket.samples
                         self._ungenerated[ticket.uid] = ticket.samples
                         task = self.tasks.create_task(self._run_ticket(ticket), name=ticket.uid)
@@ -246,17 +267,31 @@ class Rollouter(Actor):
                 call.cancel()
 
     async def _run_ticket(self, ticket: Ticket) -> None:
-        group = await self._groups.run(ticket)
+        account = self._accounts[ticket.uid] = GroupAccount(ticket, self.clock.now, self.clock.wall)
+        end = "given up"
+        try:
+            group = await self._deliver(ticket, account)
+            end = "delivered" if group.failure is None else f"delivered as failed: {group.failure}"
+        finally:
+            del self._accounts[ticket.uid]
+            self.story.tell(GENERATED, **account.facts(end))
+        if self._spool is not None:
+            await self._spool.done(ticket.uid)
+
+    async def _deliver(self, ticket: Ticket, account: GroupAccount) -> Group:
+        """Generate a group and have it acknowledged."""
+        group = await self._groups.run(ticket, account)
         if self._spool is not None:
             await self._spool.add(group)
+        began = self.clock.now()
         await self._delivery.deliver(group)
+        self.histograms.observe("rollout/deliver_s", self.clock.now() - began)
         # Without waiting in between: an acknowledgement is worth something only for as long as nobody else is adopted.
-        del self._held[ticket.uid], self._ungenerated[ticket.uid]
+        del self._held[ticket.uid], self._ungenerated[ticket.uid], self._leased[ticket.uid]
         self._host.suspects.forget(ticket.uid)
         self._ask_again.set()
         self.progress()
-        if self._spool is not None:
-            await self._spool.done(ticket.uid)
+        return group
 
     @handler
     def open_tickets(self, request: OpenTickets, caller: Caller) -> TicketsHeld:
@@ -277,9 +312,18 @@ class Rollouter(Actor):
         )
 
     async def _episode(self, ticket: Ticket, sample: int) -> Trajectory:
-        async with self._slots:
-            engine = EpisodeEngine(self._host, self._tokenizer, self.config, ticket, sample)
-            return await single_turn(engine, ticket, sample)
+        account = self._accounts[ticket.uid].samples[sample]
+        async with self._slots.take() as slot:
+            account.took_slot(self.trace.track(f"slot {slot}", FIRST_SLOT + slot))
+            try:
+                engine = EpisodeEngine(self._host, self._tokenizer, self.config, ticket, account)
+                trajectory = await single_turn(engine, ticket, sample)
+            finally:
+                account.left_slot()
+        self.counters.add("rollout/trajectories")
+        self.histograms.observe("rollout/response_tokens", len(trajectory.tokens))
+        self.histograms.observe("rollout/generate_s", self.clock.now() - self._leased[ticket.uid])
+        return trajectory
 
     def _trajectory_generated(self, ticket: Ticket) -> None:
         self._generating -= 1
@@ -291,9 +335,15 @@ class Rollouter(Actor):
         replicas = sum(name.startswith("rollouter/") for name in self.roster.actors)
         # The longest that an honest queue can take: everything in flight ahead of this one, at its full time.
         queue = rollout.concurrency * max(replicas, rollout.replicas) / reward.workers
-        scores: Scores = await self.peer(REWARD).call(
-            request, timeout=self.config.network.call_timeout_s + (1 + queue) * reward.timeout_s
-        )
+        began = self.clock.now()
+        self._scoring += 1
+        try:
+            scores: Scores = await self.peer(REWARD).call(
+                request, timeout=self.config.network.call_timeout_s + (1 + queue) * reward.timeout_s
+            )
+        finally:
+            self._scoring -= 1
+        self.histograms.observe("rollout/reward_s", self.clock.now() - began)
         return scores
 
     # --- weights ---
@@ -305,6 +355,12 @@ class Rollouter(Actor):
         self.progress()
 
     # --- statistics ---
+
+    async def _tell_running(self) -> None:
+        while True:
+            await asyncio.sleep(STORY_S)
+            for account in self._accounts.values():
+                self.story.tell(GENERATED, **account.facts("running"))
 
     async def _report_stats(self) -> None:
         while True:
@@ -320,14 +376,28 @@ class Rollouter(Actor):
             if self.peer(LEARNER).cast(stats):
                 self._updates, self._sampling = [], []
             del self._updates[:-STATS_KEPT], self._sampling[:-STATS_KEPT]
-            self.counters["rollout/sampled_tokens"] = self._host.sampled_tokens
-            self.counters["rollout/in_flight"] = self._generating
-            self.counters["rollout/engine_restarts"] = self._host.restarts
-            self.counters["rollout/held"] = len(self._held)
-            self.counters["rollout/suspects"] = len(self._host.suspects)
-            self.counters["rollout/deaths_alone"] = self._host.suspects.own_deaths
-            self.counters["rollout/failed_alone"] = self._host.suspects.failed
-            self.counters["rollout/turns_alone"] = self._host.turns.lone_turns
+
+    def figures(self) -> dict[str, float]:
+        host = self._host
+        running = host.running
+        oldest = next((began for uid, began in list(self._leased.items()) if self._ungenerated[uid] > 0), None)
+        kv_use = host.kv_use
+        return super().figures() | {
+            "rollout/sampled_tokens": host.sampled_tokens,
+            "rollout/in_flight": self._generating,
+            "rollout/running": running,
+            "rollout/waiting": max(0, self._generating - running),
+            "rollout/held": len(self._held),
+            "rollout/scoring": self._scoring,
+            "rollout/oldest_s": self.clock.now() - oldest if oldest is not None else 0.0,
+            "rollout/served_version": host.version,
+            "rollout/engine_restarts": host.restarts,
+            "rollout/suspects": len(host.suspects),
+            "rollout/deaths_alone": host.suspects.own_deaths,
+            "rollout/failed_alone": host.suspects.failed,
+            "rollout/turns_alone": host.turns.lone_turns,
+            **({"rollout/kv_use": kv_use} if kv_use is not None else {}),
+        }
 
 
 ACTOR = Rollouter

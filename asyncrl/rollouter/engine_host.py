@@ -77,6 +77,7 @@ class EngineHost:
         """Bring the engine up. It serves nothing before its first update."""
         self._engine = self._make()
         await self._engine.start()
+        self._states.enter("waiting", "weights")
 
     async def close(self) -> None:
         """End the engine."""
@@ -87,7 +88,6 @@ class EngineHost:
 
     async def replace(self) -> None:
         """End a dead or broken engine and bring up another; it serves nothing before its next update."""
-        self._states.enter("restarting", "engine")
         await self.close()
         self.version = -1
         self._loaded = None
@@ -150,6 +150,7 @@ class EngineHost:
         """The engine is dead, or as good as that: nothing is submitted until it has been replaced."""
         self._shut()
         if not self.died.is_set():
+            self._states.enter("restarting", "engine")
             self.reason = reason
             inside = [] if self._frozen else list(self._running)
             lone = self.turns.lone if inside else None
@@ -212,7 +213,11 @@ class EngineHost:
         rollout = self._config.rollout
         began = self._clock.now()
         self._loaded = None
-        await self._engine.load(weights, recompute_kv=rollout.on_update != "keep" or rollout.keep_kv == "recompute")
+        self._states.enter("loading", f"weights v{weights.version}")
+        try:
+            await self._engine.load(weights, recompute_kv=rollout.on_update != "keep" or rollout.keep_kv == "recompute")
+        finally:
+            self._states.enter("paused", f"weights v{weights.version}")
         self._loaded = weights.version
         self.loads += 1
         return self._clock.now() - began
@@ -231,11 +236,13 @@ class EngineHost:
         await self._engine.resume()
         drift = None
         if probe is not None:
+            self._states.enter("probing")
             drift = await self.drift(probe)
             if not drift.agrees:
                 self._loaded = None
                 await self._engine.pause("abort")
                 self._frozen = True
+                self._states.enter("paused", f"weights v{version}")
                 raise WeightsCorrupt(f"the engine does not compute what the learner does: {drift}", version=version)
         self.version = version
         self._admit()
@@ -275,6 +282,16 @@ class EngineHost:
 
     # --- measuring ---
 
+    @property
+    def running(self) -> int:
+        """Submissions in the engine."""
+        return self._running.total()
+
+    @property
+    def kv_use(self) -> float | None:
+        """Share of the engine's KV cache in use; None where it cannot say."""
+        return self._engine.kv_use if self._engine is not None else None
+
     def take_sampling(self) -> list[tuple[float, float]]:
         """The intervals since the last call, the present one up to now."""
         if self._sampling_since is not None:
@@ -303,6 +320,9 @@ class EngineHost:
             self._idle.set()
             if self._open.is_set():
                 self._states.enter("waiting", "tickets")
+            elif self._states.state == "generating":
+                # Drained for an update that is about to begin.
+                self._states.enter("paused", "weights")
 
     def _shut(self) -> None:
         self._open.clear()

@@ -19,6 +19,7 @@ import numpy as np
 from asyncrl.config import Config
 from asyncrl.errors import EngineDied
 from asyncrl.messages import FinishReason, Ticket, Trajectory, VersionSpan
+from asyncrl.rollouter.account import SampleAccount
 from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.engines.base import GenerationRequest
 from asyncrl.rollouter.response import Response
@@ -44,12 +45,14 @@ class Generated:
 class EpisodeEngine:
     """The engine as one episode sees it."""
 
-    def __init__(self, host: EngineHost, tokenizer: Tokenizer, config: Config, ticket: Ticket, sample: int) -> None:
+    def __init__(
+        self, host: EngineHost, tokenizer: Tokenizer, config: Config, ticket: Ticket, account: SampleAccount
+    ) -> None:
         self._host = host
         self._tokenizer = tokenizer
         self._config = config
         self._ticket = ticket
-        self._sample = sample
+        self._account = account
         self._calls = 0
 
     async def generate(self, ids: Sequence[int], max_tokens: int | None = None) -> Generated:
@@ -57,13 +60,14 @@ class EpisodeEngine:
         ticket, rollout = self._ticket, self._config.rollout
         response = Response(max_tokens=max_tokens or ticket.max_tokens, stop=rollout.stop)
         self._calls += 1
-        key = f"{ticket.uid}/{self._sample}/{self._calls}"
+        key = f"{ticket.uid}/{self._account.sample}/{self._calls}"
         while response.finish_reason is None:
             self._require_innocent()
             async with self._host.turn(ticket) as version:
                 # A sample of the same ticket may have had its turn before.
                 self._require_innocent()
                 response.submitted(version)
+                self._account.submitted(version, len(response.tokens))
                 request = GenerationRequest(
                     id=f"{key}/{response.submissions}",
                     prompt_ids=[*ids, *response.tokens],
@@ -74,7 +78,8 @@ class EpisodeEngine:
                     key=key,
                     held=len(response.tokens),
                 )
-                await self._submit(request, response)
+                died = not await self._submit(request, response)
+                self._account.ended(len(response.tokens), response.spans, response.finish_reason, died=died)
         return Generated(
             tokens=response.tokens,
             logprobs=response.logprobs,
@@ -84,8 +89,8 @@ class EpisodeEngine:
             resumes=response.submissions - 1,
         )
 
-    async def _submit(self, request: GenerationRequest, response: Response) -> None:
-        """One submission, until it ends, or the engine with it."""
+    async def _submit(self, request: GenerationRequest, response: Response) -> bool:
+        """One submission, until it ends; False when the engine died before that."""
         stopped = ended = False
         loads, known = self._host.loads, len(response.tokens)
         try:
@@ -103,6 +108,7 @@ class EpisodeEngine:
         except EngineDied:
             if not ended:
                 response.cut_submission(known)
+        return ended
 
     def _require_innocent(self) -> None:
         failure = self._host.suspects.failure(self._ticket)

@@ -15,6 +15,7 @@ from typing import TypeVar
 from asyncrl.config import Config
 from asyncrl.errors import RemoteError, WireError
 from asyncrl.messages import Completion, Group, Score, Scores, Ticket, Trajectory
+from asyncrl.rollouter.account import GroupAccount, SampleAccount
 from asyncrl.rollouter.episodes import TrajectoryFailed
 from asyncrl.runtime.clock import Clock
 
@@ -42,11 +43,11 @@ class GroupRunner:
         self._generated = generated
         self._clock = clock
 
-    async def run(self, ticket: Ticket) -> Group:
+    async def run(self, ticket: Ticket, account: GroupAccount) -> Group:
         """Generate and score; always returns, with the failure as the group's if there was one."""
         outcomes: list[Trajectory | TrajectoryFailed] = []
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(self._trajectory(ticket, sample)) for sample in range(ticket.samples)]
+            running = [tasks.create_task(self._trajectory(ticket, sample)) for sample in account.samples]
         outcomes = [task.result() for task in running]
         finished = [outcome for outcome in outcomes if isinstance(outcome, Trajectory)]
         failed = [outcome for outcome in outcomes if isinstance(outcome, TrajectoryFailed)]
@@ -55,26 +56,26 @@ class GroupRunner:
             return Group(ticket=ticket, trajectories=[], failure=str(failed[0]))
         if self._config.reward.per == "group":
             try:
-                await self._score_into(ticket, finished)
+                await self._score_into(ticket, finished, [account.samples[t.sample] for t in finished])
             except TrajectoryFailed as error:
                 return Group(ticket=ticket, trajectories=[], failure=str(error))
         return Group(ticket=ticket, trajectories=finished, dropped=len(failed))
 
-    async def _trajectory(self, ticket: Ticket, sample: int) -> Trajectory | TrajectoryFailed:
+    async def _trajectory(self, ticket: Ticket, account: SampleAccount) -> Trajectory | TrajectoryFailed:
         try:
             began = self._clock.now()
             try:
-                trajectory = await self._retry("generation", lambda: self._episode(ticket, sample))
+                trajectory = await self._retry("generation", lambda: self._episode(ticket, account.sample), [account])
             finally:
                 self._generated(ticket)
             trajectory.generate_s = self._clock.now() - began
             if self._config.reward.per == "trajectory":
-                await self._score_into(ticket, [trajectory])
+                await self._score_into(ticket, [trajectory], [account])
         except TrajectoryFailed as error:
             return error
         return trajectory
 
-    async def _score_into(self, ticket: Ticket, trajectories: list[Trajectory]) -> None:
+    async def _score_into(self, ticket: Ticket, trajectories: list[Trajectory], accounts: list[SampleAccount]) -> None:
         request = Score(
             uid=ticket.uid,
             prompt=ticket.prompt,
@@ -84,17 +85,21 @@ class GroupRunner:
             ],
         )
         began = self._clock.now()
-        scores = await self._retry("scoring", lambda: self._score(request))
+        scores = await self._retry("scoring", lambda: self._score(request), accounts)
         for trajectory, reward, components in zip(trajectories, scores.rewards, scores.components, strict=True):
             trajectory.reward, trajectory.components = reward, components
             trajectory.score_s = self._clock.now() - began
+        for account, reward in zip(accounts, scores.rewards, strict=True):
+            account.scored(reward, scores.run_s)
 
-    async def _retry(self, what: str, attempt: Callable[[], Awaitable[T]]) -> T:
+    async def _retry(self, what: str, attempt: Callable[[], Awaitable[T]], accounts: list[SampleAccount]) -> T:
         rollout = self._config.rollout
         for number in range(1, rollout.max_attempts + 1):
             try:
                 return await attempt()
             except (WireError, ValueError) as error:
+                for account in accounts:
+                    account.failed(f"{what}: {error}")
                 # An engine's ValueError is a request that it can never serve.
                 final = isinstance(error, ValueError) or (isinstance(error, RemoteError) and not error.retryable)
                 if final or number == rollout.max_attempts:

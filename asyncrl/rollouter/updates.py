@@ -45,6 +45,7 @@ from asyncrl.messages import (
     Update,
     UpdateTimes,
 )
+from asyncrl.monitor.trace import Track
 from asyncrl.rollouter.drift import Drift
 from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.fetch import fetch
@@ -64,7 +65,7 @@ AWAY_S = 0.5
 
 class UpdateFollower:
     """One rollouter's updates. ``call`` asks the parameter server; ``committed`` is told of each version from which on
-    it is served, and ``updated`` what that took.
+    it is served, and ``updated`` what that took. ``track`` is its place in the timeline.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class UpdateFollower:
         awaits: Awaits,
         clock: Clock,
         log: FilteringBoundLogger,
+        track: Track,
     ) -> None:
         self._config = config
         self._name = name
@@ -89,6 +91,7 @@ class UpdateFollower:
         self._awaits = awaits
         self._clock = clock
         self._log = log
+        self._track = track
         supervision = config.supervision
         self._restarts = RestartBudget(supervision.max_restarts, supervision.restart_window_s, supervision.backoff_s)
         self._base: Staged | None = None
@@ -190,6 +193,8 @@ class UpdateFollower:
             self._host.lost(f"not loaded within {self._config.weights.deadline_s:g} s (weights.deadline_s)")
         except OSError as error:
             await self._try_later(offer, error)
+        finally:
+            self._track.leave()
 
     async def _try_later(self, offer: Offer, error: Exception) -> None:
         await self._report_failure(offer, str(error) or type(error).__name__)
@@ -202,6 +207,7 @@ class UpdateFollower:
         weights, manifest = self._config.weights, offer.manifest
         assert manifest is not None, "an offer has a manifest or a collective"
         began = self._clock.now()
+        self._track.enter(f"stage v{offer.version}", version=offer.version, transport=offer.transport)
         try:
             fetched = await fetch(offer, self._base, call=self._call, weights=weights, who=self._name)
         except WeightsCorrupt as error:
@@ -214,6 +220,7 @@ class UpdateFollower:
         try:
             await self._accept(staged)
             stage_s = self._clock.now() - began
+            self._track.enter(f"wait for pause v{offer.version}", version=offer.version)
             await self._wait_for_pause(offer.version)
             while not await self._host.quiesced(weights.deadline_s / 3):
                 await self._wait_for_pause(offer.version)
@@ -225,6 +232,7 @@ class UpdateFollower:
                 encoded_bytes=fetched.encoded_bytes,
             )
             async with asyncio.timeout(weights.deadline_s):
+                self._track.enter(f"pause v{offer.version}", version=offer.version)
                 pause_s = await self._host.pause(offer.version)
                 done = await self._load(staged, msgspec.structs.replace(times, pause_s=pause_s), _probe_of(offer))
             if weights.delta:
@@ -257,9 +265,11 @@ class UpdateFollower:
         """Raises what loading raises."""
         weights, collective = self._config.weights, offer.collective
         assert collective is not None
+        self._track.enter(f"pause v{offer.version}", version=offer.version, transport=offer.transport)
         while not await self._host.quiesced(weights.deadline_s):
             self._log.info("still draining", version=offer.version)
         pause_s = await self._host.pause(offer.version)
+        self._track.enter(f"wait for broadcast v{offer.version}", version=offer.version)
         if not await self._broadcast_begins(offer.version, collective.group.epoch):
             self._log.info("broadcast is called off", version=offer.version)
             await self._host.call_off()
@@ -287,9 +297,11 @@ class UpdateFollower:
     ) -> tuple[UpdateTimes, Drift | None]:
         """Load and commit; under full verification held against the probe before anything is admitted."""
         host = self._host
+        self._track.enter(f"load v{times.version}", version=times.version, bytes=times.bytes)
         load_s = await host.load(weights)
         full = self._config.weights.verify == "full"
         checksum = await host.checksum() if full else ""
+        self._track.enter(f"resume v{times.version}", version=times.version)
         resume_s, drift = await host.commit(probe if full else None)
         times = msgspec.structs.replace(
             times, load_s=load_s, resume_s=resume_s, stall_s=host.stall_s, checksum=checksum
@@ -300,6 +312,7 @@ class UpdateFollower:
         """It serves: say so first, measure then."""
         self._failed_loads = 0
         self._taking = None
+        self._track.leave(stall_s=times.stall_s)
         self._committed(times.version)
         await self._report(ReportUpdate(version=offer.version, committed=True, times=times))
         probe = _probe_of(offer)

@@ -8,6 +8,7 @@ when the controller drains its role. Everything here runs on one event loop; wha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 from collections.abc import Coroutine
@@ -16,35 +17,37 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from asyncrl.config import Config
-from asyncrl.errors import AsyncRLError, DeadlineExceeded, RemoteError, WireError
+from asyncrl.errors import AsyncRLError, WireError
 from asyncrl.messages import (
     ActorRecord,
     AwaitRecord,
     Dead,
     Heartbeat,
     Members,
-    Register,
     ReportFailure,
     Resolve,
+    ResourceRecord,
     RunState,
-    WatchMembers,
-    WatchRun,
 )
 from asyncrl.monitor.logging import get_logger
-from asyncrl.monitor.states import StateLedger
+from asyncrl.monitor.states import Kind, StateLedger
+from asyncrl.monitor.story_log import StoryLog
+from asyncrl.monitor.trace import STATES, Trace, spans_kept
 from asyncrl.runtime.awaits import Awaits, most_telling
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.endpoint import Endpoint
-from asyncrl.runtime.peer import REPEAT_S, Peer
-from asyncrl.runtime.roster import Roster
+from asyncrl.runtime.peer import Peer
+from asyncrl.runtime.roster import CONTROLLER, Roster
+from asyncrl.runtime.run_watch import RunWatch
 from asyncrl.runtime.server import Caller, CallServer, handler
 from asyncrl.runtime.supervision import ROLES, UNHEALABLE_EXITS
+from asyncrl.runtime.telling import Events, Telling
+from asyncrl.runtime.vitals import Vitals, VitalSigns
 from asyncrl.wire.keys import Credentials
 from asyncrl.wire.transport import Transport
 
 __all__ = ["CONTROLLER", "Actor", "ActorContext", "Caller", "handler"]
 
-CONTROLLER = "controller/0"
 REPORT_S = 5.0
 """Longest time that a failing actor spends on telling the controller."""
 
@@ -63,6 +66,8 @@ class ActorContext:
     """Address of the controller; None for the controller itself."""
     attempt: int = 0
     clock: Clock = field(default_factory=Clock)
+    born: float | None = None
+    """When its process was spawned, on ``clock``; None for now."""
     bind_host: str = ""
     """Address of this host by which the others reach it; empty for network.host, as in a run on one host."""
 
@@ -81,6 +86,8 @@ class Actor:
     """See the module."""
 
     role: ClassVar[str]
+    kind: ClassVar[Kind] = "actor"
+    """Of the states that it has: those of its one serial resource, if it has one."""
 
     def __init__(self, context: ActorContext) -> None:
         self.context = context
@@ -88,7 +95,17 @@ class Actor:
         self.name = context.name
         self.clock = context.clock
         self.log = get_logger(context.name)
-        self.states = StateLedger(self.clock.now)
+        self.story = StoryLog(context.name)
+        """What it does with prompt groups."""
+        self.trace = Trace(
+            self.clock.now,
+            self.clock.wall,
+            window_s=self.config.trace.window_s,
+            kept=spans_kept(len(self.config.actors)),
+        )
+        """What it did when."""
+        self.states = StateLedger(self.clock.now, self.kind, born=context.born)
+        self._follow_states(self.states)
         self.awaits = Awaits(self.clock.now)
         self.address = ""
         """Where its server is bound, once it is."""
@@ -99,11 +116,9 @@ class Actor:
         """Newest incarnation of each other actor that is known to be dead."""
         self.tasks: asyncio.TaskGroup
         self.run_state = RunState(number=-1, phase="starting")
+        """What the controller has said last."""
         self.roster = Roster(self.config.actors, context.credentials, context.transport)
-        self._known_to = 0
-        """Incarnation of the controller where this actor is registered."""
-        self._has_made_way = False
-        self._is_leaving = False
+        self._run_watch = RunWatch(self)
         self._drained = asyncio.Event()
         self._peers: dict[str, Peer] = {}
         self._server: CallServer | None = None
@@ -121,6 +136,13 @@ class Actor:
             spawn=self._spawn,
         )
         self.counters = self._endpoint.counters
+        """Counters and gauges by their names; see monitor/catalogue.py."""
+        self.histograms = self._endpoint.histograms
+        self.events = Events(self.clock.wall)
+        """Warnings and errors that the controller is to hear of."""
+        self.telling = Telling()
+        """What the controller has heard of it."""
+        self._vitals: VitalSigns | None = None
 
     # --- what an actor overrides ---
 
@@ -180,6 +202,10 @@ class Actor:
         """Count a useful event; heartbeats without any are how a stall shows."""
         self._progress += 1
 
+    async def tell_facts(self) -> None:
+        """In setup: let others know ``facts`` before this actor can be called."""
+        await self._run_watch.register(address="")
+
     def begin_drain(self) -> None:
         """End in good order."""
         self._drained.set()
@@ -197,22 +223,54 @@ class Actor:
         """What this actor says of itself now; called from any thread."""
         awaits = self._all_awaits()
         oldest = next((wait for wait in awaits if not wait.idle), None)
-        ledger = self.states.totals()
         state, awaiting, state_s = self.states.present()
         if not self.ready:
-            state, state_s = "starting", sum(ledger.values())
+            state, state_s = "starting", self.states.age()
+        vitals = self._vitals.take() if self._vitals is not None else Vitals()
+        with contextlib.suppress(RuntimeError):
+            # Something changes while it is counted: the next heartbeat has it.
+            self.counters.update(self.figures())
         return Heartbeat(
             beat=beat,
             progress=self._progress,
             state=state,
             awaiting=awaiting,
             state_s=state_s,
-            loop_lag_s=loop_lag_s,
+            loop_lag_s=max(loop_lag_s, vitals.loop_lag_s),
             oldest_await=f"{oldest.whom} {oldest.what} {oldest.seconds:.1f}" if oldest else "",
             awaits=awaits,
-            ledger=ledger,
             counters=dict(self.counters),
+            histograms=self.histograms.taken(),
+            resources=self.resources(),
+            loop_busy=vitals.loop_busy,
+            cpu=vitals.cpu,
+            rss_bytes=vitals.rss_bytes,
+            gpus=vitals.gpus,
+            events=self.events.take(),
         )
+
+    def figures(self) -> dict[str, float]:
+        """What can be read off at any time; called from any thread. Who overrides it adds to it."""
+        return {
+            "calls/in_flight": sum(peer.in_flight for peer in list(self._peers.values())),
+            "calls/being_served": self._server.being_served if self._server is not None else 0,
+            "events/dropped": self.events.dropped,
+        }
+
+    def measure(self) -> None:
+        """Measure its process from now on: event loop, processors, memory, GPUs. In the thread of the event loop."""
+        loop, interval_s = asyncio.get_running_loop(), self.config.supervision.heartbeat_s
+        # What an agent starts are actors, which tell of themselves.
+        self._vitals = VitalSigns(loop, self.histograms, interval_s, family=self.role in ROLES)
+
+    def stop_measuring(self) -> None:
+        """The event loop is about to end."""
+        if self._vitals is not None:
+            self._vitals.stop()
+
+    def resources(self) -> list[ResourceRecord]:
+        """The serial resources that it has; called from any thread."""
+        return []
 
     def _all_awaits(self) -> list[AwaitRecord]:
         """The waits that are open, and the calls in flight that belong to none of them."""
@@ -236,11 +294,12 @@ class Actor:
                     self._endpoint.ending = True
                 raise _Ended
         except* _Ended:
-            pass
+            await self._run_watch.hand_in_trace(0)
         except* Exception as group:
             error = _first(group)
             self.log.error("actor failed", reason=str(error), exc_info=error)
             await self._report(error)
+            await self._run_watch.hand_in_trace(0)
             raise error from None
         finally:
             for peer in self._peers.values():
@@ -261,18 +320,19 @@ class Actor:
     async def _live(self) -> None:
         supervised = self.context.controller is not None
         if supervised:
-            await self._register(address="")
+            await self._run_watch.register(address="")
             # Before anybody can find it: whoever has joined would be turned away, and never knock again.
-            await self._learn_members(self.config.supervision.start_timeout_s)
-            self.tasks.create_task(self._watch_run(), name="watch_run")
+            await self._run_watch.learn_members(self.config.supervision.start_timeout_s)
+            self.tasks.create_task(self._run_watch.run(), name="watch_run")
         await self._until_drained(self.setup())
         if self.draining:
             return
         self.ready = True
-        self.states.enter("ready")
-        self._make_way()
+        if self.kind == "actor":
+            self.states.enter("ready")
+        self._run_watch.make_way()
         if supervised:
-            await self._register(address=self.address)
+            await self._run_watch.register(address=self.address)
         await self.run()
 
     async def _until_drained(self, work: Coroutine[Any, Any, None]) -> None:
@@ -299,58 +359,29 @@ class Actor:
         """Where its server is to be bound."""
         return f"tcp://{self.context.host}:{self.config.network.ports}"
 
-    async def _register(self, address: str) -> None:
-        if address and self.context.credentials.curve:
-            address = f"{address}#{self.context.attempt}"
-        record = ActorRecord(
+    def record(self, address: str = "") -> ActorRecord:
+        """What the registry is to know of it; an address says that it can be called there."""
+        return ActorRecord(
             name=self.name,
             incarnation=self.context.incarnation,
             address=address,
             host=socket.gethostname(),
             pid=os.getpid(),
             facts=self.facts,
+            attempt=self.context.attempt,
         )
-        # A controller that is itself being started again is waited for.
-        timeout = self.config.supervision.start_timeout_s
-        call = self.peer(CONTROLLER).call(Register(record=record), timeout=timeout)
-        await call
-        self._known_to = call.answered_by
-
-    async def _watch_run(self) -> None:
-        """Follow the run's state for the whole life of this actor."""
-        while True:
-            watch = WatchRun(seen=self.run_state.number, members=self.roster.number)
-            call = self.peer(CONTROLLER).call(watch)
-            try:
-                with self.awaits.on(CONTROLLER, "WatchRun", idle=True):
-                    state: RunState = await call
-                if state.members > self.roster.number:
-                    await self._learn_members()
-            except (DeadlineExceeded, RemoteError) as error:
-                # Data goes on without the controller; it comes back under its address or the agent ends us.
-                self.log.warning("controller is away", error=str(error))
-                await asyncio.sleep(REPEAT_S / 10)
-                continue
-            if call.answered_by != self._known_to:
-                self.log.info("controller has started again", incarnation=call.answered_by)
-                # If it refuses, this incarnation is dead to the others and must end.
-                await self._register(address=self.address if self.ready else "")
-            self.run_state = state
-            self._fence(state.dead)
-            if self.role in state.draining and not self.draining:
-                self.log.info("draining", reason=state.reason)
-                self._drained.set()
-            self._make_way()
-            self._leave()
-
-    async def _learn_members(self, timeout: float | None = None) -> None:
-        self.take_in(await self.peer(CONTROLLER).call(WatchMembers(), timeout=timeout))
 
     def take_in(self, members: Members) -> None:
         """Know who has joined, and have nothing more to do with who has left."""
-        self._fence(self.roster.take_in(members))
+        self.fence(self.roster.take_in(members))
 
-    def _fence(self, dead: list[Dead]) -> None:
+    def _follow_states(self, states: StateLedger) -> None:
+        """Show them in the timeline."""
+        track = self.trace.track("state", STATES)
+        track.enter(states.state)
+        states.entered = lambda state, awaiting: track.enter(f"{state}: {awaiting}" if awaiting else state)
+
+    def fence(self, dead: list[Dead]) -> None:
         """Neither hear nor believe these any more."""
         for actor in dead:
             name, incarnation = actor.name, actor.incarnation
@@ -366,23 +397,6 @@ class Actor:
         if incarnation > self.dead.get(name, 0):
             self.dead[name] = incarnation
             self.peer_died(name, incarnation)
-
-    def _make_way(self) -> None:
-        if self.run_state.phase == "preempting" and self.ready and not self._has_made_way:
-            self._has_made_way = True
-            self.log.info("the run makes way")
-            self.preempted()
-
-    def _leave(self) -> None:
-        found = next((leaving for leaving in self.run_state.leaving if leaving.name == self.name), None)
-        if found is None or self._is_leaving or self.draining:
-            return
-        self._is_leaving = True
-        self.log.info("leaving the run", within_s=found.within_s)
-        if self.ready:
-            self.asked_to_leave(found.within_s)
-        else:
-            self.begin_drain()
 
     async def _resolve(self, name: str, above: int) -> ActorRecord | None:
         reply = await self.peer(CONTROLLER).call(Resolve(name=name, above=above))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.messages import ActorRecord
+from asyncrl.monitor.metrics import Figures, Histograms
 from asyncrl.wire.codec import Codec
 from asyncrl.wire.envelope import PROTOCOL_VERSION, Header, Hello, Kind, encode_header
 from asyncrl.wire.keys import Credentials
@@ -36,11 +37,12 @@ class Endpoint:
     param_version: int = -1
     ending: bool = False
     """The actor's tasks are over or being cancelled: nothing is served and nobody is looked for any more."""
-    counters: dict[str, float] = field(default_factory=dict)
+    counters: Figures = field(default_factory=Figures)
+    histograms: Histograms = field(default_factory=Histograms)
 
     def count(self, name: str) -> None:
         """Add one to a counter."""
-        self.counters[name] = self.counters.get(name, 0) + 1
+        self.counters.add(name)
 
     def header(
         self,

@@ -78,14 +78,25 @@ class HeartbeatThread:
             while not self._stop.wait(self._interval):
                 beat += 1
                 self._endpoint.param_version = self._actor.param_version
-                message = self._actor.heartbeat(beat, self._loop_lag())
+                message = self._actor.telling.trim(self._actor.heartbeat(beat, self._loop_lag()))
                 header = self._endpoint.header(Kind.CAST, type(message).__name__)
-                self._send(socket, [header, *self._endpoint.codec.encode(message)])
+                frames = [header, *self._endpoint.codec.encode(message)]
+                if not self._send(socket, frames):
+                    self._actor.telling.forget()
+                self._count(sum(map(len, frames)))
                 self._listen(socket)
                 self._write_stacks()
         finally:
             socket.close(0)
             context.destroy(linger=0)
+
+    def _count(self, size: int) -> None:
+        counters = self._actor.counters
+        counters.add("heartbeats/sent")
+        counters.add("heartbeats/sent_bytes", size)
+        counters["heartbeats/largest_bytes"] = max(size, counters.get("heartbeats/largest_bytes", 0))
+        counters["facts/late"] = self._actor.telling.late
+        counters["facts/cpu_s"] = time.thread_time()
 
     def _loop_lag(self) -> float:
         """Seconds that the event loop has not come round, beyond the beat itself."""
@@ -118,14 +129,17 @@ class HeartbeatThread:
             except ProtocolError:
                 continue
             if header.kind == Kind.ERROR:
+                # A controller that does not know this one has not heard any of it.
+                self._actor.telling.forget()
                 self._send(socket, self._endpoint.hello(1))
 
-    def _send(self, socket: Any, frames: list[Any]) -> None:
+    def _send(self, socket: Any, frames: list[Any]) -> bool:
         try:
             socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
             # The controller is away; the next beat says the same and more.
-            return
+            return False
+        return True
 
 
 async def _nobody(_name: str, _above: int) -> None:

@@ -15,6 +15,10 @@ class ParkingLot:
     def __init__(self) -> None:
         self._waiting: dict[asyncio.Future[None], None] = {}
 
+    def __len__(self) -> int:
+        """Calls that wait."""
+        return len(self._waiting)
+
     def wake(self) -> None:
         """Something has happened: every parked call asks again."""
         for future in self._waiting:

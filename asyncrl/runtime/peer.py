@@ -26,6 +26,7 @@ from asyncrl.wire.transport import Client, Frames
 
 REPEAT_S = 5.0
 """A call without an answer is sent again after this; so is a HELLO after a fifth of it."""
+ROUND_TRIP = "calls/round_trip_s"
 LOOKED_AT = 64
 """Calls in flight that a heartbeat looks at."""
 
@@ -154,6 +155,11 @@ class Peer:
         for future in list(self._pending.values()):
             self._finish(future).set_exception(self._expired(future))
         self._deadlines.close()
+
+    @property
+    def in_flight(self) -> int:
+        """Calls without an answer so far."""
+        return len(self._pending)
 
     def oldest_calls(self) -> list[AwaitRecord]:
         """What is waited for here, of the LOOKED_AT calls in flight for longest; callable from any thread."""
@@ -298,6 +304,8 @@ class Peer:
         except ProtocolError as error:
             future.set_exception(error)
         else:
+            if not future.kind.idle:
+                self._endpoint.histograms.observe(ROUND_TRIP, self._loop.time() - future.started)
             future.answered_by = header.incarnation
             future.set_result(reply)
         self._use_credit()

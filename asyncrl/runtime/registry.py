@@ -20,14 +20,24 @@ from dataclasses import dataclass, field
 import msgspec
 
 from asyncrl.errors import Refused
-from asyncrl.messages import ActorRecord, Condemned, Dead, Heartbeat
+from asyncrl.messages import ActorRecord, Condemned, Dead, Heartbeat, ResourceRecord
 from asyncrl.runtime.supervision import is_gang, role_of
+from asyncrl.snapshot import Histogram
 
 FIRST_WORD_S = 30.0
 """Silence of an actor that has never said a word is none before this: it loads its code."""
 LONGEST_GAP = 0.5
 """Share of the time after which silence is a stall: who looks less often than this may not have listened himself. The
 shortest such time is that of three looks."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeardResource:
+    """A resource of an actor as it was told of last."""
+
+    record: ResourceRecord
+    heard: float
+    """When (s)."""
 
 
 @dataclass(slots=True)
@@ -51,6 +61,22 @@ class Entry:
     """Whether it was lost with its host."""
     spoken: bool = True
     """Whether it has said anything itself."""
+    beaten: float = 0.0
+    """When its last heartbeat came (s)."""
+    figures: dict[str, float] = field(default_factory=dict)
+    """Its counters and gauges, of all its heartbeats."""
+    histograms: dict[str, Histogram] = field(default_factory=dict)
+    resources: dict[str, HeardResource] = field(default_factory=dict)
+    event: int = 0
+    """Number of the newest of its events that was heard."""
+
+    def merge(self, beat: Heartbeat, now: float) -> None:
+        """Take in what a heartbeat says anew."""
+        self.heartbeat, self.beaten = beat, now
+        self.figures.update(beat.counters)
+        self.histograms.update(beat.histograms)
+        for resource in beat.resources:
+            self.resources[resource.name] = HeardResource(resource, now)
 
     @property
     def heard_of(self) -> bool:
@@ -102,7 +128,7 @@ class Registry:
             return False
         if last is None or beat.progress != last.progress:
             entry.progressed = now
-        entry.heartbeat = beat
+        entry.merge(beat, now)
         entry.heard, entry.spoken = now, True
         return True
 

@@ -12,6 +12,7 @@ from asyncrl.messages import Dead, Members
 from asyncrl.wire.keys import Credentials
 from asyncrl.wire.transport import Transport
 
+CONTROLLER = "controller/0"
 LAUNCHER = "launcher/0"
 """The name in which hosts are let join and leave. Its keys lie in the head's private folder, and whoever can read that
 may use it."""

@@ -38,18 +38,19 @@ from asyncrl.wire.envelope import (
     Welcome,
     decode_header,
 )
+from asyncrl.wire.keys import VIEWER, VIEWER_INCARNATION
 from asyncrl.wire.transport import Frames
 from asyncrl.wire.transport import Server as BoundSocket
 
 STRANGERS, REFUSED, MALFORMED = "wire/strangers", "wire/refused", "wire/malformed"
 MAX_SESSIONS_PER_NAME = 4
 """An actor has one connection for its calls, one for its heartbeats, and leaves a few behind when it reconnects."""
-MAX_COMMANDS = 64
-"""Connections of the name that any number of commands share. None of them makes way for another while it is in use."""
+SHARED = {LAUNCHER: 64, VIEWER: 32}
+"""Connections of the names that any number of commands, and of those who watch, share. None makes way while in use."""
 UNUSED_S = 30.0
-"""Silence after which a command's connection without a call in flight is not in use: commands end without a word."""
+"""Silence after which such a connection without a call in flight is not in use: commands end without a word."""
 CROWDED = "connections"
-"""Code of the refusal of one more command."""
+"""Code of the refusal of one more."""
 MAX_NAMES = 16384
 """Where no keys say who there can be."""
 MAX_STORED = 4 * CREDIT
@@ -101,6 +102,7 @@ class _Handler:
     is_async: bool
     idempotent: bool
     answered: bool
+    for_viewers: bool
 
 
 def handler(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -143,6 +145,11 @@ class CallServer:
         """Bind and return the real address. Raises OSError."""
         self._bound = self._endpoint.transport.bind(address, self._receive, lambda: self._endpoint.count(STRANGERS))
         return self._bound.address
+
+    @property
+    def being_served(self) -> int:
+        """Calls that are not answered so far; callable from any thread."""
+        return sum(len(session.running) for session in list(self._sessions.values()))
 
     def fence(self, name: str, incarnation: int) -> None:
         """This incarnation and all older ones are dead: nothing more is heard of them."""
@@ -211,10 +218,12 @@ class CallServer:
             refusal = ("incarnation", str(newest), str(hello.incarnation))
         elif hello.incarnation <= (fenced := self._fenced.get(hello.name, 0)):
             refusal = ("incarnation", f"above {fenced}, which is dead", str(hello.incarnation))
+        elif hello.name == VIEWER and hello.incarnation != VIEWER_INCARNATION:
+            refusal = ("incarnation", str(VIEWER_INCARNATION), str(hello.incarnation))
         elif hello.name not in self._newest and len(self._newest) >= MAX_NAMES:
             refusal = ("name", f"one of {MAX_NAMES} known actors", hello.name)
-        elif hello.name == LAUNCHER and not self._has_room_for_command(routing_id):
-            refusal = (CROWDED, f"at most {MAX_COMMANDS} commands at once", "one more")
+        elif hello.name in SHARED and not self._has_room(hello.name, routing_id):
+            refusal = (CROWDED, f"at most {SHARED[hello.name]} at once", "one more")
         if refusal is not None:
             self._refuse(routing_id, header.id, *refusal)
             return
@@ -243,14 +252,14 @@ class CallServer:
         """Sessions of replaced incarnations, and the oldest of this one past what an actor needs."""
         own = self._others_of(name, but)
         current = [s for s in own if s.incarnation == incarnation]
-        most = MAX_COMMANDS if name == LAUNCHER else MAX_SESSIONS_PER_NAME
+        most = SHARED.get(name, MAX_SESSIONS_PER_NAME)
         for session in [s for s in own if s.incarnation != incarnation] + current[: 1 - most]:
             self._drop(session)
 
-    def _has_room_for_command(self, routing_id: bytes) -> bool:
-        """Whether one more is served. Those that are not in use make way."""
-        own = self._others_of(LAUNCHER, routing_id)
-        if len(own) < MAX_COMMANDS:
+    def _has_room(self, name: str, routing_id: bytes) -> bool:
+        """Whether one more of a shared name is served. Those that are not in use make way."""
+        own = self._others_of(name, routing_id)
+        if len(own) < SHARED[name]:
             return True
         unused = [s for s in own if not s.running and self._loop.time() - s.heard >= UNUSED_S]
         for session in unused:
@@ -290,6 +299,9 @@ class CallServer:
                 "unknown_type",
                 f"{self._endpoint.name} does not serve {header.type}",
             )
+            return
+        if session.name == VIEWER and not found.for_viewers:
+            self._error(session.routing_id, header, "forbidden", f"{VIEWER} only watches: no {header.type}")
             return
         try:
             request = self._endpoint.codec.decode(found.request, frames[1], frames[2:])
@@ -360,6 +372,9 @@ class CallServer:
         found = self._handlers.get(header.type)
         if found is None or found.answered:
             raise ProtocolError(f"no handler of the cast {header.type!r}")
+        if session.name == VIEWER:
+            self._endpoint.count(REFUSED)
+            return
         message = self._endpoint.codec.decode(found.request, frames[1], frames[2:])
         caller = Caller(session.name, session.incarnation, header.param_version, self._loop.time())
         try:
@@ -428,5 +443,6 @@ def _handlers_of(owner: object) -> dict[str, _Handler]:
             inspect.iscoroutinefunction(function),
             not answered or request.idempotent,
             answered,
+            answered and request.for_viewers,
         )
     return found

@@ -22,6 +22,9 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 ZAP_DOMAIN = "asyncrl"
+VIEWER = "viewer/0"
+"""Whoever watches a run. There may be several at once: all are one incarnation, since none keeps anything."""
+VIEWER_INCARNATION = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import pytest
 from cluster.launches import SECRET, Launch, left, process
 from cluster.netns import REPOSITORY, Cluster, wait_until
 
-from asyncrl.launcher.progress import read_metrics
+from asyncrl.monitor.metrics_file import read_metrics
 from tools.bench.tiny_model import make_model
 
 STEPS = 12

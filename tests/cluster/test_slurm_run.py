@@ -12,7 +12,7 @@ from cluster.launches import CONFIG
 from cluster.netns import REPOSITORY, wait_until
 from cluster.slurm import NODES, Slurm
 
-from asyncrl.launcher.progress import read_metrics
+from asyncrl.monitor.metrics_file import read_metrics
 from tools.chaos.audit import Expected, audit
 
 SCRIPT = REPOSITORY / "launch" / "slurm" / "train.sbatch"

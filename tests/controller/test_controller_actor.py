@@ -9,7 +9,8 @@ import pytest
 from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.config import validate_config
 from asyncrl.controller import actor as controller_module
-from asyncrl.controller.actor import LINES_KEPT, Controller
+from asyncrl.controller.actor import Controller
+from asyncrl.controller.recent_lines import LINES_KEPT
 from asyncrl.errors import AsyncRLError, RemoteError
 from asyncrl.launcher.link import ControllerLink
 from asyncrl.messages import (
@@ -126,7 +127,9 @@ async def is_parked(call):
 def test_it_leaves_its_address_for_the_agent(tmp_path):
     async def scenario(cluster):
         path = tmp_path / "private" / "controller.json"
-        assert json.loads(path.read_text()) == {"address": cluster.controller.address, "incarnation": 7, "hosts": {}}
+        said = json.loads(path.read_text())
+        assert said.pop("began") == pytest.approx(cluster.controller.clock.wall(), abs=60)
+        assert said == {"address": cluster.controller.address, "incarnation": 7, "hosts": {}}
         assert path.stat().st_mode & 0o077 == 0
         assert [p.name for p in path.parent.iterdir()] == ["controller.json"]
 
@@ -215,9 +218,12 @@ def test_heartbeats_of_strangers_are_counted_and_ignored(tmp_path):
         for name in ("reward/0", "reward/9"):
             peer = cluster.caller(name)
             await peer.call(WatchRun())
-            peer.cast(Heartbeat(beat=1, progress=1, state="ready"))
+            for beat in (2, 1):
+                peer.cast(Heartbeat(beat=beat, progress=1, state="ready"))
         await cluster.caller().call(WatchRun())
+        # Of one that has not registered so far nothing is ignored that it does not say again.
         assert cluster.controller.counters["heartbeats/ignored"] == 1
+        assert set(cluster.controller._registry.entries) == {"reward/0"}
 
     run(tmp_path, scenario)
 

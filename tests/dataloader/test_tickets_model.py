@@ -36,6 +36,8 @@ class Rollouter:
     seen: int = 0
     served: int = 0
     holding: dict[str, Grant] = field(default_factory=dict)
+    generated: set[str] = field(default_factory=set)
+    """Of what it holds: delivered at least once, so nothing runs for it, whether or not it was acknowledged."""
     asks: list[Ask] = field(default_factory=list)
     """All that were ever sent: any may arrive again."""
 
@@ -250,11 +252,12 @@ class Loop(RuleBasedStateMachine):
         assert grant.alone == (self.tickets.supply.attempts.get(uid, 0) >= ALONE_FROM)
         if ask.incarnation != rollouter.incarnation:
             return
-        held = rollouter.holding.values()
-        assert not any(other.alone for other in held), "granted beside one that runs alone"
+        held = rollouter.holding
+        running = held.keys() - rollouter.generated
+        assert not any(held[other].alone for other in running), "granted beside one that runs alone"
         if grant.alone:
             assert grants == [grant]
-            assert not held, "granted alone to a rollouter that holds something"
+            assert not running, "granted alone to a rollouter that generates something else"
 
     def next_in_order(self) -> str:
         while True:
@@ -287,8 +290,10 @@ class Loop(RuleBasedStateMachine):
         rollouter = data.draw(st.sampled_from([r for r in self.rollouters if r.holding]))
         uid = next(iter(rollouter.holding)) if oldest else data.draw(st.sampled_from(sorted(rollouter.holding)))
         self.take_delivery(uid, kind)
+        rollouter.generated.add(uid)
         if acknowledged:
             del rollouter.holding[uid]
+            rollouter.generated.remove(uid)
 
     @precondition(lambda self: any(r.holding for r in self.rollouters))
     @rule(kinds=st.lists(st.sampled_from(SIGNAL), min_size=1, max_size=8))
@@ -297,6 +302,7 @@ class Loop(RuleBasedStateMachine):
             for uid, kind in zip(list(rollouter.holding), kinds, strict=False):
                 self.take_delivery(uid, kind)
                 del rollouter.holding[uid]
+                rollouter.generated.discard(uid)
 
     @precondition(lambda self: any(r.holding for r in self.rollouters))
     @rule(data=st.data(), repeated=st.booleans())
@@ -307,6 +313,7 @@ class Loop(RuleBasedStateMachine):
             self.tickets.give_back(rollouter.name, rollouter.incarnation, uids)
         for uid in uids:
             del rollouter.holding[uid]
+            rollouter.generated.discard(uid)
             if self.holder.get(uid) == (rollouter.name, rollouter.incarnation):
                 self.taken_back(uid)
 
@@ -316,6 +323,7 @@ class Loop(RuleBasedStateMachine):
         rollouter.incarnation += 1
         rollouter.seen, rollouter.served = 0, self.version if loaded else -1
         rollouter.holding.clear()
+        rollouter.generated.clear()
 
     @precondition(lambda self: any(r.served < self.version for r in self.rollouters))
     @rule(data=st.data())
@@ -504,6 +512,7 @@ class Loop(RuleBasedStateMachine):
             for uid in list(rollouter.holding):
                 self.take_delivery(uid, "trained")
                 del rollouter.holding[uid]
+                rollouter.generated.discard(uid)
         while self.in_training or self.can_begin():
             self.train(halfway=False)
 

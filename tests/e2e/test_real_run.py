@@ -12,8 +12,13 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from ledgers import assert_ledgers_add_up
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from trace_files import generation, load
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from asyncrl.monitor.recording import read_recording
+from asyncrl.monitor.story import explain, read_story
 
 STEPS = 8
 CHARACTERS = "\n" + string.digits + string.ascii_letters + string.punctuation
@@ -188,6 +193,57 @@ def test_the_exported_model_loads_and_scores_the_same(folder, finished):
         rewards.append(sum(c.islower() for c in text) / max(1, len(text)))
     (last,) = [line for line in lines(folder, "eval") if line.get("eval/greedy/mean") is not None][1:]
     assert sum(rewards) / len(rewards) == pytest.approx(last["eval/greedy/mean"], abs=1e-6)
+
+
+def test_the_ledgers_of_all_serial_resources_add_up(folder, finished):
+    states = assert_ledgers_add_up(read_recording(folder / "runs" / "real"))
+    names = {name for name, _ in states}
+    assert {"learner/0 rank", "learner/1 rank", "rollouter/0 engine", "reward/0 worker/0"} <= names
+    of = {name: found for (name, _), found in states.items()}
+    assert {"training", "publishing", "following"} <= of["learner/1 rank"]
+
+
+def test_the_timeline_shows_generation_of_a_version_beside_training_of_the_one_before(folder, finished):
+    trace = load(folder / "runs" / "real" / "trace" / "trace-001.json")
+    assert {"rollouter/0", "learner/0", "learner/1", "reward/0", "controller/0"} <= set(trace)
+    training = [span for span in trace["learner/0"]["steps"] if span.name == "train"]
+    assert [span.facts["step"] for span in training] == list(range(1, STEPS + 1))
+    overlap = sum(
+        one.overlap(other)
+        for one in generation(trace)
+        for other in training
+        if other.facts["sampled_oldest"] <= one.facts["version"] - 1 <= other.facts["sampled_newest"]
+    )
+    assert overlap > 0
+    for rank in ("learner/0", "learner/1"):
+        phases = [span.name for span in trace[rank]["phases"]]
+        assert phases.count("optimizer") == phases.count("forward and backward") == STEPS
+        assert phases.count("gather") >= STEPS
+
+
+def test_the_story_of_an_aborted_group_is_what_its_samples_say(folder, finished):
+    run_dir = folder / "runs" / "real"
+    groups = [
+        group
+        for path in sorted((run_dir / "samples").iterdir())
+        for group in map(json.loads, path.read_text().splitlines())
+    ]
+    resumed = max(groups, key=lambda group: max(t["resumes"] for t in group["trajectories"]))
+    story = read_story(run_dir, resumed["uid"])
+    for trajectory in resumed["trajectories"]:
+        found = {what: [] for what in ("began", "resumed", "aborted", "finished", "scored")}
+        for happening in story:
+            if happening.sample == trajectory["sample"]:
+                found[happening.what].append(happening.facts["told"])
+        assert len(found["aborted"]) == len(found["resumed"]) == trajectory["resumes"]
+        versions = [version for (version,) in found["began"] + found["resumed"]]
+        assert {version for version, _, _ in trajectory["spans"]} <= set(versions)
+        ends = [tokens for (tokens,) in found["aborted"]]
+        assert {end for _, _, end in trajectory["spans"]} <= {*ends, len(trajectory["tokens"])}
+        assert found["finished"] == [[len(trajectory["tokens"]), trajectory["finish_reason"], trajectory["spans"]]]
+        assert found["scored"][0][0] == trajectory["reward"]
+    assert [h.what for h in story if h.sample < 0] == ["granted", "buffered", "delivered", "trained"]
+    assert f"trained at step {resumed['step']}" in explain(run_dir, resumed["uid"])
 
 
 def test_nothing_is_left_and_the_summary_says_where_everything_is(folder, finished):

@@ -23,6 +23,7 @@ from tiny_models import Publisher, logprobs_of, make_model, save_model
 
 from asyncrl.messages import Ticket
 from asyncrl.monitor.states import StateLedger
+from asyncrl.rollouter.account import SampleAccount
 from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.episodes import EpisodeEngine, Generated
 from asyncrl.runtime.awaits import Awaits
@@ -102,7 +103,8 @@ class Changing:
         self.config = config_for("unused", **rollout)
         self.borrowed = Borrowed(engine)
         clock = LoopClock()
-        self.host = EngineHost(self.config, lambda: self.borrowed, clock, StateLedger(clock.now), Awaits(clock.now))  # type: ignore
+        states = StateLedger(clock.now, "engine")
+        self.host = EngineHost(self.config, lambda: self.borrowed, clock, states, Awaits(clock.now))  # type: ignore
         self.models = [make_model(seed) for seed in (1, 2)]
         self.of: dict[int, Any] = {}
         self._versions, self._publisher = versions, Publisher()
@@ -132,7 +134,8 @@ class Changing:
             temperature=1.0,
             max_tokens=max_tokens,
         )
-        return await EpisodeEngine(self.host, Letters(), self.config, ticket, number).generate(prompt)  # type: ignore
+        account = SampleAccount(ticket.uid, number, LoopClock().now)
+        return await EpisodeEngine(self.host, Letters(), self.config, ticket, account).generate(prompt)  # type: ignore
 
     async def run(self, episodes: int = EPISODES, updates: int = UPDATES) -> list[Generated]:
         """All episodes at once, and the updates while they run."""

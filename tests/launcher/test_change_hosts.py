@@ -120,7 +120,7 @@ def test_a_command_too_many_is_told_so(lived):
 
     class Peer:
         async def call(self, request, timeout):
-            raise Refused("controller/0", CROWDED, ours="one more", theirs="at most 64 commands at once")
+            raise Refused("controller/0", CROWDED, ours="one more", theirs="at most 64 at once")
 
         def close(self):
             pass
@@ -128,7 +128,7 @@ def test_a_command_too_many_is_told_so(lived):
     async def main():
         async with living.Controller(find_living(str(lived.path))) as controller:
             controller._peer = Peer()
-            with pytest.raises(UsageError, match="at most 64 commands at once, .*wait until one has ended$"):
+            with pytest.raises(UsageError, match="at most 64 at once, .*wait until one has ended$"):
                 await controller.ask(WatchMembers())
             with pytest.raises(UsageError, match="wait until one has ended$"):
                 await anext(controller.members())

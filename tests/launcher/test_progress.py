@@ -5,8 +5,9 @@ import json
 
 import pytest
 
-from asyncrl.launcher.progress import CLEAR_LINE, Progress, describe_step, read_metrics, summarise
+from asyncrl.launcher.progress import CLEAR_LINE, Progress, describe_step, summarise
 from asyncrl.launcher.spec import MetricsEvent, MovingEvent, RestartEvent, StacksEvent, StateEvent, StuckEvent
+from asyncrl.monitor.metrics_file import read_metrics
 
 
 class Terminal(io.StringIO):

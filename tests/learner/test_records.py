@@ -38,7 +38,7 @@ def test_after_a_torn_line_the_next_one_stands_by_itself(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"st')
     RecordFiles(tmp_path, 1).metrics({"step": 2})
-    assert path.read_text() == '{"step": 1}\n{"st\n{"step": 2, "start": 1}\n'
+    assert path.read_text() == '{"step": 1}\n{"st\n{"step":2,"start":1}\n'
 
 
 def test_a_line_that_does_not_fit_leaves_nothing_of_itself(tmp_path, monkeypatch):

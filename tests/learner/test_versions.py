@@ -7,6 +7,7 @@ import errno
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,6 +33,7 @@ from asyncrl.messages import (
     Published,
 )
 from asyncrl.monitor.logging import get_logger
+from asyncrl.monitor.trace import Trace
 from asyncrl.runtime.actor import Caller, handler
 
 NAME = "parameter_server/0"
@@ -127,6 +129,7 @@ class Scene:
             tasks=self.tasks,
             log=get_logger("learner/0"),
             on_spoiled=lambda: None,
+            track=Trace(time.monotonic, time.time, window_s=0.0).track("steps", 0),
         )
         assert self.versions._broadcaster is not None
         self.versions._broadcaster._make_sender = lambda: self.script

@@ -99,8 +99,15 @@ def test_scores_and_failures_go_over_the_wire(tmp_path: Path) -> None:
                 assert (caught.value.code, caught.value.retryable) == ("RewardFailed", True)
             said = actor.heartbeat(1, 0.0)
             assert said.progress == 99
-            assert {"scored": 99, "failed": 2, "timed_out": 1, "workers_killed": 1}.items() <= said.counters.items()
-            assert set(said.ledger) == {"starting", "idle", "scoring"}
+            counts = {"scored": 99, "failed": 2, "timed_out": 1, "workers_killed": 1, "queued": 0, "running": 0}
+            assert {f"reward/{name}": count for name, count in counts.items()}.items() <= said.counters.items()
+            assert sum(said.histograms["reward/score_s"].counts) == 99
+            assert [resource.name for resource in said.resources] == [f"worker/{i}" for i in range(len(said.resources))]
+            assert {state for resource in said.resources for state in resource.seconds} == {
+                "starting",
+                "idle",
+                "scoring",
+            }
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(body())
@@ -117,7 +124,7 @@ def test_a_caller_that_cancels_gives_up_its_task(tmp_path: Path, monkeypatch: py
             hanging.cancel()
             queued.cancel()
             assert (await rollouter.call(request("abc"))).rewards == [3.0]
-            assert actor.heartbeat(1, 0.0).counters["workers_killed"] == 1
+            assert actor.heartbeat(1, 0.0).counters["reward/workers_killed"] == 1
 
     asyncio.run(body())
 

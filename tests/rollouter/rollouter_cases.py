@@ -123,7 +123,7 @@ class Life:
         self.rollouter._groups = SimpleNamespace(run=self._generate)
         self.task = asyncio.create_task(self.rollouter.main())
 
-    async def _generate(self, ticket):
+    async def _generate(self, ticket, _account):
         try:
             if ticket.uid in self.gates:
                 await self.gates[ticket.uid].wait()

@@ -12,6 +12,7 @@ from test_messages import make_group
 from asyncrl.errors import EngineDied
 from asyncrl.messages import VersionSpan
 from asyncrl.monitor.states import StateLedger
+from asyncrl.rollouter.account import SampleAccount
 from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.engines.base import Delta
 from asyncrl.rollouter.episodes import EpisodeEngine, TrajectoryFailed, single_turn
@@ -128,7 +129,7 @@ class World:
         self.submitted, self.steps, self.engines = [], [], []
         self.reasons, self.excused = [], []
         clock = LoopClock()
-        self.host = EngineHost(self.config, self.make, clock, StateLedger(clock.now, "starting"), Awaits(clock.now))
+        self.host = EngineHost(self.config, self.make, clock, StateLedger(clock.now, "engine"), Awaits(clock.now))
         self.version = 0
 
     def make(self):
@@ -161,7 +162,8 @@ class World:
         ticket = replace(
             make_group(uid).ticket, max_tokens=tokens, prompt_ids=np.array([5], np.int32), temperature=1.0, **changes
         )
-        engine = EpisodeEngine(self.host, Letters(), self.config, ticket, sample)
+        account = SampleAccount(uid, sample, LoopClock().now)
+        engine = EpisodeEngine(self.host, Letters(), self.config, ticket, account)
         return await single_turn(engine, ticket, sample)
 
     async def __aenter__(self):

@@ -8,6 +8,7 @@ from test_messages import make_group
 
 from asyncrl.errors import DeadlineExceeded, RemoteError
 from asyncrl.messages import Scores
+from asyncrl.rollouter.account import GroupAccount
 from asyncrl.rollouter.episodes import TrajectoryFailed
 from asyncrl.rollouter.groups import GroupRunner
 from asyncrl.runtime.clock import LoopClock, run_virtual
@@ -62,7 +63,12 @@ def run(script, **tables):
         script.generated += 1
 
     runner = GroupRunner(config, episode=script.episode, score=script.score, generated=generated, clock=LoopClock())
-    return run_virtual(runner.run(ticket()))
+
+    async def main():
+        account = GroupAccount(ticket(), LoopClock().now, LoopClock().wall)
+        return await runner.run(ticket(), account)
+
+    return run_virtual(main())
 
 
 def test_each_trajectory_is_scored_the_moment_it_is_finished():

@@ -26,6 +26,7 @@ from asyncrl.messages import (
 )
 from asyncrl.monitor.logging import get_logger
 from asyncrl.monitor.states import StateLedger
+from asyncrl.monitor.trace import Trace
 from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.updates import UpdateFollower
 from asyncrl.runtime.awaits import Awaits
@@ -153,7 +154,7 @@ def follow(server_of: Callable[[], Server], *, loads=(), scores=(), **tables):
             config,
             lambda: StubEngine(events, loads_left, scores_left),
             clock,
-            StateLedger(clock.now, "starting"),
+            StateLedger(clock.now, "engine"),
             awaits,
         )
         follower = UpdateFollower(
@@ -166,6 +167,7 @@ def follow(server_of: Callable[[], Server], *, loads=(), scores=(), **tables):
             awaits=awaits,
             clock=clock,
             log=get_logger("rollouter/0"),
+            track=Trace(clock.now, clock.wall, window_s=0.0).track("weights", 0),
         )
         await host.start()
         try:

@@ -287,6 +287,8 @@ def sample(kind: Any) -> Any:
             return max(ge or 0, 3)
         case msgspec.inspect.FloatType():
             return 0.5
+        case msgspec.inspect.BytesType():
+            return b"0-7"
         case msgspec.inspect.StrType():
             return "0-7"
         case msgspec.inspect.BoolType():

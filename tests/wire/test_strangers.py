@@ -406,7 +406,7 @@ def test_i6_floods_of_hello_and_of_names_leave_no_more_than_their_bounds(alone, 
 
 def test_a_command_too_many_is_told_so_and_none_that_is_in_use_makes_way(alone, context, monkeypatch):
     """I6: all of them have one name. One that has ended, which nobody is told, leaves its place."""
-    monkeypatch.setattr(serving, "MAX_COMMANDS", 6)
+    monkeypatch.setitem(serving.SHARED, LAUNCHER, 6)
 
     async def main(server, owner, _knocker):
         own = Guise(name=LAUNCHER, incarnation=1, run_id=RUN_ID, secret=SECRET)

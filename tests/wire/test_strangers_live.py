@@ -54,8 +54,8 @@ def test_i6_a_run_keeps_its_secrets_and_lets_no_stranger_in(tmp_path, curve):
         assert {stat.S_IMODE(path.stat().st_mode) for path in private.iterdir()} == {0o600}
         actors, secrets = actors_of(run), secrets_of(private)
         assert len(actors) == 8
-        # One for each start of each actor; whoever lets hosts join and leave has them, too.
-        assert len(set(secrets.values())) == len(secrets) == (4 * (len(actors) + 1) if curve == "required" else 1)
+        # One for each start of each actor; who lets hosts join and leave, and who watches, have them, too.
+        assert len(set(secrets.values())) == len(secrets) == (4 * (len(actors) + 2) if curve == "required" else 1)
         assert where_found(secrets, run, shown) == []
         for pid in actors.values():
             # They would have been found.

@@ -34,6 +34,11 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--steps", type=_positive, default=20, help="steps, and updates, of each run (20)")
     bench = benches.add_parser("weights", help="bytes/s of each weight transport against memcpy, TCP and bare gloo")
     bench.add_argument("--up-to", choices=list(LAYOUTS), default="2B", help="largest layout (2B)")
+    bench = benches.add_parser("scale", help="one control plane under many rollouters, and what watching it costs")
+    bench.add_argument("--rollouters", type=_positive, default=256, help="simulated (256); each has 64 in flight")
+    bench.add_argument("--per-process", type=_positive, default=None, help="of them in a process (by the processors)")
+    bench.add_argument("--steps", type=_positive, default=8, help="of the run (8)")
+    bench.add_argument("--no-top", action="store_true", help="without asyncrl-top beside it")
     for bench in benches.choices.values():
         bench.add_argument("--json", action="store_true", help="print the figures as JSON")
     return found
@@ -67,6 +72,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from tools.bench import weights
 
         uvloop.run(weights.measure(report, weights.sizes_up_to(chosen.up_to)))
+    elif chosen.bench == "scale":
+        from tools.bench import scale
+
+        per_process = chosen.per_process or scale.per_process(chosen.rollouters)
+        top = not chosen.no_top
+        scale.measure(report, rollouters=chosen.rollouters, per_process=per_process, steps=chosen.steps, top=top)
     else:
         from tools.bench import overlap
 

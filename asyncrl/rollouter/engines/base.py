@@ -71,6 +71,10 @@ class Engine(Protocol):
     workers: int
     """Processes that take part in a broadcast."""
 
+    @property
+    def kv_use(self) -> float | None:
+        """Share of the KV cache in use, 0 to 1; None where that is not known. From any thread."""
+
     async def start(self) -> None:
         """Bring it up. It serves no version yet and generates nothing before its first load.
 

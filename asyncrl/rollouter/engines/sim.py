@@ -55,6 +55,10 @@ class SimEngine:
 
     # --- life ---
 
+    @property
+    def kv_use(self) -> float | None:
+        return self._batch.kv_use
+
     async def start(self) -> None:
         """See Engine."""
         if self._sim.decode_step_s == 0 and self._sim.decode_step_per_request_s == 0:

@@ -183,6 +183,11 @@ class Batch:
         # Prompts that are not processed to the end yet.
         self._debt = max(0.0, self._at - now) if self._running else 0.0
 
+    @property
+    def kv_use(self) -> float:
+        """Share of the KV cache that is reserved."""
+        return self._reserved / self._config.kv_tokens
+
     def load(self, version: int, *, recompute_kv: bool) -> None:
         """New weights for a frozen batch."""
         assert self._frozen

@@ -89,6 +89,11 @@ class ReferenceEngine:
         self._dead: EngineDied | None = None
         self._runner: asyncio.Task[None] | None = None
 
+    @property
+    def kv_use(self) -> float | None:
+        """There is no cache of a fixed size."""
+        return None
+
     # --- life ---
 
     async def start(self) -> None:

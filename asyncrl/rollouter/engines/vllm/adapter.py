@@ -39,6 +39,7 @@ __all__ = [
     "SamplingParams",
     "VLLMClientError",
     "WeightTransferUpdateRequest",
+    "kv_tokens",
     "launch",
     "sampling",
     "scoring",
@@ -70,6 +71,11 @@ def launch(config: Config, name: str, model: dict[str, Any], folder: str) -> Asy
         raise ConfigError([f"rollout.vllm: vLLM refuses the configuration: {error}"]) from error
     except RuntimeError as error:
         raise EngineDied(name, f"did not start: {error} (the reason is above in this log)") from error
+
+
+def kv_tokens(llm: AsyncLLM) -> int:
+    """How many tokens fit in the KV cache of an engine that is up; 0 where it does not say."""
+    return int(getattr(llm.vllm_config.cache_config, "kv_cache_size_tokens", None) or 0)
 
 
 @contextmanager

@@ -43,6 +43,8 @@ CORE_NAME = "EngineCore"
 class _Flight:
     """A request in flight. ``stale``: versions under which it went on over an older KV cache."""
 
+    tokens: int = 0
+    """Of its prompt and its response so far."""
     stale: set[int] = field(default_factory=set)
 
 
@@ -60,6 +62,8 @@ class VllmEngine:
         self._watch = Watch(name, self._fail_streams)
         self._processes = Processes()
         self._flights: dict[str, _Flight] = {}
+        self._kv_tokens = 0
+        """Size of the KV cache; 0 where that is not known."""
         self._heard = 0.0
         self._paused = False
         self._version = -1
@@ -76,6 +80,12 @@ class VllmEngine:
         # vLLM's own classes are known only once it is imported; see adapter.py.
         self._llm: Any = None
         self._vllm: Any = None
+
+    @property
+    def kv_use(self) -> float | None:
+        """By the tokens of the requests in flight: what they share of a prompt counts for each."""
+        room = self._kv_tokens
+        return min(1.0, sum(flight.tokens for flight in list(self._flights.values())) / room) if room else None
 
     # --- life ---
 
@@ -94,6 +104,7 @@ class VllmEngine:
             # The thread cannot be cancelled; ``close`` makes it end.
             llm = self._llm = await asyncio.shield(self._launching)
         self._cores = list(llm.engine_core.resources.engine_manager.processes)
+        self._kv_tokens = self._vllm.kv_tokens(llm)
         self._processes.adopt(self._cores)
         for core in self._cores:
             loop.add_reader(core.sentinel, self._core_ended, core)
@@ -189,7 +200,7 @@ class VllmEngine:
         assert request.id not in self._flights, f"request {request.id} is in flight already"
         if not self._flights:
             self._heard = loop.time()
-        flight = self._flights[request.id] = _Flight()
+        flight = self._flights[request.id] = _Flight(len(request.prompt_ids))
         try:
             outputs = llm.generate(
                 vllm.tokens_input(_plain(request.prompt_ids), cache_salt=request.cache_salt or None),
@@ -202,6 +213,7 @@ class VllmEngine:
                     self._heard = loop.time()
                     done = output.outputs[0]
                     reason = done.finish_reason
+                    flight.tokens += len(done.token_ids)
                     if reason is None:
                         yield Delta(tokens=done.token_ids, logprobs=done.logprobs.logprobs)
                         continue

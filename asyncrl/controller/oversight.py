@@ -1,0 +1,138 @@
+"""The controller's eye on the heartbeats: who is silent, which host is lost or back, whether the run stands still.
+
+Decisions are those of ``Registry``, ``Hosts`` and ``Watchdog``; this shell asks them at every heartbeat interval and
+does what follows: it names who holds the run up, condemns who is to be killed, and ends the run where its policy says
+so. Invariant: nobody is condemned for silence before it was named, and nobody on a host that may be lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+from asyncrl.controller.blame import Seen, silence_in_words
+from asyncrl.controller.coming_and_going import ComingAndGoing
+from asyncrl.controller.hosts import Hosts
+from asyncrl.controller.run_state import RunStateMachine
+from asyncrl.controller.sight import look_at
+from asyncrl.controller.watchdog import Report, Watchdog
+from asyncrl.controller.watching import Watching
+from asyncrl.messages import Condemned, Stuck
+from asyncrl.runtime.actor import Actor
+from asyncrl.runtime.registry import Registry
+
+STACKS_BEATS = 3
+"""Heartbeats that a culprit has to tell its stacks before the run ends because of it."""
+
+
+class Oversight:
+    """See the module. ``tell`` is called when the run's state has changed, ``changed`` when the registry has."""
+
+    def __init__(
+        self,
+        actor: Actor,
+        registry: Registry,
+        run: RunStateMachine,
+        hosts: Hosts,
+        members: ComingAndGoing,
+        watching: Watching,
+        *,
+        tell: Callable[[], None],
+        changed: Callable[[], None],
+    ) -> None:
+        self._actor, self._registry, self._run = actor, registry, run
+        self._hosts, self._members, self._watching = hosts, members, watching
+        self._tell, self._changed = tell, changed
+        self._supervision, self._policy = actor.config.supervision, actor.config.watchdog.policy
+        self._watchdog = Watchdog(actor.config.watchdog, self._supervision.heartbeat_s)
+        self._silent: list[Stuck] = []
+        """Who is to be killed for its silence."""
+
+    @property
+    def stalled(self) -> str:
+        """Why the run stands still; empty while it moves."""
+        return self._watchdog.report.text if self._watchdog.report is not None else ""
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(self._supervision.heartbeat_s)
+            now = self._actor.clock.now()
+            seen = look_at(self._registry, self._run.expected, now)
+            self._look_after_hosts(now)
+            # An agent is judged by what else is on its host, and on a host that may be lost nobody is.
+            silent = [
+                actor
+                for actor in self._registry.silent(now, self._supervision.silence_s)
+                if actor.name in self._run.expected and not self._hosts.in_doubt(actor.name, self._registry, now)
+            ]
+            self._name_silent(silent, seen)
+            self._condemn(silent)
+            if self._watchdog.look(seen, self._run.phase, now):
+                self._on_report(self._watchdog.report)
+
+    def _look_after_hosts(self, now: float) -> None:
+        """Take the actors of a lost host for dead, and wait for those of one that is back."""
+        log = self._actor.log
+        lost, back = self._hosts.look(self._registry, now)
+        for host in back:
+            log.warning("host is back", host=str(host), actors=sorted(host.actors))
+            self._run.host_back(str(host), now)
+        for host in lost:
+            log.error("host is lost", host=str(host), actors=sorted(host.actors))
+            reason = f"its host {host} was silent for {self._supervision.host_lost_s:g} s"
+            self._registry.lose(sorted(host.actors), reason)
+            if not self._members.host_lost(host):
+                self._run.host_lost(str(host), host.actors, now)
+        if lost or back:
+            self._changed()
+
+    def _name_silent(self, silent: Sequence[Condemned], seen: Mapping[str, Seen]) -> None:
+        """Say so before they are killed."""
+        condemned = {(actor.name, actor.incarnation) for actor in (*self._registry.condemned, *silent)}
+        self._silent = [actor for actor in self._silent if (actor.name, actor.incarnation) in condemned]
+        for actor in silent:
+            words = silence_in_words(seen[actor.name]) if actor.name in seen else f"{actor.name}: {actor.reason}"
+            self._silent.append(Stuck(actor.name, actor.incarnation, words, self._actor.context.incarnation))
+        self._tell_stuck()
+
+    def _condemn(self, actors: Sequence[Condemned]) -> None:
+        """Have exactly these killed and started again, each with its gang."""
+        if actors:
+            self._registry.condemn(actors)
+            self._actor.log.error("actors are condemned", actors={actor.name: actor.reason for actor in actors})
+            self._changed()
+
+    def _on_report(self, report: Report | None) -> None:
+        """Say it to everybody, and do what the configuration wants done then."""
+        self._tell_stuck()
+        if report is None:
+            self._actor.log.info("run moves again")
+            self._watching.happened("info", "", "the run moves again")
+            return
+        self._actor.log.error("run has stalled", culprit=report.name, report=report.text, number=report.number)
+        match self._policy:
+            case "restart":
+                held_up = self._actor.clock.now() - report.since
+                reason = f"it held up the run for {held_up:.0f} s (watchdog.policy)"
+                self._condemn([Condemned(report.name, report.incarnation, reason)])
+            case "stop":
+                self._actor.tasks.create_task(self._stop_for(report))
+
+    async def _stop_for(self, report: Report) -> None:
+        """Fail, unless the run moves again before the culprit has told its stacks."""
+        await asyncio.sleep(STACKS_BEATS * self._supervision.heartbeat_s)
+        held = self._watchdog.report
+        if held is not None and held.since == report.since:
+            self._run.fail(report.name, report.text, "", 1, self._actor.clock.now())
+            self._tell()
+
+    def _tell_stuck(self) -> None:
+        report = self._watchdog.report
+        held_up = list(self._silent)
+        if report is not None:
+            # Numbered above those of an earlier controller.
+            number = self._actor.context.incarnation + report.number
+            held_up.append(Stuck(report.name, report.incarnation, report.text, number))
+        if self._run.name_stuck(held_up):
+            self._tell()

@@ -1,0 +1,34 @@
+"""The newest lines of metrics, for those who follow the run step by step. Pure.
+
+Lines are numbered from 1. A reader that falls too far behind misses the oldest, and is told none twice.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import islice
+from typing import Any
+
+LINES_KEPT = 1000
+LINES_IN_REPLY = 100
+
+
+class RecentLines:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._lines: deque[dict[str, Any]] = deque(maxlen=LINES_KEPT)
+        self.last = 0
+        """Number of the newest line."""
+
+    def add(self, line: dict[str, Any]) -> None:
+        """The oldest goes when there are too many."""
+        self._lines.append(line)
+        self.last += 1
+
+    def after(self, seen: int) -> tuple[list[dict[str, Any]], int]:
+        """The next lines after number ``seen``, at most LINES_IN_REPLY, and the number of the last of them."""
+        first = max(seen, self.last - len(self._lines))
+        skipped = len(self._lines) - (self.last - first)
+        lines = list(islice(self._lines, skipped, skipped + LINES_IN_REPLY))
+        return lines, first + len(lines)

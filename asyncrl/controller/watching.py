@@ -1,0 +1,194 @@
+"""What the controller keeps for those who watch the run: events, the newest lines, snapshots and their recording.
+
+Invariant: nothing here holds up the run. Snapshots are written by a thread of their own, one at a time; what it cannot
+write, or not in time, is lost and counted. The disk is looked at by another thread, which may wait for a file system
+that does not answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from asyncrl.controller.picture import Constants, Events, Lines, take_picture, view_actors, view_self
+from asyncrl.controller.run_state import RunStateMachine
+from asyncrl.controller.snapshots import Snapshots
+from asyncrl.messages import EventRecord, Heartbeat, SnapshotTaken, WatchSnapshot
+from asyncrl.monitor.recording import Recorder
+from asyncrl.runtime.actor import Actor
+from asyncrl.runtime.registry import Registry
+from asyncrl.snapshot import Snapshot
+
+ACTORS_AT_ONCE = 64
+"""Looked at before the event loop may do something else."""
+DISK_S = 10.0
+"""How often the disk is looked at."""
+LAST_WRITE_S = 0.5
+"""Longest that the end of the run waits for its last snapshot to be written."""
+
+
+class Watching:
+    """See the module. Made by the controller ``actor``; ``sink`` is given each snapshot that is recorded, ``is_gone``
+    says of an actor that it has left the run.
+    """
+
+    def __init__(
+        self,
+        actor: Actor,
+        registry: Registry,
+        run: RunStateMachine,
+        *,
+        stalled: Callable[[], str],
+        sink: Callable[[bytes], None],
+        is_gone: Callable[[str], bool],
+    ) -> None:
+        config, context = actor.config, actor.context
+        self._actor, self._registry, self._run = actor, registry, run
+        self._stalled, self._sink, self._is_gone = stalled, sink, is_gone
+        self._constants = Constants(
+            name=context.run_dir.name,
+            run_id=context.credentials.run_id,
+            attempt=sum(1 for _ in context.run_dir.glob("logs/attempt_*")),
+            steps=config.learner.steps,
+            staleness_max=config.staleness.max,
+            groups_per_step=config.learner.groups_per_step,
+            heartbeat_s=config.supervision.heartbeat_s,
+        )
+        self.began = actor.clock.wall()
+        """When the first controller of this attempt of the run started."""
+        self.lines = Lines()
+        self._events = Events()
+        self._phase = run.phase
+        self._own: Heartbeat | None = None
+        self._own_event = 0
+        """Number of the newest of the controller's own events."""
+        self._disk_free = 0
+        self._recorder = Recorder(context.run_dir, self._constants.attempt, config.monitor.record_bytes)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
+        self._writing: asyncio.Future[None] | None = None
+        self._is_over = False
+        """Whether the last snapshot was taken."""
+        self._snapshots = Snapshots(
+            self._take,
+            self._record,
+            record_s=config.monitor.record_s,
+            number=context.incarnation,
+            now=actor.clock.now,
+        )
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._snapshots.run())
+            tasks.create_task(self._look_around())
+            tasks.create_task(self._look_at_disk())
+
+    async def watch(self, request: WatchSnapshot, park_s: float) -> SnapshotTaken:
+        """See Snapshots."""
+        return await self._snapshots.watch(request, park_s)
+
+    def happened(self, level: str, actor: str, text: str) -> None:
+        """Something that is worth knowing of the run; level is info, warning or error."""
+        self._events.add(self._actor.clock.wall(), level, actor, text)
+
+    def told(self, actor: str, events: Iterable[EventRecord]) -> None:
+        """What an actor says happened."""
+        entry = self._registry.entries[actor]
+        for event in events:
+            if event.number > entry.event:
+                entry.event = event.number
+                self._events.add(event.wall, event.level, actor, event.text)
+
+    def changed(self) -> None:
+        """The state of the run may be another one."""
+        if self._run.phase != self._phase:
+            self._phase = self._run.phase
+            outcome = self._run.outcome
+            why = f": {outcome.reason}" if outcome is not None and outcome.reason else ""
+            failed = outcome is not None and bool(outcome.actor)
+            self.happened("error" if failed else "info", "", f"the run is {self._phase}{why}")
+
+    async def conclude(self) -> None:
+        """Take the last snapshot, tell it to everybody who watches, and write it."""
+        self._look_at_self()
+        await self._written()
+        await self._snapshots.take(record=True)
+        self._is_over = True
+        await self._written()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _written(self) -> None:
+        if self._writing is not None:
+            await asyncio.wait({self._writing}, timeout=LAST_WRITE_S)
+
+    async def _take(self) -> Snapshot:
+        actor, constants = self._actor, self._constants
+        if self._own is None:
+            self._look_at_self()
+        assert self._own is not None
+        now, wall = actor.clock.now(), actor.clock.wall()
+        views = [view_self(actor.record(), self._own, self._registry, constants, now)]
+        for view in view_actors(constants, self._registry, self._run.expected, actor.name, now, self._is_gone):
+            views.append(view)
+            if len(views) % ACTORS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        return take_picture(
+            constants,
+            self._run,
+            self.lines,
+            self._events.kept,
+            views,
+            stalled=self._stalled(),
+            age_s=max(0.0, wall - self.began),
+            disk_free_bytes=self._disk_free,
+            wall=wall,
+        )
+
+    def _record(self, wall: float, snapshot: bytes) -> None:
+        if self._is_over:
+            # The last one is recorded, and nobody writes any more.
+            return
+        self._sink(snapshot)
+        if not self._actor.config.monitor.record_bytes:
+            return
+        if self._writing is not None and not self._writing.done():
+            self._actor.counters.add("snapshots/lost")
+            return
+        loop = asyncio.get_running_loop()
+        self._writing = loop.run_in_executor(self._thread, self._recorder.record, wall, snapshot)
+        self._writing.add_done_callback(self._recorded)
+
+    def _recorded(self, writing: asyncio.Future[None]) -> None:
+        if not writing.cancelled() and (error := writing.exception()) is not None:
+            self._actor.counters.add("snapshots/lost")
+            if self._actor.counters["snapshots/lost"] == 1:
+                self._actor.log.warning("snapshots cannot be recorded", error=str(error))
+
+    def _look_at_self(self) -> None:
+        """What an actor would tell the controller."""
+        self._own = self._actor.heartbeat(0, 0.0)
+        for event in self._own.events:
+            if event.number > self._own_event:
+                self._own_event = event.number
+                self._events.add(event.wall, event.level, self._actor.name, event.text)
+
+    async def _look_around(self) -> None:
+        while True:
+            counters = self._actor.counters
+            counters["snapshots/bytes"] = self._snapshots.bytes
+            counters["snapshots/take_s"] = self._snapshots.take_s
+            counters["snapshots/taken"] = self._snapshots.taken
+            counters["snapshots/recorded_bytes"] = self._recorder.size
+            self._look_at_self()
+            await asyncio.sleep(self._actor.config.supervision.heartbeat_s)
+
+    async def _look_at_disk(self) -> None:
+        while True:
+            try:
+                found = await asyncio.to_thread(os.statvfs, self._actor.context.run_dir)
+                self._disk_free = found.f_bavail * found.f_frsize
+            except OSError:
+                self._disk_free = 0
+            await asyncio.sleep(DISK_S)

@@ -1,0 +1,42 @@
+"""How much of what its devices could compute a step has used: model FLOPs utilisation (MFU). Pure.
+
+A token of training is counted with 6 floating-point operations a parameter (Kaplan et al. 2020, arXiv:2001.08361):
+attention and recomputed activations are left out, as is usual. None where the peak of the device is not known.
+"""
+
+from __future__ import annotations
+
+PEAK_FLOPS = (
+    ("B300", 2.25e15),
+    ("B200", 2.25e15),
+    ("GB200", 2.25e15),
+    ("H200", 9.89e14),
+    ("H100 PCIe", 7.56e14),
+    ("H100", 9.89e14),
+    ("H800", 9.89e14),
+    ("H20", 1.48e14),
+    ("A100", 3.12e14),
+    ("A800", 3.12e14),
+    ("L40S", 3.62e14),
+    ("L40", 1.81e14),
+    ("L4", 1.21e14),
+    ("A10G", 7.0e13),
+    ("A10", 1.25e14),
+    ("RTX 4090", 1.65e14),
+)
+"""Dense bfloat16 operations a second by a part of the device's name, as its maker states them; the first counts."""
+OPERATIONS = 6
+"""Of a parameter for each token: 2 forward, 4 backward."""
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bfloat16 operations a second."""
+    return next((peak for part, peak in PEAK_FLOPS if part in device_name), None)
+
+
+def mfu(*, parameters: int, tokens: int, seconds: float, devices: int, device_name: str) -> float | None:
+    """Share of the peak of all devices, 0 to 1."""
+    peak = peak_flops(device_name)
+    if peak is None or seconds <= 0:
+        return None
+    return OPERATIONS * parameters * tokens / (seconds * devices * peak)

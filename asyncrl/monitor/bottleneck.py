@@ -1,0 +1,171 @@
+"""Which stage of the pipeline sets the pace: who waits on whom. Pure; the figures come from state-time ledgers.
+
+The flow is dataloader → rollouters → reward → learner → weights, and back: the gate admits a prompt when earlier ones
+are trained. A stage that sets the pace is at work all the time, and the others wait for it. So, over a window of a few
+steps, with the share of time in which the resources of a stage (ranks, workers, engines) were occupied:
+
+1. The last stage in the direction of flow that is occupied for at least SATURATED of its time is the bottleneck. An
+   earlier one that is as busy only fills the queues before it. The learner comes last, then reward, then rollouters,
+   then the dataloader (the share in which its event loop used a processor).
+2. A stage that was occupied mostly with something other than its work is named by that: a learner that publishes and
+   engines that are paused to load are held up by the weights.
+3. When nobody is saturated, everybody waits at some time, and what they wait for is the rule that couples them. If most
+   of the trajectories in flight sit with the reward, its latency is what all wait for. If engines that wait for tickets
+   serve older weights than there are, admission waits for the weights. If the gate has room all the time, prompts do
+   not come fast enough. Else it is the gate: with a larger staleness.max the stages would wait less.
+4. Nothing is said of less than MIN_WINDOW_S, of a run that is not running, and when there is nothing to go by.
+
+Shares of a stage are taken over the time of all of its resources; whoever is dead has none, and starting counts as
+occupied, since others wait for it just so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+SATURATED = 0.8
+MIN_WINDOW_S = 3.0
+WAITS = 0.05
+"""A share of waiting that is worth a word."""
+
+StageName = Literal["gate", "dataloader", "rollouters", "reward", "learner", "weights"]
+STAGES: tuple[StageName, ...] = ("dataloader", "rollouters", "reward", "learner", "weights")
+"""In the order of flow. The gate is the dataloader's."""
+
+Kind = Literal["work", "weights", "upkeep", "start", "wait"]
+KINDS: tuple[Kind, ...] = ("work", "weights", "upkeep", "start", "wait")
+"""What a state is to the flow. Upkeep are checkpoints and what the user keeps."""
+
+KIND_OF: dict[str, Kind] = {
+    "generating": "work",
+    "training": "work",
+    "scoring": "work",
+    "pausing": "weights",
+    "paused": "weights",
+    "loading": "weights",
+    "probing": "weights",
+    "publishing": "weights",
+    "checkpointing": "upkeep",
+    "exporting": "upkeep",
+    "restarting": "start",
+    "starting": "start",
+    "waiting": "wait",
+    "idle": "wait",
+    "following": "wait",
+    "done": "wait",
+}
+
+
+def kind_of(state: str) -> Kind:
+    """What a state is to the flow; an unknown one is taken for work, as it keeps its resource from waiting."""
+    return KIND_OF.get(state, "work")
+
+
+def by_kind(shares: Mapping[str, float]) -> dict[Kind, float]:
+    """Shares of states, added up by their kinds."""
+    found: dict[Kind, float] = {}
+    for state, share in shares.items():
+        found[kind_of(state)] = found.get(kind_of(state), 0.0) + share
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flow:
+    """What is known of the stages over a window. An empty mapping or None is unknown."""
+
+    running: bool = True
+    window_s: float
+    rollouters: Mapping[str, float] = field(default_factory=dict)
+    """Shares by state over all engines, 0 to 1; as those of the others they add up to 1."""
+    reward: Mapping[str, float] = field(default_factory=dict)
+    learner: Mapping[str, float] = field(default_factory=dict)
+    dataloader_busy: float | None = None
+    """Share in which its event loop used a processor."""
+    generating: float | None = None
+    """Trajectories in the engines."""
+    at_reward: float | None = None
+    """Trajectories that are being scored, or wait for it."""
+    lag: float | None = None
+    """Versions that the engines are behind, the mean."""
+    gate_open: bool | None = None
+    """There was room for tickets all the time."""
+    exhausted: bool = False
+    """Nothing is left to be granted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """``stage`` is None when nothing can be said; ``why`` is a sentence for people either way."""
+
+    stage: StageName | None
+    why: str
+
+
+def find_bottleneck(flow: Flow) -> Verdict:
+    """The verdict; see the module."""
+    if not flow.running:
+        return Verdict(stage=None, why="")
+    if flow.window_s < MIN_WINDOW_S or not (flow.rollouters and flow.learner):
+        return Verdict(stage=None, why="measuring")
+    return _saturated(flow) or _nobody(flow)
+
+
+def _saturated(flow: Flow) -> Verdict | None:
+    learner, reward, rollouters = by_kind(flow.learner), by_kind(flow.reward), by_kind(flow.rollouters)
+    if _occupied(learner) >= SATURATED:
+        if learner.get("weights", 0.0) > learner.get("work", 0.0):
+            return Verdict(stage="weights", why=f"the learner publishes {_percent(learner['weights'])} of the time")
+        return Verdict(stage="learner", why=f"{_does(flow.learner)}{_others(flow, but='learner')}")
+    if flow.reward and _occupied(reward) >= SATURATED:
+        return Verdict(stage="reward", why=f"{_does(flow.reward)}{_others(flow, but='reward')}")
+    if _occupied(rollouters) >= SATURATED:
+        if rollouters.get("weights", 0.0) > rollouters.get("work", 0.0):
+            why = f"engines are paused for them {_percent(rollouters['weights'])} of the time"
+            return Verdict(stage="weights", why=f"{why}{_others(flow, but='rollouters')}")
+        return Verdict(stage="rollouters", why=f"{_does(flow.rollouters)}{_others(flow, but='rollouters')}")
+    if flow.dataloader_busy is not None and flow.dataloader_busy >= SATURATED:
+        why = f"its event loop is busy {_percent(flow.dataloader_busy)} of the time"
+        return Verdict(stage="dataloader", why=f"{why}{_others(flow, but='dataloader')}")
+    return None
+
+
+def _nobody(flow: Flow) -> Verdict:
+    others = _others(flow, but="dataloader").removeprefix("; ")
+    if flow.exhausted:
+        return Verdict(stage=None, why="the last prompts are under way")
+    at_reward, generating = flow.at_reward, flow.generating
+    if at_reward is not None and generating is not None and at_reward > generating:
+        why = f"{at_reward:.0f} of {at_reward + generating:.0f} trajectories are with it"
+        return Verdict(stage="reward", why=f"{why}{_others(flow, but='reward')}")
+    if flow.lag is not None and flow.lag >= 1.0:
+        return Verdict(stage="weights", why=f"engines are {flow.lag:.1f} versions behind; {others}")
+    if flow.gate_open:
+        return Verdict(stage="dataloader", why=f"the gate is open, but no tickets come; {others}".removesuffix("; "))
+    return Verdict(stage="gate", why=f"it is closed: {others}" if others else "it is closed")
+
+
+def _occupied(kinds: Mapping[Kind, float]) -> float:
+    return sum(share for kind, share in kinds.items() if kind != "wait")
+
+
+def _does(shares: Mapping[str, float]) -> str:
+    state = max((state for state in shares if kind_of(state) != "wait"), key=lambda state: shares[state])
+    return f"{state} {_percent(shares[state])} of the time"
+
+
+def _others(flow: Flow, *, but: str) -> str:
+    """Who waits how much for what, as the end of a sentence."""
+    said = []
+    waits = by_kind(flow.rollouters).get("wait", 0.0)
+    if but != "rollouters" and waits >= WAITS:
+        said.append(f"rollouters wait {_percent(waits)} for tickets")
+    waits = by_kind(flow.learner).get("wait", 0.0)
+    if but != "learner" and waits >= WAITS:
+        said.append(f"the learner waits {_percent(waits)} for groups")
+    return f"; {', '.join(said)}" if said else ""
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"

@@ -1,0 +1,161 @@
+"""Watching a run from outside: its snapshots, one after the other, for as long as it lives.
+
+A run is found by its folder, on the host where its controller is, or by HOST:PORT and a folder with the keys of a
+viewer. Every question has a deadline; a controller that does not answer is said to be away and asked on, under the
+same address, where its successor comes up. Fails with UsageError where there is nothing to attach to, and with Refused
+where the controller wants none of us.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.errors import DeadlineExceeded, ProtocolError, RemoteError, UsageError
+from asyncrl.messages import ActorRecord, SnapshotTaken, WatchSnapshot
+from asyncrl.runtime.endpoint import Endpoint
+from asyncrl.runtime.peer import Peer
+from asyncrl.snapshot import Snapshot
+from asyncrl.wire.keys import VIEWER, VIEWER_INCARNATION, Credentials, load_credentials
+from asyncrl.wire.zeromq import ZmqTransport
+
+CONTROLLER = "controller/0"
+PRIVATE, ADDRESS_FILE = "private", "controller.json"
+ANSWER_S = 8.0
+"""Deadline of one question; a parked one is answered before half of it."""
+LARGEST_BYTES = 1 << 28
+FINAL = frozenset({"done", "failed"})
+"""Phases after which nothing more comes."""
+
+decode_snapshot = msgspec.msgpack.Decoder(Snapshot).decode
+"""A snapshot from its MessagePack. Raises msgspec.DecodeError."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A run that can be watched."""
+
+    address: str
+    credentials: Credentials = field(repr=False)
+    run_dir: Path | None = None
+    """Its folder, where that is how it was found."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its folder says that nobody answers any more."""
+        return self.run_dir is not None and not (self.run_dir / PRIVATE).exists()
+
+
+@dataclass(frozen=True, slots=True)
+class Away:
+    """The controller does not answer. What was last seen is all there is."""
+
+    reason: str
+    seconds: float
+    """Since it was last heard of, or since the watch began."""
+
+
+def find_target(run: str, keys: Path | None = None) -> Target:
+    """The run in a folder, or at HOST:PORT with the folder of ``keys``. Raises UsageError."""
+    if (run_dir := Path(run)).is_dir():
+        return _from_folder(run_dir, keys)
+    if not re.fullmatch(r"(tcp://)?\S+:\d{1,5}", run):
+        raise UsageError(f"{run}: neither the folder of a run nor HOST:PORT")
+    if keys is None:
+        raise UsageError(
+            f"{run}: to attach by address, name the folder that holds the keys (a copy of RUN/{PRIVATE} will do)"
+        )
+    return Target(address=f"tcp://{run.removeprefix('tcp://')}", credentials=_credentials(keys))
+
+
+def _from_folder(run_dir: Path, keys: Path | None) -> Target:
+    private = run_dir / PRIVATE
+    if not private.exists():
+        raise UsageError(f"{run_dir}: no run lives in this folder; what it recorded can be replayed")
+    try:
+        address = json.loads((private / ADDRESS_FILE).read_text())["address"]
+    except FileNotFoundError:
+        raise UsageError(f"{run_dir}: the run has not come up so far, or its head is another host") from None
+    return Target(address=address, credentials=_credentials(keys or private), run_dir=run_dir)
+
+
+def _credentials(folder: Path) -> Credentials:
+    try:
+        return load_credentials(folder, VIEWER, 0)
+    except (OSError, KeyError, ValueError) as error:
+        raise UsageError(f"{folder}: no keys of a viewer: {error}") from None
+
+
+class Viewer:
+    """One connection to a controller. Made and used within one event loop; use as a context manager."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self._transport = ZmqTransport(target.credentials, max_message_bytes=LARGEST_BYTES)
+        endpoint = Endpoint(
+            name=VIEWER,
+            incarnation=VIEWER_INCARNATION,
+            credentials=target.credentials,
+            transport=self._transport,
+            call_timeout_s=ANSWER_S,
+            max_message_bytes=LARGEST_BYTES,
+            resolve=_nobody,
+            spawn=_no_task,
+        )
+        self.controller = Peer(
+            endpoint, CONTROLLER, ActorRecord(name=CONTROLLER, incarnation=0, address=target.address)
+        )
+
+    def __enter__(self) -> Viewer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Disconnect."""
+        self.controller.close()
+        self._transport.close()
+
+    async def snapshots(self) -> AsyncIterator[Snapshot | Away]:
+        """Each snapshot that there is time for, and while the controller is away that it is, about once in ANSWER_S.
+
+        Ends after the snapshot of a run that is over, or once its folder says so. Raises Refused.
+        """
+        seen, heard = -1, time.monotonic()
+        while True:
+            try:
+                taken: SnapshotTaken = await self.controller.call(WatchSnapshot(seen=seen))
+                snapshot = decode_snapshot(taken.snapshot) if taken.snapshot else None
+            except (DeadlineExceeded, RemoteError, ProtocolError, msgspec.DecodeError) as error:
+                if self.target.is_over:
+                    return
+                yield Away(str(error), time.monotonic() - heard)
+                continue
+            seen, heard = taken.number, time.monotonic()
+            if snapshot is not None:
+                yield snapshot
+                if snapshot.run.phase in FINAL:
+                    return
+
+
+async def watch(target: Target) -> AsyncIterator[Snapshot | Away]:
+    """``Viewer.snapshots`` on a connection of its own."""
+    with Viewer(target) as viewer:
+        async for seen in viewer.snapshots():
+            yield seen
+
+
+async def _nobody(_name: str, _above: int) -> None:
+    raise AssertionError("a viewer knows one address")
+
+
+def _no_task(work: Awaitable[Any]) -> Any:
+    raise AssertionError("a viewer needs no task")

@@ -1,0 +1,142 @@
+"""What a process takes of its host: processors, memory, GPUs. Linux.
+
+Invariant: reading takes a few files under /proc for each process of the family, whatever else runs on the host; a
+process that ends while it is read counts as nothing. GPUs are asked through NVML, which is loaded only where a process
+may use any and the driver has it, by a thread of its own, since a driver in trouble may not answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+
+from asyncrl.snapshot import Gpu
+
+_TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+MOST_PROCESSES = 512
+"""Of a family that are looked at."""
+NVML = "libnvidia-ml.so.1"
+
+
+class ProcessTimes:
+    """Processors and memory of this process, and with ``family`` of all that it has started."""
+
+    def __init__(self, *, family: bool) -> None:
+        self._family = family
+        self._cpu: dict[int, float] = {}
+        self._at = time.monotonic()
+        self.read()
+
+    def read(self) -> tuple[float, int]:
+        """Processors used since the last call, 1 being one core, and resident bytes now."""
+        now, times, rss = time.monotonic(), {}, 0
+        used = 0.0
+        for pid in family(os.getpid()) if self._family else (os.getpid(),):
+            found = _usage(pid)
+            if found is None:
+                continue
+            times[pid], resident = found
+            rss += resident
+            # One that was not there before has used all of it since, or nearly.
+            used += max(0.0, times[pid] - self._cpu.get(pid, 0.0))
+        elapsed, self._at, self._cpu = now - self._at, now, times
+        return (used / elapsed if elapsed > 0 else 0.0), rss
+
+
+def family(root: int) -> Iterator[int]:
+    """A process and all that descend from it, as far as they are still its children's children."""
+    todo = [root]
+    for count, pid in enumerate(todo):
+        if count >= MOST_PROCESSES:
+            return
+        yield pid
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
+                    todo += map(int, file.read().split())
+
+
+def _usage(pid: int) -> tuple[float, int] | None:
+    """(processor time (s), resident bytes) of a process alone; None if it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # Its name, in parentheses, may hold anything.
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return (int(fields[11]) + int(fields[12])) * _TICK_S, int(fields[21]) * _PAGE_BYTES
+
+
+class _Utilisation(ctypes.Structure):
+    _fields_ = [("gpu", ctypes.c_uint), ("memory", ctypes.c_uint)]
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
+
+
+class GpuWatch:
+    """The GPUs in CUDA_VISIBLE_DEVICES, asked by a daemon thread; none where they cannot be asked."""
+
+    def __init__(self, interval_s: float, environment: Mapping[str, str] = os.environ) -> None:
+        self._interval_s = interval_s
+        self._visible = [
+            word.strip() for word in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if word.strip()
+        ]
+        self._stop = threading.Event()
+        self.newest: list[Gpu] = []
+        """As they were an interval ago at most, while the driver answers."""
+        if self._visible:
+            threading.Thread(target=self._run, name="gpus", daemon=True).start()
+
+    def stop(self) -> None:
+        """Ask no more. Does not wait for an answer."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        nvml = _open_nvml()
+        if nvml is None:
+            return
+        handles = [(index, handle) for index, word in enumerate(self._visible) if (handle := _handle(nvml, word))]
+        while True:
+            found = [_ask(nvml, index, handle) for index, handle in handles]
+            self.newest = [gpu for gpu in found if gpu is not None]
+            if self._stop.wait(self._interval_s):
+                return
+
+
+def _open_nvml() -> ctypes.CDLL | None:
+    try:
+        nvml = ctypes.CDLL(NVML)
+        return nvml if nvml.nvmlInit_v2() == 0 else None
+    except (OSError, AttributeError):
+        return None
+
+
+def _handle(nvml: ctypes.CDLL, word: str) -> ctypes.c_void_p | None:
+    """Of a GPU as CUDA_VISIBLE_DEVICES names it: a number, or a UUID, also that of a part of one (MIG)."""
+    handle = ctypes.c_void_p()
+    if word.isdigit():
+        code = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(word)), ctypes.byref(handle))
+    else:
+        code = nvml.nvmlDeviceGetHandleByUUID(word.encode(), ctypes.byref(handle))
+    return handle if code == 0 else None
+
+
+def _ask(nvml: ctypes.CDLL, index: int, handle: ctypes.c_void_p) -> Gpu | None:
+    """None where it does not say how much memory is in use. A part of a GPU does not say how busy it is."""
+    used, memory = _Utilisation(), _Memory()
+    if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) != 0:
+        return None
+    told = nvml.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(used)) == 0
+    return Gpu(
+        index=index,
+        utilisation=used.gpu / 100 if told else 0.0,
+        memory_bytes=memory.used,
+        memory_total_bytes=memory.total,
+    )

@@ -1,0 +1,106 @@
+"""What happened between two snapshots: rates of counters, shares of states. Pure.
+
+An actor's figures are as old as its last heartbeat, so a rate divides by the time between the two heartbeats and not
+by that between the snapshots. Invariant: what cannot be known is None, never 0: a figure that is absent, an actor that
+has not been heard in between. An actor that was started again since the older snapshot counts from its own start.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+
+from asyncrl.snapshot import ActorView, Histogram, Resource, Snapshot
+
+Shares = dict[str, float]
+"""By state, 0 to 1; they add up to 1."""
+
+
+class Interval:
+    """Two snapshots of one run, ``older`` before ``newer``; without an older one there are no rates, and shares are
+    those of whole lives."""
+
+    def __init__(self, older: Snapshot | None, newer: Snapshot) -> None:
+        self.newer = newer
+        self.seconds = 0.0 if older is None else max(0.0, newer.wall - older.wall)
+        self._older = {} if older is None else {actor.name: actor for actor in older.actors}
+
+    def before(self, actor: ActorView) -> ActorView | None:
+        """The same process in the older snapshot; None if it was another one or there was none."""
+        found = self._older.get(actor.name)
+        return found if found is not None and found.incarnation == actor.incarnation else None
+
+    def increase(self, actor: ActorView, figure: str) -> float | None:
+        """By how much a counter has grown."""
+        value, before = actor.figures.get(figure), self.before(actor)
+        if value is None:
+            return None
+        if before is None:
+            return None if actor.name not in self._older else value
+        return max(0.0, value - before.figures.get(figure, 0.0))
+
+    def heard_between_s(self, actor: ActorView) -> float:
+        """Seconds between the heartbeats that the two snapshots know of."""
+        before = self.before(actor)
+        return 0.0 if before is None else self.seconds - actor.heard_s + before.heard_s
+
+    def rate(self, actor: ActorView, figure: str) -> float | None:
+        """Increase of a counter a second."""
+        seconds = self.heard_between_s(actor)
+        increase = self.increase(actor, figure)
+        return None if increase is None or seconds <= 0.1 else increase / seconds
+
+    def total_rate(self, actors: Iterable[ActorView], figure: str) -> float | None:
+        """Sum over those for which there is a rate; None if there is none."""
+        return total(self.rate(actor, figure) for actor in actors)
+
+    def seconds_by_state(self, actor: ActorView, resource: Resource) -> dict[str, float]:
+        """Seconds that a resource spent in each state meanwhile; since its start, if that was later."""
+        before = self.before(actor)
+        earlier: Mapping[str, float] = {}
+        if before is not None:
+            earlier = next((each.seconds for each in before.resources if each.name == resource.name), {})
+        # A resource that was replaced inside its actor begins at nothing. By its age alone: a snapshot counts the time
+        # since a heartbeat for the state of then, and the next one may know better.
+        if sum(resource.seconds.values()) < sum(earlier.values()) - 1e-6:
+            earlier = {}
+        found = {state: seconds - earlier.get(state, 0.0) for state, seconds in resource.seconds.items()}
+        return {state: seconds for state, seconds in found.items() if seconds > 1e-9}
+
+    def shares(self, resources: Iterable[tuple[ActorView, Resource]]) -> Shares:
+        """Shares of states over all the time of these resources; empty when no time has passed."""
+        sums: dict[str, float] = {}
+        for actor, resource in resources:
+            for state, seconds in self.seconds_by_state(actor, resource).items():
+                sums[state] = sums.get(state, 0.0) + seconds
+        whole = sum(sums.values())
+        return {state: seconds / whole for state, seconds in sums.items()} if whole > 0 else {}
+
+    def histogram(self, actor: ActorView, name: str) -> Histogram | None:
+        """What a histogram has taken in meanwhile."""
+        after, before = actor.histograms.get(name), self.before(actor)
+        if after is None:
+            return None
+        earlier = before.histograms.get(name) if before is not None else None
+        if earlier is None or len(earlier.counts) != len(after.counts):
+            return after
+        counts = [max(0, new - old) for new, old in zip(after.counts, earlier.counts, strict=True)]
+        return Histogram(counts, max(0.0, after.sum - earlier.sum))
+
+
+def total(values: Iterable[float | None]) -> float | None:
+    """The sum of what is known; None if nothing is."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """The mean of what is known; None if nothing is."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def median(values: Iterable[float | None]) -> float | None:
+    """The median of what is known; None if nothing is."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None

@@ -1,0 +1,171 @@
+"""The recorded snapshots of a run, for its replay: RUN/monitor/snapshots-ATTEMPT-SEGMENT.msgpack.
+
+A segment is a stream of MessagePack arrays [wall (Unix, s), snapshot], the snapshot in MessagePack and compressed with
+Zstandard. What is kept is bounded: when all segments together are over ``most_bytes``, two neighbours become one with
+every second of their snapshots, those first that are recorded most densely, and of these the oldest. So a run of any
+length stays there as a whole, its past more coarsely. Invariant: a segment that is read while it is written, or whose
+writer died, gives every snapshot before the torn one. Fails with OSError where something cannot be written; the reader
+skips what it cannot read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import msgpack
+import msgspec
+import zstandard
+
+from asyncrl.snapshot import Snapshot
+
+FOLDER = "monitor"
+LARGEST_SNAPSHOT_BYTES = 1 << 28
+SEGMENTS = 16
+"""About as many segments share the space."""
+LEVEL = 3
+"""Of Zstandard."""
+_NAME = re.compile(r"snapshots-(\d+)-(\d+)\.msgpack")
+_decoder = msgspec.msgpack.Decoder(Snapshot)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Segment:
+    """A file of the recording; in order of time."""
+
+    attempt: int
+    number: int
+    path: Path
+
+
+def segments(run_dir: Path) -> list[Segment]:
+    """What there is, in order of time."""
+    paths = (run_dir / FOLDER).glob("snapshots-*.msgpack")
+    named = [(_NAME.fullmatch(path.name), path) for path in paths]
+    return sorted(Segment(int(match[1]), int(match[2]), path) for match, path in named if match)
+
+
+class Recorder:
+    """Writes the snapshots of one controller. Blocks; to be used by one thread at a time."""
+
+    def __init__(self, run_dir: Path, attempt: int, most_bytes: int) -> None:
+        self._folder = run_dir / FOLDER
+        self._run_dir, self._attempt, self._most_bytes = run_dir, attempt, most_bytes
+        self._compressor = zstandard.ZstdCompressor(level=LEVEL)
+        self._packer = msgpack.Packer()
+        self._path: Path | None = None
+        self._size = 0
+        self._sizes: dict[Path, int] = {}
+        """Of the segments that are complete."""
+        self._strides: dict[Path, float] = {}
+
+    @property
+    def size(self) -> int:
+        """Of all segments, in bytes."""
+        return self._size + sum(self._sizes.values())
+
+    def record(self, wall: float, snapshot: bytes) -> None:
+        """Keep a snapshot, as it is in MessagePack. Raises OSError; the recording then lacks this one."""
+        if self._path is None:
+            self._begin()
+        assert self._path is not None
+        body = self._packer.pack([wall, self._compressor.compress(snapshot)])
+        with self._path.open("ab") as file:
+            # What a full disk has taken a part of is taken off again, or the next one would follow a torn one.
+            try:
+                file.write(body)
+                file.flush()
+            except OSError:
+                os.truncate(self._path, self._size)
+                raise
+        self._size += len(body)
+        if self._size > self._most_bytes // SEGMENTS:
+            self._sizes[self._path] = self._size
+            self._path, self._size = None, 0
+            self._thin()
+
+    def _begin(self) -> None:
+        self._folder.mkdir(exist_ok=True)
+        known = segments(self._run_dir)
+        self._sizes = {segment.path: segment.path.stat().st_size for segment in known}
+        number = max((segment.number for segment in known if segment.attempt == self._attempt), default=-1) + 1
+        self._path = self._folder / f"snapshots-{self._attempt:03}-{number:06}.msgpack"
+        self._path.touch(exist_ok=False)
+        self._size = 0
+
+    def _thin(self) -> None:
+        """Make one segment of two, with every second snapshot, until there is room."""
+        while sum(self._sizes.values()) > self._most_bytes and len(self._sizes) > 2:
+            paths = sorted(self._sizes)
+            # The newest stays as it was recorded.
+            pairs = pairwise(paths[:-1])
+            first, second = min(pairs, key=lambda pair: self._stride(pair[0]) + self._stride(pair[1]))
+            new = first.with_suffix(".new")
+            with new.open("wb") as file:
+                entries = [entry for path in (first, second) for entry in _entries(path)]
+                for wall, body in entries[::2]:
+                    file.write(self._packer.pack([wall, body]))
+            os.replace(new, first)
+            second.unlink()
+            for path in (first, second):
+                self._strides.pop(path, None)
+                del self._sizes[path]
+            self._sizes[first] = first.stat().st_size
+
+    def _stride(self, path: Path) -> float:
+        """Seconds from one snapshot of a segment to the next."""
+        if path not in self._strides:
+            walls = [wall for wall, _ in _entries(path)]
+            self._strides[path] = (walls[-1] - walls[0]) / (len(walls) - 1) if len(walls) > 1 else 0.0
+        return self._strides[path]
+
+
+def read_recording(run_dir: Path) -> Iterator[Snapshot]:
+    """Every recorded snapshot, in order of time."""
+    for _, body in read_bodies(run_dir):
+        if (snapshot := decode(body)) is not None:
+            yield snapshot
+
+
+def read_bodies(run_dir: Path) -> Iterator[tuple[float, bytes]]:
+    """(wall, snapshot as ``decode`` takes it), in order of time: what a time bar holds of a long recording."""
+    seen: set[float] = set()
+    for segment in segments(run_dir):
+        for wall, body in _entries(segment.path):
+            # A writer that died while it thinned may have left some twice.
+            if wall not in seen:
+                seen.add(wall)
+                yield wall, body
+
+
+def decode(body: bytes) -> Snapshot | None:
+    """A recorded snapshot; None where it is not one of a schema that is known here."""
+    try:
+        plain = zstandard.ZstdDecompressor().decompress(body, max_output_size=LARGEST_SNAPSHOT_BYTES)
+        return _decoder.decode(plain)
+    except (zstandard.ZstdError, msgspec.DecodeError):
+        return None
+
+
+def _entries(path: Path) -> Iterator[tuple[float, bytes]]:
+    try:
+        file = path.open("rb")
+    except OSError:
+        return
+    with file:
+        unpacker = msgpack.Unpacker(file, max_buffer_size=LARGEST_SNAPSHOT_BYTES)
+        while True:
+            try:
+                entry = unpacker.unpack()
+            except (msgpack.OutOfData, msgpack.UnpackException, ValueError):
+                # The end, or what a writer that died has left.
+                return
+            match entry:
+                case [float() as wall, bytes() as body]:
+                    yield wall, body
+                case _:
+                    return

@@ -1,0 +1,190 @@
+"""A report of a run as one HTML page that needs nothing else: no network, no other file.
+
+Made from the run folder alone, of a run that lives or has ended: metrics.jsonl, config.json and the recorded snapshots.
+What there is none of is said. Whatever comes from the run is escaped, and the page forbids itself to load anything.
+Fails with UsageError where there is no run, or no Plotly, and OSError where the page cannot be written.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from asyncrl.errors import UsageError
+from asyncrl.monitor.metrics_file import Line, read_metrics
+from asyncrl.monitor.recording import decode, read_bodies
+from asyncrl.monitor.utilisation import evenly, spans
+from asyncrl.snapshot import Event, Snapshot
+
+MOST_SNAPSHOTS = 240
+MOST_EVENTS = 50
+EXCERPT = (
+    *("model.path", "data.source", "data.path", "rollout.engine", "rollout.replicas", "rollout.samples_per_prompt"),
+    *("rollout.max_tokens", "rollout.concurrency", "reward.function", "learner.backend", "learner.ranks"),
+    *("learner.steps", "learner.groups_per_step", "learner.lr", "staleness.max", "weights.transport", "run.seed"),
+)
+"""Of the configuration, what a reader wants to know first."""
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #f4f5f7; margin: 0 }
+main { max-width: 1180px; margin: 0 auto; padding: 24px }
+h1 { margin: 0 0 4px; font-size: 26px } h2 { margin: 0 0 8px; font-size: 17px }
+section { background: #fff; border: 1px solid #e2e5e9; border-radius: 6px; padding: 16px 20px; margin: 16px 0 }
+.phase { color: #666; margin: 0 } .none, .note { color: #777; margin: 0 }
+.figures { display: flex; flex-wrap: wrap; gap: 28px; margin-top: 16px }
+.figures div { font-size: 20px; font-variant-numeric: tabular-nums }
+.figures span { display: block; font-size: 12px; color: #777 }
+table { border-collapse: collapse; font-size: 13px } td { padding: 2px 16px 2px 0; vertical-align: top }
+td:first-child { color: #666; white-space: nowrap } pre { font-size: 12px; overflow: auto }
+.warning { color: #9a6200 } .error { color: #b3261e }
+"""
+
+
+def write_report(run_dir: Path, out: Path) -> None:
+    """Write the report of the run in ``run_dir`` to the file ``out``, as a whole or not at all."""
+    if not (run_dir / "config.json").is_file():
+        raise UsageError(f"{run_dir} is not a run folder: it holds no config.json")
+    if find_spec("plotly") is None:
+        raise UsageError("a report needs plotly; pip install 'asyncrl[report]'")
+    page = _page(run_dir)
+    new = out.with_name(out.name + ".new")
+    try:
+        new.write_text(page, encoding="utf-8")
+        os.replace(new, out)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
+
+
+def _page(run_dir: Path) -> str:
+    from plotly.offline import get_plotlyjs
+
+    from asyncrl.monitor import charts
+
+    config = json.loads((run_dir / "config.json").read_text())
+    lines = read_metrics(run_dir / "metrics.jsonl")
+    train, evals, updates = ([line for line in lines if line.get("kind") == kind] for kind in KINDS_OF_LINES)
+    train = [line for line in train if "step" in line]
+    snapshots = _snapshots(run_dir)
+    last = snapshots[-1] if snapshots else None
+    name = html.escape(run_dir.resolve().name)
+    no_lines, no_recording = "metrics.jsonl has nothing of it.", "No snapshots of this run were recorded."
+    sections = [
+        ("Reward", charts.reward(train, evals), no_lines, "Mean over everything scored since the last step."),
+        ("Staleness", charts.staleness(train), no_lines, "Of trained tokens, in versions of the weights."),
+        ("Utilisation", charts.utilisation(spans(snapshots)), no_recording, "Shares of time by state (UTC)."),
+        ("Step", charts.step_breakdown(train), no_lines, "What a training step waited for and did."),
+        ("Weight updates", charts.weight_stall(train, updates), no_lines, "Generation time lost."),
+        ("Lengths", charts.lengths(train), no_lines, "Tokens of a response."),
+        ("Throughput", charts.tokens(train), no_lines, "Tokens sampled a second, by all engines together."),
+        ("Ledger", charts.ledger(train), no_lines, "What became of the prompt groups since the run's start."),
+    ]
+    body = [
+        f"<header><h1>{name}</h1><p class=phase>{_phase(last, train, config)}</p>{_figures(train)}</header>",
+        *(_chart(number, *section) for number, section in enumerate(sections)),
+        _events(last.events if last is not None else []),
+        _config(config),
+    ]
+    return "\n".join(
+        [
+            "<!doctype html>",
+            f'<html lang=en><head><meta charset="utf-8"><title>{name} – asyncrl</title>',
+            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+            '<meta name="viewport" content="width=device-width">',
+            f"<style>{STYLE}</style>",
+            f"<script>{get_plotlyjs()}</script></head><body><main>",
+            *body,
+            "</main></body></html>\n",
+        ]
+    )
+
+
+KINDS_OF_LINES = ("train", "eval", "update")
+
+
+def _snapshots(run_dir: Path) -> list[Snapshot]:
+    """Enough of the recording for a chart. It is gone through twice, so that it need not fit in memory."""
+    chosen = set(evenly([wall for wall, _ in read_bodies(run_dir)], MOST_SNAPSHOTS))
+    found = (decode(body) for index, (_, body) in enumerate(read_bodies(run_dir)) if index in chosen)
+    return [snapshot for snapshot in found if snapshot is not None]
+
+
+def _chart(number: int, title: str, figure: Any, missing: str, note: str) -> str:
+    from plotly.io import to_html
+
+    if figure is None:
+        return f"<section><h2>{title}</h2><p class=none>{missing}</p></section>"
+    plot = to_html(
+        figure,
+        include_plotlyjs=False,
+        full_html=False,
+        div_id=f"chart-{number}",
+        config={"displaylogo": False, "responsive": True},
+    )
+    return f"<section><h2>{title}</h2><p class=note>{note}</p>{plot}</section>"
+
+
+def _phase(last: Snapshot | None, train: Sequence[Line], config: Mapping[str, Any]) -> str:
+    steps = f"step {train[-1]['step'] if train else 0} of {config.get('learner', {}).get('steps', '?')}"
+    if last is None:
+        return html.escape(steps)
+    run = last.run
+    at = datetime.fromtimestamp(last.wall, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    said = [run.phase + (f" ({run.reason})" if run.reason else ""), steps, f"version {run.version}"]
+    said += [f"attempt {run.attempt}", f"as of {at}"]
+    return html.escape(" · ".join(said))
+
+
+def _figures(train: Sequence[Line]) -> str:
+    from asyncrl.monitor.charts import mean, series
+
+    def values(key: str) -> list[float]:
+        return series(train, key, join=mean)[1]
+
+    rows: list[tuple[str, str]] = []
+    if found := values("reward/mean"):
+        rows.append(("reward, first → last", f"{found[0]:.3f} → {found[-1]:.3f}"))
+    if found := values("time/step_s"):
+        rows.append(("mean step", f"{mean(found):.2f} s"))
+    if found := values("rollout/tokens_per_s"):
+        rows.append(("mean throughput", f"{mean(found):,.0f} tokens/s"))
+    if found := values("perf/overlap"):
+        rows.append(("generation during training", f"{mean(found):.0%}"))
+    if found := values("staleness/token_mean"):
+        rows.append(("mean staleness", f"{mean(found):.2f}"))
+    if not rows:
+        return ""
+    return "<div class=figures>" + "".join(f"<div><span>{key}</span>{value}</div>" for key, value in rows) + "</div>"
+
+
+def _events(events: Iterable[Event]) -> str:
+    chosen = list(events)[-MOST_EVENTS:]
+    if not chosen:
+        return ""
+    rows = "".join(
+        f"<tr><td>{datetime.fromtimestamp(event.wall, UTC):%m-%d %H:%M:%S}</td><td>{html.escape(event.actor)}</td>"
+        f"<td class={html.escape(event.level)!r}>{html.escape(event.text)}</td></tr>"
+        for event in chosen
+    )
+    return f"<section><h2>Latest events</h2><table>{rows}</table></section>"
+
+
+def _config(config: Mapping[str, Any]) -> str:
+    rows = ""
+    for key in EXCERPT:
+        value: Any = config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is not None:
+            rows += f"<tr><td>{key}</td><td>{html.escape(str(value))}</td></tr>"
+    whole = html.escape(json.dumps(config, indent=2))
+    return (
+        f"<section><h2>Configuration</h2><table>{rows}</table>"
+        f"<details><summary>All of it</summary><pre>{whole}</pre></details></section>"
+    )

@@ -1,0 +1,70 @@
+"""What of a line or a snapshot goes to the sinks, under which name. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from asyncrl.snapshot import Snapshot
+
+ABOUT = ("kind", "step", "start", "replica")
+"""Keys of a line that say what it is of."""
+
+
+def numbers(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """The finite figures of a line, by name."""
+    for key, value in line.items():
+        if key not in ABOUT and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            yield key, float(value)
+
+
+def update_numbers(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """The figures of a replica's weight update, as ``update/REPLICA/FIGURE``."""
+    replica = str(line.get("replica", "")).replace("/", "-")
+    for key, value in numbers(line):
+        yield f"update/{replica}/{key.rpartition('/')[2]}", value
+
+
+def run_figures(snapshot: Snapshot) -> dict[str, float]:
+    """The run as a whole at one moment: ``run/*``."""
+    run, actors = snapshot.run, snapshot.actors
+    return {
+        "run/age_s": run.age_s,
+        "run/step": run.step,
+        "run/steps": run.steps,
+        "run/version": run.version,
+        "run/attempt": run.attempt,
+        "run/disk_free_bytes": run.disk_free_bytes,
+        "run/lost_hosts": len(run.lost_hosts),
+        "run/stalled": bool(run.stalled),
+        "run/actors": len(actors),
+        "run/actors_ready": sum(actor.condition == "ready" for actor in actors),
+        "run/restarts": sum(actor.restarts for actor in actors),
+        "run/loop_lag_max_s": max((actor.loop_lag_s for actor in actors), default=0.0),
+        "run/cpu": sum(actor.cpu for actor in actors),
+        "run/rss_bytes": sum(actor.rss_bytes for actor in actors),
+    }
+
+
+class Steps:
+    """Follows the steps of the lines, across learners that start again from a checkpoint.
+
+    Lines of updates are told before the line of the step in which they ended, which is theirs too.
+    """
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._start: int | None = None
+
+    def of(self, line: dict[str, Any]) -> tuple[int, bool]:
+        """(the step of a line, whether it voids what was told of this step and later ones)."""
+        if line.get("kind") == "update":
+            return self._step + 1, False
+        step = int(line.get("step", self._step))
+        if line.get("kind") != "train":
+            return step, False
+        start = line.get("start", 0)
+        again = start != self._start or step <= self._step
+        self._step, self._start = step, start
+        return step, again

@@ -1,0 +1,131 @@
+"""The lines of a run's logs that speak of one prompt group; see story.py.
+
+Lines that are torn, or not what they should be, are left out. Where the clocks of hosts differ a little, effects are
+put after their causes: no sample begins before its grant, no group is taken before its last score. Logs are read line
+by line and never held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.monitor.story_log import GENERATED, GRANTED, RESTORED, TAKEN
+
+CLOCK_SLACK_S = 5.0
+"""Most by which the clocks of two hosts are taken to differ."""
+
+
+@dataclass(slots=True)
+class Line:
+    """A line of an actor's log."""
+
+    attempt: int
+    """Of the run: the number of the folder."""
+    wall: float
+    """Unix time (s)."""
+    actor: str
+    event: str
+    facts: dict[str, Any]
+    shift: float = 0.0
+    """Added to its times."""
+
+
+def log_files(run_dir: Path) -> list[tuple[int, Path]]:
+    """Every log with the number of its attempt, in order."""
+    return sorted(_log_files(run_dir))
+
+
+def _log_files(run_dir: Path) -> Iterator[tuple[int, Path]]:
+    for folder in run_dir.glob("logs/attempt_*"):
+        number = folder.name.removeprefix("attempt_")
+        if number.isdigit():
+            yield from ((int(number), path) for path in sorted(folder.glob("*.log")))
+
+
+def lines_of(path: Path, attempt: int, uid: str) -> Iterator[Line]:
+    """Those that speak of the group, and the starts of a learner."""
+    quoted, restored = f'"{uid}"'.encode(), f'"{RESTORED}"'.encode()
+    with path.open("rb") as file:
+        for data in file:
+            if quoted in data or restored in data:
+                line = parse(data, attempt)
+                if line is not None and (
+                    line.event == RESTORED or line.facts.get("uid") == uid or uid in line.facts.get("uids", ())
+                ):
+                    yield line
+
+
+def parse(data: bytes, attempt: int) -> Line | None:
+    """None for what is no such line."""
+    try:
+        facts = msgspec.json.decode(data, type=dict[str, Any])
+        wall = datetime.fromisoformat(facts.pop("timestamp")).timestamp()
+        actor, event = facts.pop("actor"), facts.pop("event")
+        if not isinstance(facts.get("uids", []), list) or not isinstance(actor, str) or not isinstance(event, str):
+            return None
+    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError, ValueError):
+        return None
+    return Line(attempt, wall, actor, event, facts)
+
+
+def aligned(lines: list[Line]) -> list[Line]:
+    """Lines of rollouters not before the grant, those of the learner not before the last token."""
+    lines = list(_newest_words(lines))
+    granted = {
+        (line.attempt, line.facts.get("to"), number): line.wall
+        for line in lines
+        if line.event == GRANTED
+        for number in _grant_numbers(line)
+    }
+    ends: dict[tuple[int, str], float] = {}
+    for line in lines:
+        if line.event == GENERATED:
+            at = granted.get((line.attempt, line.actor, line.facts.get("grant")))
+            line.shift = _late(at, line.facts.get("since"))
+            # The first, where it had the group more than once.
+            end = _last_event(line) + line.shift
+            ends[line.attempt, line.actor] = min(end, ends.get((line.attempt, line.actor), end))
+    for line in lines:
+        if line.event == TAKEN:
+            shift = _late(ends.get((line.attempt, str(line.facts.get("by")))), line.wall)
+            if shift:
+                for other in lines:
+                    if (other.attempt, other.actor) == (line.attempt, line.actor):
+                        other.shift = max(other.shift, shift)
+    return lines
+
+
+def _newest_words(lines: list[Line]) -> Iterator[Line]:
+    """Of what a rollouter says of a grant, that which has it all."""
+    newest = {_grant_of(line): line for line in sorted(lines, key=lambda line: line.wall) if line.event == GENERATED}
+    yield from (line for line in lines if line.event != GENERATED or newest[_grant_of(line)] is line)
+
+
+def _grant_of(line: Line) -> tuple[int, str, str]:
+    return line.attempt, line.actor, repr((line.facts.get("grant"), line.facts.get("since")))
+
+
+def _late(cause: float | None, effect: Any) -> float:
+    """By how much an effect is to be put off."""
+    if cause is None or not isinstance(effect, (int, float)):
+        return 0.0
+    return cause - effect if 0 < cause - effect < CLOCK_SLACK_S else 0.0
+
+
+def _grant_numbers(line: Line) -> list[Any]:
+    grants = line.facts.get("grants", [])
+    return [grant[0] for grant in grants if isinstance(grant, list) and grant] if isinstance(grants, list) else []
+
+
+def _last_event(line: Line) -> float:
+    try:
+        seconds = [event[0] for events in line.facts["samples"] for event in events]
+        return float(line.facts["since"] + max(seconds, default=0.0))
+    except (KeyError, TypeError, ValueError, IndexError):
+        return line.wall

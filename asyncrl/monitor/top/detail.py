@@ -1,0 +1,141 @@
+"""Everything that is known of one actor, as lines. Pure."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+
+from asyncrl.monitor.bottleneck import by_kind, kind_of
+from asyncrl.monitor.top.document import Document
+from asyncrl.monitor.top.panes import LEVEL_STYLES, Pane, said_state
+from asyncrl.monitor.top.text import Glyphs, Line, count, duration, fixed, joined, percent, size, state_bar, wrapped
+from asyncrl.snapshot import ActorView, Resource
+
+EVENTS_SHOWN = 20
+RESOURCES_SHOWN = 16
+LOG_LINES = 3
+"""Of the screen for one of a log."""
+LABEL = 12
+
+
+def detail(document: Document, name: str, log: Sequence[str] | None, width: int, glyphs: Glyphs) -> Pane:
+    """``log`` are the last lines of its log file, oldest first; None where that cannot be read."""
+    actor = next((each for each in document.actors if each.name == name), None)
+    if actor is None:
+        return Pane([[(f"{name} is not part of this run", "bad")]])
+    lines: list[Line] = [*_facts(actor)]
+    if actor.resources:
+        lines += [[], [("TIME, since its start", "bold")]]
+        lines += [_resource(each, width, glyphs) for each in actor.resources[:RESOURCES_SHOWN]]
+        if len(actor.resources) > RESOURCES_SHOWN:
+            lines.append([(f"and {len(actor.resources) - RESOURCES_SHOWN} more", "dim")])
+    lines += [[], [("OPEN AWAITS, the oldest first", "bold")]]
+    lines += [
+        [
+            (f"{duration(wait.seconds):>8}  ", "dim" if wait.idle else ""),
+            (f"{wait.whom}  {wait.what}", "dim" if wait.idle else ""),
+            ("  (idle)" if wait.idle else "", "dim"),
+        ]
+        for wait in actor.waits
+    ] or [[("none", "dim")]]
+    if actor.figures:
+        lines += [[], [("FIGURES", "bold")], *_columns(actor, width)]
+    events = [event for event in document.events if event.actor == name][-EVENTS_SHOWN:]
+    lines += [[], [("EVENTS, the newest first", "bold")]]
+    for event in reversed(events):
+        at = time.strftime("%H:%M:%S", time.localtime(event.wall))
+        for number, text in enumerate(wrapped(" ".join(event.text.split()), max(20, width - 20))):
+            lead = f"{at}  {event.level:<8}  " if not number else " " * 20
+            lines.append([(lead, "dim"), (text, LEVEL_STYLES.get(event.level, ""))])
+    if not events:
+        lines.append([("none", "dim")])
+    if log is not None:
+        lines += [[], [("LOG, its last lines", "bold")]]
+        lines += [line for text in log for line in _log_lines(text, width)]
+    return Pane([], [""] * len(lines), lambda number: lines[number])
+
+
+def _facts(actor: ActorView) -> list[Line]:
+    state = said_state(actor.condition, actor.state, actor.awaiting)
+    pairs: list[Line] = [
+        [("condition ", "dim"), (actor.condition, state[1] if state[1] == "bad" else "")],
+        [("state ", "dim"), (f"{actor.state} {actor.awaiting}".strip() or "–", "")],
+        [("for ", "dim"), (duration(actor.state_s), "")],
+        [("heard ", "dim"), (f"{duration(actor.heard_s)} ago", "warn" if actor.heard_s > 10 else "")],
+    ]
+    place: list[Line] = [
+        [("host ", "dim"), (actor.host or "–", "")],
+        [("pid ", "dim"), (str(actor.pid or "–"), "")],
+        [("restarts ", "dim"), (str(actor.restarts), "warn" if actor.restarts else "")],
+        [("version ", "dim"), (str(actor.version) if actor.version >= 0 else "–", "")],
+    ]
+    load: list[Line] = [
+        [("processors ", "dim"), (fixed(actor.cpu), "")],
+        [("memory ", "dim"), (size(actor.rss_bytes or None), "")],
+        [("event loop busy ", "dim"), (percent(actor.loop_busy), "warn" if actor.loop_busy > 0.8 else "")],
+        [("most late ", "dim"), (duration(actor.loop_lag_s), "warn" if actor.loop_lag_s > 0.5 else "")],
+    ]
+    gpus: list[Line] = [
+        [
+            (f"GPU {gpu.index} ", "dim"),
+            (f"{percent(gpu.utilisation)}  {size(gpu.memory_bytes)} of {size(gpu.memory_total_bytes)}", ""),
+        ]
+        for gpu in actor.gpus
+    ]
+    return [joined(pairs), joined(place), joined(load), *gpus]
+
+
+def _resource(resource: Resource, width: int, glyphs: Glyphs) -> Line:
+    whole = sum(resource.seconds.values())
+    shares = {state: seconds / whole for state, seconds in resource.seconds.items()} if whole > 0 else {}
+    line: Line = [(f"{resource.name:<{LABEL}}", "dim"), *state_bar(by_kind(shares), min(30, width // 3), glyphs)]
+    for state, share in sorted(shares.items(), key=lambda item: -item[1]):
+        if share >= 0.005:
+            line.append((f"  {state} {percent(share)}", "dim" if kind_of(state) == "wait" else ""))
+    return line
+
+
+def _columns(actor: ActorView, width: int) -> list[Line]:
+    items = [(name, _figure(name, value)) for name, value in sorted(actor.figures.items())]
+    name_wide, value_wide = max(len(name) for name, _ in items), max(len(value) for _, value in items)
+    across = max(1, width // (name_wide + value_wide + 6))
+    down = -(-len(items) // across)
+    lines: list[Line] = []
+    for i in range(down):
+        line: Line = []
+        for name, value in items[i::down]:
+            line += [(f"{name:<{name_wide}}  ", "dim"), (f"{value:>{value_wide}}    ", "")]
+        lines.append(line)
+    return lines
+
+
+def _figure(name: str, value: float) -> str:
+    if name.endswith("_s"):
+        return duration(value)
+    if name.endswith("_bytes") or name.endswith("/bytes"):
+        return size(value)
+    return count(value) if value == int(value) or abs(value) >= 100 else f"{value:.3g}"
+
+
+def _log_lines(text: str, width: int) -> list[Line]:
+    """A line of a log: JSON as the actors write it, or whatever else was printed."""
+    try:
+        entry = json.loads(text)
+    except json.JSONDecodeError:
+        entry = None
+    if not isinstance(entry, dict) or "event" not in entry:
+        return [[(part, "")] for part in wrapped(text, width)]
+    level, at = str(entry.pop("level", "")), str(entry.pop("timestamp", ""))
+    event = str(entry.pop("event"))
+    entry.pop("actor", None)
+    rest = " ".join(f"{key}={value}" for key, value in entry.items())
+    style = LEVEL_STYLES.get(level, "")
+    found: list[Line] = []
+    room = max(20, width - 20)
+    said = " ".join(f"{event}  {rest}".split())
+    if len(said) > LOG_LINES * room:
+        said = said[: LOG_LINES * room - 1] + "…"
+    for number, part in enumerate(wrapped(said, room)[:LOG_LINES]):
+        found.append([(f"{at[11:19]}  {level:<8}  " if not number else " " * 20, "dim"), (part, style)])
+    return found

@@ -1,0 +1,256 @@
+"""What asyncrl-top shows, as numbers: the screen is drawn from it, and ``--json`` prints it.
+
+Durations in seconds, sizes in bytes, shares 0 to 1; ``wall`` is Unix time. What is not known is null, never 0.
+Invariant: fields are added, never given another meaning; whatever breaks a reader raises SCHEMA. docs/top.schema.json
+is this module's JSON schema, as ``python -m asyncrl.monitor.top.document`` prints it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from asyncrl.snapshot import ActorView, Count, Event
+
+SCHEMA = 1
+Stage = Literal["dataloader", "rollouters", "reward", "learner", "weights"]
+Kind = Literal["work", "weights", "upkeep", "start", "wait"]
+
+
+class RunRow(Struct, frozen=True, kw_only=True):
+    """The run as a whole."""
+
+    name: str
+    run_id: str
+    phase: str
+    """starting, running, preempting, draining, done or failed."""
+    attempt: Count
+    age_s: float
+    step: Count
+    steps: Count
+    version: int
+    """Of the weights; -1 before the first."""
+    step_s: float | None = None
+    """Median of the newest steps."""
+    eta_s: float | None = None
+    tokens_per_s: float | None = None
+    """Sampled."""
+    samples_per_s: float | None = None
+    """Scored."""
+    reward: float | None = None
+    """Mean of the newest step."""
+    rewards: list[float] = []
+    """Of the newest steps, oldest first."""
+    evals: dict[str, float] = {}
+    """Newest mean of each evaluation."""
+    reason: str = ""
+    exit_code: int = 0
+    waiting_for: list[str] = []
+    lost_hosts: list[str] = []
+    stalled: str = ""
+    """The watchdog's report, while it holds."""
+    disk_free_bytes: Count | None = None
+
+
+class Bottleneck(Struct, frozen=True, kw_only=True):
+    """Who waits on whom; see monitor/bottleneck.py."""
+
+    stage: Literal["gate", "dataloader", "rollouters", "reward", "learner", "weights"] | None
+    why: str
+
+
+class StageRow(Struct, frozen=True, kw_only=True):
+    """A stage of the pipeline."""
+
+    stage: Stage
+    actors: Count
+    """That live."""
+    expected: Count
+    resources: Count = 0
+    """Engines, workers, ranks."""
+    rate: float | None = None
+    """What it does a second, in ``unit``."""
+    unit: str
+    depth: float | None = None
+    """What is in it or waits for it, in ``depth_unit``."""
+    depth_limit: float | None = None
+    depth_unit: str
+    states: dict[str, float] = {}
+    """Shares of the time of all of its resources by state; they add up to 1."""
+    kinds: dict[Kind, float] = {}
+    """The same by what the state is to the flow."""
+    bottleneck: bool = False
+
+
+class RollouterRow(Struct, frozen=True, kw_only=True):
+    """A rollouter and its engine."""
+
+    name: str
+    host: str
+    condition: str
+    state: str
+    awaiting: str
+    state_s: float
+    states: dict[str, float]
+    in_flight: float | None = None
+    """Trajectories."""
+    waiting: float | None = None
+    """Of these, those that the engine has not begun with."""
+    tokens_per_s: float | None = None
+    kv_use: float | None = None
+    version: int | None = None
+    """Of the weights that its engine serves."""
+    lag: Count | None = None
+    """Versions behind the run's newest."""
+    restarts: Count = 0
+    """Of the process and of its engine."""
+    oldest_s: float | None = None
+    """Age of the oldest trajectory."""
+
+
+class RankRow(Struct, frozen=True, kw_only=True):
+    """A learner rank."""
+
+    name: str
+    host: str
+    condition: str
+    state: str
+    awaiting: str
+    state_s: float
+    states: dict[str, float]
+    tokens_per_s: float | None = None
+    """Trained."""
+    mfu: float | None = None
+    """Share of the peak of all ranks' GPUs that the newest step used."""
+    rss_bytes: Count | None = None
+    gpu_bytes: Count | None = None
+    gpu_total_bytes: Count | None = None
+
+
+class PhaseRow(Struct, frozen=True, kw_only=True):
+    """A phase of the learner's step."""
+
+    name: str
+    seconds: float
+    """Mean of the newest steps."""
+
+
+class UpdateRow(Struct, frozen=True, kw_only=True):
+    """A weight update of a replica."""
+
+    version: int
+    replica: str
+    transport: str
+    stage_s: float | None = None
+    pause_s: float | None = None
+    load_s: float | None = None
+    resume_s: float | None = None
+    stall_s: float | None = None
+    bytes: float | None = None
+    encoded_bytes: float | None = None
+
+
+class WeightsView(Struct, frozen=True, kw_only=True):
+    """Publications and updates."""
+
+    gather_s: float | None = None
+    """Of the newest publication, on the learner."""
+    publish_bytes: float | None = None
+    failures: float | None = None
+    """Of updates, since the parameter server started."""
+    behind: float | None = None
+    """Replicas that do not serve the newest version."""
+    paused: float | None = None
+    updates: list[UpdateRow] = []
+    """The newest first."""
+
+
+class StalenessView(Struct, frozen=True, kw_only=True):
+    """Versions between sampling and training."""
+
+    limit: float | None = None
+    """What the gate works with."""
+    max: Count = 0
+    """staleness.max."""
+    token_mean: float | None = None
+    token_max: float | None = None
+    late_groups: float | None = None
+    """Of the newest step."""
+    edges: list[float] = []
+    """Upper edges of the buckets; the last bucket is open."""
+    tokens: list[Count] = []
+    """Counts since the learner started, by bucket."""
+    groups: list[Count] = []
+
+
+class RewardView(Struct, frozen=True, kw_only=True):
+    """The reward pool."""
+
+    workers: Count = 0
+    rate: float | None = None
+    """Trajectories a second."""
+    queued: float | None = None
+    running: float | None = None
+    p50_s: float | None = None
+    """Of the time in the function; upper edge of the bucket."""
+    p99_s: float | None = None
+    timeouts: float | None = None
+    killed: float | None = None
+    """Workers."""
+    failed: float | None = None
+    states: dict[str, float] = {}
+
+
+class LedgerView(Struct, frozen=True, kw_only=True):
+    """What became of the prompts, and what is under way against what the gate admits; groups."""
+
+    trained: float | None = None
+    filtered: float | None = None
+    quarantined: float | None = None
+    outstanding: float | None = None
+    gate: float | None = None
+    """How many may be outstanding at most with the present limit, all of them granted at the newest version."""
+    buffered: float | None = None
+    """Of the outstanding, those in the learner's buffer."""
+    groups_per_step: Count = 0
+
+
+class Document(Struct, frozen=True, kw_only=True):
+    """See the module."""
+
+    schema: int = SCHEMA
+    wall: float
+    window_s: float
+    """Over which shares are taken; 0 for the whole life of each resource."""
+    run: RunRow
+    bottleneck: Bottleneck
+    stages: list[StageRow]
+    rollouters: list[RollouterRow]
+    ranks: list[RankRow]
+    phases: list[PhaseRow]
+    weights: WeightsView
+    staleness: StalenessView
+    reward: RewardView
+    ledger: LedgerView
+    events: list[Event]
+    """Oldest first."""
+    actors: list[ActorView]
+    """All of them, as in the snapshot."""
+
+
+def to_json(document: Document) -> bytes:
+    """One line of JSON."""
+    return msgspec.json.encode(document)
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of what ``to_json`` gives."""
+    return msgspec.json.schema(Document)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(json_schema(), indent=2) + "\n")

@@ -1,0 +1,182 @@
+"""The header and the pipeline as it flows, with who waits on whom. Pure."""
+
+from __future__ import annotations
+
+from asyncrl.monitor.bottleneck import kind_of
+from asyncrl.monitor.top.document import Document, StageRow
+from asyncrl.monitor.top.text import (
+    NARROW,
+    Glyphs,
+    Line,
+    Style,
+    count,
+    duration,
+    fit,
+    fixed,
+    joined,
+    length,
+    level_bar,
+    percent,
+    rate,
+    size,
+    sparkline,
+    state_bar,
+    wrapped,
+)
+
+PHASE_STYLES: dict[str, Style] = {
+    "starting": "start",
+    "running": "good",
+    "preempting": "warn",
+    "draining": "warn",
+    "done": "good",
+    "failed": "bad",
+}
+NAMES_SHOWN = 3
+ROOMY = 16
+"""From this width on a stage has room for blanks."""
+
+
+def header(document: Document, width: int, glyphs: Glyphs) -> list[Line]:
+    """Two lines: where the run stands, and what it does a second."""
+    run = document.run
+    phase: Line = [(run.phase, PHASE_STYLES.get(run.phase, ""))]
+    if run.stalled and run.phase == "running":
+        phase = [("stalled", "bad")]
+    first: list[Line] = [
+        [(run.name, "bold")],
+        phase,
+        [("step ", "dim"), (f"{run.step}/{run.steps}", "")],
+        [("version ", "dim"), (count(run.version) if run.version >= 0 else count(None), "")],
+        [("up ", "dim"), (duration(run.age_s), "")],
+        [("ETA ", "dim"), (duration(run.eta_s), "")],
+        [("attempt ", "dim"), (f"{run.attempt}", "")] if run.attempt > 1 else [],
+    ]
+    spark = sparkline(run.rewards, max(8, min(40, width - 72)), glyphs)
+    second: list[Line] = [
+        [("reward ", "dim"), (fixed(run.reward), ""), (f" {spark}" if spark else "", "level")],
+        [("tokens/s ", "dim"), (count(run.tokens_per_s), "")],
+        [("samples/s ", "dim"), (rate(run.samples_per_s), "")],
+        [("step ", "dim"), (duration(run.step_s), "")],
+    ]
+    second += [[(f"{name} ", "dim"), (fixed(mean, 3), "")] for name, mean in sorted(run.evals.items())]
+    return [fit(_fitting(first, width), width), fit(_fitting(second, width), width)]
+
+
+def _fitting(parts: list[Line], width: int) -> Line:
+    """The first of them that stand side by side in this width; there is always one."""
+    found = joined(parts[:1])
+    for number in range(2, len(parts) + 1):
+        line = joined(parts[:number])
+        if length(line) > width:
+            break
+        found = line
+    return found
+
+
+def pipeline(document: Document, width: int, glyphs: Glyphs) -> list[Line]:
+    """Each stage with its rate, depth, time and main state, and below them the verdict: seven lines."""
+    between = f"{glyphs.arrow} " if width < NARROW else f" {glyphs.arrow} "
+    stages = document.stages
+    wide = min(34, (width - len(between) * (len(stages) - 1)) // len(stages))
+    boxes = [_stage(stage, document, wide, glyphs) for stage in stages]
+    lines: list[Line] = []
+    for number in range(len(boxes[0])):
+        line: Line = []
+        for index, box in enumerate(boxes):
+            if index:
+                line.append((between if number == 1 else " " * len(between), "dim"))
+            line += fit(box[number], wide)
+        lines.append(fit(line, width))
+    return [*lines, *(fit(line, width) for line in verdict(document, width, glyphs))]
+
+
+def _stage(stage: StageRow, document: Document, wide: int, glyphs: Glyphs) -> list[Line]:
+    mark = glyphs.mark if wide < ROOMY else f"{glyphs.mark} "
+    name = f"{mark}{stage.stage}" if stage.bottleneck else stage.stage
+    rule = glyphs.strong_rule if stage.bottleneck else glyphs.rule
+    there = f"{stage.actors}/{stage.expected}" if stage.actors < stage.expected else ""
+    if not there and stage.expected > 1:
+        there = f"{stage.expected}"
+    style: Style = "mark" if stage.bottleneck else "bold"
+    name = name[: wide - len(there) - bool(there)]
+    fill = wide - len(name) - len(there) - bool(there)
+    top: Line = [(name, style), (f" {rule * (fill - 1)}" if fill > 0 else "", "mark" if stage.bottleneck else "dim")]
+    if there:
+        top.append((f" {there}", "bad" if stage.actors < stage.expected else "dim"))
+    return [
+        top,
+        [(_rate(stage), "")],
+        [(_depth(stage, document), "")],
+        _bar(stage, wide, glyphs),
+        _state(stage, document),
+    ]
+
+
+def _rate(stage: StageRow) -> str:
+    if stage.unit == "bytes":
+        return f"{size(stage.rate)}/s"
+    return f"{rate(stage.rate)} {stage.unit}/s"
+
+
+def _depth(stage: StageRow, document: Document) -> str:
+    depth = count(stage.depth)
+    match stage.stage:
+        case "dataloader":
+            return f"gate {depth}/{count(stage.depth_limit)}"
+        case "rollouters":
+            return f"{depth} in flight"
+        case "reward":
+            return f"{depth} in hand"
+        case "learner":
+            return f"{depth}/{count(stage.depth_limit)} groups"
+        case "weights":
+            return f"{depth} behind"
+
+
+def _bar(stage: StageRow, wide: int, glyphs: Glyphs) -> Line:
+    if stage.stage == "dataloader":
+        return level_bar(stage.depth, stage.depth_limit, wide, glyphs)
+    if stage.stage == "weights":
+        current = None if stage.depth is None or stage.depth_limit is None else stage.depth_limit - stage.depth
+        return level_bar(current, stage.depth_limit, wide, glyphs)
+    return state_bar(stage.kinds, wide, glyphs)
+
+
+def _state(stage: StageRow, document: Document) -> Line:
+    """The state in which most of the time was spent; for stages without one, what there is to say."""
+    if stage.stage == "dataloader":
+        limit = document.staleness.limit
+        return [(f"limit {fixed(limit, 0)} of {document.staleness.max}" if limit is not None else "", "dim")]
+    if stage.stage == "weights":
+        return [(f"version {document.run.version}" if document.run.version >= 0 else "none so far", "dim")]
+    if not stage.states:
+        return []
+    state, share = max(stage.states.items(), key=lambda item: item[1])
+    return [(f"{percent(share)} {state}", "dim" if kind_of(state) == "wait" else "")]
+
+
+def verdict(document: Document, width: int, glyphs: Glyphs) -> list[Line]:
+    """One or two lines: who sets the pace, or what keeps the run."""
+    run, found = document.run, document.bottleneck
+    said: tuple[str, str, Style]
+    if run.phase in ("done", "failed", "draining", "preempting"):
+        reason = run.reason or {"done": "all steps are trained"}.get(run.phase, "")
+        said = run.phase, reason, "bad" if run.phase == "failed" else "good" if run.phase == "done" else "warn"
+    elif run.stalled:
+        said = "stalled", run.stalled, "bad"
+    elif run.phase == "starting":
+        some = ", ".join(run.waiting_for[:NAMES_SHOWN])
+        more = len(run.waiting_for) - NAMES_SHOWN
+        said = "starting", f"waiting for {some}{f' and {more} more' if more > 0 else ''}" if some else "", "start"
+    elif found.stage is None:
+        said = "bottleneck", found.why or "unknown", "dim"
+    else:
+        said = f"{glyphs.mark} {found.stage}", found.why, "mark"
+    head = said[0] + (":" if said[1] else "")
+    first, *rest = wrapped(f"{head} {said[1]}".rstrip(), width) or [""]
+    lines: list[Line] = [[(first[: len(head)], said[2]), (first[len(head) :], "")]]
+    if run.lost_hosts:
+        lines.append([("lost hosts: ", "bad"), (", ".join(run.lost_hosts), "")])
+    lines += [[(text, "")] for text in rest]
+    return [*lines, []][:2]

@@ -1,0 +1,24 @@
+"""The whole screen as plain text, for ``--once`` and where there is no terminal. Pure."""
+
+from __future__ import annotations
+
+from asyncrl.monitor.top.document import Document
+from asyncrl.monitor.top.panes import PANES, Choice, pane, title
+from asyncrl.monitor.top.pipeline import header, pipeline
+from asyncrl.monitor.top.text import Glyphs, Line, plain, to_ascii
+
+EVENTS_SHOWN = 20
+UPDATES_SHOWN = 8
+
+
+def page(document: Document, width: int, glyphs: Glyphs, *, ascii_only: bool = False) -> str:
+    """All panes, one below the other. Of events and updates the newest."""
+    choice = Choice()
+    lines: list[Line] = [*header(document, width, glyphs), [], *pipeline(document, width, glyphs)]
+    for name in PANES:
+        drawn = pane(name, document, choice, width, glyphs)
+        most = {"events": EVENTS_SHOWN, "weights": UPDATES_SHOWN}.get(name, len(drawn.keys))
+        entries = [drawn.line(number) for number in range(min(most, len(drawn.keys)))]
+        lines += [[], [(title(name, document, choice).upper(), "bold")], *drawn.head, *entries]
+    text = "\n".join(plain(line).rstrip() for line in lines) + "\n"
+    return to_ascii(text) if ascii_only else text

@@ -1,0 +1,114 @@
+"""A recorded run, gone through at will. Snapshots stay as they lie on disk until they are shown.
+
+Fails with UsageError when nothing is recorded.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncrl.errors import UsageError
+from asyncrl.monitor.recording import decode, read_bodies
+from asyncrl.monitor.top.history import LONGEST_S, History
+from asyncrl.snapshot import Snapshot
+
+SPEEDS = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
+FRAMES = 24
+"""Snapshots from which shares are taken after a jump."""
+
+
+class Replay:
+    """Where the viewer is in a recording; ``position`` is Unix time, s."""
+
+    def __init__(self, entries: Sequence[tuple[float, bytes]]) -> None:
+        """``entries`` are (wall, snapshot as recorded), in order of time; there is at least one."""
+        self._walls = [wall for wall, _ in entries]
+        self._bodies = [body for _, body in entries]
+        self.position = self._walls[0]
+        self.speed = SPEEDS[3]
+        self.playing = True
+        self._shown = -1
+        self._history = History()
+
+    @property
+    def begin(self) -> float:
+        """Of the recording."""
+        return self._walls[0]
+
+    @property
+    def end(self) -> float:
+        """Of the recording."""
+        return self._walls[-1]
+
+    @property
+    def at_end(self) -> bool:
+        """Whether there is nothing left to play."""
+        return self.position >= self.end
+
+    def advance(self, seconds: float) -> None:
+        """Play for so long."""
+        if self.playing:
+            self.position = min(self.end, self.position + seconds * self.speed)
+            self.playing = not self.at_end
+
+    def jump(self, position: float) -> None:
+        """Go there."""
+        self.position = max(self.begin, min(self.end, position))
+
+    def step(self, by: int) -> None:
+        """Go by so many snapshots, and stay."""
+        self.playing = False
+        self.position = self._walls[max(0, min(len(self._walls) - 1, self._index() + by))]
+
+    def faster(self, by: int) -> None:
+        """The next speed, or the one before."""
+        self.speed = SPEEDS[max(0, min(len(SPEEDS) - 1, SPEEDS.index(self.speed) + by))]
+
+    def history(self) -> History:
+        """The snapshots up to the position, the newest of them that of the position."""
+        index = self._index()
+        if index != self._shown:
+            if not self._shown < index <= self._shown + FRAMES:
+                self._history = History()
+                numbers = self._before(index)
+            else:
+                numbers = list(range(self._shown + 1, index + 1))
+            for number in numbers:
+                if (snapshot := self._decoded(number)) is not None:
+                    self._history.add(snapshot)
+            self._shown = index
+        return self._history
+
+    def _index(self) -> int:
+        return max(0, bisect_right(self._walls, self.position) - 1)
+
+    def _before(self, index: int) -> list[int]:
+        """The snapshot at ``index`` and some before it that lie within its window."""
+        last = self._decoded(index)
+        window = LONGEST_S if last is None else History.window_s(last)
+        first = max(0, bisect_right(self._walls, self._walls[index] - window) - 1)
+        stride = max(1, -(-(index - first) // FRAMES))
+        return sorted({*range(first, index, stride), max(0, index - 1), index})
+
+    def _decoded(self, index: int) -> Snapshot | None:
+        return decode(self._bodies[index])
+
+
+def open_replay(run_dir: Path) -> Replay:
+    """The recording of a run. Raises UsageError."""
+    entries = sorted(read_bodies(run_dir), key=lambda entry: entry[0])
+    if not entries:
+        raise UsageError(f"{run_dir}: nothing is recorded in {run_dir / 'monitor'}")
+    return Replay(entries)
+
+
+def recent_history(run_dir: Path) -> History:
+    """What was recorded of the last minutes, so that a viewer that has just come knows shares at once."""
+    try:
+        replay = open_replay(run_dir)
+    except UsageError:
+        return History()
+    replay.jump(replay.end)
+    return replay.history()

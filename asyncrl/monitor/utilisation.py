@@ -1,0 +1,76 @@
+"""What the serial resources of a run did over time, from its recorded snapshots. Pure.
+
+Time is cut into spans between two snapshots; in each, the shares of the states of all resources of a kind add up to 1.
+Spans across two attempts of a run are left out: nothing ran in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from asyncrl.monitor.rates import Interval, Shares
+from asyncrl.snapshot import Resource, Snapshot
+
+KINDS = {"engine": "Engines", "rank": "Learner ranks", "worker": "Reward workers"}
+"""Kinds of resources, by the beginning of their names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Shares by state between two moments (Unix time, s), for each kind of resource that there was."""
+
+    began: float
+    ended: float
+    shares: dict[str, Shares] = field(default_factory=dict)
+
+
+def spans(snapshots: Iterable[Snapshot]) -> list[Span]:
+    """One for each two neighbours, in order of time."""
+    found: list[Span] = []
+    older: Snapshot | None = None
+    for newer in snapshots:
+        if older is not None and older.run.attempt == newer.run.attempt and newer.wall > older.wall:
+            found.append(_span(older, newer))
+        older = newer
+    return found
+
+
+def _span(older: Snapshot, newer: Snapshot) -> Span:
+    interval = Interval(older, newer)
+    sums: dict[str, dict[str, float]] = {}
+    for actor in newer.actors:
+        for resource in actor.resources:
+            held = sums.setdefault(kind_of(resource), {})
+            for state, seconds in _within(interval.seconds_by_state(actor, resource), interval.seconds).items():
+                held[state] = held.get(state, 0.0) + seconds
+    shares: dict[str, Shares] = {}
+    for kind, held in sums.items():
+        if whole := sum(held.values()):
+            shares[kind] = {state: seconds / whole for state, seconds in held.items()}
+    return Span(older.wall, newer.wall, shares)
+
+
+def _within(seconds: dict[str, float], span_s: float) -> dict[str, float]:
+    """Of a resource that is first heard of in this span, no more than fits into it; it was starting at first."""
+    before_s = max(0.0, sum(seconds.values()) - span_s)
+    if before_s and "starting" in seconds:
+        return seconds | {"starting": max(0.0, seconds["starting"] - before_s)}
+    return seconds
+
+
+def kind_of(resource: Resource) -> str:
+    """engine, rank or worker."""
+    return resource.name.partition("/")[0]
+
+
+def evenly(walls: list[float], most: int) -> list[int]:
+    """Indices of at most ``most`` of ascending times, first and last among them, spread evenly over the time."""
+    if len(walls) <= most:
+        return list(range(len(walls)))
+    first, last = walls[0], walls[-1]
+    chosen: list[int] = []
+    for index, wall in enumerate(walls):
+        if index == len(walls) - 1 or wall >= first + (last - first) * len(chosen) / (most - 1):
+            chosen.append(index)
+    return chosen

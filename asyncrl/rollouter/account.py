@@ -1,0 +1,99 @@
+"""What happens to the samples of a prompt group in a rollouter, for the group's story and for the timeline. Pure.
+
+A sample tells each submission to the engine, how it ended, and its score. The story is one line for the whole group,
+written when it leaves the rollouter; the timeline has each submission on the track of the slot it was in.
+
+Invariant: a sample keeps at most EVENTS_KEPT events, the first and the newest of them, and counts the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from asyncrl.messages import Ticket, VersionSpan
+from asyncrl.monitor.trace import Track
+
+EVENTS_KEPT = 64
+LONGEST_REASON = 300
+"""Characters."""
+
+
+class SampleAccount:
+    """One sample. ``elapsed`` gives the seconds since the rollouter took the ticket up."""
+
+    def __init__(self, uid: str, sample: int, elapsed: Callable[[], float]) -> None:
+        self.uid = uid
+        self.sample = sample
+        self.events: list[list[Any]] = []
+        """[seconds, what, facts ...]; see monitor/story.py, which reads them."""
+        self.left_out = 0
+        self._elapsed = elapsed
+        self._begun = False
+        self._slot: Track | None = None
+
+    def took_slot(self, slot: Track) -> None:
+        """It is generated there from now on."""
+        self._slot = slot
+        self._begun = False
+        slot.enter("wait", uid=self.uid, sample=self.sample)
+
+    def left_slot(self) -> None:
+        """It is generated, or given up."""
+        if self._slot is not None:
+            self._slot.leave()
+            self._slot = None
+
+    def submitted(self, version: int, held: int) -> None:
+        """What comes after the ``held`` tokens is sampled under ``version``."""
+        self._note("resumed" if self._begun else "began", version)
+        self._begun = True
+        if self._slot is not None:
+            self._slot.enter(f"generate v{version}", uid=self.uid, sample=self.sample, version=version, held=held)
+
+    def ended(self, tokens: int, spans: list[VersionSpan], reason: str | None, *, died: bool) -> None:
+        """The submission is over, with ``tokens`` in all; ``reason`` is why there is nothing more to come, if so."""
+        if reason is not None:
+            self._note("finished", tokens, reason, [[span.version, span.start, span.end] for span in spans])
+        else:
+            self._note("engine died" if died else "aborted", tokens)
+        if self._slot is not None:
+            self._slot.leave(tokens=tokens, ended=reason or ("engine died" if died else "aborted"))
+            if reason is None:
+                self._slot.enter("wait", uid=self.uid, sample=self.sample)
+
+    def failed(self, what: str) -> None:
+        """Something went wrong; it may be tried again."""
+        self._note("failed", what[:LONGEST_REASON])
+
+    def scored(self, reward: float, run_s: float) -> None:
+        """``run_s`` is what the reward function took."""
+        self._note("scored", reward, round(run_s, 6))
+
+    def _note(self, *facts: Any) -> None:
+        if len(self.events) >= EVENTS_KEPT:
+            del self.events[EVENTS_KEPT // 2]
+            self.left_out += 1
+        self.events.append([round(self._elapsed(), 4), *facts])
+
+
+class GroupAccount:
+    """All samples of a ticket. ``now`` is monotonic, ``wall`` Unix time, in seconds."""
+
+    def __init__(self, ticket: Ticket, now: Callable[[], float], wall: Callable[[], float]) -> None:
+        began = now()
+        self._ticket = ticket
+        self._since = wall()
+        self.samples = [SampleAccount(ticket.uid, sample, lambda: now() - began) for sample in range(ticket.samples)]
+
+    def facts(self, end: str) -> dict[str, Any]:
+        """Of its line in the log; ``end`` is how it left the rollouter, "running" if it has not."""
+        facts: dict[str, Any] = {
+            "uid": self._ticket.uid,
+            "grant": self._ticket.grant,
+            "since": round(self._since, 6),
+            "end": end[:LONGEST_REASON],
+            "samples": [sample.events for sample in self.samples],
+        }
+        left_out = sum(sample.left_out for sample in self.samples)
+        return facts | ({"left_out": left_out} if left_out else {})

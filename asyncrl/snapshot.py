@@ -1,0 +1,156 @@
+"""What is known of a run at one moment: what asyncrl-top shows, --json prints and a replay reads.
+
+Built by the controller from heartbeats, kept in the run folder, sent to whoever watches. All times are durations in
+seconds, except ``wall`` (Unix time, s). Counters and the seconds of a state are cumulative since the start of an
+actor's incarnation; a rate is the difference of two snapshots over the difference of their ``wall`` (rates.py of
+the monitor). Names of figures are those of docs/metrics.md.
+
+Invariant: fields are added, never given another meaning; whatever breaks a reader of an older snapshot raises SCHEMA.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+SCHEMA = 1
+Count = Annotated[int, Meta(ge=0)]
+
+
+class Wait(Struct, frozen=True, kw_only=True):
+    """An open wait of an actor."""
+
+    whom: str
+    what: str
+    seconds: float
+    idle: bool = False
+    """Normal idleness: no sign of trouble by itself."""
+
+
+class Resource(Struct, frozen=True, kw_only=True):
+    """A serial resource: an engine, a learner rank, a reward worker. It is in exactly one state at any time."""
+
+    name: str
+    """engine, rank, worker/3."""
+    state: str
+    """One of the closed set of its kind; see monitor/states.py."""
+    awaiting: str = ""
+    """Whom or what the state waits for."""
+    state_s: float = 0.0
+    """Seconds in the present state."""
+    seconds: dict[str, float]
+    """By state; they add up to the age of the resource."""
+
+
+class Gpu(Struct, frozen=True, kw_only=True):
+    """A GPU that an actor uses."""
+
+    index: Count
+    utilisation: float
+    """Share of the last interval, 0 to 1."""
+    memory_bytes: Count
+    memory_total_bytes: Count
+
+
+class Histogram(Struct, frozen=True, array_like=True):
+    """Counts by fixed buckets; the edges are in the catalogue of metrics."""
+
+    counts: list[Count]
+    """One more than there are edges: the last bucket is open above."""
+    sum: float
+
+
+class ActorView(Struct, frozen=True, kw_only=True):
+    """An actor, or the place of one that is dead and not replaced yet."""
+
+    name: str
+    """ROLE/INDEX."""
+    host: str
+    pid: Count = 0
+    incarnation: Count = 0
+    condition: str
+    """absent, starting, ready, silent, condemned, dead, lost (with its host)."""
+    state: str = ""
+    """What it says of itself."""
+    awaiting: str = ""
+    state_s: float = 0.0
+    heard_s: float = 0.0
+    """Age of its last heartbeat."""
+    restarts: Count = 0
+    version: int = -1
+    """Newest weights it knows of."""
+    loop_lag_s: float = 0.0
+    """Largest lag of its event loop since the last heartbeat."""
+    loop_busy: float = 0.0
+    """Share of the last interval in which its event loop's thread used a processor, 0 to 1."""
+    cpu: float = 0.0
+    """Processors used by the process and its children over the last interval; 1 is one core."""
+    rss_bytes: Count = 0
+    """Of the process and its children."""
+    waits: list[Wait] = []
+    """The oldest first."""
+    resources: list[Resource] = []
+    figures: dict[str, float] = {}
+    """Counters and gauges by their names."""
+    histograms: dict[str, Histogram] = {}
+    gpus: list[Gpu] = []
+
+
+class Event(Struct, frozen=True, kw_only=True):
+    """Something that happened, of level info, warning or error."""
+
+    number: Count
+    """Ascending within one controller."""
+    wall: float
+    level: str
+    actor: str
+    text: str
+
+
+class RunView(Struct, frozen=True, kw_only=True):
+    """The run as a whole."""
+
+    name: str
+    run_id: str
+    phase: str
+    """RunPhase."""
+    attempt: Count
+    age_s: float
+    """Since its first controller started in this attempt."""
+    step: Count
+    steps: Count
+    version: int
+    reason: str = ""
+    exit_code: int = 0
+    waiting_for: list[str] = []
+    lost_hosts: list[str] = []
+    stalled: str = ""
+    """The watchdog's report, while it holds."""
+    staleness_max: Count = 0
+    groups_per_step: Count = 0
+    disk_free_bytes: Count = 0
+    """Of the run folder."""
+
+
+class Snapshot(Struct, frozen=True, kw_only=True):
+    """See the module."""
+
+    schema: int = SCHEMA
+    wall: float
+    run: RunView
+    actors: list[ActorView]
+    """Sorted by role, then number."""
+    train: list[dict[str, Any]] = []
+    """The newest lines of kind train of metrics.jsonl, oldest first (at most TRAIN_LINES)."""
+    updates: list[dict[str, Any]] = []
+    """The newest lines of kind update, oldest first (at most UPDATE_LINES)."""
+    evals: list[dict[str, Any]] = []
+    """The newest line of each evaluation."""
+    events: list[Event] = []
+    """The newest, oldest first (at most EVENTS)."""
+
+
+TRAIN_LINES = 64
+UPDATE_LINES = 32
+EVENTS = 200

@@ -1,0 +1,209 @@
+"""Viewers on real sockets, with and without CURVE: what they may, that none disturbs another, re-attachment."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import pytest
+
+from asyncrl import messages
+from asyncrl.config import validate_config
+from asyncrl.controller.actor import Controller
+from asyncrl.errors import Refused, RemoteError, UsageError
+from asyncrl.launcher.folders import make_run_keyring
+from asyncrl.messages import Message, MetricsLine, Request, StopRun, WatchRun, WatchSnapshot
+from asyncrl.monitor.client import Away, Viewer, find_target, watch
+from asyncrl.runtime import server
+from asyncrl.runtime.actor import CONTROLLER, ActorContext
+from asyncrl.snapshot import Snapshot
+from asyncrl.wire.keys import VIEWER, load_credentials, write_credentials
+from asyncrl.wire.zeromq import ZmqTransport
+
+
+def config_with(curve):
+    return validate_config(
+        {
+            "data": {"source": "synthetic"},
+            "rollout": {"engine": "sim"},
+            "learner": {"backend": "sim"},
+            "supervision": {"drain_s": 0.4},
+            "security": {"curve": "required" if curve else "off"},
+        }
+    )
+
+
+@asynccontextmanager
+async def controller(tmp_path, config, incarnation=7):
+    """A controller in a run folder as the launcher leaves it."""
+    private = tmp_path / "private"
+    if not private.exists():
+        write_credentials(private, make_run_keyring(config, "run-1").files_of([*config.actors, "agent/0", VIEWER]))
+    credentials = load_credentials(private, CONTROLLER, 0)
+    actor = Controller(
+        ActorContext(
+            config=config,
+            name=CONTROLLER,
+            incarnation=incarnation,
+            run_dir=tmp_path,
+            transport=ZmqTransport(credentials, max_message_bytes=1 << 26),
+            credentials=credentials,
+            controller=None,
+        )
+    )
+    life = asyncio.create_task(actor.main())
+    try:
+        while not actor.ready:
+            assert not life.done(), life
+            await asyncio.sleep(0.005)
+        yield actor
+    finally:
+        life.cancel()
+        await asyncio.gather(life, return_exceptions=True)
+
+
+@pytest.mark.parametrize("curve", [False, True])
+def test_a_viewer_sees_the_run_and_may_do_nothing_else(tmp_path, curve):
+    """I6: no request but those for viewers is served to one, whatever it is."""
+
+    async def scenario():
+        async with controller(tmp_path, config_with(curve)) as actor:
+            with Viewer(find_target(str(tmp_path))) as viewer:
+                async for snapshot in viewer.snapshots():
+                    assert isinstance(snapshot, Snapshot)
+                    break
+                for request in (StopRun(reason="no"), WatchRun()):
+                    with pytest.raises(RemoteError) as caught:
+                        await viewer.controller.call(request)
+                    assert caught.value.code == "forbidden"
+                refused = actor.counters["wire/refused"]
+                assert viewer.controller.cast(MetricsLine(line={"kind": "train", "step": 99}))
+                await viewer.controller.call(WatchSnapshot())
+                assert actor.counters["wire/refused"] == refused + 1
+            assert actor._run.phase == "starting" and actor._lines.last == 0
+
+    asyncio.run(scenario())
+
+
+def test_the_rights_of_viewers_are_those_two():
+    kinds = [kind for kind in vars(messages).values() if isinstance(kind, type) and issubclass(kind, Message)]
+    assert {kind.__name__ for kind in kinds if issubclass(kind, Request) and kind.for_viewers} == {
+        "WatchSnapshot",
+        "RequestTrace",
+    }
+
+
+@pytest.mark.parametrize("curve", [False, True])
+def test_viewers_do_not_fence_one_another(tmp_path, curve):
+    async def scenario():
+        async with controller(tmp_path, config_with(curve)):
+            target = find_target(str(tmp_path))
+            viewers = [Viewer(target) for _ in range(6)]
+            try:
+                for _ in range(2):
+                    taken = await asyncio.gather(*(viewer.controller.call(WatchSnapshot()) for viewer in viewers))
+                    assert all(one.snapshot for one in taken)
+            finally:
+                for viewer in viewers:
+                    viewer.close()
+
+    asyncio.run(scenario())
+
+
+def test_no_viewer_can_claim_a_larger_incarnation(tmp_path, monkeypatch):
+    """It would fence all others."""
+
+    async def scenario():
+        async with controller(tmp_path, config_with(True)):
+            target = find_target(str(tmp_path))
+            with Viewer(target) as honest:
+                await honest.controller.call(WatchSnapshot())
+                monkeypatch.setattr("asyncrl.monitor.client.VIEWER_INCARNATION", 2)
+                with Viewer(target) as greedy, pytest.raises(Refused):
+                    await greedy.controller.call(WatchSnapshot())
+                await honest.controller.call(WatchSnapshot())
+
+    asyncio.run(scenario())
+
+
+def test_one_who_watches_too_many_is_told_so_and_disturbs_nobody(tmp_path, monkeypatch):
+    monkeypatch.setitem(server.SHARED, VIEWER, 2)
+
+    async def scenario():
+        async with controller(tmp_path, config_with(False)) as actor:
+            target = find_target(str(tmp_path))
+            with Viewer(target) as one, Viewer(target) as other, Viewer(target) as third:
+                for viewer in (one, other):
+                    await viewer.controller.call(WatchSnapshot())
+                with pytest.raises(Refused, match="at most 2 at once"):
+                    await third.controller.call(WatchSnapshot())
+                assert len(actor._server._sessions) == 2
+            monkeypatch.setattr(server, "UNUSED_S", 0.0)
+            with Viewer(target) as fourth:
+                await fourth.controller.call(WatchSnapshot())
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("curve", [False, True])
+def test_a_watch_goes_on_with_the_successor(tmp_path, curve, monkeypatch):
+    monkeypatch.setattr("asyncrl.monitor.client.ANSWER_S", 0.6)
+    config = config_with(curve)
+
+    async def scenario():
+        seen = []
+        async with controller(tmp_path, config):
+            news = watch(find_target(str(tmp_path)))
+            seen.append(await anext(news))
+        while not isinstance(seen[-1], Away):
+            seen.append(await anext(news))
+        async with controller(tmp_path, config, incarnation=8) as successor:
+            while not isinstance(seen[-1], Snapshot):
+                seen.append(await anext(news))
+            successor._run.stop("enough", successor.clock.now())
+            successor._tell()
+            seen += [one async for one in news]
+        assert seen[-1].run.phase == "done"
+        assert seen[-1].actors[0].incarnation == 8
+        assert seen[0].run.age_s < seen[-1].run.age_s
+
+    asyncio.run(scenario())
+
+
+def test_a_watch_ends_with_the_folder_of_its_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("asyncrl.monitor.client.ANSWER_S", 0.4)
+
+    async def scenario():
+        async with controller(tmp_path, config_with(False)):
+            news = watch(find_target(str(tmp_path)))
+            await anext(news)
+        (tmp_path / "private").rename(tmp_path / "gone")
+        async for one in news:
+            assert isinstance(one, Snapshot)
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_by_address_with_keys_from_elsewhere(tmp_path):
+    async def scenario():
+        async with controller(tmp_path, config_with(True)) as actor:
+            target = find_target(actor.address.removeprefix("tcp://"), tmp_path / "private")
+            assert target.run_dir is None and not target.is_over
+            assert isinstance(await anext(watch(target)), Snapshot)
+
+    asyncio.run(scenario())
+
+
+def test_what_there_is_nothing_to_attach_to(tmp_path):
+    with pytest.raises(UsageError, match="no run lives in this folder"):
+        find_target(str(tmp_path))
+    with pytest.raises(UsageError, match="neither the folder of a run nor HOST:PORT"):
+        find_target("runs/nowhere")
+    with pytest.raises(UsageError, match="name the folder that holds the keys"):
+        find_target("head:5000")
+    private = tmp_path / "private"
+    private.mkdir()
+    with pytest.raises(UsageError, match="has not come up"):
+        find_target(str(tmp_path))
+    (private / "controller.json").write_text(json.dumps({"address": "tcp://127.0.0.1:9"}))
+    with pytest.raises(UsageError, match="no keys of a viewer"):
+        find_target(str(tmp_path))

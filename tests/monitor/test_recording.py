@@ -1,0 +1,108 @@
+"""The recording of a run: bounded, whole, and readable whatever became of its writer."""
+
+import msgspec
+import pytest
+
+from asyncrl.monitor import recording
+from asyncrl.monitor.recording import Recorder, read_recording, segments
+from asyncrl.snapshot import ActorView, RunView, Snapshot
+
+
+def picture(number, size=0):
+    run = RunView(
+        name="r", run_id="1", phase="running", attempt=1, age_s=float(number), step=number, steps=9, version=number
+    )
+    actors = [ActorView(name=f"rollouter/{i}", host="h", condition="ready") for i in range(size)]
+    return Snapshot(wall=1000.0 + number, run=run, actors=actors)
+
+
+def put(recorder, number, size=0):
+    snapshot = picture(number, size)
+    recorder.record(snapshot.wall, msgspec.msgpack.encode(snapshot))
+
+
+def steps(run_dir):
+    return [snapshot.run.step for snapshot in read_recording(run_dir)]
+
+
+def test_what_was_recorded_is_read(tmp_path):
+    recorder = Recorder(tmp_path, 1, 1 << 20)
+    for number in range(5):
+        put(recorder, number, size=3)
+    assert list(read_recording(tmp_path))[2] == picture(2, 3)
+    assert steps(tmp_path) == [0, 1, 2, 3, 4]
+
+
+def test_attempts_and_successors_follow_one_another(tmp_path):
+    for attempt, number in ((1, 0), (1, 1), (2, 2), (10, 3)):
+        put(Recorder(tmp_path, attempt, 1 << 20), number)
+    assert steps(tmp_path) == [0, 1, 2, 3]
+    assert [segment.number for segment in segments(tmp_path)] == [0, 1, 0, 0]
+
+
+def test_a_long_run_stays_there_as_a_whole_within_its_bounds(tmp_path):
+    most = 40_000
+    recorder = Recorder(tmp_path, 1, most)
+    for number in range(1500):
+        put(recorder, number, size=2)
+    kept = steps(tmp_path)
+    size = sum(segment.path.stat().st_size for segment in segments(tmp_path))
+    # The segment that is being written comes on top.
+    assert size <= most + 2 * most // recording.SEGMENTS
+    assert recorder.size == size
+    assert kept == sorted(set(kept)) and kept[0] == 0 and kept[-1] == 1499
+    gaps = [later - earlier for earlier, later in zip(kept, kept[1:], strict=False)]
+    assert gaps[-1] == 1, "the newest is kept as it was recorded"
+    assert max(gaps) <= 1500 / 4, "no stretch of the run is gone"
+
+
+@pytest.mark.parametrize("cut", [1, 7, 30])
+def test_a_torn_end_takes_only_itself(tmp_path, cut):
+    recorder = Recorder(tmp_path, 1, 1 << 20)
+    for number in range(4):
+        put(recorder, number)
+    path = segments(tmp_path)[0].path
+    path.write_bytes(path.read_bytes()[:-cut])
+    assert steps(tmp_path) == [0, 1, 2]
+    # Its successor begins a segment of its own.
+    put(Recorder(tmp_path, 1, 1 << 20), 9)
+    assert steps(tmp_path) == [0, 1, 2, 9]
+
+
+def test_a_snapshot_of_another_schema_is_passed_over(tmp_path):
+    recorder = Recorder(tmp_path, 1, 1 << 20)
+    put(recorder, 0)
+    recorder.record(1.0, msgspec.msgpack.encode({"schema": 2, "planets": 8}))
+    put(recorder, 1)
+    assert steps(tmp_path) == [0, 1]
+
+
+def test_a_full_disk_loses_one_snapshot_and_tears_none(tmp_path, monkeypatch):
+    recorder = Recorder(tmp_path, 1, 1 << 20)
+    put(recorder, 0)
+    path = segments(tmp_path)[0].path
+    real = type(path).open
+
+    def full(self, *args, **kwargs):
+        file = real(self, *args, **kwargs)
+
+        class Full:
+            def __enter__(self):
+                return self
+
+            def __exit__(self, *_):
+                file.close()
+
+            def write(self, body):
+                file.write(body[: len(body) // 2])
+                file.flush()
+                raise OSError(28, "No space left on device")
+
+        return Full()
+
+    monkeypatch.setattr(type(path), "open", full)
+    with pytest.raises(OSError, match="No space"):
+        put(recorder, 1)
+    monkeypatch.undo()
+    put(recorder, 2)
+    assert steps(tmp_path) == [0, 2]

@@ -1,0 +1,244 @@
+"""The report of a run: one page that holds everything, and nothing of the run as markup."""
+
+import html.parser
+import json
+import re
+
+import msgspec
+import pytest
+from pictures import WALL, Run
+from plotly.offline import get_plotlyjs
+
+from asyncrl.errors import UsageError
+from asyncrl.monitor import charts, report
+from asyncrl.monitor.metrics_file import read_metrics
+from asyncrl.monitor.recording import Recorder
+from asyncrl.monitor.report import write_report
+from asyncrl.monitor.utilisation import evenly, spans
+from asyncrl.snapshot import Event, Resource
+
+EVIL = "</script><script>alert(1)</script><img src=http://evil.example/x.png onerror=alert(2)>"
+
+
+def step(number, start=1, **figures):
+    return {
+        **{"kind": "train", "step": number, "start": start, "weights/version": number},
+        **{"reward/mean": number / 10, "reward/trained_mean": number / 5, "rollout/tokens_per_s": 100.0},
+        **{"staleness/token_mean": 1.0, "staleness/token_max": 2.0, "staleness/limit": 3.0, "perf/overlap": 0.9},
+        **{"time/step_s": 2.0, "time/wait_for_groups_s": 0.5, "time/train_s": 1.0, "time/publish_s": 0.25},
+        **{"rollout/length_mean": 50.0, "rollout/length_p95": 90.0, "weights/stall_s": 0.3},
+        **{"ledger/trained": 4 * number, "ledger/filtered": number, "ledger/quarantined": 0},
+        **figures,
+    }
+
+
+def evaluation(number, name="gsm", start=1):
+    return {"kind": "eval", "step": number, "start": start, f"eval/{name}/mean": 0.5, f"eval/{name}/prompts": 8}
+
+
+def update(version, stall_s=0.1, transport="shm"):
+    return {
+        **{"kind": "update", "replica": "rollouter/0", "start": 1, "weights/version": version},
+        **{"weights/stall_s": stall_s, "weights/transport": transport},
+    }
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    made = tmp_path / "trial"
+    made.mkdir()
+    (made / "config.json").write_text(json.dumps({"learner": {"steps": 8, "lr": 1e-6}, "model": {"path": EVIL}}))
+    return made
+
+
+def write_lines(run_dir, *lines):
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def record(run_dir, *snapshots):
+    recorder = Recorder(run_dir, 1, 1 << 20)
+    for snapshot in snapshots:
+        recorder.record(snapshot.wall, msgspec.msgpack.encode(snapshot))
+
+
+class Page(html.parser.HTMLParser):
+    def __init__(self, path):
+        super().__init__()
+        self.tags, self.text = [], []
+        self.page = path.read_text()
+        self.own = self.page.replace(get_plotlyjs(), "")
+        self.feed(self.page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+    @property
+    def figures(self):
+        """Traces of each chart, by the number of its section."""
+        found = re.findall(r'Plotly\.newPlot\(\s*"chart-(\d+)",\s*(\[.*?\]),\s*\{"template', self.own, re.DOTALL)
+        return {int(number): json.loads(traces) for number, traces in found}
+
+
+def written(run_dir, tmp_path):
+    out = tmp_path / "out.html"
+    write_report(run_dir, out)
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["out.html"]
+    return Page(out)
+
+
+def test_a_whole_run(run_dir, tmp_path):
+    lines = [line for number in range(1, 9) for line in (update(number), step(number))]
+    write_lines(run_dir, *lines, evaluation(4), evaluation(8))
+    run = Run(steps=8, phase="done")
+    record(run_dir, *(run.at(t) for t in range(0, 60, 2)))
+    page = written(run_dir, tmp_path)
+    assert sorted(page.figures) == list(range(8))
+    rewards = {trace["name"]: trace for trace in page.figures[0]}
+    assert rewards["all scored"]["y"] == [number / 10 for number in range(1, 9)]
+    assert rewards["eval/gsm"]["x"] == [4, 8]
+    shown = " ".join(page.text)
+    assert "done · step 8 of 8" in shown and "0.100 → 0.800" in shown and "90%" in shown
+    assert "learner.lr" in shown
+
+
+def test_there_is_nothing_to_load_and_it_is_forbidden(run_dir, tmp_path):
+    (run_dir / "config.json").write_text("{}")
+    write_lines(run_dir, step(1), update(1))
+    page = written(run_dir, tmp_path)
+    policy = next(attrs["content"] for tag, attrs in page.tags if attrs.get("http-equiv"))
+    assert "default-src 'none'" in policy and "http" not in policy
+    for tag, attrs in page.tags:
+        assert tag not in ("link", "iframe", "object", "embed", "img")
+        assert "src" not in attrs and "href" not in attrs, (tag, attrs)
+    assert not re.findall(r"https?:|src=|url\(", page.own)
+
+
+def test_whatever_comes_from_the_run_is_text(tmp_path):
+    run_dir = tmp_path / "a<b>&c"
+    run_dir.mkdir()
+    (run_dir / "config.json").write_text(json.dumps({"model": {"path": EVIL}, "learner": {"steps": EVIL}}))
+    write_lines(run_dir, step(1), evaluation(1, name=EVIL), update(1, transport=EVIL))
+    run = Run(reason=EVIL, phase=EVIL, events=[Event(number=1, wall=WALL, level=EVIL, actor=EVIL, text=EVIL)])
+    first, last = run.at(10), run.at(20)
+    record(run_dir, first, last)
+    evil = Resource(name="engine", state=EVIL, seconds={EVIL: 20.0})
+    actor = msgspec.structs.replace(last.actors[-1], resources=[evil])
+    record(run_dir, msgspec.structs.replace(last, wall=last.wall + 10, actors=[actor]))
+    page = written(run_dir, tmp_path)
+    assert {tag for tag, _ in page.tags} <= {
+        *("html", "head", "meta", "title", "style", "script", "body", "main", "header", "section", "div", "span"),
+        *("h1", "h2", "p", "table", "tr", "td", "details", "summary", "pre"),
+    }
+    assert not [attrs for _, attrs in page.tags if any(name.startswith("on") for name in attrs)]
+    scripts = sum(tag == "script" for tag, _ in page.tags)
+    assert scripts == 1 + len(page.figures)
+    # Plotly takes some tags in names: there are none.
+    names = [trace["name"] for traces in page.figures.values() for trace in traces]
+    assert not [name for name in names if "<" in name]
+    assert any("&lt;/script&gt;" in name for name in names)
+
+
+def test_torn_lines_are_left_out_and_of_repeated_steps_the_last_counts(run_dir, tmp_path):
+    lines = [step(number) for number in range(1, 7)] + [step(number, start=2) for number in (4, 5)]
+    lines[-1]["reward/mean"] = 0.99
+    write_lines(run_dir, *lines)
+    with (run_dir / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"kind": "train", "step": 6, "rew\xff')
+    page = written(run_dir, tmp_path)
+    rewards = page.figures[0][0]
+    assert rewards["x"] == [1, 2, 3, 4, 5]
+    assert rewards["y"][-1] == 0.99
+
+
+def test_what_there_is_none_of_is_said(run_dir, tmp_path):
+    page = written(run_dir, tmp_path)
+    assert page.figures == {}
+    shown = " ".join(page.text)
+    assert "No snapshots of this run were recorded." in shown
+    assert shown.count("metrics.jsonl has nothing of it.") == 7
+    write_lines(run_dir, step(1))
+    assert sorted(written(run_dir, tmp_path).figures) == [0, 1, 3, 4, 5, 6, 7]
+
+
+def test_what_is_no_run_or_cannot_be_written(tmp_path, run_dir, monkeypatch):
+    with pytest.raises(UsageError, match="no config.json"):
+        write_report(tmp_path / "nothing", tmp_path / "out.html")
+    with pytest.raises(FileNotFoundError):
+        write_report(run_dir, tmp_path / "nowhere" / "out.html")
+    monkeypatch.setattr(report, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"pip install 'asyncrl\[report\]'"):
+        write_report(run_dir, tmp_path / "out.html")
+
+
+def test_long_runs_are_thinned(run_dir):
+    lines = [step(number) for number in range(1, 10_001)]
+    x, y = charts.series(lines, "reward/mean", join=charts.mean)
+    assert len(x) == 2000 and x[-1] == 10_000 and x == sorted(x)
+    assert y[0] == pytest.approx(0.3)
+    assert charts.series(lines, "staleness/token_max")[1] == [2.0] * 2000
+
+
+@pytest.mark.parametrize(
+    ("walls", "most", "chosen"),
+    [
+        ([], 3, []),
+        ([1.0, 2.0], 3, [0, 1]),
+        ([0.0, 1.0, 2.0, 3.0, 4.0], 3, [0, 2, 4]),
+        # A gap: what is there is taken once.
+        ([0.0, 1.0, 2.0, 100.0], 3, [0, 3]),
+    ],
+)
+def test_moments_are_chosen_evenly_over_time(walls, most, chosen):
+    assert evenly(walls, most) == chosen
+
+
+def test_shares_of_a_span_add_up(run_dir):
+    run = Run()
+    found = spans([run.at(0), run.at(10), run.at(30)])
+    assert [(span.began - WALL, span.ended - WALL) for span in found] == [(0, 10), (10, 30)]
+    for span in found:
+        assert set(span.shares) == {"engine", "rank", "worker"}
+        for shares in span.shares.values():
+            assert sum(shares.values()) == pytest.approx(1.0)
+    assert found[1].shares["engine"] == pytest.approx(run.engine)
+
+
+def test_nothing_is_said_of_the_time_between_two_attempts():
+    first, second = Run().at(10), Run().at(5000)
+    resumed = msgspec.structs.replace(second, run=msgspec.structs.replace(second.run, attempt=2))
+    assert spans([first, resumed]) == []
+
+
+def test_a_resource_that_is_first_heard_of_has_the_time_of_the_span_alone():
+    def only(snapshot, *resources):
+        return msgspec.structs.replace(
+            snapshot, actors=[msgspec.structs.replace(snapshot.actors[-1], resources=list(resources))]
+        )
+
+    late = Resource(name="engine", state="generating", seconds={"starting": 65.0, "generating": 4.0})
+    found = spans([only(Run().at(100)), only(Run().at(110), late)])
+    assert found[0].shares == {"engine": pytest.approx({"starting": 0.6, "generating": 0.4})}
+
+
+def test_a_state_that_a_heartbeat_corrects_does_not_count_a_whole_life_again():
+    """Between heartbeats a snapshot counts on in the state of the last one."""
+    told = [{"starting": 50.0, "loading": 1.0}, {"starting": 50.0, "loading": 0.1, "generating": 2.9}]
+    actors = [
+        [
+            msgspec.structs.replace(
+                Run().at(0).actors[-1], resources=[Resource(name="engine", state="", seconds=seconds)]
+            )
+        ]
+        for seconds in told
+    ]
+    found = spans([msgspec.structs.replace(Run().at(t), actors=actors[t // 2]) for t in (0, 2)])
+    assert found[0].shares == {"engine": {"generating": 1.0}}
+
+
+def test_a_line_that_a_dead_writer_left_is_not_read(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"kind": "train", "step": 1}\n\xff\xfe{"step"\n{"kind": "train", "step": 2}\n')
+    assert [line["step"] for line in read_metrics(path)] == [1, 2]

@@ -1,0 +1,154 @@
+"""The controller's end of the sinks, with a real process at the other one."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+
+import psutil
+import pytest
+from sinks_cases import LOG, address_of, encoded, feeding, setup, snapshot, train, wait_for
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from asyncrl.monitor.sinks.feed import MOST_RESTARTS, SinkFeed
+from asyncrl.monitor.sinks.records import PrometheusSetup
+
+
+def steps(run_dir):
+    found = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0})
+    found.Reload()
+    return [event.step for event in found.Scalars("reward/mean")] if found.Tags()["scalars"] else []
+
+
+def life(feed, but=0):
+    """Pid of the process, once it is another one than ``but``."""
+    return wait_for(lambda: feed.pid if feed.pid != but else 0)
+
+
+def taken(run_dir, step):
+    return wait_for(lambda: (run_dir / "tensorboard").exists() and step in steps(run_dir))
+
+
+def test_a_process_that_is_killed_is_started_again(tmp_path):
+    with feeding(setup(tmp_path, tensorboard=True), first_pause_s=0.05) as (feed, counters):
+        feed.line(train(1))
+        taken(tmp_path, 1)
+        first = feed.pid
+        os.kill(first, signal.SIGKILL)
+        life(feed, but=first)
+        wait_for(lambda: counters["sinks/restarts"] == 1)
+        feed.line(train(2))
+        taken(tmp_path, 2)
+        feed.close(30.0)
+        assert counters == {"sinks/dropped": 0, "sinks/lost": 0, "sinks/restarts": 1}
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_a_process_that_dies_again_and_again_is_given_up(tmp_path):
+    with feeding(setup(tmp_path, tensorboard=True), first_pause_s=0.001) as (feed, counters):
+        killed = 0
+        for _ in range(MOST_RESTARTS + 1):
+            killed = life(feed, but=killed)
+            os.kill(killed, signal.SIGKILL)
+        wait_for(lambda: feed._given_up)
+        feed.line(train(1))
+        assert counters == {"sinks/dropped": 1, "sinks/lost": 0, "sinks/restarts": MOST_RESTARTS}
+        assert feed.pid == 0
+
+
+def test_a_process_that_cannot_be_started_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with feeding(setup(tmp_path, tensorboard=True), first_pause_s=0.001) as (feed, counters):
+        wait_for(lambda: feed._given_up)
+        assert counters["sinks/restarts"] == MOST_RESTARTS
+
+
+def test_a_process_that_stands_still_delays_nobody_and_is_killed_at_the_end(tmp_path):
+    with feeding(setup(tmp_path, tensorboard=True), room=50) as (feed, counters):
+        feed.line(train(1))
+        taken(tmp_path, 1)
+        psutil.Process(feed.pid).suspend()
+        large = encoded(snapshot()) + bytes(1 << 16)
+        slowest = 0.0
+        for _ in range(200):
+            began = time.monotonic()
+            feed.picture(large)
+            slowest = max(slowest, time.monotonic() - began)
+        assert counters["sinks/dropped"] > 50
+        assert slowest < 5.0, "it waited for the process"
+        held = len(feed._queue)
+        began = time.monotonic()
+        feed.close(0.5)
+        assert time.monotonic() - began < 20.0
+        assert feed.pid == 0
+        assert counters["sinks/dropped"] >= 50 + held
+
+
+def test_what_is_held_at_the_end_is_brought_out(tmp_path):
+    with feeding(setup(tmp_path, tensorboard=True)) as (feed, counters):
+        for step in range(1, 501):
+            feed.line(train(step))
+        feed.close(60.0)
+        assert counters["sinks/dropped"] == 0
+    assert steps(tmp_path) == list(range(1, 501))
+
+
+def test_it_ends_with_the_process_that_feeds_it(tmp_path):
+    feeder = f"""
+import sys, time
+sys.path[:0] = {sys.path!r}
+from sinks_cases import LOG, setup
+from asyncrl.monitor.sinks.feed import SinkFeed
+from asyncrl.monitor.sinks.records import PrometheusSetup
+feed = SinkFeed(setup({str(tmp_path)!r}, prometheus=PrometheusSetup("127.0.0.1", 0)), counters={{}}, log=LOG)
+while not feed.pid:
+    time.sleep(0.01)
+print(feed.pid, flush=True)
+time.sleep(300)
+"""
+    with subprocess.Popen([sys.executable, "-c", feeder], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            pid = int(process.stdout.readline())
+            sinks = psutil.Process(pid)
+            address = address_of(tmp_path)
+            with urllib.request.urlopen(address, timeout=30) as reply:
+                assert reply.status == 200
+        finally:
+            process.kill()
+        wait_for(lambda: not sinks.is_running() or sinks.status() == psutil.STATUS_ZOMBIE)
+        with pytest.raises(OSError, match="refused"):
+            urllib.request.urlopen(address, timeout=30)
+
+
+def test_descriptors_beyond_a_thousand_are_no_obstacle(tmp_path):
+    """A controller of many actors has that many sockets."""
+    held = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+    try:
+        feed = SinkFeed(setup(tmp_path, tensorboard=True), counters={}, log=LOG)
+        life(feed)
+    finally:
+        for file in held:
+            os.close(file)
+    try:
+        feed.line(train(1))
+        taken(tmp_path, 1)
+    finally:
+        feed.close(30.0)
+    assert feed._counters == {"sinks/dropped": 0, "sinks/lost": 0, "sinks/restarts": 0}
+
+
+def test_a_port_in_use_is_trouble_of_that_sink_alone(tmp_path):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        sinks = {"prometheus": PrometheusSetup("127.0.0.1", other.getsockname()[1]), "tensorboard": True}
+        with feeding(setup(tmp_path, **sinks)) as (feed, _):
+            feed.line(train(1))
+            taken(tmp_path, 1)
+            wait_for(lambda: "in use" in feed._reported.trouble.get("prometheus", ""))
+            other.close()
+            # It is bound as soon as it is free.
+            address_of(tmp_path)
+            wait_for(lambda: not feed._reported.trouble)

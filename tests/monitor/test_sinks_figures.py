@@ -1,0 +1,71 @@
+"""What goes to the sinks, and under which name."""
+
+import math
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sinks_cases import evaluation, snapshot, train, update
+
+from asyncrl.monitor import catalogue
+from asyncrl.monitor.sinks.exposition import families_of, prometheus_name
+from asyncrl.monitor.sinks.figures import Steps, numbers, run_figures, update_numbers
+
+
+def test_only_finite_numbers_are_figures():
+    line = train(3, a=None, b="shm", c=math.nan, d=math.inf, e=True, f=2)
+    assert dict(numbers(line)) == {"weights/version": 3.0, "reward/mean": 0.03, "f": 2.0}
+
+
+def test_an_update_names_its_replica():
+    assert dict(update_numbers(update(4))) == {"update/rollouter-0/version": 4.0, "update/rollouter-0/stall_s": 0.25}
+
+
+def test_the_run_in_figures():
+    found = run_figures(snapshot(step=9))
+    assert found["run/step"] == 9 and found["run/actors_ready"] == 1 and found["run/restarts"] == 2
+
+
+@pytest.mark.parametrize(
+    ("lines", "steps"),
+    [
+        ([train(1), train(2), evaluation(2)], [(1, True), (2, False), (2, False)]),
+        # An update belongs to the step whose line comes next.
+        ([train(4), update(5), train(5)], [(4, True), (5, False), (5, False)]),
+        # A learner went on from its checkpoint of step 3.
+        ([train(5), train(4, start=2), train(5, start=2)], [(5, True), (4, True), (5, False)]),
+        ([evaluation(0), train(1)], [(0, False), (1, True)]),
+    ],
+)
+def test_steps(lines, steps):
+    followed = Steps()
+    assert [followed.of(line) for line in lines] == steps
+
+
+@given(st.text())
+def test_every_name_becomes_one_of_the_grammar(name):
+    assert re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", prometheus_name(name))
+
+
+def test_what_distinguishes_things_of_a_kind_is_a_label():
+    lines = [train(7, reward__component__format=0.5), evaluation(7), evaluation(7, "math"), update(7)]
+    found = families_of(lines, snapshot())
+    values = {name: family.values for name, family in found.items()}
+    assert values["asyncrl_step"] == {(): 7.0}
+    assert values["asyncrl_reward_mean"] == {(): 0.07}
+    assert values["asyncrl_reward_component"] == {(("component", "format"),): 0.5}
+    assert values["asyncrl_eval_mean"] == {(("eval", "gsm"),): 0.5, (("eval", "math"),): 0.5}
+    assert values["asyncrl_update_stall_s"] == {(("replica", "rollouter/0"),): 0.25}
+    assert values["asyncrl_run_phase"] == {(("phase", "running"),): 1.0}
+    who = (("actor", "rollouter/0"), ("host", "node1"))
+    assert values["asyncrl_actor_up"] == {who: 1.0}
+    assert values["asyncrl_actor_rollout_in_flight"] == {who: 3.0}
+
+
+def test_kinds_and_descriptions_are_those_of_the_catalogue():
+    found = families_of([train(7)], snapshot())
+    assert found["asyncrl_actor_rollout_in_flight"].kind == "gauge"
+    assert found["asyncrl_actor_rollout_sampled_tokens"].kind == "counter"
+    assert found["asyncrl_actor_rollout_response_tokens"].kind == "histogram"
+    assert found["asyncrl_reward_mean"].text == catalogue.find("reward/mean").text

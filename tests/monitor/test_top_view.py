@@ -1,0 +1,261 @@
+"""What asyncrl-top shows of snapshots: numbers, panes, plain text, JSON."""
+
+import json
+import re
+from pathlib import Path
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pictures import STATES, Run, empty
+
+from asyncrl.monitor import catalogue
+from asyncrl.monitor.top.build import build
+from asyncrl.monitor.top.document import json_schema, to_json
+from asyncrl.monitor.top.history import KEPT, History
+from asyncrl.monitor.top.panes import PANES, SORTS, Choice, pane
+from asyncrl.monitor.top.pipeline import header, pipeline
+from asyncrl.monitor.top.plain import page
+from asyncrl.monitor.top.text import (
+    ASCII,
+    UNICODE,
+    count,
+    duration,
+    fit,
+    length,
+    plain,
+    size,
+    sparkline,
+    state_bar,
+    to_ascii,
+    wrapped,
+)
+from asyncrl.snapshot import ActorView, Snapshot
+
+ROOT = Path(__file__).parents[2]
+
+
+def seen(snapshots):
+    history = History()
+    for snapshot in snapshots:
+        history.add(snapshot)
+    return build(history)
+
+
+# --- the marked stage ---
+
+SLOW = {
+    "reward": Run(worker={"scoring": 0.99, "idle": 0.01}, engine={"generating": 0.3, "waiting": 0.7}, rank=None),
+    "learner": Run(rank={"training": 0.95, "waiting": 0.05}, engine={"generating": 0.3, "waiting": 0.7}),
+    "rollouters": Run(engine={"generating": 0.97, "paused": 0.03}, rank=None),
+    "gate": Run(engine={"generating": 0.5, "waiting": 0.5}, rank=None, limit=0.0, outstanding=64.0),
+}
+
+
+@pytest.mark.parametrize("stage", SLOW)
+def test_a_planted_slow_stage_is_the_one_that_is_marked(stage):
+    run = SLOW[stage]
+    run.rank = run.rank or {"training": 0.3, "waiting": 0.7}
+    document = seen(run.between())
+    assert document.bottleneck.stage == stage
+    marked = [row.stage for row in document.stages if row.bottleneck]
+    assert marked == [stage if stage != "gate" else "dataloader"]
+    text = page(document, 80, UNICODE)
+    assert f"◆ {stage}: " in text
+    assert f"◆{marked[0]}" in text
+
+
+# --- numbers ---
+
+
+def test_a_healthy_run_in_numbers():
+    document = seen(Run().between())
+    run = document.run
+    assert (run.step, run.steps, run.version) == (50, 100, 50)
+    assert run.eta_s == pytest.approx(100.0)
+    assert run.tokens_per_s == pytest.approx(850 + 860 + 870 + 880)
+    assert run.samples_per_s == pytest.approx(255)
+    assert document.ledger.outstanding == 200 and document.ledger.gate == 256
+    for row in document.rollouters:
+        assert sum(row.states.values()) == pytest.approx(1.0)
+        assert row.lag == 0
+    assert [row.seconds for row in document.phases] == pytest.approx([0.5, 1.4, 0.1, 2.0])
+
+
+def test_what_is_absent_is_null_and_shown_as_such():
+    document = seen([empty()])
+    assert document.run.tokens_per_s is None and document.run.eta_s is None
+    assert document.ledger.outstanding is None and document.reward.rate is None
+    assert all(row.rate is None and row.depth is None for row in document.stages)
+    text = page(document, 80, UNICODE)
+    assert "tokens/s –" in text
+    assert not re.search(r"\b0\.?0* (tokens|groups|samples)/s", text)
+
+
+def test_a_dead_host_shows_what_is_left_and_keeps_no_old_figures():
+    document = seen(STATES["dead_host"]())
+    by_name = {row.name: row for row in document.rollouters}
+    assert by_name["rollouter/0"].in_flight is not None
+    assert by_name["rollouter/1"].condition == "dead" and by_name["rollouter/1"].in_flight is None
+    assert by_name["rollouter/3"].condition == "lost" and by_name["rollouter/3"].state == ""
+    assert next(row for row in document.stages if row.stage == "rollouters").actors == 1
+    assert "lost hosts: node1" in page(document, 80, UNICODE)
+
+
+def test_a_stalled_run_says_why_and_blames_no_stage():
+    document = seen(STATES["stalled"]())
+    assert document.bottleneck.stage is None
+    text = page(document, 80, UNICODE)
+    assert "stalled" in text.splitlines()[0] and "ETA –" in text.splitlines()[0]
+    assert "learner/0 waits for groups of rollouter/2" in " ".join(text.split())
+
+
+def test_a_single_snapshot_has_shares_of_whole_lives_and_no_rates():
+    document = seen([Run().at(100.0)])
+    assert document.window_s == 0
+    assert document.run.tokens_per_s is None
+    assert document.stages[1].states["generating"] == pytest.approx(0.86)
+
+
+def test_every_figure_that_is_shown_is_declared():
+    source = (ROOT / "asyncrl/monitor/top/build.py").read_text()
+    names = set(re.findall(r'"([a-z]+/[a-z_0-9]+)"', source))
+    assert len(names) > 20
+    assert not [name for name in names if catalogue.find(name) is None]
+
+
+# --- JSON ---
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_json_follows_its_schema(state):
+    document = json.loads(to_json(seen(STATES[state]())))
+    jsonschema.Draft202012Validator(json_schema()).validate(document)
+    assert document["schema"] == 1
+    assert {row["stage"] for row in document["stages"]} == {"dataloader", "rollouters", "reward", "learner", "weights"}
+
+
+def test_the_schema_that_is_documented_is_the_one_that_is_used():
+    documented = json.loads((ROOT / "docs/top.schema.json").read_text())
+    assert documented == json_schema(), "python -m asyncrl.monitor.top.document > docs/top.schema.json"
+
+
+# --- drawing ---
+
+
+@pytest.mark.parametrize("width", [40, 80, 96, 103, 200])
+@pytest.mark.parametrize("state", STATES)
+def test_every_line_of_every_pane_has_the_width_that_it_is_drawn_for(state, width):
+    document = seen(STATES[state]())
+    for glyphs in (UNICODE, ASCII):
+        for line in (*header(document, width, glyphs), *pipeline(document, width, glyphs)):
+            assert length(line) <= width
+        for name in PANES:
+            for line in pane(name, document, Choice(), width, glyphs).lines():
+                assert length(fit(line, width)) == width
+
+
+def test_the_pipeline_always_takes_seven_lines():
+    for make in STATES.values():
+        for width in (80, 200):
+            assert len(pipeline(seen(make()), width, UNICODE)) == 7
+
+
+def test_without_colour_and_unicode_everything_can_still_be_read():
+    text = page(seen(Run(rank={"training": 0.95, "waiting": 0.05}).between()), 80, ASCII, ascii_only=True)
+    assert text.isascii()
+    assert "* learner: training 95 % of the time" in text
+    assert re.search(r"#+%\.", text), "states differ by their glyphs"
+
+
+def test_sorting_and_filtering():
+    document = seen(Run(rollouters=12, hosts=3).between())
+
+    def keys(**choice):
+        return list(pane("rollouters", document, Choice(**choice), 120, UNICODE).keys)
+
+    assert keys(sort="name") == [f"rollouter/{n}" for n in range(12)]
+    assert keys(sort="name", descending=True)[0] == "rollouter/11"
+    assert keys(sort="waiting", descending=True)[:4] == [f"rollouter/{n}" for n in (2, 5, 8, 11)]
+    by_host = keys()
+    assert by_host[0] == "" and by_host.count("") == 3, "a heading for each host"
+    assert keys(needle="node2", sort="name") == [f"rollouter/{n}" for n in range(8, 12)]
+    assert keys(needle="ROLLOUTER/11", sort="name") == ["rollouter/11"]
+    assert "no rollouter matches xyz" in plain(pane("rollouters", document, Choice(needle="xyz"), 80, UNICODE).head[1])
+    for sort in SORTS:
+        assert sorted(key for key in keys(sort=sort) if key) == sorted(f"rollouter/{n}" for n in range(12))
+
+
+def test_who_is_gone_comes_last_however_it_is_sorted():
+    document = seen(Run(rollouters=4, hosts=1, dead=("rollouter/0",)).between())
+    for descending in (False, True):
+        choice = Choice(sort="tokens_per_s", descending=descending)
+        assert pane("rollouters", document, choice, 80, UNICODE).keys[-1] == "rollouter/0"
+
+
+def test_events_by_level():
+    document = seen(Run().between())
+    shown = {
+        level: len(pane("events", document, Choice(level=level), 80, UNICODE).keys)
+        for level in ("info", "warning", "error")
+    }
+    assert shown == {"info": 3, "warning": 2, "error": 1}
+
+
+@given(
+    st.dictionaries(st.sampled_from(["work", "weights", "upkeep", "start", "wait"]), st.floats(0.0, 1.0)),
+    st.integers(1, 60),
+)
+def test_a_bar_is_as_wide_as_it_is_asked_to_be(kinds, width):
+    assert length(state_bar(kinds, width, UNICODE)) == width
+
+
+@given(st.lists(st.floats(-1e6, 1e6)), st.integers(1, 50))
+def test_a_sparkline_has_a_mark_for_each_of_the_newest_values(values, width):
+    assert len(sparkline(values, width, UNICODE)) == min(len(values), width)
+
+
+@given(st.text(max_size=300), st.integers(0, 50))
+def test_wrapping_ends_and_fits(text, width):
+    assert all(len(line) <= max(1, width) for line in wrapped(text, width))
+
+
+def test_numbers_for_people():
+    assert [count(n) for n in (None, 0, 999, 1000, 12_345, 999_999, 2.5e6)] == [
+        "–", "0", "999", "1.0k", "12.3k", "1.0M", "2.5M",
+    ]  # fmt: skip
+    assert [duration(s) for s in (None, 0.0, 0.00085, 0.012, 1.234, 45.2, 200, 7500, 200_000)] == [
+        "–", "0 s", "850 µs", "12 ms", "1.2 s", "45 s", "3m20s", "2h05m", "2d07h",
+    ]  # fmt: skip
+    assert [size(n) for n in (None, 12, 50331648, 8e10)] == ["–", "12 B", "50.3 MB", "80.0 GB"]
+    assert to_ascii("– … → µ").isascii()
+
+
+# --- history ---
+
+
+def test_a_history_stays_bounded_and_long_enough():
+    history, run = History(), Run(step_s=30.0, steps=10_000)
+    for n in range(4000):
+        history.add(run.at(n * 0.5))
+    assert len(history._kept) <= 1.1 * KEPT
+    interval = history.steps()
+    assert interval is not None and interval.seconds == pytest.approx(4 * 30.0, rel=0.1)
+    assert 10.0 <= history.recent().seconds <= 13.0
+
+
+def test_another_attempt_begins_anew():
+    history = History()
+    for snapshot in Run().between():
+        history.add(snapshot)
+    history.add(Run().at(3.0))
+    assert history.steps() is None
+    assert build(history).run.tokens_per_s is None
+
+
+def test_a_document_keeps_every_actor_for_the_detail_view():
+    snapshot = Run().at(50.0)
+    document = seen([snapshot])
+    assert document.actors == snapshot.actors
+    assert all(isinstance(actor, ActorView) for actor in document.actors) and isinstance(snapshot, Snapshot)

@@ -1,0 +1,300 @@
+"""The timeline of an actor: bounded, the newest kept, one thing at a time on a track, and a file that loads."""
+
+import asyncio
+import json
+import threading
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trace_files import load
+
+from asyncrl.controller.traces import MOST_SPANS, TraceFile, Traces, remove_unfinished
+from asyncrl.errors import InvalidRequest
+from asyncrl.messages import TracePart, TraceSpan
+from asyncrl.monitor.logging import get_logger
+from asyncrl.monitor.trace import SPANS_IN_PART, Trace, span_events
+
+WALL = 1_700_000_000.123_456_7
+
+
+class Time:
+    def __init__(self):
+        self.seconds = 12.5
+
+    def now(self):
+        return self.seconds
+
+    def wall(self):
+        return WALL + self.seconds
+
+
+def read(trace):
+    return [span for part in trace.parts() for span in part]
+
+
+def make(window_s=300.0, kept=100):
+    time = Time()
+    return time, Trace(time.now, time.wall, window_s=window_s, kept=kept)
+
+
+ACTIONS = st.lists(
+    st.tuples(st.sampled_from(["enter", "leave", "add"]), st.integers(0, 2), st.floats(0.0, 3.0)), max_size=80
+)
+
+
+@settings(deadline=None)
+@given(ACTIONS, st.sampled_from([4.0, 50.0]), st.integers(1, 12))
+def test_the_newest_is_kept_the_rest_is_bounded_and_no_track_does_two_things_at_once(actions, window_s, kept):
+    time, trace = make(window_s, kept)
+    ended, running, last = [], {}, defaultdict(lambda: -1.0)
+
+    def end(at):
+        if at in running:
+            name, began = running.pop(at)
+            ended.append((str(at), name, began, time.seconds))
+            last[at] = time.seconds
+
+    for number, (action, at, seconds) in enumerate(actions):
+        time.seconds += seconds
+        track, name = trace.track(str(at), at), f"{number}"
+        if action == "enter":
+            end(at)
+            running[at] = (name, time.seconds)
+            track.enter(name)
+        elif action == "leave":
+            end(at)
+            track.leave()
+        elif at not in running:
+            began = min(time.seconds, max(last[at], time.seconds - 1.0))
+            running[at] = (name, began)
+            end(at)
+            track.add(name, time.seconds - 1.0)
+    spans = read(trace)
+    closed = [span for span in spans if span.seconds >= 0]
+    expected = [item for item in ended if item[3] >= time.seconds - window_s][-kept:]
+    assert [(span.track, span.name) for span in closed] == [item[:2] for item in expected]
+    for span, (_, _, began, finished) in zip(closed, expected, strict=True):
+        assert span.began == pytest.approx(WALL + began, abs=1e-6)
+        assert span.began + span.seconds == pytest.approx(WALL + finished, abs=1e-6)
+    assert {span.track: span.name for span in spans if span.seconds < 0} == {
+        str(at): name for at, (name, _) in running.items()
+    }
+    by_track = defaultdict(list)
+    for event in span_events(1, spans):
+        by_track[event["tid"]].append((event["ts"], event["ts"] + event.get("dur", 0)))
+    for times in by_track.values():
+        assert all(one[1] <= other[0] for one, other in zip(times, times[1:], strict=False))
+
+
+def test_facts_come_from_the_beginning_and_from_the_end():
+    time, trace = make()
+    track = trace.track("slot 0", 100)
+    track.enter("generate v3", uid="0-1", version=3)
+    assert read(trace)[0].facts == {"uid": "0-1", "version": 3}
+    time.seconds += 2
+    track.leave(tokens=7)
+    (span,) = read(trace)
+    assert span == TraceSpan("slot 0", 100, "generate v3", span.began, 2.0, {"uid": "0-1", "version": 3, "tokens": 7})
+
+
+def test_a_window_of_0_keeps_nothing():
+    _, trace = make(window_s=0.0)
+    track = trace.track("a", 1)
+    track.enter("x")
+    track.leave()
+    track.add("y", 1.0)
+    assert not trace.on and read(trace) == []
+
+
+def test_it_is_handed_over_in_parts_and_what_is_done_meanwhile_changes_nothing():
+    _, trace = make(kept=3 * SPANS_IN_PART)
+    track = trace.track("a", 1)
+    for number in range(2 * SPANS_IN_PART + 5):
+        track.enter(str(number))
+    parts = trace.parts()
+    first = next(parts)
+    track.enter("later")
+    rest = list(parts)
+    assert [len(part) for part in (first, *rest)] == [SPANS_IN_PART, SPANS_IN_PART, 4, 1]
+    assert [span.name for part in (first, *rest) for span in part] == [str(n) for n in range(2 * SPANS_IN_PART + 5)]
+
+
+def test_threads_of_an_actor_do_not_lose_one_anothers_spans():
+    _, trace = make(kept=10_000)
+
+    def work(at):
+        track = trace.track(f"thread {at}", at)
+        for number in range(1000):
+            track.enter(str(number))
+        track.leave()
+
+    threads = [threading.Thread(target=work, args=(at,)) for at in range(4)]
+    for thread in threads:
+        thread.start()
+    read(trace)
+    for thread in threads:
+        thread.join()
+    assert len(read(trace)) == 4000
+
+
+def span(name, began=WALL, seconds=1.0, track="state", order=0, **facts):
+    return TraceSpan(track, order, name, began, seconds, facts)
+
+
+def test_a_file_has_a_track_for_each_actor_and_shows_what_goes_on(tmp_path):
+    file = TraceFile(tmp_path / "trace", "demo")
+    file.add(1, "learner/0", [span("train", version=3), span("wait", WALL + 1, -1.0)])
+    file.add(2, "rollouter/0", [span("generate v3", track="slot 2", order=102, uid="0-1")])
+    file.add(1, "learner/0", [span("gather", WALL - 1, 0.5, track="steps", order=1)])
+    assert not list(tmp_path.rglob("*.json"))
+    path = file.finish()
+    assert path == tmp_path / "trace" / "trace-001.json"
+    trace = load(path)
+    assert {actor: list(tracks) for actor, tracks in trace.items()} == {
+        "learner/0": ["state", "steps"],
+        "rollouter/0": ["slot 2"],
+    }
+    (train, wait) = trace["learner/0"]["state"]
+    assert (train.end - train.began, train.facts, wait.end) == (1_000_000, {"version": 3}, None)
+    assert TraceFile(tmp_path / "trace", "demo").path.name == "trace-002.json"
+    names = [e["name"] for e in json.loads(path.read_text())["traceEvents"]]
+    assert names.count("process_name") == 2 and names.count("thread_name") == 3
+
+
+def test_an_empty_trace_is_a_file_too(tmp_path):
+    assert load(TraceFile(tmp_path, "demo").finish()) == {}
+
+
+class Scene:
+    """A controller's traces, without the controller."""
+
+    def __init__(self, run_dir, actors=("controller/0", "learner/0", "rollouter/0")):
+        self.time, trace = make()
+        trace.track("state", 0).enter("ready")
+        self.asked, self.living = [], set(actors)
+        self.traces = Traces(
+            run_dir,
+            "demo",
+            actors,
+            name="controller/0",
+            trace=trace,
+            ready=lambda: self.living,
+            ask=self.asked.append,
+            number=7,
+            log=get_logger("controller/0"),
+        )
+
+    async def hand_in(self, actor, number, *names):
+        for name in names:
+            await self.traces.take(actor, TracePart(number=number, spans=[span(name)]))
+        await self.traces.take(actor, TracePart(number=number, spans=[], last=True))
+
+
+def run(main):
+    async def live():
+        async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+            await main(tasks)
+
+    asyncio.run(live())
+
+
+def test_a_trace_on_demand_waits_for_everybody_that_is_ready_and_several_viewers_get_the_same(tmp_path):
+    async def main(tasks):
+        scene = Scene(tmp_path)
+        writing = [tasks.create_task(scene.traces.write(tasks, 10.0)) for _ in range(2)]
+        while not scene.asked:
+            await asyncio.sleep(0.001)
+        await scene.hand_in("learner/0", 8, "train")
+        await scene.hand_in("rollouter/0", 3, "of another trace")
+        assert not any(task.done() for task in writing)
+        await scene.hand_in("rollouter/0", 8, "generating")
+        first, second = [await task for task in writing]
+        assert first == second and scene.asked == [8, 0] and not first.missing
+        assert first.actors == ["controller/0", "learner/0", "rollouter/0"]
+        trace = load(tmp_path / "trace" / "trace-001.json")
+        assert [s.name for s in trace["rollouter/0"]["state"]] == ["generating"]
+        assert trace["controller/0"]["state"][0].name == "ready"
+        await scene.traces.finish()
+        assert len(list((tmp_path / "trace").iterdir())) == 1
+
+    run(main)
+
+
+def test_who_does_not_answer_is_missing_and_the_others_are_written(tmp_path):
+    async def main(tasks):
+        scene = Scene(tmp_path)
+        writing = tasks.create_task(scene.traces.write(tasks, 0.2))
+        while not scene.asked:
+            await asyncio.sleep(0.001)
+        await scene.hand_in("learner/0", 8, "train")
+        written = await writing
+        assert written.missing == ["rollouter/0"] and written.path
+        await scene.hand_in("rollouter/0", 8, "too late")
+        assert "rollouter/0" not in load(tmp_path / "trace" / "trace-001.json")
+
+    run(main)
+
+
+def test_what_actors_hand_in_at_their_end_is_one_file_when_the_run_is_over(tmp_path):
+    async def main(_tasks):
+        scene = Scene(tmp_path)
+        await scene.hand_in("rollouter/0", 0, "the first life")
+        await scene.traces.take("rollouter/0", TracePart(number=0, spans=[span("the second", WALL + 5)], last=True))
+        await scene.hand_in("learner/0", 0, "train")
+        await scene.traces.finish()
+        trace = load(tmp_path / "trace" / "trace-001.json")
+        assert [s.name for s in trace["rollouter/0"]["state"]] == ["the first life", "the second"]
+        assert [p.name for p in (tmp_path / "trace").iterdir()] == ["trace-001.json"]
+
+    run(main)
+
+
+def test_a_full_disk_costs_the_trace_and_nothing_else(tmp_path):
+    async def main(tasks):
+        (tmp_path / "trace").write_text("in the way")
+        scene = Scene(tmp_path)
+        writing = tasks.create_task(scene.traces.write(tasks, 10.0))
+        while not scene.asked:
+            await asyncio.sleep(0.001)
+        for actor in ("learner/0", "rollouter/0"):
+            await scene.hand_in(actor, 8, "x")
+        written = await writing
+        assert written.path == "" and written.error
+        assert not list(tmp_path.rglob("*.part"))
+
+    run(main)
+
+
+def test_strangers_and_floods_are_refused(tmp_path):
+    async def main(_tasks):
+        scene = Scene(tmp_path)
+        with pytest.raises(InvalidRequest):
+            await scene.traces.take("viewer/0", TracePart(number=0, spans=[]))
+        many = SimpleNamespace(number=0, spans=[span("x")] * (MOST_SPANS // 2), last=False)
+        for _ in range(2):
+            await scene.traces.take("learner/0", many)
+        with pytest.raises(InvalidRequest):
+            await scene.traces.take("learner/0", many)
+
+    run(main)
+
+
+def test_without_a_window_there_is_an_answer_that_says_so(tmp_path):
+    async def main(tasks):
+        scene = Scene(tmp_path)
+        scene.traces._trace.on = False
+        written = await scene.traces.write(tasks, 1.0)
+        assert "trace.window_s" in written.error and not written.path
+
+    run(main)
+
+
+def test_what_a_dead_controller_had_begun_is_removed(tmp_path):
+    TraceFile(tmp_path / "trace", "demo")
+    whole = TraceFile(tmp_path / "trace", "demo").finish()
+    remove_unfinished(tmp_path)
+    assert list((tmp_path / "trace").iterdir()) == [whole]
+    remove_unfinished(tmp_path / "nowhere")

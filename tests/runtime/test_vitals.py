@@ -1,0 +1,114 @@
+"""What an actor's process tells of itself: lag and load of its event loop, its processors and memory, its GPUs."""
+
+import asyncio
+import subprocess
+import sys
+import time
+
+import pytest
+
+from asyncrl.monitor import machine
+from asyncrl.monitor.catalogue import EDGES
+from asyncrl.monitor.machine import GpuWatch, ProcessTimes, family
+from asyncrl.monitor.metrics import Histograms
+from asyncrl.runtime.vitals import LAG, PROBE_S, VitalSigns
+
+
+def test_a_loop_that_was_blocked_shows_it():
+    async def main():
+        histograms = Histograms()
+        vitals = VitalSigns(asyncio.get_running_loop(), histograms, 1.0, family=False)
+        await asyncio.sleep(2 * PROBE_S)
+        vitals.take()
+        time.sleep(0.6)  # noqa: ASYNC251
+        await asyncio.sleep(PROBE_S)
+        blocked = vitals.take()
+        vitals.stop()
+        assert blocked.loop_lag_s >= 0.6 - PROBE_S
+        counts = histograms.taken()[LAG].counts
+        # It stands for all the times at which the loop should have come round.
+        assert sum(counts[EDGES[LAG].index(0.2) + 1 :]) >= 5
+        # Asleep it uses no processor, however late it is.
+        assert blocked.loop_busy < 0.5
+
+    asyncio.run(main())
+
+
+def test_a_loop_that_computes_is_busy():
+    async def main():
+        vitals = VitalSigns(asyncio.get_running_loop(), Histograms(), 1.0, family=False)
+        vitals.take()
+        until = time.thread_time() + 0.3
+        while time.thread_time() < until:
+            await asyncio.sleep(0)
+        taken = vitals.take()
+        vitals.stop()
+        assert 0.0 < taken.loop_busy <= 1.0
+        assert taken.cpu > 0.0 and taken.rss_bytes > 1 << 20
+
+    asyncio.run(main())
+
+
+def test_what_a_process_has_started_counts_as_its_own():
+    words = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    alone, whole = ProcessTimes(family=False), ProcessTimes(family=True)
+    before = alone.read()[1]
+    with subprocess.Popen([sys.executable, "-c", words], stdin=subprocess.PIPE) as child:
+        try:
+            until = time.monotonic() + 20
+            while len(list(family(child.pid))) < 2:
+                assert time.monotonic() < until
+                time.sleep(0.02)
+            # Let both come up.
+            while whole.read()[1] < before + (8 << 20):
+                assert time.monotonic() < until
+                time.sleep(0.02)
+            assert child.pid in set(family(machine.os.getpid()))
+            assert alone.read()[1] < whole.read()[1]
+        finally:
+            assert child.stdin is not None
+            child.stdin.close()
+    assert whole.read()[0] >= 0.0
+
+
+class Nvml:
+    """A driver with two GPUs, of which the second is a part of one."""
+
+    def nvmlInit_v2(self):
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index, handle):
+        handle._obj.value = index.value + 1
+        return 0 if index.value < 2 else 6
+
+    def nvmlDeviceGetHandleByUUID(self, word, handle):
+        handle._obj.value = 2
+        return 0 if word == b"MIG-1" else 6
+
+    def nvmlDeviceGetMemoryInfo(self, handle, memory):
+        memory._obj.total, memory._obj.used = 100, 10 * handle.value
+        return 0
+
+    def nvmlDeviceGetUtilizationRates(self, handle, used):
+        used._obj.gpu = 50
+        return 0 if handle.value == 1 else 3
+
+
+@pytest.mark.parametrize(
+    ("visible", "seen"),
+    [("0", [(0, 0.5, 10)]), ("0, MIG-1", [(0, 0.5, 10), (1, 0.0, 20)]), ("7", []), ("", []), (None, [])],
+)
+def test_the_gpus_that_it_may_use(monkeypatch, visible, seen):
+    monkeypatch.setattr(machine, "_open_nvml", Nvml)
+    watch = GpuWatch(0.01, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    until = time.monotonic() + 10
+    while len(watch.newest) < len(seen):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    watch.stop()
+    assert [(gpu.index, gpu.utilisation, gpu.memory_bytes) for gpu in watch.newest] == seen
+
+
+def test_a_host_without_a_driver_has_none(monkeypatch):
+    monkeypatch.setattr(machine, "NVML", "libno-such-thing.so.1")
+    assert machine._open_nvml() is None

@@ -1,0 +1,224 @@
+"""A whole run in a process: its timeline, in which generation and training overlap, and the story of a group that was
+aborted and resumed twice, held against what its samples say.
+"""
+
+import asyncio
+import itertools
+import json
+
+import pytest
+from inprocess import System, sim_config
+from trace_files import generation, load, slots
+
+from asyncrl.errors import UsageError
+from asyncrl.messages import RequestTrace, TraceWritten
+from asyncrl.monitor import logging
+from asyncrl.monitor.story import explain, read_story
+from asyncrl.runtime.actor import CONTROLLER
+
+STEPS = 8
+TABLES = {
+    "run": {"samples_per_step": 1000},
+    "rollout": {
+        "replicas": 2,
+        "concurrency": 8,
+        "max_tokens": 400,
+        "sim": {"length_median": 200.0, "length_sigma": 0.3, "decode_step_s": 0.002},
+        "on_update": "abort_resume",
+    },
+    "learner": {"steps": STEPS, "groups_per_step": 2, "sim": {"step_s": 0.15}},
+    "staleness": {"max": 4},
+    "data": {"size": 256},
+}
+
+
+@pytest.fixture
+def logs(monkeypatch, tmp_path):
+    """Stories go where the logs of real actors are."""
+    folder = tmp_path / "run" / "logs" / "attempt_1"
+
+    def write(line):
+        folder.mkdir(parents=True, exist_ok=True)
+        name = json.loads(line)["actor"].replace("/", "-")
+        with (folder / f"{name}.log").open("a") as file:
+            file.write(line + "\n")
+
+    monkeypatch.setattr(logging, "writes", lambda _level: True)
+    monkeypatch.setattr(logging, "write_line", write)
+    return folder
+
+
+def live(tmp_path, during=None, **tables):
+    system = System(sim_config(**(TABLES | tables)), tmp_path / "run")
+
+    async def main():
+        meanwhile = asyncio.create_task(during(system)) if during else None
+        state = await system.run()
+        if meanwhile is not None:
+            await meanwhile
+        return state
+
+    assert asyncio.run(main()).phase == "done"
+    return system
+
+
+def samples(run_dir):
+    for path in sorted((run_dir / "samples").iterdir()):
+        for line in path.read_text().splitlines():
+            yield json.loads(line)
+
+
+def told(happenings, sample, *kinds):
+    return [(h.what, h.facts["told"]) for h in happenings if h.sample == sample and h.what in kinds]
+
+
+def test_generation_of_a_version_and_training_of_the_one_before_overlap(tmp_path, logs):
+    system = live(tmp_path)
+    trace = load(system.run_dir / "trace" / "trace-001.json")
+    assert set(trace) == set(system.config.actors)
+    steps = trace["learner/0"]["steps"]
+    training = [span for span in steps if span.name == "train"]
+    assert [span.facts["step"] for span in training] == list(range(1, STEPS + 1))
+    overlap = {
+        version: sum(
+            one.overlap(other)
+            for one in generation(trace)
+            if one.facts["version"] == version
+            for other in training
+            if other.facts["sampled_oldest"] <= version - 1 <= other.facts["sampled_newest"]
+        )
+        for version in range(2, STEPS)
+    }
+    assert sum(overlap.values()) > 100_000, overlap
+    assert sum(microseconds > 0 for microseconds in overlap.values()) > STEPS / 2, overlap
+    # What a step trains was sampled before it began.
+    assert all(span.facts["sampled_newest"] <= span.facts["version"] for span in training)
+
+
+def test_every_actor_and_every_slot_has_a_track_with_what_it_did(tmp_path, logs):
+    system = live(tmp_path, checkpoint={"every_versions": 3}, rollout=TABLES["rollout"] | {"replicas": 1})
+    trace = load(system.run_dir / "trace" / "trace-001.json")
+    for actor in system.config.actors:
+        assert trace[actor]["state"], actor
+    rollouter = trace["rollouter/0"]
+    assert {track for track in rollouter if track.startswith("slot ")} == {f"slot {n}" for n in range(8)}
+    updates = {span.name.rpartition(" ")[0] for span in rollouter["weights"]}
+    assert updates >= {"stage", "wait for pause", "pause", "load", "resume"}
+    loaded = [span.facts["version"] for span in rollouter["weights"] if span.name.startswith("load")]
+    assert loaded == sorted(loaded) and len(loaded) > 3
+    submissions = [span for span in slots(rollouter) if span.name.startswith("generate")]
+    for loading in [span for span in rollouter["weights"] if span.name.startswith("load")]:
+        assert not any(loading.began < span.began < loading.end for span in submissions), "I4"
+    phases = [span.name.partition(" ")[0] for span in trace["learner/0"]["steps"]]
+    assert set(phases) == {"publish", "gather", "wait", "pack", "train"}
+    assert [span.facts["step"] for span in trace["learner/0"]["checkpoint"]] == [3, 6, 8]
+    scored = [span.facts["uid"] for span in trace["reward/0"]["worker 0"] if span.name == "score"]
+    ended = [span for span in generation(trace) if span.facts.get("ended") in ("stop", "length")]
+    assert len(scored) >= len(ended) > STEPS
+
+
+def test_a_trace_on_demand_is_of_that_moment_and_the_run_goes_on(tmp_path, logs):
+    answers = []
+
+    async def ask(system):
+        while "learner/0" not in system.actors or getattr(system.actors["learner/0"], "step", 0) < 3:
+            await asyncio.sleep(0.01)
+        answers.append(await system.actors["rollouter/0"].peer(CONTROLLER).call(RequestTrace()))
+
+    system = live(tmp_path, ask)
+    (written,) = answers
+    assert isinstance(written, TraceWritten) and not written.error and not written.missing
+    assert written.path == str(system.run_dir / "trace" / "trace-001.json")
+    trace = load(system.run_dir / "trace" / "trace-001.json")
+    assert set(trace) == set(system.config.actors) == set(written.actors)
+    running = [span for actor in ("rollouter/0", "rollouter/1") for span in slots(trace[actor]) if span.end is None]
+    assert running, "what goes on is shown as such"
+    last = load(system.run_dir / "trace" / "trace-002.json")
+    assert max(span.facts["step"] for span in last["learner/0"]["steps"] if span.name == "train") == STEPS
+
+
+def test_without_a_window_nothing_is_written(tmp_path, logs):
+    system = live(tmp_path, trace={"window_s": 0.0}, learner=TABLES["learner"] | {"steps": 2})
+    assert not (system.run_dir / "trace").exists()
+
+
+def test_the_story_of_a_group_that_was_aborted_and_resumed_twice_is_what_its_samples_say(tmp_path, logs):
+    system = live(tmp_path)
+    groups = list(samples(system.run_dir))
+    twice = [group for group in groups if any(t["resumes"] == 2 for t in group["trajectories"])]
+    assert twice, "updates met no response three times"
+    for group in twice:
+        story = read_story(system.run_dir, group["uid"])
+        for trajectory in group["trajectories"]:
+            sample, spans = trajectory["sample"], trajectory["spans"]
+            submissions = told(story, sample, "began", "resumed")
+            assert [what for what, _ in submissions] == ["began"] + ["resumed"] * trajectory["resumes"]
+            aborted = [tokens for _, (tokens,) in told(story, sample, "aborted")]
+            assert len(aborted) == trajectory["resumes"]
+            # Each submission sampled what lies between two aborts, under the version it began with.
+            ends = [*aborted, len(trajectory["tokens"])]
+            by_submission = [
+                [version, start, end]
+                for (_, (version,)), (start, end) in zip(submissions, itertools.pairwise([0, *ends]), strict=True)
+                if end > start
+            ]
+            assert _merged(by_submission) == spans
+            ((_, finished),) = told(story, sample, "finished")
+            assert finished == [len(trajectory["tokens"]), trajectory["finish_reason"], spans]
+            ((_, (reward, _)),) = told(story, sample, "scored")
+            assert reward == trajectory["reward"]
+        whole = [h for h in story if h.sample < 0]
+        assert [h.what for h in whole] == ["granted", "buffered", "delivered", "trained"]
+        assert whole[0].facts["version"] == group["granted_version"]
+        assert (whole[-1].facts["step"], whole[-1].actor) == (group["step"], "learner/0")
+        assert [h.wall for h in story] == sorted(h.wall for h in story)
+        text = explain(system.run_dir, group["uid"])
+        assert text.startswith(f"prompt group {group['uid']}: trained at step {group['step']}, on the weights of ver")
+        resumed = next(t for t in group["trajectories"] if t["resumes"] == 2)
+        sample = resumed["sample"]
+        places = [text.index(f"sample {sample}: {what}") for what in ("generation began at version", "aborted with")]
+        places.append(text.index(f"sample {sample}: resumed at version", places[-1]))
+        places.append(text.index(f"sample {sample}: aborted with", places[-1]))
+        places.append(text.index(f"sample {sample}: resumed at version", places[-1]))
+        places.append(text.index(f"sample {sample}: finished with {len(resumed['tokens'])} tokens", places[-1]))
+        places.append(text.index(f"sample {sample}: scored", places[-1]))
+        places.append(text.rindex(f"trained at step {group['step']}"))
+        assert places == sorted(places)
+
+
+def _merged(spans):
+    merged = []
+    for version, start, end in spans:
+        if merged and merged[-1][0] == version:
+            merged[-1][2] = end
+        else:
+            merged.append([version, start, end])
+    return merged
+
+
+def test_the_story_goes_on_with_another_rollouter_when_the_first_dies(tmp_path, logs):
+    async def kill(system):
+        while getattr(system.actors.get("learner/0"), "step", 0) < 2 or not system.actors["rollouter/1"]._accounts:
+            await asyncio.sleep(0.01)
+        await system.replace("rollouter/1")
+
+    system = live(tmp_path, kill)
+    again = []
+    for group in samples(system.run_dir):
+        story = read_story(system.run_dir, group["uid"])
+        if any(h.what == "orphaned" for h in story):
+            again.append([h.what for h in story if h.sample < 0])
+            assert "its holder rollouter/1 has died" in explain(system.run_dir, group["uid"])
+    assert again
+    for whats in again:
+        assert [w for w in whats if w not in ("given up", "delivered")] in (
+            ["granted", "orphaned", "to be granted again", "granted", "buffered", "trained"],
+            ["granted", "buffered", "orphaned", "settled", "trained"],
+            ["granted", "orphaned", "settled", "buffered", "trained"],
+        )
+
+
+def test_a_group_of_which_nothing_is_known_is_an_error_that_says_what_there_is(tmp_path, logs):
+    system = live(tmp_path, learner=TABLES["learner"] | {"steps": 2})
+    with pytest.raises(UsageError, match=r"0-99999.*not granted.*The first that was is 0-"):
+        explain(system.run_dir, "0-99999")

@@ -1,0 +1,66 @@
+"""A real terminal: tmux on a server of its own."""
+
+import contextlib
+import secrets
+import shlex
+import subprocess
+import time
+
+
+class Terminal:
+    """A command in a terminal of tmux, killed at the end with its server."""
+
+    def __init__(self, columns, rows, argv, *, cwd, env):
+        self._server = f"asyncrl-{secrets.token_hex(4)}"
+        # A terminal is as large as it is, whatever the tests' own environment says.
+        words = shlex.join(
+            ["env", "-u", "COLUMNS", "-u", "LINES", *(f"{key}={value}" for key, value in env.items()), *map(str, argv)]
+        )
+        self._tmux("-f", "/dev/null", "new-session", "-d", "-x", str(columns), "-y", str(rows), "-c", str(cwd), words)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        with contextlib.suppress(subprocess.CalledProcessError):
+            self._tmux("kill-server")
+
+    def _tmux(self, *words):
+        command = ["tmux", "-L", self._server, *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout
+
+    def text(self):
+        """What stands on it."""
+        return self._tmux("capture-pane", "-p")
+
+    def escaped(self):
+        """With its colours."""
+        return self._tmux("capture-pane", "-p", "-e")
+
+    def press(self, *keys):
+        """Press keys, one after the other."""
+        for key in keys:
+            self._tmux("send-keys", key)
+
+    def until(self, text, within_s=60.0):
+        """What stands on it once it holds ``text``."""
+        end = time.monotonic() + within_s
+        while text not in (seen := self.text()):
+            assert time.monotonic() < end, f"{text!r} does not appear:\n{seen}"
+            time.sleep(0.1)
+        return seen
+
+    def ended(self, within_s=30.0):
+        """Wait until the command is over, and tmux with it."""
+        end = time.monotonic() + within_s
+        while time.monotonic() < end:
+            try:
+                self._tmux("list-panes")
+            except subprocess.CalledProcessError:
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"it goes on:\n{self.text()}")
+
+    def pid(self):
+        """Of the command."""
+        return int(self._tmux("list-panes", "-F", "#{pane_pid}"))

@@ -1,0 +1,69 @@
+"""Several simulated rollouters in one process: ``python -m tools.bench.scale_host RUN CONTROLLER FIRST COUNT``.
+
+Each is the actor that it is in a process of its own, with its own server, its own connections and heartbeats; they
+share an event loop and an interpreter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+
+import uvloop
+
+from asyncrl.config import config_from_json
+from asyncrl.monitor.logging import configure_logging
+from asyncrl.rollouter.actor import Rollouter
+from asyncrl.runtime.actor import ActorContext
+from asyncrl.runtime.heartbeat import HeartbeatThread
+from asyncrl.runtime.process import tune_memory
+from asyncrl.wire.keys import load_credentials
+from asyncrl.wire.zeromq import ZmqTransport
+
+NICE = 10
+
+
+async def live(run_dir: Path, controller: str, index: int) -> None:
+    """One rollouter, until the run drains."""
+    config = config_from_json((run_dir / "config.json").read_text())
+    name = f"rollouter/{index}"
+    credentials = load_credentials(run_dir / "private", name, 0)
+    context = ActorContext(
+        config=config,
+        name=name,
+        incarnation=time.time_ns(),
+        run_dir=run_dir,
+        transport=ZmqTransport(credentials, max_message_bytes=config.network.max_message_bytes),
+        credentials=credentials,
+        controller=controller,
+    )
+    actor = Rollouter(context)
+    actor.measure()
+    heartbeat = HeartbeatThread(actor, controller, asyncio.get_running_loop())
+    heartbeat.start()
+    try:
+        await actor.main()
+    finally:
+        await asyncio.to_thread(heartbeat.stop)
+        actor.stop_measuring()
+
+
+async def main(run_dir: Path, controller: str, first: int, count: int) -> None:
+    """All of them; ends when each has."""
+    async with asyncio.TaskGroup() as tasks:
+        for index in range(first, first + count):
+            tasks.create_task(live(run_dir, controller, index))
+
+
+if __name__ == "__main__":
+    # They would be on other hosts: here they make way for the control plane.
+    os.nice(NICE)
+    tune_memory()
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    configure_logging("warning")
+    uvloop.run(main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
