@@ -8,14 +8,18 @@ import time
 
 
 class Terminal:
-    """A command in a terminal of tmux, killed at the end with its server."""
+    """A command in a terminal of tmux, killed at the end with its server.
 
-    def __init__(self, columns, rows, argv, *, cwd, env):
+    What it prints last can be seen of a ``lasting`` one.
+    """
+
+    def __init__(self, columns, rows, argv, *, cwd, env, lasting=False):
         self._server = f"asyncrl-{secrets.token_hex(4)}"
         # A terminal is as large as it is, whatever the tests' own environment says.
         words = shlex.join(
             ["env", "-u", "COLUMNS", "-u", "LINES", *(f"{key}={value}" for key, value in env.items()), *map(str, argv)]
         )
+        words = f"{words}; sleep 600" if lasting else words
         self._tmux("-f", "/dev/null", "new-session", "-d", "-x", str(columns), "-y", str(rows), "-c", str(cwd), words)
 
     def __enter__(self):
@@ -37,10 +41,18 @@ class Terminal:
         """With its colours."""
         return self._tmux("capture-pane", "-p", "-e")
 
+    def resize(self, columns, rows):
+        """Make it as large."""
+        self._tmux("resize-window", "-x", str(columns), "-y", str(rows))
+
     def press(self, *keys):
         """Press keys, one after the other."""
         for key in keys:
             self._tmux("send-keys", key)
+
+    def press_at_once(self, *keys):
+        """Press keys faster than anybody types."""
+        self._tmux("send-keys", *keys)
 
     def until(self, text, within_s=60.0):
         """What stands on it once it holds ``text``."""

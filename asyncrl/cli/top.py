@@ -35,6 +35,8 @@ Exit codes: 0 done, 1 the run does not answer or something cannot be read or wri
 RUNS = "runs"
 REACH_S = 20.0
 """Longest wait for a first snapshot that is to be printed."""
+RATES_S = 5.0
+"""Rates and shares that are to be printed are taken over at least so long."""
 PAGE_COLUMNS = 120
 """Of a page that goes to no terminal."""
 
@@ -154,10 +156,20 @@ def _living(run: str | None) -> str:
             return run
         raise UsageError(f"{run}: no such run folder, none of that name under {RUNS}, and not HOST:PORT")
     if not (path / "config.json").is_file():
-        raise UsageError(f"{path}: this is not the folder of a run")
+        raise UsageError(f"{path}: this is not the folder of a run (it has no config.json)")
     if not is_living(path):
         raise UsageError(f"{path}: the run has ended; to see it again: {PROGRAM} {path} --replay")
     return str(path)
+
+
+def _must_be_reachable(address: str) -> None:
+    """Somebody listens there. Raises ActorFailed: an address that was typed wrong is known at once."""
+    from asyncrl.errors import ActorFailed
+    from asyncrl.monitor.reach import why_unreachable
+
+    if why := why_unreachable(address):
+        hint = "that run has ended, or it is at another address, which RUN/private/controller.json on its head tells"
+        raise ActorFailed("controller/0", f"{address}: {why}; {hint}")
 
 
 # --- what is shown ---
@@ -167,16 +179,22 @@ def _watch(given: argparse.Namespace) -> int:
     import asyncio
 
     from asyncrl.monitor.client import Target, Viewer, find_target, watch
+    from asyncrl.monitor.top.history import History
     from asyncrl.monitor.top.replay import recent_history
 
     target: Target = find_target(_living(given.run), Path(given.keys) if given.keys else None)
-    history = recent_history(target.run_dir) if target.run_dir is not None else _no_history()
+    if target.run_dir is None:
+        _must_be_reachable(target.address)
+    history = recent_history(target.run_dir) if target.run_dir is not None else History()
     if not _wants_terminal(given):
         asyncio.run(_take_one(target, history))
         return _print(history, given)
 
     from asyncrl.messages import RequestTrace, TraceWritten
-    from asyncrl.monitor.top.app import Source, Top
+    from asyncrl.monitor.top.app import Top
+    from asyncrl.monitor.top.source import Source
+
+    _heed_colourless_terminals()
 
     async def trace() -> str:
         with Viewer(target) as viewer:
@@ -188,15 +206,20 @@ def _watch(given: argparse.Namespace) -> int:
 
 
 def _replay(run_dir: Path, given: argparse.Namespace) -> int:
+    from asyncrl.launcher.folders import is_living
     from asyncrl.monitor.top.replay import open_replay
 
-    replay = open_replay(run_dir)
+    replay = open_replay(run_dir, lives=is_living(run_dir))
+    if replay.note and not _wants_terminal(given):
+        print(f"{PROGRAM}: {run_dir}: {replay.note}", file=sys.stderr)
     if not _wants_terminal(given):
         replay.jump(replay.end)
         return _print(replay.history(), given)
 
-    from asyncrl.monitor.top.app import Source, Top
+    from asyncrl.monitor.top.app import Top
+    from asyncrl.monitor.top.source import Source
 
+    _heed_colourless_terminals()
     return _show(Top(Source(replay=replay, run_dir=run_dir), ascii_only=not _knows_unicode()))
 
 
@@ -205,6 +228,8 @@ def _show(app: object) -> int:
 
     assert isinstance(app, Top)
     app.run()
+    if app.failure is not None:
+        raise app.failure
     return app.return_code or 0
 
 
@@ -226,24 +251,20 @@ async def _take_one(target: object, history: History) -> None:
                     continue
                 history.add(seen)
                 first = seen.wall if first is None else first
-                if history.recent().seconds >= 1.0:
+                steps = history.steps()
+                if steps is not None and steps.seconds >= RATES_S:
                     return
     except TimeoutError:
         pass
     if first is None:
-        raise ActorFailed("controller/0", f"{reason} (waited {REACH_S:g} s)")
-
-
-def _no_history() -> History:
-    from asyncrl.monitor.top.history import History
-
-    return History()
+        why = "it is frozen or being started again, or these keys are of another run, which under CURVE gets no answer"
+        raise ActorFailed("controller/0", f"{target.address} gives no snapshot for {REACH_S:g} s: {why} ({reason})")
 
 
 def _print(history: History, given: argparse.Namespace) -> int:
     from asyncrl.errors import UsageError
-    from asyncrl.monitor.top.build import build
     from asyncrl.monitor.top.document import to_json
+    from asyncrl.monitor.top.model import build
 
     if history.newest is None:
         raise UsageError("what is recorded cannot be read by this version")
@@ -258,6 +279,19 @@ def _print(history: History, given: argparse.Namespace) -> int:
     columns = shutil.get_terminal_size((PAGE_COLUMNS, 24)).columns
     sys.stdout.write(page(document, max(80, columns), UNICODE if unicode else ASCII, ascii_only=not unicode))
     return 0
+
+
+def _heed_colourless_terminals() -> None:
+    """A terminal that knows no colours is treated as one where none are wanted."""
+    import curses
+
+    try:
+        curses.setupterm()
+        colours = curses.tigetnum("colors")
+    except curses.error:
+        return
+    if colours < 8:
+        os.environ["NO_COLOR"] = "1"
 
 
 def _wants_terminal(given: argparse.Namespace) -> bool:

@@ -143,6 +143,8 @@ def _nobody(flow: Flow) -> Verdict:
         return Verdict(stage="weights", why=f"engines are {flow.lag:.1f} versions behind; {others}")
     if flow.gate_open:
         return Verdict(stage="dataloader", why=f"the gate is open, but no tickets come; {others}".removesuffix("; "))
+    if flow.gate_open is None:
+        return Verdict(stage=None, why=f"nothing is known of the gate; {others}".removesuffix("; "))
     return Verdict(stage="gate", why=f"it is closed: {others}" if others else "it is closed")
 
 

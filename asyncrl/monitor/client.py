@@ -8,8 +8,8 @@ where the controller wants none of us.
 
 from __future__ import annotations
 
+import asyncio
 import json
-import re
 import time
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass, field
@@ -18,8 +18,9 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.errors import DeadlineExceeded, ProtocolError, RemoteError, UsageError
+from asyncrl.errors import DeadlineExceeded, ProtocolError, Refused, RemoteError, UsageError
 from asyncrl.messages import ActorRecord, SnapshotTaken, WatchSnapshot
+from asyncrl.monitor.reach import split_address
 from asyncrl.runtime.endpoint import Endpoint
 from asyncrl.runtime.peer import Peer
 from asyncrl.snapshot import Snapshot
@@ -30,6 +31,8 @@ CONTROLLER = "controller/0"
 PRIVATE, ADDRESS_FILE = "private", "controller.json"
 ANSWER_S = 8.0
 """Deadline of one question; a parked one is answered before half of it."""
+AGAIN_S = 1.0
+"""After an answer that is none."""
 LARGEST_BYTES = 1 << 28
 FINAL = frozenset({"done", "failed"})
 """Phases after which nothing more comes."""
@@ -66,8 +69,10 @@ def find_target(run: str, keys: Path | None = None) -> Target:
     """The run in a folder, or at HOST:PORT with the folder of ``keys``. Raises UsageError."""
     if (run_dir := Path(run)).is_dir():
         return _from_folder(run_dir, keys)
-    if not re.fullmatch(r"(tcp://)?\S+:\d{1,5}", run):
-        raise UsageError(f"{run}: neither the folder of a run nor HOST:PORT")
+    try:
+        split_address(run)
+    except ValueError:
+        raise UsageError(f"{run}: neither the folder of a run nor HOST:PORT") from None
     if keys is None:
         raise UsageError(
             f"{run}: to attach by address, name the folder that holds the keys (a copy of RUN/{PRIVATE} will do)"
@@ -89,8 +94,13 @@ def _from_folder(run_dir: Path, keys: Path | None) -> Target:
 def _credentials(folder: Path) -> Credentials:
     try:
         return load_credentials(folder, VIEWER, 0)
-    except (OSError, KeyError, ValueError) as error:
-        raise UsageError(f"{folder}: no keys of a viewer: {error}") from None
+    except PermissionError:
+        raise
+    except OSError as error:
+        why = f"{error.filename}: {error.strerror}"
+    except (KeyError, ValueError) as error:
+        why = f"{error}"
+    raise UsageError(f"{folder}: no keys of a viewer there ({why}); a copy of RUN/{PRIVATE} on the head has them")
 
 
 class Viewer:
@@ -138,6 +148,9 @@ class Viewer:
                 if self.target.is_over:
                     return
                 yield Away(str(error), time.monotonic() - heard)
+                if not isinstance(error, DeadlineExceeded):
+                    # It has answered at once, and would again.
+                    await asyncio.sleep(AGAIN_S)
                 continue
             seen, heard = taken.number, time.monotonic()
             if snapshot is not None:
@@ -147,10 +160,16 @@ class Viewer:
 
 
 async def watch(target: Target) -> AsyncIterator[Snapshot | Away]:
-    """``Viewer.snapshots`` on a connection of its own."""
-    with Viewer(target) as viewer:
-        async for seen in viewer.snapshots():
-            yield seen
+    """``Viewer.snapshots`` on a connection of its own. Raises UsageError where the keys are of another run."""
+    try:
+        with Viewer(target) as viewer:
+            async for seen in viewer.snapshots():
+                yield seen
+    except Refused as error:
+        raise UsageError(
+            f"{target.address}: these keys are not those of the run there ({error.code}: ours {error.ours}, theirs "
+            f"{error.theirs}); each start of a run makes new ones: copy its RUN/{PRIVATE} again"
+        ) from error
 
 
 async def _nobody(_name: str, _above: int) -> None:

@@ -74,14 +74,7 @@ class Recorder:
             self._begin()
         assert self._path is not None
         body = self._packer.pack([wall, self._compressor.compress(snapshot)])
-        with self._path.open("ab") as file:
-            # What a full disk has taken a part of is taken off again, or the next one would follow a torn one.
-            try:
-                file.write(body)
-                file.flush()
-            except OSError:
-                os.truncate(self._path, self._size)
-                raise
+        _append(self._path, body, self._size)
         self._size += len(body)
         if self._size > self._most_bytes // SEGMENTS:
             self._sizes[self._path] = self._size
@@ -105,10 +98,15 @@ class Recorder:
             pairs = pairwise(paths[:-1])
             first, second = min(pairs, key=lambda pair: self._stride(pair[0]) + self._stride(pair[1]))
             new = first.with_suffix(".new")
-            with new.open("wb") as file:
-                entries = [entry for path in (first, second) for entry in _entries(path)]
-                for wall, body in entries[::2]:
-                    file.write(self._packer.pack([wall, body]))
+            try:
+                with new.open("wb") as file:
+                    entries = [entry for path in (first, second) for entry in _entries(path)]
+                    for wall, body in entries[::2]:
+                        file.write(self._packer.pack([wall, body]))
+            except OSError:
+                # On a full disk nothing is to take room that nobody reads.
+                new.unlink(missing_ok=True)
+                raise
             os.replace(new, first)
             second.unlink()
             for path in (first, second):
@@ -124,6 +122,22 @@ class Recorder:
         return self._strides[path]
 
 
+def _append(path: Path, body: bytes, size: int) -> None:
+    """Put ``body`` after the ``size`` bytes of a segment, as a whole or not at all. Raises OSError."""
+    # Not through a buffer: that of a file keeps what a full disk refused, and writes it when the file is closed.
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        rest = memoryview(body)
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+    except OSError:
+        # What was taken of it would stand between this snapshot and the next.
+        os.ftruncate(descriptor, size)
+        raise
+    finally:
+        os.close(descriptor)
+
+
 def read_recording(run_dir: Path) -> Iterator[Snapshot]:
     """Every recorded snapshot, in order of time."""
     for _, body in read_bodies(run_dir):
@@ -131,11 +145,14 @@ def read_recording(run_dir: Path) -> Iterator[Snapshot]:
             yield snapshot
 
 
-def read_bodies(run_dir: Path) -> Iterator[tuple[float, bytes]]:
-    """(wall, snapshot as ``decode`` takes it), in order of time: what a time bar holds of a long recording."""
+def read_bodies(run_dir: Path, damaged: list[Path] | None = None) -> Iterator[tuple[float, bytes]]:
+    """(wall, snapshot as ``decode`` takes it), in order of time: what a time bar holds of a long recording.
+
+    ``damaged`` is given the segments that hold something else; a torn end is none.
+    """
     seen: set[float] = set()
     for segment in segments(run_dir):
-        for wall, body in _entries(segment.path):
+        for wall, body in _entries(segment.path, damaged):
             # A writer that died while it thinned may have left some twice.
             if wall not in seen:
                 seen.add(wall)
@@ -151,21 +168,20 @@ def decode(body: bytes) -> Snapshot | None:
         return None
 
 
-def _entries(path: Path) -> Iterator[tuple[float, bytes]]:
+def _entries(path: Path, damaged: list[Path] | None = None) -> Iterator[tuple[float, bytes]]:
     try:
-        file = path.open("rb")
-    except OSError:
+        with path.open("rb") as file:
+            unpacker = msgpack.Unpacker(file, max_buffer_size=LARGEST_SNAPSHOT_BYTES)
+            while True:
+                match unpacker.unpack():
+                    case [float() as wall, bytes() as body]:
+                        yield wall, body
+                    case _:
+                        break
+    except msgpack.OutOfData:
+        # The end, or what a writer that died has left.
         return
-    with file:
-        unpacker = msgpack.Unpacker(file, max_buffer_size=LARGEST_SNAPSHOT_BYTES)
-        while True:
-            try:
-                entry = unpacker.unpack()
-            except (msgpack.OutOfData, msgpack.UnpackException, ValueError):
-                # The end, or what a writer that died has left.
-                return
-            match entry:
-                case [float() as wall, bytes() as body]:
-                    yield wall, body
-                case _:
-                    return
+    except (OSError, msgpack.UnpackException, ValueError):
+        pass
+    if damaged is not None:
+        damaged.append(path)

@@ -1,9 +1,9 @@
 """Heartbeats from a thread of their own, so that a busy event loop or a long computation is not taken for death.
 
 The thread has its own socket and codec. It tells progress apart from being alive: the count of useful events and
-the lag of the event loop go along with each beat. It never fails the actor; a controller that is away is said
-HELLO again when it asks for it. When this process is asked for its stacks, the thread adds those of the tasks, which
-it can even while the event loop is blocked.
+the lag of the event loop go along with each beat. It never fails the actor: what cannot be gathered is as it was at
+the beat before, and a controller that is away is said HELLO again when it asks for it. When this process is asked for
+its stacks, the thread adds those of the tasks, which it can even while the event loop is blocked.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import threading
 import time
 from typing import Any
 
+import msgspec
 import zmq
 
 from asyncrl.errors import ProtocolError
+from asyncrl.messages import Heartbeat
 from asyncrl.monitor.logging import write_text
 from asyncrl.runtime import stacks
 from asyncrl.runtime.actor import CONTROLLER, Actor
@@ -36,6 +38,10 @@ class HeartbeatThread:
         self._stop = threading.Event()
         self._loop_seen = time.monotonic()
         self._stacks_asked = 0
+        self._said: Heartbeat | None = None
+        """Last."""
+        self._is_well = True
+        """Whether all that there is to say could be gathered so far."""
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         context = actor.context
         self._endpoint = Endpoint(
@@ -78,7 +84,10 @@ class HeartbeatThread:
             while not self._stop.wait(self._interval):
                 beat += 1
                 self._endpoint.param_version = self._actor.param_version
-                message = self._actor.telling.trim(self._actor.heartbeat(beat, self._loop_lag()))
+                self._said = self._gather(beat)
+                if self._said is None:
+                    continue
+                message = self._actor.telling.trim(self._said)
                 header = self._endpoint.header(Kind.CAST, type(message).__name__)
                 frames = [header, *self._endpoint.codec.encode(message)]
                 if not self._send(socket, frames):
@@ -89,6 +98,16 @@ class HeartbeatThread:
         finally:
             socket.close(0)
             context.destroy(linger=0)
+
+    def _gather(self, beat: int) -> Heartbeat | None:
+        try:
+            return self._actor.heartbeat(beat, self._loop_lag())
+        except Exception as error:
+            # The event loop changes what is read here; without a beat the actor would be killed for its silence.
+            if self._is_well:
+                self._is_well = False
+                self._actor.log.error("what is told of this actor cannot be gathered", exc_info=error)
+            return msgspec.structs.replace(self._said, beat=beat) if self._said is not None else None
 
     def _count(self, size: int) -> None:
         counters = self._actor.counters

@@ -14,6 +14,7 @@ from asyncrl.errors import DeadlineExceeded, RemoteError, WireError
 from asyncrl.messages import Register, RunState, TracePart, WatchMembers, WatchRun
 from asyncrl.runtime.peer import REPEAT_S
 from asyncrl.runtime.roster import CONTROLLER
+from asyncrl.runtime.supervision import ROLES
 
 if TYPE_CHECKING:
     from asyncrl.runtime.actor import Actor
@@ -102,7 +103,8 @@ class RunWatch:
     async def hand_in_trace(self, number: int) -> None:
         """Give the controller what is kept of the timeline; nobody fails for its sake."""
         actor = self._actor
-        if not actor.trace.on or actor.context.controller is None:
+        # What an agent does is in nobody's timeline.
+        if not actor.trace.on or actor.context.controller is None or actor.role not in ROLES:
             return
         controller = actor.peer(CONTROLLER)
         try:

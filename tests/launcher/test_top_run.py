@@ -61,13 +61,34 @@ def test_attached_and_detached_ten_times_without_effect(launch, tmp_path):
     found = document(run)
     jsonschema.Draft202012Validator(json_schema()).validate(found)
     assert found["run"]["name"] == "trial" and not any(row["restarts"] for row in found["rollouters"])
+    by_address(run, tmp_path)
+    assert run.processes() == before
     run.process.send_signal(signal.SIGINT)
     code, lines = run.end()
     assert code == 130, lines
+    page = subprocess.run([*TOP, str(run.run_dir), "--replay", "--once"], capture_output=True, text=True, check=True)
+    assert "stopped" in page.stdout.splitlines()[0] and "stopped: by the launcher" in page.stdout
     steps = run.steps()
     assert steps == list(range(1, len(steps) + 1))
     logs = "".join(path.read_text() for path in (run.run_dir / "logs").rglob("*.log"))
     assert '"level": "error"' not in logs and '"level":"error"' not in logs
+
+
+def by_address(run, tmp_path):
+    """From another folder, with a copy of its keys; with others it is told that they are not the run's."""
+    keys = shutil.copytree(run.run_dir / "private", tmp_path / "keys")
+    address = json.loads((keys / "controller.json").read_text())["address"].removeprefix("tcp://")
+    with Terminal(80, 24, [*TOP, address, "--keys", keys], cwd="/", env={}) as terminal:
+        assert "trial" in terminal.until("groups/s")
+        terminal.press("q")
+        terminal.ended()
+    run_json = json.loads((keys / "run.json").read_text())
+    (keys / "run.json").write_text(json.dumps(run_json | {"run_id": "another"}))
+    said = f"tcp://{address}: these keys are not those of the run there (run_id: ours another, theirs"
+    done = subprocess.run([*TOP, address, "--keys", keys, "--once"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and said in done.stderr and "copy its RUN/private again" in done.stderr
+    with Terminal(120, 24, [*TOP, address, "--keys", keys], cwd="/", env={}, lasting=True) as terminal:
+        assert "live" not in terminal.until("these keys are not those")
 
 
 SLOW = {

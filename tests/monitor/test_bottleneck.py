@@ -16,7 +16,9 @@ BUSY_WORKER = {"scoring": 0.99, "idle": 0.01}
 
 
 def flow(rollouters=IDLE_ENGINE, reward=IDLE_WORKER, learner=IDLE_RANK, **facts):
-    return Flow(**{"window_s": 30.0, "rollouters": rollouters, "reward": reward, "learner": learner} | facts)
+    return Flow(
+        **{"window_s": 30.0, "gate_open": False, "rollouters": rollouters, "reward": reward, "learner": learner} | facts
+    )
 
 
 CASES = {
@@ -38,6 +40,7 @@ CASES = {
     "engines on old weights": (flow(lag=2.0), "weights"),
     "engines that come up again": (flow({"restarting": 0.9, "generating": 0.1}), "rollouters"),
     "checkpoints": (flow(learner={"checkpointing": 0.7, "training": 0.2, "waiting": 0.1}), "learner"),
+    "a gate of which nothing is known": (flow(gate_open=None), None),
     "the end": (flow(exhausted=True), None),
     "too early": (flow(window_s=1.0), None),
     "not running": (flow(running=False), None),
@@ -84,7 +87,7 @@ def test_whoever_is_named_as_saturated_is_the_last_that_is(rollouters, reward, l
     occupied = {
         "dataloader": busy,
         **{
-            stage: 1.0 - by_kind(each).get("wait", 0.0)
+            stage: sum(share for kind, share in by_kind(each).items() if kind != "wait")
             for stage, each in (("rollouters", rollouters), ("reward", reward), ("learner", learner))
         },
     }

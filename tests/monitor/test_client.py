@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from contextlib import asynccontextmanager
 
 import pytest
@@ -165,6 +166,27 @@ def test_a_watch_goes_on_with_the_successor(tmp_path, curve, monkeypatch):
         assert seen[-1].run.phase == "done"
         assert seen[-1].actors[0].incarnation == 8
         assert seen[0].run.age_s < seen[-1].run.age_s
+
+    asyncio.run(scenario())
+
+
+def test_a_controller_that_answers_at_once_that_it_cannot_is_not_asked_at_full_speed(tmp_path, monkeypatch):
+    pause_s = 0.3
+    monkeypatch.setattr("asyncrl.monitor.client.AGAIN_S", pause_s)
+
+    async def scenario():
+        async with controller(tmp_path, config_with(False)) as actor:
+
+            async def fail(request, park_s):
+                raise ValueError("no snapshot")
+
+            actor._watching.watch = fail
+            began = time.monotonic()
+            news = watch(find_target(str(tmp_path)))
+            seen = [await anext(news) for _ in range(4)]
+            await news.aclose()
+        assert all(isinstance(one, Away) for one in seen)
+        assert time.monotonic() - began >= 3 * pause_s
 
     asyncio.run(scenario())
 

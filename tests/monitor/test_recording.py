@@ -1,5 +1,8 @@
 """The recording of a run: bounded, whole, and readable whatever became of its writer."""
 
+import contextlib
+import resource
+
 import msgspec
 import pytest
 
@@ -77,32 +80,38 @@ def test_a_snapshot_of_another_schema_is_passed_over(tmp_path):
     assert steps(tmp_path) == [0, 1]
 
 
-def test_a_full_disk_loses_one_snapshot_and_tears_none(tmp_path, monkeypatch):
+@contextlib.contextmanager
+def room_for(size):
+    """No file may grow beyond this: what is taken off one may be written again, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("size", [0, 5000])
+def test_a_full_disk_loses_one_snapshot_and_tears_none(tmp_path, size):
     recorder = Recorder(tmp_path, 1, 1 << 20)
     put(recorder, 0)
-    path = segments(tmp_path)[0].path
-    real = type(path).open
-
-    def full(self, *args, **kwargs):
-        file = real(self, *args, **kwargs)
-
-        class Full:
-            def __enter__(self):
-                return self
-
-            def __exit__(self, *_):
-                file.close()
-
-            def write(self, body):
-                file.write(body[: len(body) // 2])
-                file.flush()
-                raise OSError(28, "No space left on device")
-
-        return Full()
-
-    monkeypatch.setattr(type(path), "open", full)
-    with pytest.raises(OSError, match="No space"):
-        put(recorder, 1)
-    monkeypatch.undo()
+    (segment,) = segments(tmp_path)
+    before = segment.path.stat().st_size
+    with room_for(before + 100), pytest.raises(OSError, match="too large"):
+        put(recorder, 1, size)
+    assert segment.path.stat().st_size == before
     put(recorder, 2)
     assert steps(tmp_path) == [0, 2]
+
+
+def test_a_full_disk_on_which_nothing_can_be_thinned_keeps_no_half_a_segment(tmp_path):
+    recorder = Recorder(tmp_path, 1, 16_000)
+    number = 0
+    while len(segments(tmp_path)) < 6:
+        put(recorder, number)
+        number += 1
+    recorder._most_bytes = 1000
+    with room_for(100), pytest.raises(OSError, match="too large"):
+        recorder._thin()
+    assert steps(tmp_path) == list(range(number))
+    assert not list(tmp_path.rglob("*.new"))

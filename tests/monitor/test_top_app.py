@@ -17,9 +17,11 @@ from pictures import STATES, WALL, Run
 
 from asyncrl.errors import ActorFailed
 from asyncrl.monitor.client import Away
-from asyncrl.monitor.top.app import Source, Top
+from asyncrl.monitor.top.app import Top
 from asyncrl.monitor.top.history import History
 from asyncrl.monitor.top.replay import Replay
+from asyncrl.monitor.top.source import Source
+from asyncrl.snapshot import Event
 
 
 def within_a_loop(test):
@@ -85,6 +87,23 @@ async def test_screens(state, size):
     compare(f"{state}-{size}", text)
 
 
+@within_a_loop
+async def test_screen_of_a_terminal_in_between():
+    async with shown(Source(history=known(Run(ranks=4, gpus=True).between()))) as (app, pilot):
+        await pilot.resize_terminal(150, 40)
+        await settled(pilot)
+        compare("between-150x40", text_of(app))
+
+
+@within_a_loop
+async def test_tokens_beyond_the_limit_are_shown_as_late():
+    async with shown(Source(history=known(Run(staleness_max=2).between()))) as (app, pilot):
+        await pilot.press("4")
+        await settled(pilot)
+        text = text_of(app)
+    assert "late 3" in text and "late 4" in text and "late 2" not in text and "late 1 of 64 groups" in text
+
+
 @pytest.mark.parametrize("key", ["2", "3", "4", "5", "6", "7", "question_mark"])
 @within_a_loop
 async def test_panes_on_a_small_terminal(key):
@@ -116,27 +135,66 @@ async def test_an_actor_in_detail_with_its_awaits_and_its_log(tmp_path):
     log.parent.mkdir(parents=True)
     log.write_text('{"event": "engine is up", "level": "info", "timestamp": "2026-01-02T03:04:05Z", "gpu": 3}\nplain\n')
     async with shown(Source(history=known(Run().between()), run_dir=tmp_path)) as (app, pilot):
-        # Two headings of hosts are skipped by nothing: the entries are node0, 0, 1, node1, 2.
-        await pilot.press("down", "down", "down", "down", "enter")
-        await pilot.pause(0.3)
-        await settled(pilot)
+        # The headings of hosts are passed over: the entries are node0, 0, 1, node1, 2.
+        await pilot.press("down", "down", "enter")
+        await until(pilot, "engine is up")
         text = text_of(app)
         assert "rollouter/2" in text and "dataloader/0  Lease" in text and "(idle)" in text
-        await pilot.press("end")
-        for _ in range(30):
-            await pilot.press("down")
-        await settled(pilot)
-        text = text_of(app)
         assert "03:04:05  info      engine is up gpu=3" in text and "plain" in text
+        compare("detail-80x24", text)
+        await pilot.press("n")
+        await until(pilot, "rollouter/3")
+        await settled(pilot)
+        assert "engine is up" not in text_of(app), "the log of another actor"
+        for _ in range(3):
+            await pilot.press("n")
+        await until(pilot, "learner/0")
+        await pilot.press("p")
+        await until(pilot, "dataloader/0   esc")
         await pilot.press("escape")
         await settled(pilot)
         assert "1 rollouters" in text_of(app)
+
+
+@pytest.mark.parametrize(
+    ("pane", "actor"), [("4", "learner/0"), ("5", "reward/0"), ("6", "dataloader/0"), ("7", "rollouter/1")]
+)
+@within_a_loop
+async def test_a_pane_leads_to_the_actor_that_it_is_about(pane, actor):
+    async with shown(Source(history=known(Run().between()))) as (_, pilot):
+        await pilot.press(pane, "enter")
+        await until(pilot, f"{actor}   esc back")
+
+
+@within_a_loop
+async def test_what_happened_to_the_run_as_a_whole_is_told_in_detail_by_the_controller():
+    events = [Event(number=1, wall=WALL, level="info", actor="", text="the run is running")]
+    async with shown(Source(history=known(Run(events=events).between()))) as (app, pilot):
+        await pilot.press("7", "enter")
+        await until(pilot, "controller/0   esc back")
+        await settled(pilot)
+        assert "the run is running" in text_of(app)
+
+
+@within_a_loop
+async def test_a_terminal_that_is_too_small_says_so_and_recovers():
+    async with shown(Source(history=known(Run().between()))) as (app, pilot):
+        for columns, rows in ((40, 10), (80, 24), (200, 50), (59, 24), (80, 15)):
+            await pilot.resize_terminal(columns, rows)
+            await settled(pilot)
+            text = text_of(app)
+            small = columns < 60 or rows < 16
+            assert ("wants 80×24" in text) == small and ("step 50/100" in text) != small
+            assert not small or f"{columns}×{rows}" in text
 
 
 @within_a_loop
 async def test_sort_filter_and_level_keys():
     async with shown(Source(history=known(Run(rollouters=12, hosts=1).between()))) as (app, pilot):
         await pilot.press("s")
+        await settled(pilot)
+        assert "state▴" in text_of(app)
+        await pilot.press("r")
         await settled(pilot)
         assert "state▾" in text_of(app)
         await pilot.press("slash", *"r/77")
@@ -198,8 +256,18 @@ async def test_the_end_of_a_run_and_a_refusal_are_told():
         raise ActorFailed("controller/0", "the keys are of another run")
         yield
 
-    async with shown(Source(feed=refuses)) as (_, pilot):
+    # Nothing was seen: the command says why, on a terminal that is as it was.
+    async with shown(Source(feed=refuses)) as (app, _):
+        pass
+    assert app.return_code == 1 and "of another run" in str(app.failure)
+
+    async def ends_so():
+        yield Run().at(100.0)
+        raise ActorFailed("controller/0", "the keys are of another run")
+
+    async with shown(Source(feed=ends_so)) as (app, pilot):
         await until(pilot, "of another run")
+        assert "step 50/100" in text_of(app)
 
 
 async def until(pilot, text, within=10.0):

@@ -1,11 +1,17 @@
 """The command asyncrl-top over recordings: printed, in a real terminal, and with nothing to see."""
 
+import contextlib
+import fcntl
 import json
 import os
+import re
+import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import jsonschema
 import msgspec
@@ -13,13 +19,18 @@ import pytest
 from pictures import WALL, Run
 from terminals import Terminal
 
+from asyncrl.cli import top as command
 from asyncrl.monitor.recording import Recorder
 from asyncrl.monitor.top.document import json_schema
+from asyncrl.wire.keys import VIEWER, create_credentials
 
+ROOT = Path(__file__).parents[2]
+SSHD = "/usr/sbin/sshd"
 TOP = (sys.executable, "-m", "asyncrl.cli.top")
 
 
 def top(*words, cwd, **environment):
+    """The command in a process of its own."""
     return subprocess.run(
         [*TOP, *map(str, words)],
         cwd=cwd,
@@ -38,11 +49,19 @@ def ended(tmp_path):
     run_dir = tmp_path / "runs" / "trial"
     run_dir.mkdir(parents=True)
     (run_dir / "config.json").write_text("{}")
-    recorder = Recorder(run_dir, 1, 1 << 24)
-    for second in range(40, 101):
-        snapshot = Run(rollouters=64, hosts=4, phase="done" if second == 100 else "running").at(float(second))
-        recorder.record(snapshot.wall, msgspec.msgpack.encode(snapshot))
+    record(
+        run_dir, *(Run(phase="done" if second == 100 else "running", **WIDE).at(second) for second in range(40, 101))
+    )
     return run_dir
+
+
+WIDE = {"rollouters": 64, "hosts": 4}
+
+
+def record(run_dir, *snapshots):
+    recorder = Recorder(run_dir, 1, 1 << 24)
+    for snapshot in snapshots:
+        recorder.record(snapshot.wall, msgspec.msgpack.encode(snapshot))
 
 
 def test_help_and_printing_load_no_terminal_and_help_loads_nothing():
@@ -83,7 +102,7 @@ def test_without_a_terminal_it_prints(ended, tmp_path):
     assert done.returncode == 0 and done.stdout.isascii()
 
 
-def test_what_it_says_when_there_is_nothing_to_see(ended, tmp_path):
+def test_what_it_says_when_there_is_nothing_to_see(ended, tmp_path, complains):
     cases = [
         ((), tmp_path, 2, "no run lives under runs; to see the last one again: asyncrl-top runs/trial --replay"),
         (("trial",), tmp_path, 2, "the run has ended; to see it again: asyncrl-top runs/trial --replay"),
@@ -97,17 +116,117 @@ def test_what_it_says_when_there_is_nothing_to_see(ended, tmp_path):
         (("trial", "--fast"), tmp_path, 2, "unrecognized arguments: --fast"),
     ]
     for words, cwd, code, text in cases:
-        done = top(*words, cwd=cwd)
-        assert (done.returncode, text in " ".join(done.stderr.split())) == (code, True), (words, done)
-        assert not done.stdout and "Traceback" not in done.stderr
+        complains(words, cwd, code, text)
     shutil.rmtree(ended / "monitor")
-    done = top("trial", "--replay", cwd=tmp_path)
-    assert done.returncode == 2 and "nothing is recorded" in done.stderr
+    complains(
+        ("trial", "--replay"), tmp_path, 2, "nothing is recorded there that can be read; monitor.record_bytes was 0"
+    )
+
+
+@pytest.fixture
+def complains(monkeypatch, capsys):
+    """The command says that on standard error, and nothing else, and ends with that code."""
+
+    def check(words, cwd, code, text):
+        monkeypatch.chdir(cwd)
+        try:
+            found = command.main(list(map(str, words)))
+        except SystemExit as ended:
+            found = ended.code
+        out, err = capsys.readouterr()
+        assert (found, text in " ".join(err.split())) == (code, True), (words, err)
+        assert not out
+
+    return check
+
+
+def test_an_address_that_cannot_be_reached_says_why_and_where_to_look(tmp_path, complains, monkeypatch):
+    def lookup(host, *words):
+        if host.endswith(".invalid"):
+            raise socket.gaierror(-2, "Name or service not known")
+        return real(host, *words)
+
+    real = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    keys = tmp_path / "keys"
+    create_credentials(keys, "a1b2c3", [VIEWER], attempts=1, curve=False)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        nobody = f"127.0.0.1:{taken.getsockname()[1]}"
+        where = "it is at another address, which RUN/private/controller.json on its head tells"
+        cases = [
+            (
+                (nobody, "--keys", keys),
+                1,
+                f"{nobody}: nobody listens there (Connection refused); that run has ended, or",
+            ),
+            ((nobody, "--keys", keys), 1, where),
+            (("no-such-host.invalid:80", "--keys", keys), 1, "the host no-such-host.invalid is not known here"),
+            (("localhost:99999", "--keys", keys), 2, "neither the folder of a run nor HOST:PORT"),
+            ((nobody, "--keys", tmp_path), 2, "no keys of a viewer there"),
+            ((nobody, "--keys", tmp_path), 2, "a copy of RUN/private on the head has them"),
+        ]
+        for words, code, text in cases:
+            complains((*words, "--once"), "/", code, text)
+
+
+def test_a_damaged_recording_is_shown_as_far_as_it_can_be_read_and_says_so(ended, tmp_path, complains):
+    path = next((ended / "monitor").iterdir())
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) * 3 // 4])
+    done = top("trial", "--replay", "--once", cwd=tmp_path)
+    assert done.returncode == 0 and not done.stderr, "the end that a writer which died left behind is no damage"
+    path.write_bytes(whole + b"\xc1" * 40)
+    done = top("trial", "--replay", "--once", cwd=tmp_path)
+    assert done.returncode == 0 and "step " in done.stdout
+    assert f"damaged, and shown as far as it can be read: {path.name}" in done.stderr
+    path.write_bytes(b"\xc1" * 400)
+    complains(
+        ("trial", "--replay"), tmp_path, 2, f"nothing is recorded there that can be read; it is damaged: {path.name}"
+    )
+    path.write_bytes(msgspec.msgpack.encode([WALL, b"no snapshot"]))
+    complains(
+        ("trial", "--replay"), tmp_path, 2, "no snapshot there can be read, damaged or of another version of asyncrl"
+    )
+
+
+ENDINGS = {
+    "stopped": ({"phase": "done", "exit_code": 130, "reason": "stopped by the launcher"}, "stopped: by the launcher"),
+    "preempted": (
+        {"phase": "done", "exit_code": 75, "reason": "preempted with a checkpoint of version 40"},
+        "preempted: with a checkpoint of version 40",
+    ),
+    "failed": (
+        {"phase": "failed", "exit_code": 1, "reason": "learner/0: out of memory"},
+        "failed: learner/0: out of memory",
+    ),
+    "cut short": ({}, "failed: nothing is recorded after this, when it was running: it was killed, or told to end"),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_the_end_of_a_replay_says_how_the_run_ended(tmp_path, ending):
+    run_dir = tmp_path / "runs" / "trial"
+    run_dir.mkdir(parents=True)
+    facts, said = ENDINGS[ending]
+    record(run_dir, Run().at(40.0), Run(**facts).at(41.0))
+    done = top(run_dir, "--replay", "--once", cwd=tmp_path)
+    assert done.returncode == 0 and said in " ".join(done.stdout.split()), done
+    head = done.stdout.splitlines()[0]
+    assert ("failed" if ending == "cut short" else ending) in head and "done" not in head and "running" not in head
+
+
+def test_a_replay_of_a_run_that_lives_does_not_say_that_it_has_ended(tmp_path):
+    run_dir = tmp_path / "runs" / "trial"
+    (run_dir / "private").mkdir(parents=True)
+    record(run_dir, Run().at(40.0), Run().at(41.0))
+    with (run_dir / "private" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = top(run_dir, "--replay", "--once", cwd=tmp_path)
+    assert done.returncode == 0 and "running" in done.stdout.splitlines()[0]
 
 
 def test_a_private_folder_of_somebody_else_is_named(ended, tmp_path, monkeypatch, capsys):
-    import asyncrl.cli.top as command
-
     def refuse(_run):
         raise PermissionError(13, "Permission denied", str(ended / "private"))
 
@@ -116,7 +235,10 @@ def test_a_private_folder_of_somebody_else_is_named(ended, tmp_path, monkeypatch
     assert "permission denied; a run is watched by the user who started it" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
+needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is missing")
+
+
+@needs_tmux
 @pytest.mark.parametrize(("columns", "rows"), [(80, 24), (200, 50)])
 def test_a_replay_in_a_real_terminal(ended, tmp_path, columns, rows):
     with Terminal(columns, rows, [*TOP, str(ended), "--replay"], cwd=tmp_path, env={"TZ": "UTC"}) as terminal:
@@ -128,6 +250,8 @@ def test_a_replay_in_a_real_terminal(ended, tmp_path, columns, rows):
         text = terminal.until("step 50/100")
         assert "1m00s of 1m00s" in text and "done" in text and "rollouters" in text and "r/0" in text
         assert ("2 learner" in text) and ("╭" in text) == (columns == 200)
+        terminal.press_at_once("/", "r", "/", "6", "3", "Enter")
+        assert "r/62" not in terminal.until("filter: r/63")
         terminal.press("?")
         terminal.until("who waits on whom")
         terminal.press("Escape")
@@ -136,9 +260,87 @@ def test_a_replay_in_a_real_terminal(ended, tmp_path, columns, rows):
         terminal.ended()
 
 
-@pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
-def test_without_colour(ended, tmp_path):
-    environment = {"NO_COLOR": "1", "TERM": "vt100"}
+@needs_tmux
+def test_a_terminal_that_changes_its_size(ended, tmp_path):
+    with Terminal(80, 24, [*TOP, str(ended), "--replay"], cwd=tmp_path, env={"TZ": "UTC"}) as terminal:
+        terminal.until("1 rollouters  2 learner")
+        terminal.resize(200, 50)
+        terminal.until("╭─ 6 ledger")
+        terminal.resize(40, 10)
+        terminal.until("this terminal is 40×10")
+        terminal.resize(100, 30)
+        text = terminal.until("1 rollouters  2 learner")
+        assert "╭" not in text and all(len(line) <= 100 for line in text.splitlines())
+        terminal.press("q")
+        terminal.ended()
+
+
+COLOUR = re.compile(r"\x1b\[(?:[\d;]*;)?(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])[;m]")
+
+
+@needs_tmux
+@pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "vt100"}], ids=["NO_COLOR", "vt100"])
+def test_without_colour(ended, tmp_path, environment):
     with Terminal(80, 24, [*TOP, str(ended), "--replay"], cwd=tmp_path, env=environment) as terminal:
-        terminal.until("86% generating")
-        assert "[38;" not in terminal.escaped() and "[31m" not in terminal.escaped()
+        text = terminal.until("86% generating")
+        assert not COLOUR.search(terminal.escaped())
+        assert "▓" in text and "░" in text, "states differ by their glyphs"
+        assert "\x1b[7m" in terminal.escaped(), "the cursor is seen"
+
+
+@needs_tmux
+def test_a_dumb_terminal_gets_a_page(ended, tmp_path):
+    words = shlex.join([*TOP, str(ended), "--replay"])
+    shell = ["sh", "-c", f"{words} > page; echo told; {words} | tail -1; sleep 60"]
+    with Terminal(80, 24, shell, cwd=tmp_path, env={"TERM": "dumb", "TZ": "UTC"}) as terminal:
+        terminal.until("the run has begun")
+        assert "\x1b" not in (tmp_path / "page").read_text()
+
+
+@needs_tmux
+@pytest.mark.skipif(not os.access(SSHD, os.X_OK), reason=f"{SSHD} is missing")
+def test_over_ssh(ended, tmp_path):
+    with sshd(tmp_path) as options:
+        command = shlex.join(["env", "TZ=UTC", *TOP, str(ended), "--replay"])
+        ssh = ["ssh", "-tt", *options, "127.0.0.1", f"cd {shlex.quote(str(ROOT))} && exec {command}"]
+        with Terminal(80, 24, ssh, cwd=tmp_path, env={}) as terminal:
+            terminal.until("86% generating")
+            terminal.resize(200, 50)
+            terminal.until("╭─ 6 ledger")
+            terminal.press("q")
+            terminal.ended()
+
+
+@contextlib.contextmanager
+def sshd(folder):
+    """A server for whoever runs the tests, and nobody else; gives the options of a client."""
+    for name in ("host", "user"):
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True, timeout=60
+        )
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(exist_ok=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    settings = {
+        "ListenAddress": "127.0.0.1",
+        "HostKey": folder / "host",
+        "AuthorizedKeysFile": folder / "user.pub",
+        "StrictModes": "no",
+        "UsePAM": "no",
+        "PidFile": "none",
+    }
+    words = [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]
+    with (folder / "sshd.log").open("w") as log:
+        server = subprocess.Popen([SSHD, "-D", "-e", "-f", "/dev/null", "-p", str(port), *words], stderr=log)
+    try:
+        end = time.monotonic() + 30
+        while "listening" not in (said := (folder / "sshd.log").read_text()):
+            assert server.poll() is None and time.monotonic() < end, said
+            time.sleep(0.05)
+        known = ("StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null", "LogLevel=ERROR", "BatchMode=yes")
+        yield ["-p", str(port), "-i", str(folder / "user"), *(word for each in known for word in ("-o", each))]
+    finally:
+        server.terminate()
+        server.wait(30)

@@ -5,32 +5,24 @@ import re
 from pathlib import Path
 
 import jsonschema
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pictures import STATES, Run, empty
 
 from asyncrl.monitor import catalogue
-from asyncrl.monitor.top.build import build
+from asyncrl.monitor.top.bars import sparkline, state_bar
 from asyncrl.monitor.top.document import json_schema, to_json
 from asyncrl.monitor.top.history import KEPT, History
-from asyncrl.monitor.top.panes import PANES, SORTS, Choice, pane
+from asyncrl.monitor.top.model import build
+from asyncrl.monitor.top.numbers import count, duration, exact, size
+from asyncrl.monitor.top.panes import PANES, pane
+from asyncrl.monitor.top.panes.base import Choice
+from asyncrl.monitor.top.panes.rollouters import SORTS
 from asyncrl.monitor.top.pipeline import header, pipeline
 from asyncrl.monitor.top.plain import page
-from asyncrl.monitor.top.text import (
-    ASCII,
-    UNICODE,
-    count,
-    duration,
-    fit,
-    length,
-    plain,
-    size,
-    sparkline,
-    state_bar,
-    to_ascii,
-    wrapped,
-)
+from asyncrl.monitor.top.text import ASCII, UNICODE, fit, length, plain, to_ascii, wrapped
 from asyncrl.snapshot import ActorView, Snapshot
 
 ROOT = Path(__file__).parents[2]
@@ -103,6 +95,59 @@ def test_a_dead_host_shows_what_is_left_and_keeps_no_old_figures():
     assert "lost hosts: node1" in page(document, 80, UNICODE)
 
 
+def test_what_a_run_that_is_over_did_last_is_not_shown_as_what_it_does():
+    last = Run(phase="done", exit_code=130, reason="stopped by the launcher").at(100.0)
+    dead = [msgspec.structs.replace(actor, condition="dead") for actor in last.actors]
+    document = seen([*Run().between()[:-1], msgspec.structs.replace(last, actors=dead)])
+    assert (document.run.tokens_per_s, document.run.samples_per_s, document.run.eta_s) == (None, None, None)
+    assert all(row.rate is None and row.actors == 0 for row in document.stages)
+    assert all(row.depth is None for row in document.stages)
+    assert {row.condition for row in (*document.rollouters, *document.ranks)} == {"ended"}
+    text = page(document, 80, UNICODE)
+    assert "stopped" in text.splitlines()[0] and "dead" not in text
+    # What it has counted stays.
+    assert document.reward.timeouts == 2 and document.ledger.trained == 3200
+
+
+def test_replicas_are_behind_as_their_rows_say():
+    document = seen(Run(lag=2).between())
+    assert [row.lag for row in document.rollouters] == [2] * 4
+    assert document.weights.behind == 4 and document.stages[-1].depth == 4
+    assert seen(Run().between()).weights.behind == 0
+
+
+def test_a_step_in_the_mean_leaves_out_the_first_of_each_learner():
+    snapshot = Run(step_s=2.0).at(20.0)
+    lines = [line | {"start": 1 + (line["step"] > 7)} for line in snapshot.train]
+    for line in lines:
+        if line["step"] in (1, 8):
+            line["time/step_s"] = 500.0
+    document = seen([msgspec.structs.replace(snapshot, train=lines)])
+    assert document.run.step_s == pytest.approx(2.0)
+    assert document.stages[3].rate == pytest.approx(64 / 2.0)
+    assert next(phase.seconds for phase in document.phases if phase.name == "step") == document.run.step_s
+    alone = seen([msgspec.structs.replace(snapshot, train=lines[:1])])
+    assert alone.run.step_s == 500.0, "there is no other"
+
+
+def test_nothing_in_flight_has_no_age():
+    snapshot = Run(rollouters=1).at(50.0)
+    actors = [
+        msgspec.structs.replace(actor, figures=actor.figures | {"rollout/in_flight": 0.0, "rollout/oldest_s": 0.0})
+        if actor.name == "rollouter/0"
+        else actor
+        for actor in snapshot.actors
+    ]
+    assert seen([msgspec.structs.replace(snapshot, actors=actors)]).rollouters[0].oldest_s is None
+
+
+def test_columns_of_which_nothing_is_known_are_left_out():
+    def titles(run):
+        return plain(pane("learner", seen(run.between()), Choice(), 120, UNICODE).head[-1])
+
+    assert "GPU memory" in titles(Run(gpus=True)) and "GPU" not in titles(Run())
+
+
 def test_a_stalled_run_says_why_and_blames_no_stage():
     document = seen(STATES["stalled"]())
     assert document.bottleneck.stage is None
@@ -119,7 +164,7 @@ def test_a_single_snapshot_has_shares_of_whole_lives_and_no_rates():
 
 
 def test_every_figure_that_is_shown_is_declared():
-    source = (ROOT / "asyncrl/monitor/top/build.py").read_text()
+    source = "".join(path.read_text() for path in (ROOT / "asyncrl/monitor/top/model").glob("*.py"))
     names = set(re.findall(r'"([a-z]+/[a-z_0-9]+)"', source))
     assert len(names) > 20
     assert not [name for name in names if catalogue.find(name) is None]
@@ -229,7 +274,9 @@ def test_numbers_for_people():
         "–", "0 s", "850 µs", "12 ms", "1.2 s", "45 s", "3m20s", "2h05m", "2d07h",
     ]  # fmt: skip
     assert [size(n) for n in (None, 12, 50331648, 8e10)] == ["–", "12 B", "50.3 MB", "80.0 GB"]
-    assert to_ascii("– … → µ").isascii()
+    assert [exact(n) for n in (None, 7, 15936)] == ["–", "7", "15,936"]
+    for text in ("– … → µ", "≤ 3 ms", "×10", "↑↓←", "▾▴"):
+        assert to_ascii(text).isascii() and len(to_ascii(text)) == len(text)
 
 
 # --- history ---

@@ -6,134 +6,54 @@ new snapshot is drawn at most every DRAW_S. A feed that fails is shown as such, 
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import ClassVar
 
 from textual import work
 from textual.app import App, ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 from textual.containers import Horizontal, Vertical
-from textual.events import Resize
-from textual.screen import ModalScreen, Screen
+from textual.events import Key, Resize
+from textual.geometry import Size
 from textual.widgets import Input
 
 from asyncrl.errors import AsyncRLError
 from asyncrl.monitor.client import Away
-from asyncrl.monitor.top.build import build
-from asyncrl.monitor.top.detail import detail
 from asyncrl.monitor.top.document import Document
-from asyncrl.monitor.top.history import History
-from asyncrl.monitor.top.log_tail import last_lines
-from asyncrl.monitor.top.panes import LEVELS, PANES, SORTS, Choice, Pane, PaneName, pane, title
+from asyncrl.monitor.top.frame import foot, status, tabs, time_bar
+from asyncrl.monitor.top.keys import KEYS
+from asyncrl.monitor.top.layout import CSS, LEAST, TOO_SMALL, heights, room
+from asyncrl.monitor.top.model import build
+from asyncrl.monitor.top.panes import PANES, pane, title
+from asyncrl.monitor.top.panes.base import LEVELS, Choice, PaneName
+from asyncrl.monitor.top.panes.rollouters import SORTS
 from asyncrl.monitor.top.pipeline import header, pipeline
-from asyncrl.monitor.top.replay import Replay
-from asyncrl.monitor.top.text import ASCII, UNICODE, Line, duration, level_bar
+from asyncrl.monitor.top.screens import DetailScreen, HelpScreen
+from asyncrl.monitor.top.source import Feed, Source
+from asyncrl.monitor.top.text import ASCII, UNICODE
 from asyncrl.monitor.top.widgets import Block, PaneView
-from asyncrl.snapshot import Snapshot
 
 DRAW_S = 0.75
 TICK_S = 0.25
-WIDE = (150, 40)
-"""From this width and height on all panes are seen at once."""
-
-HELP = """\
- who waits on whom
-   The stage marked with a diamond sets the pace; the line below the
-   pipeline says why. Bars split all time by what it was spent on:
-   {work} work   {weights} weights   {upkeep} checkpoints   {start} starting   {wait} waiting
-
- 1 … 7, tab     panes                  s   sort by the next column
- ↑ ↓ enter      an actor in detail     r   the other way round
- space          freeze, go on          /   filter, esc shows all again
- l              level of events        t   have a trace written
- ?              this                   q   quit; the run does not notice
-
- in a replay
- ← →            one snapshot           < >  a twentieth of it
- space          play, stop             - +  slower, faster
-
- flight: trajectories in a rollouter   wait: of these not in the engine
- v, lag: weights served, and how many versions behind
- rst: restarts of process and engine   oldest: age of a trajectory"""
-
-
-Feed = Callable[[], AsyncIterator[Snapshot | Away]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """Where snapshots come from: a feed, or a recording."""
-
-    feed: Feed | None = None
-    replay: Replay | None = None
-    history: History = field(default_factory=History)
-    """What is known before the first snapshot comes."""
-    run_dir: Path | None = None
-    """Where logs are, if they can be read."""
-    trace: Callable[[], Awaitable[str]] | None = None
-    """Has a trace written; says what came of it."""
 
 
 class Top(App[int]):
     """See the module."""
 
-    CSS = """
-    Screen { background: #1c2029; color: #d5dae5; }
-    #header { height: 2; background: #252b37; padding: 0 1; }
-    #pipeline { height: 8; padding: 1 1 0 1; }
-    #time { height: 1; padding: 0 1; display: none; }
-    #tabs { height: 1; padding: 0 1; background: #252b37; }
-    #foot { height: 1; padding: 0 1; background: #252b37; }
-    #filter { height: 1; border: none; padding: 0 1; display: none; background: #313a4b; }
-    #body { height: 1fr; }
-    PaneView { padding: 0 1; background: #1c2029; scrollbar-size-vertical: 1; scrollbar-size-horizontal: 0;
-        scrollbar-color: #3d475c; scrollbar-background: #1c2029; overflow-x: hidden; }
-    .narrow #left, .narrow #right, .narrow #pair, .narrow .pane { display: none; height: 1fr; width: 1fr; }
-    .narrow #left.seen, .narrow #right.seen, .narrow #pair.seen, .narrow .pane.seen { display: block; }
-    .wide #tabs { display: none; }
-    .wide #left { width: 1fr; }
-    .wide #right { width: 96; }
-    .wide .pane { border: round #3d475c; border-title-color: #aab3c5; }
-    .wide .pane:focus { border: round #7aa2c4; border-title-color: #ffffff; }
-    .wide #rollouters { height: 2fr; }
-    .wide #events { height: 1fr; }
-    .wide #learner { height: 8; }
-    .wide #weights { height: 1fr; }
-    .wide #staleness { height: 11; }
-    .wide #pair { height: 10; }
-    .wide #reward, .wide #ledger { width: 1fr; height: 1fr; }
-    """
+    CSS = CSS
     TITLE = "asyncrl-top"
     ENABLE_COMMAND_PALETTE = False
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("q", "quit", show=False),
-        Binding("ctrl+c", "quit", show=False, priority=True),
-        Binding("question_mark,h", "help", show=False),
-        Binding("s", "sort", show=False),
-        Binding("r", "reverse", show=False),
-        Binding("slash", "filter", show=False),
-        Binding("escape", "unfilter", show=False),
-        Binding("space", "freeze", show=False),
-        Binding("l", "level", show=False),
-        Binding("t", "trace", show=False),
-        Binding("tab", "next(1)", show=False, priority=True),
-        Binding("shift+tab", "next(-1)", show=False, priority=True),
-        *(Binding(str(number), f"pane({number})", show=False) for number in range(1, len(PANES) + 1)),
-        Binding("left", "step(-1)", show=False),
-        Binding("right", "step(1)", show=False),
-        Binding("less_than_sign,comma", "seek(-0.05)", show=False),
-        Binding("greater_than_sign,full_stop", "seek(0.05)", show=False),
-        Binding("plus,equals_sign", "speed(1)", show=False),
-        Binding("minus", "speed(-1)", show=False),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = KEYS
 
     def __init__(self, source: Source, *, ascii_only: bool = False) -> None:
-        super().__init__()
+        # Then Textual leaves colours out altogether, and does not make greys of them.
+        super().__init__(ansi_color=True if "NO_COLOR" in os.environ else None)
         self.source = source
         self.document: Document | None = None
+        self.failure: AsyncRLError | None = None
+        """Why there is nothing to see."""
         self.ascii_only = ascii_only
         self.glyphs = ASCII if ascii_only else UNICODE
         self._history = source.history
@@ -147,8 +67,8 @@ class Top(App[int]):
         self._stale = False
         """There is something that is not drawn."""
         self._seen: PaneName = "rollouters"
-        self._header, self._pipeline, self._time, self._tab_line, self._foot = (
-            Block(ascii_only=ascii_only, id=name) for name in ("header", "pipeline", "time", "tabs", "foot")
+        self._header, self._pipeline, self._time, self._tab_line, self._foot, self._small = (
+            Block(ascii_only=ascii_only, id=name) for name in ("header", "pipeline", "time", "tabs", "foot", "small")
         )
         self._panes = {name: PaneView(ascii_only=ascii_only, id=name, classes="pane") for name in PANES}
         self._filter = Input(id="filter", placeholder="filter: part of a name, host, state or text")
@@ -176,10 +96,11 @@ class Top(App[int]):
                     yield panes["ledger"]
         yield self._filter
         yield self._foot
+        yield self._small
 
     def on_mount(self) -> None:
         """Begin."""
-        self._time.display = self.source.replay is not None
+        self.screen.set_class(self.source.replay is not None, "replay")
         self._arrange()
         self.set_interval(TICK_S, self._tick)
         if self.source.feed is not None:
@@ -188,14 +109,17 @@ class Top(App[int]):
 
     def on_resize(self, event: Resize) -> None:
         """See the stylesheet."""
-        self._arrange()
+        self._arrange(event.size)
 
-    def _arrange(self) -> None:
-        """All panes at once, or one of them."""
-        wide = self.size.width >= WIDE[0] and self.size.height >= WIDE[1]
-        base = self.screen_stack[0]
-        base.set_class(wide, "wide")
-        base.set_class(not wide, "narrow")
+    def _arrange(self, size: Size | None = None) -> None:
+        """All panes at once, or one of them, or none."""
+        # While a new size is told the app still has the old one.
+        columns, rows = size or self.size
+        found, base = room(columns, rows), self.screen_stack[0]
+        for each in ("small", "narrow", "wide"):
+            base.set_class(each == found, each)
+        said = TOO_SMALL.format(width=LEAST[0], height=LEAST[1], columns=columns, rows=rows)
+        self._small.show([[(line, "")] for line in said.splitlines()])
         for name in PANES:
             self._panes[name].set_class(name == self._seen, "seen")
         base.query_one("#left").set_class(self._seen in ("rollouters", "events"), "seen")
@@ -220,6 +144,9 @@ class Top(App[int]):
                     self._tick()
             self._over = "the run has ended"
         except AsyncRLError as error:
+            if self.document is None and self._history.newest is None:
+                self.failure = error
+                self.exit(return_code=1)
             self._over = str(error)
         self._stale = True
         self._tick()
@@ -255,9 +182,11 @@ class Top(App[int]):
             return
         self._header.show(header(document, wide, glyphs))
         self._pipeline.show(pipeline(document, wide, glyphs))
-        self._tab_line.show([self._tabs(document)])
+        self._tab_line.show([tabs(self._seen)])
         if self.source.replay is not None:
-            self._time.show([self._time_bar(self.source.replay, wide)])
+            self._time.show([time_bar(self.source.replay, wide, glyphs)])
+        for known, height in heights(document, room(*self.size), self.size.height).items():
+            self.query_one(f"#{known}").styles.height = height
         for name in PANES:
             view = self._panes[name]
             if view.display and view.size.width:
@@ -266,46 +195,17 @@ class Top(App[int]):
         if self.screen_stack and isinstance(self.screen, DetailScreen):
             self.screen.draw()
 
-    def _tabs(self, document: Document) -> Line:
-        line: Line = []
-        for number, name in enumerate(PANES):
-            text = f"{number + 1} {name}"
-            line += [(text, "mark" if name == self._seen else "dim"), ("  ", "")]
-        return line
-
-    def _time_bar(self, replay: Replay, width: int) -> Line:
-        past, whole = replay.position - replay.begin, replay.end - replay.begin
-        left = f"{time.strftime('%H:%M:%S', time.localtime(replay.position))}  {duration(past)} of {duration(whole)}  "
-        right = f"  ×{replay.speed:g} {'playing' if replay.playing else 'paused'}"
-        bar = level_bar(past, whole, max(4, width - len(left) - len(right)), self.glyphs)
-        return [(left, ""), *bar, (right, "dim")]
-
     def _draw_foot(self) -> None:
-        status: Line
-        if self._note:
-            status = [(self._note, "warn")]
-        elif self._frozen:
-            status = [("frozen, space goes on", "warn")]
-        elif self.source.replay is not None:
-            status = [("replay", "level")]
-        elif self._over:
-            status = [(self._over, "warn")]
-        elif self._away is not None:
-            status = [(f"no answer for {duration(self._away.seconds)}", "bad")]
-        elif self.document is None:
-            status = [("attaching", "start")]
-        else:
-            status = [("live", "good")]
-        chosen: list[str] = []
-        if self._choice.needle:
-            chosen.append(f"filter: {self._choice.needle}")
-        if self._choice.level != LEVELS[0]:
-            chosen.append(f"events: {self._choice.level}")
-        if chosen:
-            status += [(f"   {'   '.join(chosen)}", "warn")]
-        keys = "? help  q quit  s sort  / filter  space freeze"
-        room = self._foot.size.width - 2 - sum(len(text) for text, _ in status)
-        self._foot.show([[*status, (f"{keys:>{room}}" if room >= len(keys) else "", "dim")]])
+        said = status(
+            note=self._note,
+            frozen=self._frozen,
+            replay=self.source.replay,
+            over=self._over,
+            away=self._away,
+            attached=self.document is not None,
+        )
+        width = self._foot.size.width
+        self._foot.show([foot(said, self._choice, width, replay=self.source.replay is not None)])
 
     # --- keys ---
 
@@ -335,8 +235,12 @@ class Top(App[int]):
 
     def action_filter(self) -> None:
         """Ask for what to filter by."""
-        self._filter.display = True
-        self._filter.focus()
+        if self.focused is self._filter:
+            # After what was typed before it.
+            self._filter.post_message(Key("slash", "/"))
+        elif self.screen is self.screen_stack[0]:
+            self._filter.display = True
+            self.screen.set_focus(self._filter)
 
     def action_unfilter(self) -> None:
         """Show everything."""
@@ -393,11 +297,13 @@ class Top(App[int]):
     def action_help(self) -> None:
         """Show the keys."""
         if not isinstance(self.screen, HelpScreen):
-            self.push_screen(HelpScreen())
+            self.push_screen(HelpScreen(self.glyphs, ascii_only=self.ascii_only))
 
     def on_pane_view_chosen(self, event: PaneView.Chosen) -> None:
         """Show an actor."""
-        self.push_screen(DetailScreen(event.key))
+        self.push_screen(
+            DetailScreen(event.key, lambda: self.document, self.source.run_dir, self.glyphs, ascii_only=self.ascii_only)
+        )
 
     def on_pane_view_resized(self, event: PaneView.Resized) -> None:
         """Draw for the new width."""
@@ -421,81 +327,3 @@ class Top(App[int]):
     def _forget_note(self) -> None:
         self._note = ""
         self._draw_foot()
-
-
-class HelpScreen(ModalScreen[None]):
-    """The keys."""
-
-    CSS = """
-    HelpScreen { align: center middle; }
-    #help { width: 76; height: 22; max-height: 100%; border: round #7aa2c4; background: #252b37; padding: 0 1; }
-    """
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,question_mark,h,enter,space", "app.pop_screen", show=False)
-    ]
-
-    def compose(self) -> ComposeResult:
-        """See Screen."""
-        app = self.app
-        assert isinstance(app, Top)
-        yield Block(ascii_only=app.ascii_only, id="help")
-
-    def on_mount(self) -> None:
-        """Draw."""
-        app = self.app
-        assert isinstance(app, Top)
-        lines = HELP.format_map(dict(app.glyphs.kinds.items())).splitlines()
-        self.query_one("#help", Block).show([[(line, "")] for line in lines])
-
-
-class DetailScreen(Screen[None]):
-    """An actor, as long as it is looked at."""
-
-    CSS = """
-    #name { height: 1; background: #252b37; padding: 0 1; }
-    #detail { height: 1fr; }
-    """
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,backspace", "app.pop_screen", show=False)]
-
-    def __init__(self, actor: str) -> None:
-        super().__init__()
-        self._actor = actor
-        self._log: list[str] | None = None
-
-    def compose(self) -> ComposeResult:
-        """See Screen."""
-        app = self.app
-        assert isinstance(app, Top)
-        yield Block(ascii_only=app.ascii_only, id="name")
-        yield PaneView(ascii_only=app.ascii_only, id="detail")
-
-    def on_mount(self) -> None:
-        """Draw, and read the log from time to time."""
-        self._read_log()
-        self.set_interval(2.0, self._read_log)
-        self.call_after_refresh(self.draw)
-
-    @work(thread=True, exclusive=True)
-    def _read_log(self) -> None:
-        app = self.app
-        assert isinstance(app, Top)
-        document, run_dir = app.document, app.source.run_dir
-        if document is not None and run_dir is not None:
-            self._log = last_lines(run_dir, document.run.attempt, self._actor)
-            app.call_from_thread(self.draw)
-
-    def draw(self) -> None:
-        """Draw the newest document."""
-        app = self.app
-        assert isinstance(app, Top)
-        view = self.query_one("#detail", PaneView)
-        self.query_one("#name", Block).show([[(self._actor, "bold"), ("   esc back   ↑ ↓ scroll", "dim")]])
-        if app.document is None or not view.size.width:
-            return
-        drawn: Pane = detail(app.document, self._actor, self._log, view.room, app.glyphs)
-        view.show(drawn)
-
-    def on_pane_view_resized(self, event: PaneView.Resized) -> None:
-        """Draw for the new width."""
-        event.stop()
-        self.call_after_refresh(self.draw)

@@ -7,15 +7,18 @@ import time
 from collections.abc import Sequence
 
 from asyncrl.monitor.bottleneck import by_kind, kind_of
+from asyncrl.monitor.top.bars import state_bar
 from asyncrl.monitor.top.document import Document
-from asyncrl.monitor.top.panes import LEVEL_STYLES, Pane, said_state
-from asyncrl.monitor.top.text import Glyphs, Line, count, duration, fixed, joined, percent, size, state_bar, wrapped
+from asyncrl.monitor.top.numbers import count, duration, fixed, percent, size
+from asyncrl.monitor.top.panes.base import Pane, said_state
+from asyncrl.monitor.top.panes.events import CONTROLLER, LEVEL_STYLES
+from asyncrl.monitor.top.text import Glyphs, Line, joined, length, wrapped
 from asyncrl.snapshot import ActorView, Resource
 
 EVENTS_SHOWN = 20
 RESOURCES_SHOWN = 16
 LOG_LINES = 3
-"""Of the screen for one of a log."""
+"""Of the screen for a warning or an error in a log; one for anything else."""
 LABEL = 12
 
 
@@ -27,7 +30,7 @@ def detail(document: Document, name: str, log: Sequence[str] | None, width: int,
     lines: list[Line] = [*_facts(actor)]
     if actor.resources:
         lines += [[], [("TIME, since its start", "bold")]]
-        lines += [_resource(each, width, glyphs) for each in actor.resources[:RESOURCES_SHOWN]]
+        lines += [line for each in actor.resources[:RESOURCES_SHOWN] for line in _resource(each, width, glyphs)]
         if len(actor.resources) > RESOURCES_SHOWN:
             lines.append([(f"and {len(actor.resources) - RESOURCES_SHOWN} more", "dim")])
     lines += [[], [("OPEN AWAITS, the oldest first", "bold")]]
@@ -39,9 +42,10 @@ def detail(document: Document, name: str, log: Sequence[str] | None, width: int,
         ]
         for wait in actor.waits
     ] or [[("none", "dim")]]
-    if actor.figures:
-        lines += [[], [("FIGURES", "bold")], *_columns(actor, width)]
-    events = [event for event in document.events if event.actor == name][-EVENTS_SHOWN:]
+    if log is not None:
+        lines += [[], [("LOG, its last lines", "bold")]]
+        lines += [line for text in log for line in _log_lines(text, width)]
+    events = [event for event in document.events if (event.actor or CONTROLLER) == name][-EVENTS_SHOWN:]
     lines += [[], [("EVENTS, the newest first", "bold")]]
     for event in reversed(events):
         at = time.strftime("%H:%M:%S", time.localtime(event.wall))
@@ -50,9 +54,8 @@ def detail(document: Document, name: str, log: Sequence[str] | None, width: int,
             lines.append([(lead, "dim"), (text, LEVEL_STYLES.get(event.level, ""))])
     if not events:
         lines.append([("none", "dim")])
-    if log is not None:
-        lines += [[], [("LOG, its last lines", "bold")]]
-        lines += [line for text in log for line in _log_lines(text, width)]
+    if actor.figures:
+        lines += [[], [("FIGURES", "bold")], *_columns(actor, width)]
     return Pane([], [""] * len(lines), lambda number: lines[number])
 
 
@@ -86,14 +89,21 @@ def _facts(actor: ActorView) -> list[Line]:
     return [joined(pairs), joined(place), joined(load), *gpus]
 
 
-def _resource(resource: Resource, width: int, glyphs: Glyphs) -> Line:
+def _resource(resource: Resource, width: int, glyphs: Glyphs) -> list[Line]:
+    """Its bar and beside it its states, on as many lines as they need."""
     whole = sum(resource.seconds.values())
     shares = {state: seconds / whole for state, seconds in resource.seconds.items()} if whole > 0 else {}
-    line: Line = [(f"{resource.name:<{LABEL}}", "dim"), *state_bar(by_kind(shares), min(30, width // 3), glyphs)]
+    bar = state_bar(by_kind(shares), min(30, width // 3), glyphs)
+    lines: list[Line] = [[(f"{resource.name:<{LABEL}}", "dim"), *bar]]
+    beside = length(lines[0])
     for state, share in sorted(shares.items(), key=lambda item: -item[1]):
-        if share >= 0.005:
-            line.append((f"  {state} {percent(share)}", "dim" if kind_of(state) == "wait" else ""))
-    return line
+        if share < 0.005:
+            continue
+        text = f"  {state} {percent(share)}"
+        if length(lines[-1]) + len(text) > width:
+            lines.append([(" " * beside, "")])
+        lines[-1].append((text, "dim" if kind_of(state) == "wait" else ""))
+    return lines
 
 
 def _columns(actor: ActorView, width: int) -> list[Line]:
@@ -134,8 +144,10 @@ def _log_lines(text: str, width: int) -> list[Line]:
     found: list[Line] = []
     room = max(20, width - 20)
     said = " ".join(f"{event}  {rest}".split())
-    if len(said) > LOG_LINES * room:
-        said = said[: LOG_LINES * room - 1] + "…"
-    for number, part in enumerate(wrapped(said, room)[:LOG_LINES]):
+    most = LOG_LINES if style in ("warn", "bad") else 1
+    parts = wrapped(said, room)
+    if len(parts) > most:
+        parts = [*parts[: most - 1], f"{parts[most - 1][: room - 2]} …"]
+    for number, part in enumerate(parts):
         found.append([(f"{at[11:19]}  {level:<8}  " if not number else " " * 20, "dim"), (part, style)])
     return found

@@ -35,7 +35,7 @@ class RunRow(Struct, frozen=True, kw_only=True):
     version: int
     """Of the weights; -1 before the first."""
     step_s: float | None = None
-    """Median of the newest steps."""
+    """Mean of the newest steps, as ``phases``; without the first of a learner."""
     eta_s: float | None = None
     tokens_per_s: float | None = None
     """Sampled."""
@@ -92,6 +92,7 @@ class RollouterRow(Struct, frozen=True, kw_only=True):
     name: str
     host: str
     condition: str
+    """absent, starting, ready, silent, condemned, dead, lost (with its host) or ended (with the run)."""
     state: str
     awaiting: str
     state_s: float
@@ -118,12 +119,13 @@ class RankRow(Struct, frozen=True, kw_only=True):
     name: str
     host: str
     condition: str
+    """absent, starting, ready, silent, condemned, dead, lost (with its host) or ended (with the run)."""
     state: str
     awaiting: str
     state_s: float
     states: dict[str, float]
     tokens_per_s: float | None = None
-    """Trained."""
+    """Trained by all ranks, prompts included; told by the first."""
     mfu: float | None = None
     """Share of the peak of all ranks' GPUs that the newest step used."""
     rss_bytes: Count | None = None
@@ -163,7 +165,7 @@ class WeightsView(Struct, frozen=True, kw_only=True):
     failures: float | None = None
     """Of updates, since the parameter server started."""
     behind: float | None = None
-    """Replicas that do not serve the newest version."""
+    """Replicas that do not serve the newest version, as far as they have told."""
     paused: float | None = None
     updates: list[UpdateRow] = []
     """The newest first."""

@@ -3,26 +3,11 @@
 from __future__ import annotations
 
 from asyncrl.monitor.bottleneck import kind_of
-from asyncrl.monitor.top.document import Document, StageRow
-from asyncrl.monitor.top.text import (
-    NARROW,
-    Glyphs,
-    Line,
-    Style,
-    count,
-    duration,
-    fit,
-    fixed,
-    joined,
-    length,
-    level_bar,
-    percent,
-    rate,
-    size,
-    sparkline,
-    state_bar,
-    wrapped,
-)
+from asyncrl.monitor.top.bars import level_bar, sparkline, state_bar
+from asyncrl.monitor.top.document import Document, RunRow, StageRow
+from asyncrl.monitor.top.numbers import count, duration, fixed, percent, rate
+from asyncrl.monitor.top.table import NARROW
+from asyncrl.monitor.top.text import Glyphs, Line, Style, fit, joined, length, wrapped
 
 PHASE_STYLES: dict[str, Style] = {
     "starting": "start",
@@ -31,7 +16,11 @@ PHASE_STYLES: dict[str, Style] = {
     "draining": "warn",
     "done": "good",
     "failed": "bad",
+    "stopped": "warn",
+    "preempted": "warn",
+    "stalled": "bad",
 }
+PREEMPTED_EXIT_CODE = 75
 NAMES_SHOWN = 3
 ROOMY = 16
 """From this width on a stage has room for blanks."""
@@ -40,12 +29,10 @@ ROOMY = 16
 def header(document: Document, width: int, glyphs: Glyphs) -> list[Line]:
     """Two lines: where the run stands, and what it does a second."""
     run = document.run
-    phase: Line = [(run.phase, PHASE_STYLES.get(run.phase, ""))]
-    if run.stalled and run.phase == "running":
-        phase = [("stalled", "bad")]
+    phase = said_phase(run)
     first: list[Line] = [
         [(run.name, "bold")],
-        phase,
+        [(phase, PHASE_STYLES.get(phase, ""))],
         [("step ", "dim"), (f"{run.step}/{run.steps}", "")],
         [("version ", "dim"), (count(run.version) if run.version >= 0 else count(None), "")],
         [("up ", "dim"), (duration(run.age_s), "")],
@@ -61,6 +48,15 @@ def header(document: Document, width: int, glyphs: Glyphs) -> list[Line]:
     ]
     second += [[(f"{name} ", "dim"), (fixed(mean, 3), "")] for name, mean in sorted(run.evals.items())]
     return [fit(_fitting(first, width), width), fit(_fitting(second, width), width)]
+
+
+def said_phase(run: RunRow) -> str:
+    """Where a run stands, in a word: one that ended before its last step is not done."""
+    if run.phase == "running" and run.stalled:
+        return "stalled"
+    if run.phase == "done" and run.exit_code:
+        return "preempted" if run.exit_code == PREEMPTED_EXIT_CODE else "stopped"
+    return run.phase
 
 
 def _fitting(parts: list[Line], width: int) -> Line:
@@ -103,20 +99,15 @@ def _stage(stage: StageRow, document: Document, wide: int, glyphs: Glyphs) -> li
     fill = wide - len(name) - len(there) - bool(there)
     top: Line = [(name, style), (f" {rule * (fill - 1)}" if fill > 0 else "", "mark" if stage.bottleneck else "dim")]
     if there:
-        top.append((f" {there}", "bad" if stage.actors < stage.expected else "dim"))
+        over = document.run.phase in ("draining", "done", "failed")
+        top.append((f" {there}", "bad" if stage.actors < stage.expected and not over else "dim"))
     return [
         top,
-        [(_rate(stage), "")],
+        [(f"{rate(stage.rate)} {stage.unit}/s", "")],
         [(_depth(stage, document), "")],
         _bar(stage, wide, glyphs),
         _state(stage, document),
     ]
-
-
-def _rate(stage: StageRow) -> str:
-    if stage.unit == "bytes":
-        return f"{size(stage.rate)}/s"
-    return f"{rate(stage.rate)} {stage.unit}/s"
 
 
 def _depth(stage: StageRow, document: Document) -> str:
@@ -161,8 +152,9 @@ def verdict(document: Document, width: int, glyphs: Glyphs) -> list[Line]:
     run, found = document.run, document.bottleneck
     said: tuple[str, str, Style]
     if run.phase in ("done", "failed", "draining", "preempting"):
+        phase = said_phase(run)
         reason = run.reason or {"done": "all steps are trained"}.get(run.phase, "")
-        said = run.phase, reason, "bad" if run.phase == "failed" else "good" if run.phase == "done" else "warn"
+        said = phase, reason.removeprefix(f"{phase} "), PHASE_STYLES[phase]
     elif run.stalled:
         said = "stalled", run.stalled, "bad"
     elif run.phase == "starting":
@@ -179,4 +171,11 @@ def verdict(document: Document, width: int, glyphs: Glyphs) -> list[Line]:
     if run.lost_hosts:
         lines.append([("lost hosts: ", "bad"), (", ".join(run.lost_hosts), "")])
     lines += [[(text, "")] for text in rest]
+    if len(lines) > 2:
+        lines[1] = fit(
+            [*lines[1], (" …", "")]
+            if length(lines[1]) + 2 <= width
+            else [*lines[1][:-1], (f"{lines[1][-1][0]} …", "")],
+            width,
+        )
     return [*lines, []][:2]

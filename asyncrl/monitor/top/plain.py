@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from asyncrl.monitor.top.document import Document
-from asyncrl.monitor.top.panes import PANES, Choice, pane, title
+from asyncrl.monitor.top.panes import PANES, pane, title
+from asyncrl.monitor.top.panes.base import Choice
 from asyncrl.monitor.top.pipeline import header, pipeline
 from asyncrl.monitor.top.text import Glyphs, Line, plain, to_ascii
 

@@ -1,6 +1,7 @@
 """A recorded run, gone through at will. Snapshots stay as they lie on disk until they are shown.
 
-Fails with UsageError when nothing is recorded.
+Invariant: a recording of a run that does not live ends with how it ended; where nothing tells, with that. Fails with
+UsageError when nothing is recorded, or nothing of it can be read.
 """
 
 from __future__ import annotations
@@ -9,12 +10,16 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from asyncrl.errors import UsageError
-from asyncrl.monitor.recording import decode, read_bodies
+from asyncrl.monitor.recording import FOLDER, decode, read_bodies
 from asyncrl.monitor.top.history import LONGEST_S, History
+from asyncrl.monitor.top.model.facts import OVER
 from asyncrl.snapshot import Snapshot
 
 SPEEDS = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
+ELSE = "What the run measured and logged is shown by --report and --explain"
 FRAMES = 24
 """Snapshots from which shares are taken after a jump."""
 
@@ -22,8 +27,12 @@ FRAMES = 24
 class Replay:
     """Where the viewer is in a recording; ``position`` is Unix time, s."""
 
-    def __init__(self, entries: Sequence[tuple[float, bytes]]) -> None:
-        """``entries`` are (wall, snapshot as recorded), in order of time; there is at least one."""
+    def __init__(self, entries: Sequence[tuple[float, bytes]], *, lives: bool = False, note: str = "") -> None:
+        """``entries`` are (wall, snapshot as recorded), in order of time; there is at least one.
+
+        ``lives``: more may come. ``note``: what is to be known of the recording itself.
+        """
+        self.lives, self.note = lives, note
         self._walls = [wall for wall, _ in entries]
         self._bodies = [body for _, body in entries]
         self.position = self._walls[0]
@@ -93,21 +102,41 @@ class Replay:
         return sorted({*range(first, index, stride), max(0, index - 1), index})
 
     def _decoded(self, index: int) -> Snapshot | None:
-        return decode(self._bodies[index])
+        snapshot = decode(self._bodies[index])
+        if snapshot is None or self.lives or index < len(self._bodies) - 1 or snapshot.run.phase in OVER:
+            return snapshot
+        return _cut_short(snapshot)
 
 
-def open_replay(run_dir: Path) -> Replay:
-    """The recording of a run. Raises UsageError."""
-    entries = sorted(read_bodies(run_dir), key=lambda entry: entry[0])
+def _cut_short(last: Snapshot) -> Snapshot:
+    """The end of a run of which the recording tells none."""
+    run, actors = last.run, last.actors
+    why = "it was killed, or told to end at once, or its host went down"
+    why = f"nothing is recorded after this, when it was {run.phase}: {why}; see logs/attempt_{run.attempt}"
+    return replace(
+        last,
+        run=replace(run, phase="failed", reason=why, stalled="", exit_code=1),
+        actors=[replace(actor, condition="dead") for actor in actors],
+    )
+
+
+def open_replay(run_dir: Path, *, lives: bool) -> Replay:
+    """The recording of a run, which may live. Raises UsageError."""
+    folder, damaged = run_dir / FOLDER, list[Path]()
+    entries = sorted(read_bodies(run_dir, damaged), key=lambda entry: entry[0])
+    names = ", ".join(path.name for path in damaged)
     if not entries:
-        raise UsageError(f"{run_dir}: nothing is recorded in {run_dir / 'monitor'}")
-    return Replay(entries)
+        why = f"it is damaged: {names}" if names else "monitor.record_bytes was 0, or the run ended before it had begun"
+        raise UsageError(f"{folder}: nothing is recorded there that can be read; {why}. {ELSE}")
+    if all(decode(body) is None for _, body in entries):
+        raise UsageError(f"{folder}: no snapshot there can be read, damaged or of another version of asyncrl. {ELSE}")
+    return Replay(entries, lives=lives, note=f"damaged, and shown as far as it can be read: {names}" if names else "")
 
 
 def recent_history(run_dir: Path) -> History:
     """What was recorded of the last minutes, so that a viewer that has just come knows shares at once."""
     try:
-        replay = open_replay(run_dir)
+        replay = open_replay(run_dir, lives=True)
     except UsageError:
         return History()
     replay.jump(replay.end)

@@ -14,7 +14,7 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.widget import Widget
 
-from asyncrl.monitor.top.panes import Pane
+from asyncrl.monitor.top.panes.base import Pane
 from asyncrl.monitor.top.text import Line, Style, fit, to_ascii
 
 STYLES: dict[Style, RichStyle] = {
@@ -31,6 +31,7 @@ STYLES: dict[Style, RichStyle] = {
     "start": RichStyle(color="#d9b45b"),
     "wait": RichStyle(color="#59617a"),
     "level": RichStyle(color="#7aa2c4"),
+    "chosen": RichStyle(color="#f0a060", bold=True, underline=True),
 }
 CURSOR = RichStyle(reverse=True)
 PLAIN = RichStyle()
@@ -40,8 +41,8 @@ def to_strip(line: Line, width: int, base: RichStyle, *, ascii_only: bool, curso
     """A line of exactly ``width`` cells, on ``base``."""
     segments = []
     for text, name in fit(line, width):
-        style = base + STYLES[name]
-        segments.append(Segment(to_ascii(text) if ascii_only else text, style + CURSOR if cursor else style))
+        style = base + (CURSOR if cursor else STYLES[name])
+        segments.append(Segment(to_ascii(text) if ascii_only else text, style))
     return Strip(segments, width)
 
 
@@ -105,6 +106,7 @@ class PaneView(ScrollView, can_focus=True):
         if key and self.chosen != key and key in pane.keys:
             self._cursor = list(pane.keys).index(key)
         self._cursor = max(0, min(self._cursor, len(pane.keys) - 1))
+        self._cursor = self._entry_from(self._cursor, 1)
         size = Size(self.room, len(pane.head) + len(pane.keys))
         if size != self.virtual_size:
             self.virtual_size = size
@@ -117,9 +119,16 @@ class PaneView(ScrollView, can_focus=True):
 
     @property
     def chosen(self) -> str:
-        """What the entry under the cursor is about."""
+        """What the entry under the cursor is about; empty if it is about nothing."""
         keys = self._pane.keys
         return keys[self._cursor] if self._cursor < len(keys) else ""
+
+    def _entry_from(self, number: int, by: int) -> int:
+        """The first entry from ``number`` on, in this direction, that can be chosen; else the cursor's own."""
+        keys = self._pane.keys
+        while 0 <= number < len(keys) and not keys[number]:
+            number += 1 if by > 0 else -1
+        return number if 0 <= number < len(keys) else self._cursor
 
     def _line_at(self, y: int) -> Line:
         head = self._pane.head
@@ -154,11 +163,15 @@ class PaneView(ScrollView, can_focus=True):
         if not any(keys):
             self.scroll_relative(y=by, animate=False)
             return
-        self._cursor = max(0, min(self._cursor + by, len(keys) - 1))
+        self._cursor = self._entry_from(max(0, min(self._cursor + by, len(keys) - 1)), by)
         height = self.size.height - len(self._pane.head)
         top = self.scroll_offset.y
-        if self._cursor < top:
-            self.scroll_to(y=self._cursor, animate=False)
+        # With the headings above it.
+        first = self._cursor
+        while first and not keys[first - 1]:
+            first -= 1
+        if first < top:
+            self.scroll_to(y=first, animate=False)
         elif self._cursor >= top + height:
             self.scroll_to(y=self._cursor - height + 1, animate=False)
         self.refresh()
@@ -168,14 +181,14 @@ class PaneView(ScrollView, can_focus=True):
         self.action_move(by * max(1, self.size.height - len(self._pane.head) - 1))
 
     def action_choose(self) -> None:
-        """The entry under the cursor."""
-        if self.chosen:
-            self.post_message(self.Chosen(self.chosen))
+        """The entry under the cursor, or what the pane is about."""
+        if key := self.chosen or self._pane.about:
+            self.post_message(self.Chosen(key))
 
     def on_click(self, event: Click) -> None:
         """Put the cursor there; a second click chooses."""
         number = event.y - len(self._pane.head) + self.scroll_offset.y
-        if 0 <= number < len(self._pane.keys):
+        if 0 <= number < len(self._pane.keys) and self._pane.keys[number]:
             self._cursor = number
             self.refresh()
             if event.chain == 2:

@@ -1,0 +1,30 @@
+"""Why nobody answers at an address: what a plain connection to it tells. Leaves nothing behind where it is answered."""
+
+from __future__ import annotations
+
+import socket
+
+REACH_S = 4.0
+"""Longest wait for a connection."""
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of tcp://HOST:PORT or HOST:PORT. Raises ValueError."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not host or not 0 < int(port) < 65536:
+        raise ValueError(f"{address} is not HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def why_unreachable(address: str) -> str:
+    """Empty if somebody takes connections there; else what is wrong. Blocks for at most about REACH_S."""
+    host, port = split_address(address)
+    try:
+        with socket.create_connection((host, port), timeout=REACH_S):
+            return ""
+    except socket.gaierror as error:
+        return f"the host {host} is not known here ({error.strerror})"
+    except TimeoutError:
+        return f"no connection within {REACH_S:g} s: the host is down, or a firewall drops what is sent to that port"
+    except OSError as error:
+        return f"nobody listens there ({error.strerror})"

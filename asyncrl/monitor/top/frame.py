@@ -1,0 +1,63 @@
+"""The lines around the panes: tabs, the time bar of a replay, and what is said at the foot. Pure."""
+
+from __future__ import annotations
+
+import time
+
+from asyncrl.monitor.client import Away
+from asyncrl.monitor.top.bars import level_bar
+from asyncrl.monitor.top.numbers import duration
+from asyncrl.monitor.top.panes import PANES
+from asyncrl.monitor.top.panes.base import LEVELS, Choice, PaneName
+from asyncrl.monitor.top.replay import Replay
+from asyncrl.monitor.top.text import Glyphs, Line, length
+
+KEYS = "? help  q quit  s sort  / filter  space {space}"
+
+
+def tabs(seen: PaneName) -> Line:
+    """The panes, of which one is seen."""
+    line: Line = []
+    for number, name in enumerate(PANES, 1):
+        line += [(f"{number} {name}", "chosen" if name == seen else "dim"), ("  ", "")]
+    return line
+
+
+def time_bar(replay: Replay, width: int, glyphs: Glyphs) -> Line:
+    """Where in a recording one is."""
+    past, whole = replay.position - replay.begin, replay.end - replay.begin
+    left = f"{time.strftime('%H:%M:%S', time.localtime(replay.position))}  {duration(past)} of {duration(whole)}  "
+    right = f"  ×{replay.speed:g} {'playing' if replay.playing else 'paused'}"
+    bar = level_bar(past, whole, max(4, width - len(left) - len(right)), glyphs)
+    return [(left, ""), *bar, (right, "dim")]
+
+
+def status(*, note: str, frozen: bool, replay: Replay | None, over: str, away: Away | None, attached: bool) -> Line:
+    """How what is seen is to be taken."""
+    if note:
+        return [(note, "warn")]
+    if frozen:
+        return [("frozen, space goes on", "warn")]
+    if replay is not None:
+        said: Line = [("replay", "level")]
+        if replay.note:
+            said.append((f"  {replay.note}", "warn"))
+        elif replay.at_end and replay.lives:
+            said.append(("  up to here; the run goes on", "warn"))
+        return said
+    if over:
+        return [(over, "warn")]
+    if away is not None:
+        return [(f"no answer for {duration(away.seconds)}", "bad"), (f": {away.reason}", "dim")]
+    return [("live", "good")] if attached else [("attaching", "start")]
+
+
+def foot(status: Line, choice: Choice, width: int, *, replay: bool) -> Line:
+    """The status, what is filtered, and the keys where there is room for them."""
+    chosen = [f"filter: {choice.needle}"] if choice.needle else []
+    if choice.level != LEVELS[0]:
+        chosen.append(f"events: {choice.level}")
+    line = [*status, (f"   {'   '.join(chosen)}", "warn")] if chosen else list(status)
+    keys = KEYS.format(space="play" if replay else "freeze")
+    room = width - length(line)
+    return [*line, (f"{keys:>{room}}", "dim")] if room >= len(keys) + 2 else line

@@ -1,0 +1,97 @@
+"""What the parts of the Document are made from: the newest snapshot, and how things were before. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from asyncrl.monitor.rates import Interval, Shares, mean, total
+from asyncrl.monitor.top.history import History
+from asyncrl.snapshot import ActorView, Resource, Snapshot
+
+STEPS_FOR_MEANS = 8
+GONE = frozenset({"absent", "dead", "lost"})
+OVER = frozenset({"done", "failed"})
+"""Phases in which nothing goes on."""
+ENDING = OVER | {"draining"}
+"""Phases in which actors end because they are told to."""
+
+
+class Facts:
+    """A snapshot with its past. What an actor that is gone said last is no fact, but what it has counted is."""
+
+    def __init__(self, snapshot: Snapshot, history: History) -> None:
+        steps = history.steps()
+        self.snapshot, self.run = snapshot, snapshot.run
+        self.recent = history.recent()
+        """For rates."""
+        self.steps = steps or Interval(None, snapshot)
+        """For shares."""
+        self.window_s = 0.0 if steps is None else steps.seconds
+        self.by_role: dict[str, list[ActorView]] = {}
+        for actor in snapshot.actors:
+            self.by_role.setdefault(actor.name.partition("/")[0], []).append(actor)
+        self.last: Mapping[str, Any] = snapshot.train[-1] if snapshot.train else {}
+        """The newest step."""
+
+    def condition(self, actor: ActorView) -> str:
+        """That of the snapshot; ended, and not dead, where that is as it should be."""
+        return "ended" if actor.condition == "dead" and self.run.phase in ENDING else actor.condition
+
+    def of(self, role: str) -> list[ActorView]:
+        """All of its actors."""
+        return self.by_role.get(role, [])
+
+    def living(self, role: str) -> list[ActorView]:
+        """Those that are not gone."""
+        return [actor for actor in self.of(role) if actor.condition not in GONE]
+
+    def level(self, role: str, figure: str) -> float | None:
+        """A gauge, added up."""
+        return total(actor.figures.get(figure) for actor in self.living(role))
+
+    def counted(self, role: str, figure: str) -> float | None:
+        """A counter, added up."""
+        return total(actor.figures.get(figure) for actor in self.of(role))
+
+    def rate(self, role: str, figure: str) -> float | None:
+        """Increase of a counter a second."""
+        return self.recent.total_rate(self.living(role), figure)
+
+    def states(self, role: str) -> Shares:
+        """Shares of the time of all of its resources, by state."""
+        return self.shares(self.of(role))
+
+    def shares(self, actors: Iterable[ActorView]) -> Shares:
+        """Shares of the time of all resources of actors that are not gone, by state."""
+        pairs: list[tuple[ActorView, Resource]] = [
+            (actor, resource) for actor in actors if actor.condition not in GONE for resource in actor.resources
+        ]
+        return self.steps.shares(pairs)
+
+    def step_mean(self, key: str) -> float | None:
+        """The mean over the newest steps. The first of a learner waits for engines and evaluations: it is left out."""
+        lines = self.snapshot.train
+        begins = [
+            line.get("step") == 1 or (number > 0 and line.get("start") != lines[number - 1].get("start"))
+            for number, line in enumerate(lines)
+        ]
+        newest = list(zip(lines, begins, strict=True))[-STEPS_FOR_MEANS:]
+        chosen = [line for line, first in newest if not first] or [line for line, _ in newest]
+        return mean(number_in(line, key) for line in chosen)
+
+    def ledger_figure(self, name: str) -> float | None:
+        """What the learner says now, or said with its last step."""
+        told = total(actor.figures.get(name) for actor in self.of("learner")[:1])
+        return number_in(self.last, name) if told is None else told
+
+    def buffered(self) -> float | None:
+        """Groups in the learner's buffer."""
+        told = total(actor.figures.get("buffer/groups") for actor in self.living("learner")[:1])
+        return told if told is not None or self.run.phase in OVER else number_in(self.last, "buffer/groups")
+
+
+def number_in(line: Mapping[str, Any], key: str) -> float | None:
+    """A number in a line of metrics.jsonl; None if there is none."""
+    value = line.get(key)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -1,0 +1,61 @@
+"""The run as a whole, and the phases of its steps. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from asyncrl.monitor.rates import total
+from asyncrl.monitor.top.document import PhaseRow, RewardView, RollouterRow, RunRow
+from asyncrl.monitor.top.model.facts import Facts, number_in
+
+REWARDS = 40
+PHASES = (
+    ("time/wait_for_groups_s", "wait"),
+    ("time/train_s", "train"),
+    ("time/publish_s", "publish"),
+    ("time/step_s", "step"),
+)
+
+
+def run_row(facts: Facts, rollouters: Sequence[RollouterRow], reward: RewardView) -> RunRow:
+    """Where it stands, and what it does a second."""
+    run, train = facts.run, facts.snapshot.train
+    step_s = facts.step_mean("time/step_s")
+    left = run.steps - run.step
+    goes_on = run.phase == "running" and not run.stalled and left > 0
+    eta_s = left * step_s if step_s is not None and goes_on else None
+    rewards = [value for line in train[-REWARDS:] if (value := number_in(line, "reward/mean")) is not None]
+    return RunRow(
+        name=run.name,
+        run_id=run.run_id,
+        phase=run.phase,
+        attempt=run.attempt,
+        age_s=run.age_s,
+        step=run.step,
+        steps=run.steps,
+        version=run.version,
+        step_s=step_s,
+        eta_s=eta_s,
+        tokens_per_s=total(row.tokens_per_s for row in rollouters),
+        samples_per_s=reward.rate,
+        reward=rewards[-1] if rewards else None,
+        rewards=rewards,
+        evals={
+            key.removeprefix("eval/").removesuffix("/mean"): float(value)
+            for line in facts.snapshot.evals
+            for key, value in line.items()
+            if key.startswith("eval/") and key.endswith("/mean") and isinstance(value, int | float)
+        },
+        reason=run.reason,
+        exit_code=run.exit_code,
+        waiting_for=run.waiting_for,
+        lost_hosts=run.lost_hosts,
+        stalled=run.stalled,
+        disk_free_bytes=run.disk_free_bytes or None,
+    )
+
+
+def phases(facts: Facts) -> list[PhaseRow]:
+    """Of a step, in the mean."""
+    found = ((name, facts.step_mean(key)) for key, name in PHASES)
+    return [PhaseRow(name=name, seconds=seconds) for name, seconds in found if seconds is not None]

@@ -1,0 +1,137 @@
+"""The stages of the pipeline, and which of them sets the pace. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from asyncrl.monitor.bottleneck import Flow, by_kind, find_bottleneck
+from asyncrl.monitor.rates import mean, total
+from asyncrl.monitor.top.document import (
+    Bottleneck,
+    LedgerView,
+    RewardView,
+    RollouterRow,
+    Stage,
+    StageRow,
+    WeightsView,
+)
+from asyncrl.monitor.top.model.facts import GONE, OVER, Facts
+
+OPEN = 0.5
+"""Below this share of what the gate admits it is not what anybody waits for."""
+
+
+def bottleneck(facts: Facts, rollouters: Sequence[RollouterRow], reward: RewardView, ledger: LedgerView) -> Bottleneck:
+    """Who waits on whom."""
+    dataloader = next(iter(facts.living("dataloader")), None)
+    verdict = find_bottleneck(
+        Flow(
+            running=facts.run.phase == "running" and not facts.run.stalled,
+            window_s=facts.window_s if facts.steps.seconds else facts.run.age_s,
+            rollouters=facts.states("rollouter"),
+            reward=reward.states,
+            learner=facts.shares(facts.of("learner")[:1]),
+            dataloader_busy=dataloader.loop_busy if dataloader is not None else None,
+            generating=total(row.in_flight for row in rollouters),
+            at_reward=facts.level("rollouter", "rollout/scoring"),
+            lag=mean(row.lag for row in rollouters),
+            gate_open=_gate_open(facts),
+            exhausted=facts.run.steps > 0
+            and (ledger.outstanding or 0.0) >= (facts.run.steps - facts.run.step) * facts.run.groups_per_step,
+        )
+    )
+    return Bottleneck(stage=verdict.stage, why=verdict.why)
+
+
+def _gate_open(facts: Facts) -> bool | None:
+    """Whether there was much room at both ends of the window."""
+    full: list[float] = []
+    for actor in facts.living("dataloader"):
+        for view in (actor, facts.steps.before(actor)):
+            out, most = (view.figures.get(f"tickets/{name}") if view else None for name in ("outstanding", "gate"))
+            if out is None or not most:
+                return None
+            full.append(out / most)
+    return max(full) < OPEN if full else None
+
+
+def stages(
+    facts: Facts,
+    bottleneck: Bottleneck,
+    rollouters: Sequence[RollouterRow],
+    reward: RewardView,
+    weights: WeightsView,
+    ledger: LedgerView,
+) -> list[StageRow]:
+    """The pipeline in the order of its flow."""
+    marked = "dataloader" if bottleneck.stage == "gate" else bottleneck.stage
+
+    def row(stage: Stage, role: str, shares: Mapping[str, float], **figures: Any) -> StageRow:
+        actors = facts.of(role)
+        return StageRow(
+            stage=stage,
+            actors=sum(actor.condition not in GONE for actor in actors),
+            expected=len(actors),
+            resources=sum(len(actor.resources) for actor in actors),
+            states=dict(shares),
+            kinds=by_kind(shares),
+            bottleneck=stage == marked,
+            **figures,
+        )
+
+    return [
+        row(
+            "dataloader",
+            "dataloader",
+            {},
+            rate=facts.rate("dataloader", "tickets/granted"),
+            unit="groups",
+            depth=ledger.outstanding,
+            depth_limit=ledger.gate,
+            depth_unit="groups",
+        ),
+        row(
+            "rollouters",
+            "rollouter",
+            facts.states("rollouter"),
+            rate=total(each.tokens_per_s for each in rollouters),
+            unit="tokens",
+            depth=total(each.in_flight for each in rollouters),
+            depth_unit="samples",
+        ),
+        row(
+            "reward",
+            "reward",
+            reward.states,
+            rate=reward.rate,
+            unit="samples",
+            depth=total((reward.queued, reward.running)),
+            depth_unit="samples",
+        ),
+        row(
+            "learner",
+            "learner",
+            facts.states("learner"),
+            rate=_trained_per_s(facts),
+            unit="groups",
+            depth=ledger.buffered,
+            depth_limit=float(facts.run.groups_per_step) if facts.run.groups_per_step else None,
+            depth_unit="groups",
+        ),
+        row(
+            "weights",
+            "parameter_server",
+            {},
+            rate=facts.rate("parameter_server", "weights/updates_committed"),
+            unit="updates",
+            depth=weights.behind,
+            depth_limit=float(sum(each.lag is not None for each in rollouters)) if weights.behind is not None else None,
+            depth_unit="behind",
+        ),
+    ]
+
+
+def _trained_per_s(facts: Facts) -> float | None:
+    step_s, groups = facts.step_mean("time/step_s"), facts.run.groups_per_step
+    return groups / step_s if step_s and groups and facts.run.phase not in OVER else None

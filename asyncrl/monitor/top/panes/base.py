@@ -1,0 +1,84 @@
+"""What panes are made of: what is drawn, what the user has chosen to see, and how an actor's state is said. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from asyncrl.monitor.bottleneck import kind_of
+from asyncrl.monitor.top.text import Line, Span, Style
+
+PaneName = Literal["rollouters", "learner", "weights", "staleness", "reward", "ledger", "events"]
+LEVELS = ("info", "warning", "error")
+BAR = 8
+"""Cells of a bar in a table."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What the user has chosen to see."""
+
+    sort: str = "host"
+    descending: bool = False
+    needle: str = ""
+    """Rows that hold this text, in any case."""
+    level: str = "info"
+    """Events of this level and above."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pane:
+    """What is drawn; ``line`` gives entry ``i``, ``keys[i]`` is what it is about: an actor, or empty."""
+
+    head: list[Line]
+    keys: Sequence[str] = ()
+    line: Callable[[int], Line] = field(default=lambda _number: [])
+    about: str = ""
+    """The actor that it is about as a whole."""
+
+    def lines(self) -> list[Line]:
+        """All of it."""
+        return [*self.head, *(self.line(number) for number in range(len(self.keys)))]
+
+
+def matches(choice: Choice, *texts: str) -> bool:
+    """Whether one of them holds what is looked for."""
+    needle = choice.needle.lower()
+    return not needle or any(needle in text.lower() for text in texts)
+
+
+def is_there(condition: str) -> bool:
+    """Whether an actor in this condition can do anything."""
+    return condition in ("ready", "starting", "silent")
+
+
+def is_amiss(condition: str) -> bool:
+    """Whether an actor should be otherwise."""
+    return condition in ("condemned", "dead", "lost")
+
+
+def said_state(condition: str, state: str, awaiting: str) -> Span:
+    """What an actor does, and how that is meant to look."""
+    if condition in ("ready", "starting") and state:
+        style: Style = {"wait": "dim", "start": "start", "weights": "weights", "upkeep": "upkeep"}.get(  # type: ignore[assignment]
+            kind_of(state), ""
+        )
+        whom = awaiting.removeprefix("weights ") if kind_of(state) in ("wait", "weights") else ""
+        return f"{state} {whom}".rstrip(), style
+    return condition, "start" if condition in ("starting", "absent") else "bad" if is_amiss(condition) else "dim"
+
+
+def facts(known: Sequence[tuple[str, str, Style]], bars: Sequence[Line], width: int, about: str) -> Pane:
+    """Names and values in as many columns as there is room for, filled downwards, below ``bars``."""
+    name_wide = max(len(name) for name, _, _ in known)
+    value_wide = max(len(value) for _, value, _ in known)
+    across = max(1, min(3, (width + 4) // (name_wide + value_wide + 6)))
+    down = -(-len(known) // across)
+    lines: list[Line] = [*bars]
+    for i in range(down):
+        line: Line = []
+        for name, value, style in known[i::down]:
+            line += [(f"{name:<{name_wide}}  ", "dim"), (f"{value:<{value_wide}}    ", style)]
+        lines.append(line)
+    return Pane([], [""] * len(lines), lambda number: lines[number], about)

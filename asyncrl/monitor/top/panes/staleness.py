@@ -1,0 +1,62 @@
+"""How many versions lay between sampling and training. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from asyncrl.monitor.top.bars import level_bar
+from asyncrl.monitor.top.document import Document
+from asyncrl.monitor.top.numbers import count, fixed, percent
+from asyncrl.monitor.top.panes.base import Choice, Pane
+from asyncrl.monitor.top.text import Glyphs, Line, Style, joined
+
+LABEL = 10
+FIGURES = LABEL + 2 + 2 * 12
+"""Columns that are no bars."""
+
+
+def staleness(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pane:
+    """The working limit, the newest step, and a histogram since the learner started."""
+    view, run = document.staleness, document.run
+    late = f"{count(view.late_groups)} of {document.ledger.groups_per_step} groups"
+    head: Line = joined(
+        [
+            [("limit ", "dim"), (f"{fixed(view.limit, 0)} of {view.max}", "")],
+            [(f"step {run.step}: mean ", "dim"), (fixed(view.token_mean), "")],
+            [("most ", "dim"), (fixed(view.token_max, 0), "")],
+            [("late ", "dim"), (late, "warn" if view.late_groups else "")],
+        ]
+    )
+    if not (view.tokens or view.groups):
+        return Pane([head], about="learner/0")
+    wide = max(6, min(32, (width - FIGURES) // 2))
+    titles: Line = [(f"{'versions':>{LABEL}}  {'tokens':<{wide + 12}}{'groups':<{wide + 10}}", "dim")]
+    last = max((i for counts in (view.tokens, view.groups) for i, n in enumerate(counts) if n), default=0)
+    lines = [_bucket_line(document, i, wide, glyphs) for i in range(max(last, view.max) + 1)]
+    return Pane([head, titles], [""] * len(lines), lambda number: lines[number], "learner/0")
+
+
+def _bucket_line(document: Document, index: int, wide: int, glyphs: Glyphs) -> Line:
+    view = document.staleness
+    low, label = _bucket(view.edges, index)
+    # Beyond the limit is beyond what the gate can hold: stragglers, which staleness.late is for.
+    late = low > view.max
+    style: Style = "warn" if late else "level"
+    line: Line = [(f"{f'late {label}' if late else label:>{LABEL}}  ", "warn" if late else "dim")]
+    for counts in (view.tokens, view.groups):
+        value, whole = counts[index] if index < len(counts) else 0, sum(counts)
+        line += [
+            *level_bar(value, max(counts, default=0) or None, wide, glyphs, style),
+            (f" {count(value):>5}", ""),
+            (f"{percent(value / whole) if whole else '':>5} ", "dim"),
+        ]
+    return line
+
+
+def _bucket(edges: Sequence[float], index: int) -> tuple[int, str]:
+    """The whole versions in a bucket, whose upper edges are inside: the least of them, and all."""
+    low = int(edges[index - 1]) + 1 if index else 0
+    if index >= len(edges):
+        return low, f"{low}+"
+    high = int(edges[index])
+    return low, f"{high}" if high <= low else f"{low}–{high}"

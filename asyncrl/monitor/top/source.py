@@ -1,0 +1,28 @@
+"""Where the terminal has its snapshots from."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from asyncrl.monitor.client import Away
+from asyncrl.monitor.top.history import History
+from asyncrl.monitor.top.replay import Replay
+from asyncrl.snapshot import Snapshot
+
+Feed = Callable[[], AsyncIterator[Snapshot | Away]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where snapshots come from: a feed, or a recording."""
+
+    feed: Feed | None = None
+    replay: Replay | None = None
+    history: History = field(default_factory=History)
+    """What is known before the first snapshot comes."""
+    run_dir: Path | None = None
+    """Where logs are, if they can be read."""
+    trace: Callable[[], Awaitable[str]] | None = None
+    """Has a trace written; says what came of it."""

@@ -1,0 +1,68 @@
+"""The thread that beats, on a real socket."""
+
+import asyncio
+
+import msgspec
+import zmq
+from inprocess import CREDENTIALS, sim_config
+
+from asyncrl.runtime.actor import Actor, ActorContext
+from asyncrl.runtime.heartbeat import HeartbeatThread
+from asyncrl.wire.envelope import decode_header
+from asyncrl.wire.memory import MemoryNetwork
+
+
+class Racing(Actor):
+    """Its figures are read while they change: not at the first beat, at all those in between, and never again."""
+
+    role = "rollouter"
+    asked = 0
+
+    def figures(self):
+        self.asked += 1
+        if 1 < self.asked < 5:
+            raise KeyError("0-17")
+        return super().figures() | {"rollout/in_flight": float(self.asked)}
+
+
+def test_what_cannot_be_gathered_costs_no_beat(tmp_path):
+    async def main(server):
+        config = sim_config(supervision={"heartbeat_s": 0.05})
+        actor = Racing(
+            ActorContext(
+                config=config,
+                name="rollouter/0",
+                incarnation=1,
+                run_dir=tmp_path,
+                transport=MemoryNetwork().transport(),
+                credentials=CREDENTIALS,
+                controller="tcp://nowhere:1",
+            )
+        )
+        port = server.bind_to_random_port("tcp://127.0.0.1")
+        thread = HeartbeatThread(actor, f"tcp://127.0.0.1:{port}", asyncio.get_running_loop())
+        thread.start()
+        try:
+            return await asyncio.to_thread(receive, server, 6)
+        finally:
+            await asyncio.to_thread(thread.stop)
+
+    context = zmq.Context()
+    server = context.socket(zmq.ROUTER)
+    try:
+        beats = asyncio.run(main(server))
+    finally:
+        context.destroy(linger=0)
+    assert [beat["beat"] for beat in beats] == [1, 2, 3, 4, 5, 6]
+    assert [beat["counters"].get("rollout/in_flight") for beat in beats] == [1, None, None, None, 5, 6]
+
+
+def receive(server, count):
+    """So many heartbeats."""
+    beats = []
+    while len(beats) < count:
+        assert server.poll(20_000), f"{len(beats)} heartbeats and no more"
+        _, header, body, *_ = server.recv_multipart()
+        if decode_header(header).type == "Heartbeat":
+            beats.append(msgspec.msgpack.decode(body))
+    return beats
