@@ -12,7 +12,7 @@ import pytest
 from cluster.launches import WAIT_S, Command, Launch, left, process
 from cluster.netns import Cluster, wait_until
 
-from asyncrl.launcher.progress import read_metrics
+from asyncrl.monitor.metrics_file import read_metrics
 from tools.chaos.audit import Expected, audit
 
 GROUPS = 4
