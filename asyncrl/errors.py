@@ -15,6 +15,7 @@ wrong, where, and what to do. Wrong input is a ValueError; our own broken invari
     ├── VersionGone (LookupError)         a version of the weights is no longer held
     ├── VersionReused (ValueError)        a version of the weights is older than what is there
     ├── InvalidRequest (ValueError)       a call asks for what there is not
+    ├── NotKept (OSError)                 what is asked is begun, and not on disk so far
     ├── RestoreNeeded (RuntimeError)      the dataloader has to hear from the learner where the run stands
     ├── RunChanged (ValueError)           a run is resumed with other data, seed or batches, exit code 78
     ├── CheckpointError (OSError)         a checkpoint cannot be written or read
@@ -148,6 +149,17 @@ class InvalidRequest(AsyncRLError, ValueError):
     """A call that was read asks for what there is not, as for bytes past the end."""
 
     code = "invalid"
+
+
+class NotKept(AsyncRLError, OSError):
+    """What is asked is begun, but not on disk so far: asked again it is answered once it is. ``file`` names it."""
+
+    code = "not_kept"
+    retryable = True
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        super().__init__(f"{file} is not written so far; if its disk is full, make room")
 
 
 class RestoreNeeded(AsyncRLError, RuntimeError):

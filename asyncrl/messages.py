@@ -531,7 +531,10 @@ Join.reply = Joined
 
 
 class Leave(Request, frozen=True, kw_only=True):
-    """Launcher to controller: drain a host and let it go; asked again, the same."""
+    """Launcher to controller: drain a host and let it go; asked again, the same.
+
+    Parked while no other rollouter serves, but one is expected to.
+    """
 
     reply: ClassVar[type[Message]]
     host: str
@@ -632,9 +635,11 @@ class ReturnTickets(Request, frozen=True, kw_only=True):
     reply = Done
     uids: list[Uid]
     leaving: bool = False
-    """It asks for nothing any more and holds nothing else; what it was granted beside these is with the learner, or
-    was never received.
+    """It asks for nothing any more and holds nothing but ``holding``; what else it was granted is with the learner, or
+    was never received. Said when it begins to leave, and again when it ends.
     """
+    holding: list[Uid] = []
+    """While it leaves: what it may still deliver."""
 
 
 class Outcome(Struct, frozen=True, array_like=True):
@@ -900,6 +905,8 @@ class TicketsHeld(Message, frozen=True, kw_only=True):
     """The highest grant received."""
     served_version: int
     tickets: list[HeldTicket]
+    leaving: bool = False
+    """It takes no grant above ``seen``."""
 
 
 OpenTickets.reply = TicketsHeld

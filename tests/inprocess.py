@@ -164,7 +164,7 @@ class System:
         controller = self.actors[CONTROLLER]
         await controller.leave(Leave(host=host.host, within_s=within_s), self._caller(LAUNCHER))
         await asyncio.wait([self._lives[name] for name in host.rollouters])
-        controller.host_left(HostLeft(), self._caller(host.agent))
+        await controller.host_left(HostLeft(), self._caller(host.agent))
 
     def _caller(self, name: str) -> Caller:
         return Caller(name, 1, -1, asyncio.get_running_loop().time() + 20.0)

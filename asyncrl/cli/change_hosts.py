@@ -9,12 +9,14 @@ import argparse
 import shlex
 from collections.abc import Mapping
 
+from asyncrl.cli.flags import seconds
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Those of both."""
     parser.add_argument("--join", metavar="RUN", help="let the hosts of --hosts take part in the run of this folder")
     parser.add_argument("--leave", metavar="HOST", help="drain this host of the run whose folder follows")
-    parser.add_argument("--within", metavar="SECONDS", type=_seconds, help="time that --leave gives to finish")
+    parser.add_argument("--within", metavar="SECONDS", type=seconds(0, 86400), help="time that --leave gives to finish")
 
 
 def is_meant(given: argparse.Namespace) -> bool:
@@ -70,10 +72,3 @@ def split_ssh_args(text: str) -> tuple[str, ...]:
         return tuple(shlex.split(text))
     except ValueError as error:
         raise UsageError(f"--ssh-args {text}: {error}") from None
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise ValueError(text)
-    return value

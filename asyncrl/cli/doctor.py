@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from asyncrl.cli.flags import split_flags, split_names
+from asyncrl.cli.flags import seconds, split_flags, split_names
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
@@ -95,16 +95,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print a list of objects")
     parser.add_argument("--fix", action="store_true", help="remove what is certainly dead of runs that were killed")
     parser.add_argument(
-        "--timeout", metavar="S", type=_seconds, default=ANSWER_S, help=f"longest wait for an answer ({ANSWER_S:g})"
+        "--timeout",
+        metavar="S",
+        type=seconds(1, 3600),
+        default=ANSWER_S,
+        help=f"longest wait for an answer ({ANSWER_S:g})",
     )
     return parser
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 1 <= value <= 3600:
-        raise argparse.ArgumentTypeError("must be 1 to 3600")
-    return value
 
 
 def _targets(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 def split_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -33,3 +33,18 @@ def split_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[d
 def split_names(text: str) -> list[str]:
     """The names in a list with commas, spaces, or both between them."""
     return text.replace(",", " ").split()
+
+
+def seconds(least: float, most: float) -> Callable[[str], float]:
+    """Reads a number of seconds between these."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = -1.0
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text}: must be {least:g} to {most:g} seconds")
+        return value
+
+    return read

@@ -386,10 +386,12 @@ class Controller(Actor):
         return await self._members.watch(request.seen, caller.park_s)
 
     @handler
-    def host_left(self, request: HostLeft, caller: Caller) -> Done:
+    async def host_left(self, request: HostLeft, caller: Caller) -> Done:
         """Nothing is left on a host that was to leave."""
-        self._members.host_left(caller.name)
-        self._registry_changed()
+        try:
+            await self._members.host_left(caller.name, caller.park_s)
+        finally:
+            self._registry_changed()
         return Done()
 
     def _members_changed(self) -> None:

@@ -1,15 +1,17 @@
 """The controller's shell around ``membership``: hosts that join and leave while the run goes on.
 
-Whatever changes is on disk, in the run's private folder, before anybody is told, so that a successor of the controller
-admits whoever this one has. A new host is told to begin once every actor that it may call has taken in its keys, for
-who is turned away does not knock again.
+Whatever changes is on disk, in the run's private folder, before anybody is told or answered, so that a successor of the
+controller admits whoever this one has. A new host is told to begin once every actor that it may call has taken in its
+keys, for who is turned away does not knock again. Who is to leave is kept waiting while nobody else serves but somebody
+is expected to, as when the controller has just started again.
 
-Fails with InvalidRequest for what cannot be done.
+Fails with InvalidRequest for what cannot be done, and with NotKept for what is not on disk in time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -19,9 +21,9 @@ from structlog.typing import FilteringBoundLogger
 
 from asyncrl.controller.hosts import Host as HeardHost
 from asyncrl.controller.hosts import Hosts
-from asyncrl.controller.membership import Departure, Guest, KnownHost, Membership
+from asyncrl.controller.membership import Departure, Guest, KnownHost, Membership, NobodyServes
 from asyncrl.controller.run_state import RunStateMachine
-from asyncrl.errors import InvalidRequest
+from asyncrl.errors import InvalidRequest, NotKept
 from asyncrl.messages import Join, Joined, Leave, LeaveBegun, Members
 from asyncrl.runtime.parking import ParkingLot
 from asyncrl.runtime.registry import Registry
@@ -58,7 +60,11 @@ class ComingAndGoing:
         self._path = path
         self._now, self._log = now, log
         self._told = Members(number=0)
-        """What is on disk, so that everybody may know it."""
+        """What everybody may know."""
+        self._kept = 0
+        """Number of the members on disk, as a successor would know them."""
+        self._left_while_lost: list[str] = []
+        """Hosts that the run still counts as lost until it is told that they leave."""
         self._taken_in: dict[str, tuple[int, int]] = {}
         """Of each actor the incarnation, and the number of the members that it knows."""
         self._changed = asyncio.Event()
@@ -79,6 +85,7 @@ class ComingAndGoing:
         departing = [name for departure in membership.departures.values() for name in departure.actors]
         self._run.left(departing, self._now())
         self._told = membership.members
+        self._kept = self._told.number
         self._run.tell_members(self._told.number, membership.leaving)
 
     @property
@@ -89,12 +96,12 @@ class ComingAndGoing:
     async def run(self) -> None:
         """Keep and tell what changes, and let hosts go that do not come up. Until cancelled."""
         while True:
-            deadline = self._membership.next_deadline(self._start_timeout_s)
-            try:
-                async with asyncio.timeout(None if deadline is None else max(0.0, deadline - self._now())):
+            now = self._now()
+            self._dismiss_late(now)
+            deadline = self._membership.next_deadline(now, self._start_timeout_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(None if deadline is None else max(0.0, deadline - now)):
                     await self._changed.wait()
-            except TimeoutError:
-                self._dismiss_late()
             self._changed.clear()
             if self._membership.number != self._told.number:
                 await self._keep_and_tell()
@@ -102,6 +109,7 @@ class ComingAndGoing:
     async def _keep_and_tell(self) -> None:
         membership = self._membership
         members, leaving = membership.members, membership.leaving
+        lost, self._left_while_lost = self._left_while_lost, []
         text = json.dumps(membership.describe())
         while True:
             try:
@@ -110,21 +118,31 @@ class ComingAndGoing:
             except OSError as error:
                 self._log.error("members are not kept, so nobody is told", error=str(error))
                 await asyncio.sleep(WRITE_AGAIN_S)
+        self._kept = members.number
+        self._watchers.wake()
+        # Whoever waits for nothing but this is answered first: a host that has left is not spoken to any more.
+        await asyncio.sleep(0)
         self._take_in(members)
         self._told = members
+        # Together, so that nobody takes such a host to be back.
+        for host in lost:
+            self._run.lost_host_left(host)
         self._run.tell_members(members.number, leaving)
         self._watchers.wake()
         self._tell()
 
-    def _dismiss_late(self) -> None:
-        for guest in self._membership.overdue(self._now(), self._start_timeout_s):
+    def _dismiss_late(self, now: float) -> None:
+        for guest in self._membership.overdue(now, self._start_timeout_s):
             reason = f"not ready {self._start_timeout_s:g} s after it joined (supervision.start_timeout_s)"
             self._dismiss(guest, reason)
 
-    def _dismiss(self, guest: Guest, reason: str) -> None:
-        departure = self._membership.dismiss(guest.agent, reason)
+    def _dismiss(self, guest: Guest, reason: str) -> bool:
+        departure = self._membership.dismiss(guest.agent, reason, self._serving)
+        if departure is None:
+            return False
         self._log.error("host that joined does not serve, and is let go", host=guest.host, reason=reason)
         self._part_with(departure)
+        return True
 
     def _part_with(self, departure: Departure) -> None:
         """The run goes on without this host from here on."""
@@ -132,7 +150,8 @@ class ComingAndGoing:
         if departure.agent not in self._hosts.known:
             # Nobody of it was ever heard of, so nobody would say that it has left.
             self._membership.left(departure.agent, {})
-        elif departure.agent in self._hosts.lost:
+        elif (host := self._hosts.lost.get(departure.agent)) is not None:
+            self._left_while_lost.append(str(host))
             self._forget_lost(departure.agent, departure.actors)
         self._changed.set()
 
@@ -160,13 +179,19 @@ class ComingAndGoing:
             self._log.info("serves from now on", actor=name)
             self._run.joined(name)
             self._changed.set()
+        # Whoever was late and had to stay may go once another serves.
+        self._dismiss_late(self._now())
 
     def given_up(self, name: str, reason: str) -> bool:
         """An actor will not be started again. True if it was on trial, so that the run goes on without it."""
         agent = self._membership.host_on_trial(name)
-        if agent:
-            self._dismiss(self._membership.guests[agent], f"{name}: {reason}")
-        return bool(agent)
+        if not agent:
+            return False
+        if self._dismiss(self._membership.guests[agent], f"{name}: {reason}"):
+            return True
+        # Its host ends with it, and nobody else serves: so the run ends, and this is why.
+        self._run.joined(name)
+        return False
 
     def host_lost(self, host: HeardHost) -> bool:
         """True if this host was about to leave, and so is not waited for."""
@@ -175,8 +200,8 @@ class ComingAndGoing:
         self._forget_lost(host.agent, host.actors)
         return True
 
-    def host_left(self, agent: str) -> None:
-        """Everything on a host has ended, says its agent."""
+    async def host_left(self, agent: str, park_s: float) -> None:
+        """Everything on a host has ended, says its agent. Answered as ``leave``. Raises NotKept."""
         departure = self._membership.departures.get(agent)
         if departure is None:
             return
@@ -187,6 +212,7 @@ class ComingAndGoing:
             self._log.info("host has left", host=departure.host, agent=agent, reason=departure.reason)
             self._hosts.forget(agent)
             self._changed.set()
+        await self._until_kept(park_s)
 
     # --- what is asked ---
 
@@ -205,21 +231,21 @@ class ComingAndGoing:
             self._changed.set()
         number = max(guest.number for guest in guests)
         await self._watchers.until(lambda: None if self._untold(number) else True, park_s / 2)
-        return Joined(hosts=membership.joined_hosts(guests), peers=self._peers(), waiting_for=self._untold(number))
+        return Joined(hosts=[guest.joined for guest in guests], peers=self._peers(), waiting_for=self._untold(number))
 
     async def leave(self, request: Leave, park_s: float) -> LeaveBegun:
-        """See Leave; answered once a successor would know of it too. Raises InvalidRequest."""
-        membership = self._membership
-        if request.host.lower() not in {n for d in membership.departures.values() for n in (d.agent, d.host.lower())}:
-            self._check_run("leave")
-        number = membership.number
-        serving = self._run.expected & self._registry.ready()
-        departure = membership.leave(request, self._known(), serving)
-        if membership.number != number:
-            self._log.info("host leaves", host=departure.host, actors=departure.actors, within_s=request.within_s)
-            self._part_with(departure)
-        number = membership.number
-        await self._watchers.until(lambda: True if self._told.number >= number else None, park_s)
+        """See Leave; answered once a successor would know of it too. Raises InvalidRequest, NotKept."""
+
+        def begin() -> Departure | None:
+            try:
+                return self._begin_leave(request)
+            except NobodyServes as error:
+                if not error.awaited:
+                    raise
+                return None
+
+        departure = await self._watchers.until(begin, park_s / 2) or self._begin_leave(request)
+        await self._until_kept(park_s / 2)
         return LeaveBegun(agent=departure.agent, host=departure.host, actors=departure.actors)
 
     async def watch(self, seen: int, park_s: float) -> Members:
@@ -233,6 +259,27 @@ class ComingAndGoing:
         self._watchers.wake()
 
     # --- within ---
+
+    def _begin_leave(self, request: Leave) -> Departure:
+        membership = self._membership
+        if request.host.lower() not in {n for d in membership.departures.values() for n in (d.agent, d.host.lower())}:
+            self._check_run("leave")
+        number = membership.number
+        departure = membership.leave(request, self._known(), self._serving, self._run.awaited)
+        if membership.number != number:
+            self._log.info("host leaves", host=departure.host, actors=departure.actors, within_s=request.within_s)
+            self._part_with(departure)
+        return departure
+
+    @property
+    def _serving(self) -> frozenset[str]:
+        """The actors that serve, those of hosts that leave excepted."""
+        return self._run.expected & self._registry.ready()
+
+    async def _until_kept(self, park_s: float) -> None:
+        number = self._membership.number
+        if not await self._watchers.until(lambda: self._kept >= number or None, park_s):
+            raise NotKept(str(self._path))
 
     def _check_run(self, what: str) -> None:
         if self._run.phase not in ("starting", "running"):

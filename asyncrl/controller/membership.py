@@ -26,6 +26,15 @@ ABOVE_ALL = 1 << 62
 """No incarnation is as large."""
 
 
+class NobodyServes(InvalidRequest):
+    """Without ``host`` no rollouter would serve; those that are expected to are ``awaited``."""
+
+    def __init__(self, host: str, awaited: list[str]) -> None:
+        self.host, self.awaited = host, awaited
+        expected = f"; expected to, and not ready so far: {', '.join(awaited)}" if awaited else ""
+        super().__init__(f"{host} cannot leave: no other host has a rollouter that serves{expected}")
+
+
 @dataclass(slots=True)
 class Guest:
     """A host that has joined."""
@@ -40,6 +49,11 @@ class Guest:
     number: int
     """Of the members that first told of it."""
     since: float = 0.0
+
+    @property
+    def joined(self) -> JoinedHost:
+        """What its launcher is told."""
+        return JoinedHost(host=self.host, agent=self.agent, rollouters=self.actors)
 
 
 @dataclass(slots=True)
@@ -145,16 +159,21 @@ class Membership:
         trial = set(self.on_trial)
         return [guest for guest in late if trial.intersection(guest.actors)]
 
-    def next_deadline(self, start_timeout_s: float) -> float | None:
-        """When the first host should serve."""
+    def next_deadline(self, now: float, start_timeout_s: float) -> float | None:
+        """When the next host should serve that is not overdue."""
         trial = set(self.on_trial)
-        times = [guest.since + start_timeout_s for guest in self.guests.values() if trial.intersection(guest.actors)]
-        return min(times, default=None)
+        early = [guest for guest in self.guests.values() if now - guest.since < start_timeout_s]
+        return min((guest.since + start_timeout_s for guest in early if trial.intersection(guest.actors)), default=None)
 
     # --- leaving ---
 
-    def leave(self, request: Leave, known: Iterable[KnownHost], serving: Collection[str]) -> Departure:
-        """Let a host go; for a repeat, as before. ``serving`` are all actors that serve. Raises InvalidRequest."""
+    def leave(
+        self, request: Leave, known: Iterable[KnownHost], serving: Collection[str], awaited: Collection[str]
+    ) -> Departure:
+        """Let a host go; for a repeat, as before. Raises InvalidRequest.
+
+        ``serving`` are all actors that serve, ``awaited`` those that are expected to.
+        """
         name = request.host
         departure = self._departure(name)
         hosts = [host for host in known if host.agent not in self.departures]
@@ -173,14 +192,15 @@ class Membership:
         needed = sorted(actor for actor in host.actors if not is_replicated(actor))
         if needed:
             raise InvalidRequest(f"{host.host} cannot leave: it has {', '.join(needed)}, without which no run goes on")
-        others = [actor for actor in serving if is_replicated(actor) and actor not in host.actors]
-        if not others and not set(host.actors) <= set(self.on_trial):
-            raise InvalidRequest(f"{host.host} cannot leave: no other host has a rollouter that serves")
+        if not self._is_spared(host.actors, serving):
+            raise NobodyServes(host.host, sorted(_others(host.actors, awaited)))
         return self._depart(host.agent, host.host, sorted(host.actors), request.within_s, request.reason)
 
-    def dismiss(self, agent: str, reason: str) -> Departure:
-        """Let a guest go at once that cannot serve."""
+    def dismiss(self, agent: str, reason: str, serving: Collection[str]) -> Departure | None:
+        """Let a guest go at once that does not serve with all that it has; None if nobody else of ``serving`` does."""
         guest = self.guests[agent]
+        if not self._is_spared(guest.actors, serving):
+            return None
         return self._depart(agent, guest.host, guest.actors, 0.0, reason)
 
     def left(self, agent: str, incarnations: Mapping[str, int]) -> bool:
@@ -270,9 +290,9 @@ class Membership:
             self.departures = {departure.agent: departure for departure in departures}
             self.gone = dict(described["gone"])
 
-    def joined_hosts(self, guests: Iterable[Guest]) -> list[JoinedHost]:
-        """What their launcher is told."""
-        return [JoinedHost(host=guest.host, agent=guest.agent, rollouters=guest.actors) for guest in guests]
+    def _is_spared(self, actors: Collection[str], serving: Collection[str]) -> bool:
+        """Whether the run goes on without these: another rollouter serves, or none of them has ever served."""
+        return bool(_others(actors, serving)) or set(actors) <= set(self.on_trial)
 
     def _member(self, guest: Guest) -> MemberHost:
         serves = set(guest.actors) <= set(self.serving)
@@ -311,6 +331,11 @@ def _problems(hosts: Collection[NewHost], known: Collection[KnownHost], curve: b
         if curve and (not new.agent_keys or len(new.keys) != new.replicas or not all(new.keys)):
             problems.append(f"{new.host}: keys are missing, and this run admits nobody without")
     return problems
+
+
+def _others(actors: Collection[str], names: Iterable[str]) -> list[str]:
+    """The rollouters among ``names`` that are not among ``actors``."""
+    return [name for name in names if is_replicated(name) and name not in actors]
 
 
 def _is_called(host: KnownHost, name: str) -> bool:

@@ -98,6 +98,11 @@ class RunStateMachine:
         return sorted(self.expected - self._ready - self._spared) if self.phase == "starting" else []
 
     @property
+    def awaited(self) -> frozenset[str]:
+        """The actors that are not ready and could be, at any time."""
+        return frozenset(self._awaited_since)
+
+    @property
     def draining(self) -> list[str]:
         """The roles that are to end now."""
         return sorted(role for role, policy in ROLES.items() if policy.drain_rank <= self.drain)
@@ -192,6 +197,10 @@ class RunStateMachine:
         self._changed()
         self.tick(now)
         return True
+
+    def lost_host_left(self, host: str) -> bool:
+        """``host`` is lost and not waited for any more: the run goes on without it for good."""
+        return self.lost_hosts.pop(host, None) is not None and self._changed()
 
     def tell_members(self, number: int, leaving: list[Leaving]) -> bool:
         """Others have come, or leave or have left."""

@@ -79,6 +79,8 @@ class Dataloader(Actor):
         self._supply_number = context.incarnation
         """Above all that an earlier incarnation has given."""
         self._orphaned = asyncio.Event()
+        self._leavers: dict[str, int] = {}
+        """Incarnations of rollouters that take no more grants, whatever they have asked for before."""
         self._known_orphans: set[str] = set()
         self._granted: dict[str, float] = {}
         """When each training prompt that is out was granted by this incarnation; the oldest first."""
@@ -323,7 +325,8 @@ class Dataloader(Actor):
             request.served_version,
             frozenset(request.holding),
         )
-        self._meet(ask)
+        if not self._asks_no_more(ask):
+            self._meet(ask)
         return await self._leases.until(lambda: self._answer(ask), caller.park_s) or Leased()
 
     def _meet(self, ask: Ask) -> None:
@@ -333,6 +336,8 @@ class Dataloader(Actor):
                 self._note_orphans(ask.rollouter)
 
     def _answer(self, ask: Ask) -> Leased | None:
+        if self._asks_no_more(ask):
+            return Leased()
         tickets = self._tickets
         if tickets is None:
             return None
@@ -359,9 +364,15 @@ class Dataloader(Actor):
             return Leased(tickets=[self._ticket(grant) for grant in grants])
         return Leased(closed=True) if tickets.closed else None
 
+    def _asks_no_more(self, ask: Ask) -> bool:
+        return ask.incarnation <= self._leavers.get(ask.rollouter, 0)
+
     @handler
     async def return_tickets(self, request: ReturnTickets, caller: Caller) -> Done:
         """Somebody else is to generate these groups. Parked while the gate is shut."""
+        if request.leaving:
+            self._leavers[caller.name] = caller.incarnation
+            self._leases.wake()
         tickets = await self._opened.until(lambda: self._tickets, caller.park_s)
         if tickets is None:
             raise RestoreNeeded
@@ -370,7 +381,7 @@ class Dataloader(Actor):
             self._granted.pop(uid, None)
         self.story.tell(RETURNED, uids=request.uids, by=caller.name)
         if request.leaving:
-            tickets.left(caller.name, caller.incarnation)
+            tickets.left(caller.name, caller.incarnation, request.holding)
             if tickets.orphans:
                 self._orphaned.set()
         self._changed()

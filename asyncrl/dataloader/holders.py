@@ -7,7 +7,7 @@ holder has died; it stays outstanding until it is released.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from asyncrl.dataloader.evals import EvalPrompt
@@ -143,6 +143,18 @@ class Holders:
             else:
                 held.suspect = not grant.alone
             found.append(held)
+        return found
+
+    def keep(self, rollouter: str, uids: Collection[str]) -> list[Held]:
+        """A rollouter that takes no more holds at most these: what else it was granted has no holder."""
+        grants = self._rollouters[rollouter].grants
+        found = []
+        for number, grant in list(grants.items()):
+            if grant.prompt.uid not in uids:
+                del grants[number]
+                held = self._held[grant.prompt.uid]
+                held.rollouter = None
+                found.append(held)
         return found
 
     def grant(self, rollouter: str, prompt: Prompt, param_version: int, *, attempt: int, alone: bool) -> Grant:

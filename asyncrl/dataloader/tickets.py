@@ -178,12 +178,20 @@ class Tickets:
         for held in self._remove(rollouter, incarnation):
             self._orphan(held)
 
-    def left(self, rollouter: str, incarnation: int) -> None:
-        """A rollouter has given back what it held and asks no more: what it still has here, the learner may have.
+    def left(self, rollouter: str, incarnation: int, holding: Collection[str] = ()) -> None:
+        """A rollouter asks no more and holds only this: what else it has here, the learner may have.
 
-        Nothing of it is suspect of anybody's death.
+        Nothing of that is suspect of anybody's death.
         """
-        for held in self._remove(rollouter, incarnation):
+        holder = self._holders.get(rollouter)
+        if holder is None or holder.incarnation > incarnation:
+            return
+        found = self._holders.keep(rollouter, holding)
+        if not holding:
+            found += self._remove(rollouter, incarnation)
+        elif self._suspects.set_aside == rollouter:
+            self._suspects.set_aside = None
+        for held in found:
             held.suspect = False
             self._orphan(held)
         self._note_supply()
@@ -213,7 +221,7 @@ class Tickets:
         self._note_supply()
 
     def adopt(self, rollouter: str, incarnation: int, tickets: TicketsHeld, previous: Tickets | None) -> None:
-        """A rollouter has said what it holds; what else ``previous`` granted it, it may still receive.
+        """A rollouter has said what it holds; what else ``previous`` granted it, it may still receive unless it leaves.
 
         What the learner has, or another rollouter was found with, stays theirs.
         """
@@ -226,7 +234,7 @@ class Tickets:
             for at, ticket in enumerate(tickets.tickets)
         ]
         known = None if previous is None else previous._holders.get(rollouter)
-        if known is not None and known.incarnation == incarnation:
+        if known is not None and known.incarnation == incarnation and not tickets.leaving:
             unseen = [grant for number, grant in known.grants.items() if number > tickets.seen]
             grants += [(grant.number, grant.prompt.uid, grant.attempt, grant.alone) for grant in unseen]
             self._holders.skip_to(rollouter, known.last_grant)

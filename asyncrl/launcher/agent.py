@@ -127,7 +127,7 @@ class Agent:
                     # Of processes that are gone, so that what is known of them is all that will be.
                     await asyncio.wait(self._taking.values(), timeout=FAREWELL_S)
                 if self._link is not None and not self._host.is_head and self._has_parted():
-                    await self._link.say_farewell(FAREWELL_S)
+                    await self._say_farewell(self._link)
                 raise _Finished
         except* _Finished:
             pass
@@ -137,6 +137,18 @@ class Agent:
     def _has_parted(self) -> bool:
         """Whether this host ends though the run may go on."""
         return self._host.leaving or self._host.failure is not None
+
+    async def _say_farewell(self, link: ControllerLink) -> None:
+        """Of a host that was asked to leave, a successor of the controller hears it too, unless the run ends first."""
+        host = self._host
+        if host.failure is not None:
+            await link.say_farewell(FAREWELL_S)
+            return
+        saying = self._tasks.create_task(link.say_farewell(self._config.supervision.host_grace_s))
+        saying.add_done_callback(lambda _: self._news.set())
+        while not saying.done() and not host.ending:
+            await self._news.wait()
+            self._news.clear()
 
     # --- events ---
 
@@ -256,6 +268,7 @@ class Agent:
             phase=state.phase,
             waiting_for=state.waiting_for,
             lost_hosts=state.lost_hosts,
+            leaving=[leaving.name for leaving in state.leaving],
             controller=self._link.controller,
         )
         self._emit(told)

@@ -20,7 +20,6 @@ import os
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -30,58 +29,16 @@ from asyncrl.errors import HostFailed
 from asyncrl.launcher.contact import Contact
 from asyncrl.launcher.folders import RunFolder
 from asyncrl.launcher.hostspec import Ended, EndOrder
-from asyncrl.launcher.link import agent_name
+from asyncrl.launcher.interrupts import PREEMPTING, Interrupts
+from asyncrl.launcher.member import SLACK_S, Member, end_in_steps, hang_up
 from asyncrl.launcher.processes import children_of
 from asyncrl.launcher.progress import Progress
-from asyncrl.launcher.spec import (
-    ARRIVED,
-    CONTROLLER_AT,
-    KILL,
-    PREEMPT,
-    STOP,
-    ControllerEvent,
-    EndedEvent,
-    Event,
-    LogEvent,
-    StateEvent,
-)
-from asyncrl.runtime.supervision import describe_exit
+from asyncrl.launcher.spec import CONTROLLER_AT, KILL, PREEMPT, STOP, ControllerEvent, EndedEvent, StateEvent
 
-PREEMPTING = (signal.SIGTERM, signal.SIGUSR2)
-STOPPING = (signal.SIGINT, signal.SIGHUP, *PREEMPTING)
-SLACK_S = 1.5
-"""How much longer than ``drain_s`` an agent has before it is told to kill, and then before it is killed."""
 CONFIRM_S = 30.0
 """Longest time in which a host is reached again."""
 LOOK_AGAIN_S = 2.0
 """Between two looks at a head whose connection is lost."""
-
-
-@dataclass(eq=False)
-class Member:
-    """A host of the run with its living agent. ``contact`` is None for one that is this process's own child."""
-
-    index: int
-    host: str
-    """Its name; empty in a run on one host."""
-    process: asyncio.subprocess.Process
-    contact: Contact | None = None
-    ended: EndedEvent | None = None
-    """What it said last."""
-    exit_code: int | None = None
-    lost: bool = False
-    """Its connection ended, and nobody knows what became of it."""
-
-    @property
-    def over(self) -> bool:
-        """Whether nothing more will be heard of it."""
-        return self.exit_code is not None
-
-    def send(self, command: bytes) -> None:
-        """Tell it; lost if its standard input is not there any more."""
-        assert self.process.stdin is not None
-        if not self.over and not self.process.stdin.is_closing():
-            self.process.stdin.write(command)
 
 
 @dataclass
@@ -92,14 +49,12 @@ class Follower:
     folder: RunFolder
     members: Sequence[Member]
     progress: Progress
-    signal: int = 0
-    """The first one that asked for the end."""
+    interrupts: Interrupts = field(default_factory=Interrupts)
     phase: str = ""
     """Of the run, as last heard of."""
     _failure: EndedEvent | None = None
     """The first agent's end that nobody asked for."""
     _killing: bool = False
-    _interrupted: asyncio.Event = field(default_factory=asyncio.Event)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -108,9 +63,7 @@ class Follower:
 
     async def main(self) -> EndedEvent:
         """Show the agents' events until all have ended; how the run ended."""
-        loop = asyncio.get_running_loop()
-        for number in STOPPING:
-            loop.add_signal_handler(number, self.interrupt, number)
+        self.interrupts.listen()
         ending = asyncio.create_task(self._end())
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -129,31 +82,17 @@ class Follower:
     # --- events ---
 
     async def _follow(self, member: Member) -> None:
-        decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Event)
-        assert member.process.stdout is not None
-        while line := await member.process.stdout.readline():
-            try:
-                event = decoder.decode(line)
-            except msgspec.MsgspecError:
-                # Not the agent's: whatever else writes to a connection.
-                self.progress.warn([f"{self._name(member)}: {line.decode(errors='replace').strip()}"])
-            else:
-                self._take(member, event)
-        code = await (member.process.wait() if member.contact is None else member.contact.exited())
-        self._take_end(member, code)
+        await member.hear(self.folder.logs, self.progress, lambda event: self._take(member, event))
+        self._take_end(member)
         self._news.set()
 
     def _take(self, member: Member, event: Any) -> None:
         match event:
             case EndedEvent():
-                member.ended = event
-                member.send(ARRIVED)
                 if event.result == "failed" and member is not self._head:
                     self._fail(event)
                 elif event.result == "left":
                     self.progress.say(f"{member.host} has left the run")
-            case LogEvent(file=name, text=text):
-                self._append(name, text)
             case ControllerEvent(address=address):
                 for other in self.members[1:]:
                     other.send(CONTROLLER_AT + address.encode() + b"\n")
@@ -164,22 +103,17 @@ class Follower:
             case _:
                 self.progress.show(event)
 
-    def _take_end(self, member: Member, code: int) -> None:
-        contact = member.contact
-        member.lost = contact is not None and contact.start.is_lost(code) and member.ended is None
-        member.exit_code = code
+    def _take_end(self, member: Member) -> None:
         if member.lost and not self._killing:
-            assert contact is not None
-            why = f" ({contact.last_error})" if contact.last_error else ""
-            self.progress.warn([f"{member.host}: the connection is lost{why}; what runs there goes on"])
+            self.progress.warn([f"{member.loss_words}; what runs there goes on"])
             if member is self._head:
                 self.progress.warn(["that is the head: the run goes on without being shown"])
                 for other in self.members[1:]:
                     assert other.contact is not None
                     other.contact.hang_up()
         elif member.ended is None:
-            words = describe_exit(code if code < 128 else 128 - code)
-            self._fail(EndedEvent(result="failed", actor=self._name(member), reason=words, log=self._log(member)))
+            log = str(self.folder.logs / member.log)
+            self._fail(EndedEvent(result="failed", actor=member.name, reason=member.exit_words, log=log))
 
     def _fail(self, event: EndedEvent) -> None:
         """An agent has ended as nobody wanted: without it the run does not go on."""
@@ -191,24 +125,13 @@ class Follower:
         """Who tells the state of the run: the head, or the first that is still heard."""
         return next((member for member in self.members if not member.lost), None)
 
-    def _append(self, name: str, text: str) -> None:
-        if Path(name).name == name and name.endswith(".log"):
-            with contextlib.suppress(OSError), (self.folder.logs / name).open("a") as file:
-                file.write(text)
-
-    def _name(self, member: Member) -> str:
-        return agent_name(member.index) + (f" on {member.host}" if member.host else "")
-
-    def _log(self, member: Member) -> str:
-        return str(self.folder.logs / f"agent-{member.index}.log")
-
     # --- the end ---
 
     async def _end(self) -> None:
         """Carry out what the user asks for by signals, each step with the next one's deadline."""
-        await self._interrupted.wait()
+        await self.interrupts.first()
         patience = self.config.supervision.drain_s + SLACK_S
-        if self.signal in PREEMPTING and self.phase == "running":
+        if self.interrupts.signal in PREEMPTING and self.phase == "running":
             grace = self.config.preempt.grace_s
             self.progress.say(f"making way: a checkpoint is written, within {grace:g} s; again to end at once")
             self._wish(PREEMPT)
@@ -217,7 +140,7 @@ class Follower:
         else:
             self.progress.say("ending in good order; again to end at once")
             self._wish(STOP)
-        await self._next_interrupt(patience)
+        await self.interrupts.next(patience)
         self.progress.say("ending at once")
         await self._kill()
 
@@ -231,32 +154,25 @@ class Follower:
         self._killing = True
         for member in self.members:
             member.send(KILL)
-        await self._next_interrupt(SLACK_S)
+        await self.interrupts.next(SLACK_S)
+        hang_up(self.members)
         for member in self.members:
-            if member.over:
-                continue
-            if member.contact is not None:
-                member.contact.kill()
+            if member.over or member.contact is not None:
                 continue
             for agent in children_of(member.process.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(agent, signal.SIGKILL)
 
     async def _end_others(self) -> None:
-        """The run is over on the head. Those who have not heard of it are told, with the next step's deadline each."""
+        """The run is over on the head. Those who have not heard of it are told."""
         if all(member.over for member in self.members):
             return
-        patience = self.config.supervision.drain_s + SLACK_S
-        for command, timeout in ((STOP, patience), (KILL, SLACK_S)):
-            for member in self.members:
-                member.send(command)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout):
-                    await self._until(lambda: False)
-                return
-        for member in self.members:
-            if not member.over and member.contact is not None:
-                member.contact.kill()
+        ending = asyncio.create_task(end_in_steps(self.members, self.config.supervision.drain_s))
+        ending.add_done_callback(lambda _: self._news.set())
+        try:
+            await self._until(ending.done)
+        finally:
+            ending.cancel()
 
     async def _until(self, enough: Any) -> None:
         """Until that holds, or nothing more will be heard of anybody."""
@@ -281,12 +197,12 @@ class Follower:
         order = EndOrder(run_dir=str(self.folder.path), index=head.index, patience_s=LOOK_AGAIN_S, kill=False)
         loop = asyncio.get_running_loop()
         until = loop.time() + supervision.host_grace_s + supervision.drain_s
-        while not self.signal and loop.time() < until:
+        while not self.interrupts.signal and loop.time() < until:
             again = Contact(head.host, head.contact.start)
             try:
                 async with asyncio.timeout(CONFIRM_S):
                     await again.reach()
-                while not self.signal:
+                while not self.interrupts.signal:
                     async with asyncio.timeout(CONFIRM_S):
                         if not (await again.ask(order, Ended)).living:
                             return
@@ -311,7 +227,7 @@ class Follower:
         patience = 0.0 if self._killing else supervision.drain_s + SLACK_S
         again = Contact(member.host, member.contact.start)
         # With the head lost the run may live on there, unless it was asked to end.
-        kill = bool(self.signal) or not self._head.lost
+        kill = bool(self.interrupts.signal) or not self._head.lost
         order = EndOrder(run_dir=str(self.folder.path), index=member.index, patience_s=patience, kill=kill)
         self.progress.say(f"{member.host}: looking whether anything is left there")
         try:
@@ -344,24 +260,13 @@ class Follower:
         if told is not None:
             return told
         reason = f"its connection was lost; how the run ended is told by {self.folder.path} on {self._head.host}"
-        return EndedEvent(result="failed", actor=self._name(self._head), reason=reason, exit_code=1)
+        return EndedEvent(result="failed", actor=self._head.name, reason=reason, exit_code=1)
 
     def _named(self, ended: EndedEvent) -> EndedEvent:
         """With the signal that asked for it."""
-        if ended.result != "stopped" or not self.signal:
+        if ended.result != "stopped" or not self.interrupts.signal:
             return ended
-        reason = "Ctrl-C" if self.signal == signal.SIGINT else signal.Signals(self.signal).name
+        reason = "Ctrl-C" if self.interrupts.signal == signal.SIGINT else signal.Signals(self.interrupts.signal).name
         if ended.reason.startswith("preempted"):
             reason = f"{reason}: {ended.reason}"
-        return msgspec.structs.replace(ended, reason=reason, exit_code=128 + self.signal)
-
-    async def _next_interrupt(self, timeout: float) -> None:
-        self._interrupted.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
-                await self._interrupted.wait()
-
-    def interrupt(self, number: int) -> None:
-        """A signal asks for the end, or for it at once."""
-        self.signal = self.signal or number
-        self._interrupted.set()
+        return msgspec.structs.replace(ended, reason=reason, exit_code=128 + self.interrupts.signal)

@@ -195,6 +195,9 @@ class Host:
 
     def controller_lost(self, reason: str, now: float) -> list[Instruction]:
         """The controller could not be found, or does not want this agent."""
+        if self.leaving and not self.living:
+            # Nor does it want one whose host has left.
+            return []
         if not self.ending:
             self._fail(self.controller, reason, 1)
         return self._kill(now)

@@ -16,29 +16,27 @@ import contextlib
 import ipaddress
 import os
 import secrets
-import signal
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import Any
 
 import msgspec
 
 from asyncrl.config import config_to_json
 from asyncrl.errors import AsyncRLError, UsageError
 from asyncrl.launcher import addresses
-from asyncrl.launcher.contact import Contact
 from asyncrl.launcher.folders import RUN_ID
-from asyncrl.launcher.follow import STOPPING, Member
 from asyncrl.launcher.guests import Guests
 from asyncrl.launcher.hostfile import HostLine
 from asyncrl.launcher.hostspec import Facts, HostSpec, Prepared, RouteQuery, Routes
+from asyncrl.launcher.interrupts import undone_by_signals
 from asyncrl.launcher.living import Controller, LivingRun
 from asyncrl.launcher.local import ACTOR_ARGV, agent_spec
+from asyncrl.launcher.member import Member
 from asyncrl.launcher.placement import Host, place_replicas, replicas_of
 from asyncrl.launcher.progress import Progress
-from asyncrl.launcher.reach import of_each
+from asyncrl.launcher.reach import Reached
 from asyncrl.launcher.several import as_set_here, passed_on
 from asyncrl.launcher.spec import CONTROLLER_AT
 from asyncrl.launcher.start import StartCommand, shown
@@ -74,60 +72,35 @@ class _Joining:
     dry_run: bool
     actor_argv: Sequence[str]
     progress: Progress
-    contacts: dict[str, Contact] = field(default_factory=dict)
     facts: dict[str, Facts] = field(default_factory=dict)
     hosts: dict[str, Host] = field(default_factory=dict)
     replicas: dict[str, int] = field(default_factory=dict)
-    signal: int = 0
+    reached: Reached = field(init=False)
+
+    def __post_init__(self) -> None:
+        limit_s = self.run.config.supervision.start_timeout_s
+        self.reached = Reached(self.start, limit_s, self.progress, count=len(self.lines))
 
     async def main(self) -> int:
         """A signal undoes everything until the agents live."""
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
-
-        def interrupt(number: int) -> None:
-            self.signal = self.signal or number
-            task.cancel()
-
-        for number in STOPPING:
-            loop.add_signal_handler(number, interrupt, number)
         try:
-            await self._reach()
-            await self._place()
-            if self.dry_run:
-                self._show_plan()
-                return 0
-            async with Controller(self.run) as controller:
-                members = await self._begin(controller)
-                return await Guests(self.run, members, controller, self.progress).main()
-        except asyncio.CancelledError:
-            if not self.signal:
-                raise
-            self.progress.end()
-            self.progress.warn([f"asyncrl-launch: ended by {signal.Signals(self.signal).name}"])
-            return 128 + self.signal
+            return await undone_by_signals(self._main(), self.progress)
         finally:
-            await asyncio.gather(*(contact.close() for contact in self.contacts.values()))
+            await self.reached.close()
 
-    async def _each(
-        self,
-        do: Callable[[str], Awaitable[Any]],
-        names: Sequence[str],
-        what: str,
-        tell: Callable[[list[str]], None] = lambda _: None,
-    ) -> dict[str, Any]:
-        """See ``reach``."""
-        return await of_each(do, names, what, self.contacts, self.run.config, self.progress, len(self.lines), tell)
+    async def _main(self) -> int:
+        self._check_address()
+        await self.reached.reach([line.name for line in self.lines])
+        self.facts = {name: contact.facts for name, contact in self.reached.contacts.items()}
+        await self._place()
+        if self.dry_run:
+            self._show_plan()
+            return 0
+        async with Controller(self.run) as controller:
+            members = await self._begin(controller)
+            return await Guests(self.run, members, controller, self.progress).main()
 
     # --- hosts ---
-
-    async def _reach(self) -> None:
-        self._check_address()
-        names = [line.name for line in self.lines]
-        self.contacts = {name: Contact(name, self.start) for name in names}
-        self.progress.reaching(names)
-        await self._each(lambda name: self.contacts[name].reach(), names, "reached", self.progress.reaching)
-        self.facts = {name: self.contacts[name].facts for name in names}
 
     @property
     def _head(self) -> str:
@@ -164,7 +137,7 @@ class _Joining:
         if interface is not None:
             return addresses.by_interface(self.facts, interface)
         query = RouteQuery(head=self._head, addresses=[self._head])
-        routes = await self._each(lambda name: self.contacts[name].ask(query, Routes), list(self.facts), "answered")
+        routes = await self.reached.ask(dict.fromkeys(self.facts, query), Routes, "answered")
         return addresses.towards(self._head, routes)
 
     def _show_plan(self) -> None:
@@ -192,7 +165,7 @@ class _Joining:
             joined = await self._ask(controller, request)
             specs = {host.host: self._host_spec(host, joined.peers, pairs[host.host]) for host in joined.hosts}
             self._mark_folder()
-            await self._each(lambda name: self.contacts[name].ask(specs[name], Prepared), list(specs), "prepared")
+            await self.reached.ask(specs, Prepared, "prepared")
             members = [self._start_agent(host) for host in joined.hosts]
         except BaseException as error:
             if self.run.lives:
@@ -259,7 +232,7 @@ class _Joining:
         )
 
     def _start_agent(self, joined: JoinedHost) -> Member:
-        host, contact, folder = self.hosts[joined.host], self.contacts[joined.host], self.run.folder
+        host, contact, folder = self.hosts[joined.host], self.reached.contacts[joined.host], self.run.folder
         placed = [as_set_here(actor) for actor in place_replicas(self.run.config, host, joined.rollouters)]
         index = _index(joined)
         spec = agent_spec(

@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from asyncrl.launcher.follow import SLACK_S
 from asyncrl.launcher.living import Controller, LivingRun
+from asyncrl.launcher.member import SLACK_S
 from asyncrl.launcher.progress import Progress
 from asyncrl.messages import Leave, LeaveBegun, MemberHost
 
+ASK_S = 60.0
+"""Longest wait for the controller's answer, which is parked while other rollouters are expected to serve."""
 FAREWELL_S = 5.0
 """Time for the words that follow the end of the last process."""
 
@@ -26,11 +28,13 @@ async def _leave(run: LivingRun, host: str, within_s: float) -> int:
     progress = Progress(sys.stdout, run.config.learner.steps)
     supervision = run.config.supervision
     async with Controller(run) as controller:
-        begun: LeaveBegun = await controller.ask(Leave(host=host, within_s=within_s, reason="asyncrl-launch --leave"))
+        leave = Leave(host=host, within_s=within_s, reason="asyncrl-launch --leave")
+        begun: LeaveBegun = await controller.ask(leave, timeout=ASK_S)
         actors = ", ".join(begun.actors)
         progress.say(f"{begun.host} ({begun.agent}) leaves: {actors} finish what is begun within {within_s:g} s")
-        # The longest that its agent takes, or the controller to find that it is lost.
-        patience = within_s + supervision.drain_s + max(supervision.host_lost_s, FAREWELL_S) + SLACK_S
+        # The longest that its agent takes, and then to be heard, or the controller to find that it is lost.
+        farewell_s = max(supervision.host_lost_s, supervision.host_grace_s, FAREWELL_S)
+        patience = within_s + supervision.drain_s + farewell_s + SLACK_S
         try:
             async with asyncio.timeout(patience):
                 left = await _wait_until_left(controller, begun.agent)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from asyncrl.config import Config
-from asyncrl.errors import DeadlineExceeded, RemoteError, WireError
+from asyncrl.errors import DeadlineExceeded, Refused, RemoteError, WireError
 from asyncrl.launcher.hostspec import private_name
 from asyncrl.messages import ActorEnded, ActorStarted, EndNoted, HostLeft, RunState, StopRun, WatchRun
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext
@@ -93,11 +93,21 @@ class ControllerLink(Actor):
         return reply.asked
 
     async def say_farewell(self, timeout: float) -> None:
-        """Tell that nothing of this host is left in the run."""
-        try:
-            await self.peer(CONTROLLER).call(HostLeft(), timeout=timeout)
-        except WireError as error:
-            self.log.warning("farewell not heard", error=str(error))
+        """Tell that nothing of this host is left in the run, until a controller knows it whose successor would."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + timeout
+        while True:
+            try:
+                await self.peer(CONTROLLER).call(HostLeft(), timeout=until - loop.time())
+                return
+            except Refused:
+                # Who has left is not spoken to any more, so this is known.
+                return
+            except WireError as error:
+                self.log.warning("farewell not heard", error=str(error))
+                if not isinstance(error, RemoteError) or not error.retryable:
+                    return
+            await asyncio.sleep(RETRY_S)
 
     async def ask_stop(self, reason: str, *, preempt: bool) -> bool:
         """Ask for an end in good order, or for a checkpoint and the end; False if the controller does not answer."""

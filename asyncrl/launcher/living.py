@@ -1,8 +1,8 @@
 """A run that lives, as a command finds it that is not its launcher: its folder, its keys, and its controller's ear.
 
-Whoever can read the private folder on the head's machine may speak to the controller as ``launcher/0``; any number of
-commands may at once. Every call has a deadline. Fails with UsageError where there is no such run, it is over, or its
-private folder is closed to this user, and where the controller refuses what is asked, in its words.
+Whoever can read the private folder on the head's machine may speak to the controller as ``launcher/0``; many commands
+may at once, and one too many is told so. Every call has a deadline. Fails with UsageError where there is no such run,
+it is over, or its private folder is closed to this user, and where the controller refuses what is asked, in its words.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from asyncrl.config import Config, config_from_json
-from asyncrl.errors import ConfigError, DeadlineExceeded, ProtocolError, RemoteError, UsageError
+from asyncrl.errors import ConfigError, DeadlineExceeded, ProtocolError, Refused, RemoteError, UsageError
 from asyncrl.launcher.folders import CONFIG, LOCK, RunFolder, is_living, next_attempt
 from asyncrl.messages import ActorRecord, Members, Request, WatchMembers
 from asyncrl.runtime.actor import CONTROLLER
 from asyncrl.runtime.endpoint import Endpoint
 from asyncrl.runtime.peer import Peer
 from asyncrl.runtime.roster import LAUNCHER
+from asyncrl.runtime.server import CROWDED
 from asyncrl.wire.keys import Credentials, load_credentials
 from asyncrl.wire.zeromq import ZmqTransport
 
@@ -112,10 +113,8 @@ class Controller:
         try:
             while True:
                 try:
-                    return await self._peer.call(request, timeout=until - loop.time())
+                    return await self._call(request, until - loop.time())
                 except RemoteError as error:
-                    # Of many commands the one that has been there for longest loses its connection, and what is
-                    # parked there with it.
                     if not error.retryable:
                         raise
                     await asyncio.sleep(AGAIN_S)
@@ -126,12 +125,23 @@ class Controller:
                 raise UsageError(f"{self._run.folder.path}: the run in it has ended") from None
             raise
 
+    async def _call(self, request: Request, timeout: float) -> Any:
+        try:
+            return await self._peer.call(request, timeout=timeout)
+        except Refused as error:
+            if error.code != CROWDED:
+                raise
+            raise UsageError(
+                f"{self._run.folder.path}: the run serves {error.theirs}, and as many --join and --leave speak to "
+                "it already: end one of them, or wait until one has ended"
+            ) from None
+
     async def members(self) -> AsyncIterator[Members]:
         """The members, again whenever they change, until the run has ended. A controller that is away is waited for."""
         seen = -1
         while self._run.lives:
             try:
-                found: Members = await self._peer.call(WatchMembers(seen=seen), timeout=WATCH_S)
+                found: Members = await self._call(WatchMembers(seen=seen), WATCH_S)
             except (DeadlineExceeded, RemoteError):
                 await asyncio.sleep(AGAIN_S)
                 continue

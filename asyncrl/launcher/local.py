@@ -17,7 +17,8 @@ import msgspec
 from asyncrl.config import Config
 from asyncrl.errors import ActorFailed
 from asyncrl.launcher.folders import RunFolder, create_run_folder, private_folder, remove_abandoned
-from asyncrl.launcher.follow import Follower, Member
+from asyncrl.launcher.follow import Follower
+from asyncrl.launcher.member import Member
 from asyncrl.launcher.placement import Placed
 from asyncrl.launcher.progress import Progress, summarise
 from asyncrl.launcher.resume import AUTO, Resumption

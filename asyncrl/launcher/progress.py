@@ -86,7 +86,7 @@ class Progress:
                 pass
 
     def _tell_of_hosts(self, state: StateEvent) -> None:
-        """Who is lost, and who is back."""
+        """Who is lost, who is back, and who leaves without having come back."""
         controller, before = self._lost
         # What a controller has not lost itself, it does not tell to be back.
         before = before if controller == state.controller else {}
@@ -94,8 +94,13 @@ class Progress:
         for host, actors in state.lost_hosts.items():
             if host not in before:
                 self.say(f"host {host} is lost: nothing is heard of it; dead with it: {_some(actors)}")
+        agents = tuple(f"({name})" for name in state.leaving)
         for host, actors in before.items():
-            if host not in state.lost_hosts:
+            if host in state.lost_hosts:
+                continue
+            if host.endswith(agents):
+                self.say(f"host {host} leaves the run, which goes on without: {_some(actors)}")
+            else:
                 self.say(f"host {host} is back; fenced, and started again there: {_some(actors)}")
 
     def _tell_of_return(self, line: Line) -> None:

@@ -1,4 +1,4 @@
-"""Something done on many hosts at once, under one deadline, with every host named that cannot take part.
+"""The hosts of a command: what is done on all of them at once, under one deadline, with every one named that cannot.
 
 Fails with HostFailed for one host or all that failed, the reasons of several having been shown.
 """
@@ -7,71 +7,94 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import msgspec
 
-from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, HostFailed
 from asyncrl.launcher.contact import Contact
+from asyncrl.launcher.hostspec import Order
 from asyncrl.launcher.progress import Progress
+from asyncrl.launcher.start import StartCommand
 
 MORE_FAILURES_S = 3.0
 """Once a host has failed the others have this time to fail too, so that all are named."""
+A = TypeVar("A")
 
 
-async def of_each(
-    do: Callable[[str], Awaitable[Any]],
-    names: Sequence[str],
-    what: str,
-    contacts: Mapping[str, Contact],
-    config: Config,
-    progress: Progress,
-    count: int,
-    tell: Callable[[list[str]], None] = lambda _: None,
-) -> dict[str, Any]:
-    """The result for each host, done in parallel within ``supervision.start_timeout_s``.
+@dataclass
+class Reached:
+    """Those that ``start`` leads to, by name, of the ``count`` hosts of a command.
 
-    ``count`` are the hosts of the command, and ``tell`` hears who is still awaited. Raises HostFailed.
+    ``limit_s`` is supervision.start_timeout_s: the deadline of whatever is done.
     """
-    limit = config.supervision.start_timeout_s
-    loop = asyncio.get_running_loop()
-    until = loop.time() + limit
-    tasks = {name: asyncio.ensure_future(do(name)) for name in names}
-    failures: dict[str, HostFailed] = {}
-    waiting: list[str] = []
-    try:
-        while waiting := [name for name, task in tasks.items() if not task.done()]:
-            left = until - loop.time()
-            if left <= 0:
-                break
-            await asyncio.wait([tasks[name] for name in waiting], timeout=left, return_when="FIRST_COMPLETED")
-            tell([name for name, task in tasks.items() if not task.done()])
-            failed = [task for task in tasks.values() if task.done() and task.exception() is not None]
-            if failed and not failures:
-                until = min(until, loop.time() + MORE_FAILURES_S)
-            failures = {name: _failure(name, task) for name, task in tasks.items() if task in failed}
-    finally:
-        for task in tasks.values():
-            task.cancel()
-        await asyncio.gather(*tasks.values(), return_exceptions=True)
-    if not failures:
-        for name in waiting:
-            said = contacts[name].last_error
-            reason = f"not {what} within {limit:g} s (supervision.start_timeout_s)" + (f": {said}" if said else "")
-            failures[name] = HostFailed(name, reason)
-    if failures:
-        raise _as_one(failures, count, progress)
-    return {name: task.result() for name, task in tasks.items()}
 
+    start: StartCommand
+    limit_s: float
+    progress: Progress
+    count: int
+    contacts: dict[str, Contact] = field(default_factory=dict)
 
-def _as_one(failures: Mapping[str, HostFailed], count: int, progress: Progress) -> HostFailed:
-    progress.end()
-    if len(failures) == 1:
-        return next(iter(failures.values()))
-    progress.warn([f"  {failure}" for failure in failures.values()])
-    reason = f"{len(failures)} of {count} hosts cannot take part, for the reasons listed above"
-    return HostFailed(", ".join(failures), reason, exit_code=max(f.exit_code for f in failures.values()))
+    async def reach(self, names: Sequence[str]) -> None:
+        """Learn what each host has: the ``facts`` of its contact. Raises HostFailed."""
+        self.contacts = {name: Contact(name, self.start) for name in names}
+        if names:
+            self.progress.reaching(list(names))
+        work = {name: contact.reach() for name, contact in self.contacts.items()}
+        await self._each(work, "reached", self.progress.reaching)
+
+    async def ask(self, orders: Mapping[str, Order], answer: type[A], what: str) -> dict[str, A]:
+        """The answer of each host to its order; ``what`` it was not if it is missing. Raises HostFailed."""
+        return await self._each({name: self.contacts[name].ask(order, answer) for name, order in orders.items()}, what)
+
+    async def close(self) -> None:
+        """Leave them, those excepted whose agents live."""
+        await asyncio.gather(*(contact.close() for contact in self.contacts.values()))
+
+    async def _each(
+        self,
+        work: Mapping[str, Awaitable[Any]],
+        what: str,
+        tell: Callable[[list[str]], None] = lambda _: None,
+    ) -> dict[str, Any]:
+        """The result for each host; ``tell`` hears who is still awaited."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self.limit_s
+        tasks = {name: asyncio.ensure_future(each) for name, each in work.items()}
+        failures: dict[str, HostFailed] = {}
+        waiting: list[str] = []
+        try:
+            while waiting := [name for name, task in tasks.items() if not task.done()]:
+                left = until - loop.time()
+                if left <= 0:
+                    break
+                await asyncio.wait([tasks[name] for name in waiting], timeout=left, return_when="FIRST_COMPLETED")
+                tell([name for name, task in tasks.items() if not task.done()])
+                failed = [task for task in tasks.values() if task.done() and task.exception() is not None]
+                if failed and not failures:
+                    until = min(until, loop.time() + MORE_FAILURES_S)
+                failures = {name: _failure(name, task) for name, task in tasks.items() if task in failed}
+        finally:
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+        if not failures:
+            for name in waiting:
+                said = self.contacts[name].last_error
+                late = f"not {what} within {self.limit_s:g} s (supervision.start_timeout_s)"
+                failures[name] = HostFailed(name, late + (f": {said}" if said else ""))
+        if failures:
+            raise self._as_one(failures)
+        return {name: task.result() for name, task in tasks.items()}
+
+    def _as_one(self, failures: Mapping[str, HostFailed]) -> HostFailed:
+        self.progress.end()
+        if len(failures) == 1:
+            return next(iter(failures.values()))
+        self.progress.warn([f"  {failure}" for failure in failures.values()])
+        reason = f"{len(failures)} of {self.count} hosts cannot take part, for the reasons listed above"
+        return HostFailed(", ".join(failures), reason, exit_code=max(f.exit_code for f in failures.values()))
 
 
 def _failure(name: str, task: asyncio.Future[Any]) -> HostFailed:

@@ -16,9 +16,8 @@ import contextlib
 import dataclasses
 import os
 import shutil
-import signal
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -30,7 +29,6 @@ from asyncrl.config import Config, NetworkConfig, config_to_json, validate_confi
 from asyncrl.errors import ConfigError, UsageError
 from asyncrl.launcher import addresses
 from asyncrl.launcher.checks import check_sinks, find_problems
-from asyncrl.launcher.contact import Contact
 from asyncrl.launcher.folders import (
     RUN_ID,
     RunFolder,
@@ -39,15 +37,17 @@ from asyncrl.launcher.folders import (
     private_folder,
     remove_abandoned,
 )
-from asyncrl.launcher.follow import STOPPING, Follower, Member
+from asyncrl.launcher.follow import Follower
 from asyncrl.launcher.hostfile import HostLine
 from asyncrl.launcher.hosts import local_host
 from asyncrl.launcher.hostspec import Facts, HostSpec, Prepared, RouteQuery, Routes
+from asyncrl.launcher.interrupts import undone_by_signals
 from asyncrl.launcher.link import agent_name
 from asyncrl.launcher.local import ACTOR_ARGV, GUARD_ARGV, agent_spec, show_end, start_guard
+from asyncrl.launcher.member import Member
 from asyncrl.launcher.placement import INTERFACE_VARIABLES, Host, Placed, describe, place
 from asyncrl.launcher.progress import Progress
-from asyncrl.launcher.reach import of_each
+from asyncrl.launcher.reach import Reached
 from asyncrl.launcher.resume import Resumption, find_resumption
 from asyncrl.launcher.spec import KILL
 from asyncrl.launcher.start import StartCommand, shown
@@ -94,11 +94,15 @@ class _Launch:
     head_is_here: bool = False
     facts: dict[str, Facts] = field(default_factory=dict)
     """By host, the head first."""
-    contacts: dict[str, Contact] = field(default_factory=dict)
-    """Of the hosts but this one."""
     hosts: list[Host] = field(default_factory=list)
     placed: list[Placed] = field(default_factory=list)
-    signal: int = 0
+    reached: Reached = field(init=False)
+    """The hosts but this one."""
+
+    def __post_init__(self) -> None:
+        self.reached = Reached(
+            self.start, self.config.supervision.start_timeout_s, self.progress, count=len(self.lines)
+        )
 
     @property
     def run_dir(self) -> Path:
@@ -107,25 +111,10 @@ class _Launch:
 
     async def main(self) -> int:
         """Until the agents live a signal undoes everything; from then on it is theirs."""
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
-
-        def interrupt(number: int) -> None:
-            self.signal = self.signal or number
-            task.cancel()
-
-        for number in STOPPING:
-            loop.add_signal_handler(number, interrupt, number)
         try:
-            return await self._main()
-        except asyncio.CancelledError:
-            if not self.signal:
-                raise
-            self.progress.end()
-            self.progress.warn([f"asyncrl-launch: ended by {signal.Signals(self.signal).name}"])
-            return 128 + self.signal
+            return await undone_by_signals(self._main(), self.progress)
         finally:
-            await asyncio.gather(*(contact.close() for contact in self.contacts.values()))
+            await self.reached.close()
 
     async def _main(self) -> int:
         self._find_head()
@@ -155,10 +144,7 @@ class _Launch:
 
     async def _reach(self) -> None:
         names = [line.name for line in self.lines[self.head_is_here :]]
-        self.contacts = {name: Contact(name, self.start) for name in names}
-        if names:
-            self.progress.reaching(names)
-        await self._of_each(lambda name: self.contacts[name].reach(), names, "reached", self.progress.reaching)
+        await self.reached.reach(names)
         if self.head_is_here:
             host = await asyncio.to_thread(local_host)
             self.facts[self.head] = Facts(
@@ -168,17 +154,7 @@ class _Launch:
                 gpus=list(host.gpus),
                 interfaces=addresses.interfaces(),
             )
-        self.facts |= {name: self.contacts[name].facts for name in names}
-
-    async def _of_each(
-        self,
-        do: Callable[[str], Awaitable[Any]],
-        names: Sequence[str],
-        what: str,
-        tell: Callable[[list[str]], None] = lambda _: None,
-    ) -> dict[str, Any]:
-        """See ``reach``, under the start's deadline."""
-        return await of_each(do, names, what, self.contacts, self.config, self.progress, len(self.lines), tell)
+        self.facts |= {name: contact.facts for name, contact in self.reached.contacts.items()}
 
     async def _place(self) -> None:
         """Addresses and actors of each host. Raises ConfigError with every problem, or UsageError."""
@@ -210,7 +186,7 @@ class _Launch:
         for host in [host for host in self.hosts if host.name not in used]:
             self.progress.say(f"{host.name}: has no part in this run, there is nothing left for it to do")
             self.hosts.remove(host)
-            await self.contacts.pop(host.name).close()
+            await self.reached.contacts.pop(host.name).close()
 
     async def _addresses(self) -> dict[str, str]:
         if len(self.facts) == 1:
@@ -219,7 +195,7 @@ class _Launch:
             return addresses.by_interface(self.facts, self.config.network.interface)
         others = [name for name in self.facts if name != self.head]
         query = RouteQuery(head=self.head, addresses=list(addresses.usable(self.facts[self.head])))
-        routes = await self._of_each(lambda name: self.contacts[name].ask(query, Routes), others, "answered")
+        routes = await self.reached.ask(dict.fromkeys(others, query), Routes, "answered")
         return addresses.by_route(self.head, self.facts, routes)
 
     def _find_resumption(self) -> Resumption | None:
@@ -249,8 +225,8 @@ class _Launch:
                     self.progress.say(f"set aside as {path}")
                 self.progress.say(resumption.describe())
             (folder.logs / RUN_ID).write_text(folder.run_id)
-            specs = {name: self._host_spec(name, folder, keyring) for name in self.contacts}
-            await self._of_each(lambda name: self.contacts[name].ask(specs[name], Prepared), list(specs), "prepared")
+            specs = {name: self._host_spec(name, folder, keyring) for name in self.reached.contacts}
+            await self.reached.ask(specs, Prepared, "prepared")
             for index, host in enumerate(self.hosts):
                 members.append(await self._start_agent(index, host, folder, lock))
         except BaseException:
@@ -259,7 +235,7 @@ class _Launch:
             for member in members:
                 if member.contact is None:
                     await member.process.wait()
-            await asyncio.gather(*(contact.close() for contact in self.contacts.values()))
+            await self.reached.close()
             if resumption is None:
                 shutil.rmtree(folder.path, ignore_errors=True)
             raise
@@ -269,7 +245,7 @@ class _Launch:
         actors = [as_set_here(actor) for actor in self.placed if actor.host == host.name]
         at, name = host.address, host.name
         spec = agent_spec(self.config, folder, actors, self.actor_argv, index=index, host=at, name=name)
-        contact = self.contacts.get(host.name)
+        contact = self.reached.contacts.get(host.name)
         if contact is None:
             return Member(index, host.name, await start_guard(folder, lock, spec))
         contact.keep_errors(folder.logs / f"start-{host.name}.log")

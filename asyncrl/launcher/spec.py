@@ -58,6 +58,8 @@ class StateEvent(Struct, frozen=True, kw_only=True, tag="state"):
     waiting_for: list[str] = []
     lost_hosts: dict[str, list[str]] = {}
     """As in RunState."""
+    leaving: list[str] = []
+    """The agents and actors that are to leave while the run goes on."""
     controller: int = 0
     """Incarnation of the controller that says so. A successor knows of no lost host until it has missed it itself."""
 

@@ -180,6 +180,8 @@ class Rollouter(Actor):
         self._leaves = True
         self._room.set()
         self._ask_again.set()
+        # A call that is cancelled may be granted something all the same.
+        self.tasks.create_task(self._give_back([], holding=list(self._held)), name="say leaving")
         self.tasks.create_task(self._finish(within_s), name="finish")
 
     async def _finish(self, within_s: float) -> None:
@@ -196,9 +198,11 @@ class Rollouter(Actor):
 
     async def _return_held(self) -> None:
         # While the run goes on the learner is asked about the rest: it may just be taking in what is generated.
-        uids = [uid for uid in self._held if self._ungenerated[uid] or not self._leaves]
+        await self._give_back([uid for uid in self._held if self._ungenerated[uid] or not self._leaves], holding=[])
+
+    async def _give_back(self, uids: list[str], holding: list[str]) -> None:
+        request = ReturnTickets(uids=uids, leaving=self._leaves, holding=holding)
         try:
-            request = ReturnTickets(uids=uids, leaving=self._leaves)
             await self.peer(DATALOADER).call(request, timeout=GIVE_BACK_S if self._leaves else AWAY_S * 2)
         except WireError as error:
             # The dataloader drains after us; without it the leases end with this incarnation.
@@ -304,6 +308,7 @@ class Rollouter(Actor):
                 HeldTicket(ticket.uid, ticket.grant, self._host.suspects.deaths(ticket))
                 for ticket in self._held.values()
             ],
+            leaving=self._leaves,
         )
 
     async def _episode(self, ticket: Ticket, sample: int) -> Trajectory:

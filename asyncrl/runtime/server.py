@@ -26,6 +26,7 @@ from asyncrl.errors import AsyncRLError, ProtocolError
 from asyncrl.messages import Message, Request
 from asyncrl.runtime.deadlines import Deadlines
 from asyncrl.runtime.endpoint import CREDIT, Endpoint, size_of
+from asyncrl.runtime.roster import LAUNCHER
 from asyncrl.wire.envelope import (
     PROTOCOL_VERSION,
     ErrorBody,
@@ -44,8 +45,12 @@ from asyncrl.wire.transport import Server as BoundSocket
 STRANGERS, REFUSED, MALFORMED = "wire/strangers", "wire/refused", "wire/malformed"
 MAX_SESSIONS_PER_NAME = 4
 """An actor has one connection for its calls, one for its heartbeats, and leaves a few behind when it reconnects."""
-MAX_VIEWERS = 32
-"""Connections of those who watch."""
+SHARED = {LAUNCHER: 64, VIEWER: 32}
+"""Connections of the names that any number of commands, and of those who watch, share. None makes way while in use."""
+UNUSED_S = 30.0
+"""Silence after which such a connection without a call in flight is not in use: commands end without a word."""
+CROWDED = "connections"
+"""Code of the refusal of one more."""
 MAX_NAMES = 16384
 """Where no keys say who there can be."""
 MAX_STORED = 4 * CREDIT
@@ -83,6 +88,8 @@ class _Session:
     name: str
     incarnation: int
     limit: int
+    heard: float
+    """When anything came from it last (s)."""
     running: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
     stored: dict[int, list[Any]] = field(default_factory=dict)
     """Replies to calls that may not be repeated, until the caller has them."""
@@ -184,6 +191,7 @@ class CallServer:
             if header.sender != session.name or header.incarnation != session.incarnation:
                 self._endpoint.count(REFUSED)
                 return
+            session.heard = self._loop.time()
             if header.kind == Kind.CALL:
                 self._on_call(session, header, frames)
             elif header.kind == Kind.CAST:
@@ -214,6 +222,8 @@ class CallServer:
             refusal = ("incarnation", str(VIEWER_INCARNATION), str(hello.incarnation))
         elif hello.name not in self._newest and len(self._newest) >= MAX_NAMES:
             refusal = ("name", f"one of {MAX_NAMES} known actors", hello.name)
+        elif hello.name in SHARED and not self._has_room(hello.name, routing_id):
+            refusal = (CROWDED, f"at most {SHARED[hello.name]} at once", "one more")
         if refusal is not None:
             self._refuse(routing_id, header.id, *refusal)
             return
@@ -226,7 +236,9 @@ class CallServer:
         if known is None or (known.name, known.incarnation) != (hello.name, hello.incarnation):
             if known is not None:
                 self._drop(known)
-            self._sessions[routing_id] = _Session(routing_id, hello.name, hello.incarnation, hello.max_message_bytes)
+            self._sessions[routing_id] = _Session(
+                routing_id, hello.name, hello.incarnation, hello.max_message_bytes, self._loop.time()
+            )
         welcome = Welcome(
             run_id=ours.run_id,
             name=self._endpoint.name,
@@ -238,11 +250,24 @@ class CallServer:
 
     def _drop_sessions(self, name: str, incarnation: int, but: bytes) -> None:
         """Sessions of replaced incarnations, and the oldest of this one past what an actor needs."""
-        own = [s for s in self._sessions.values() if s.name == name and s.routing_id != but]
+        own = self._others_of(name, but)
         current = [s for s in own if s.incarnation == incarnation]
-        most = MAX_VIEWERS if name == VIEWER else MAX_SESSIONS_PER_NAME
+        most = SHARED.get(name, MAX_SESSIONS_PER_NAME)
         for session in [s for s in own if s.incarnation != incarnation] + current[: 1 - most]:
             self._drop(session)
+
+    def _has_room(self, name: str, routing_id: bytes) -> bool:
+        """Whether one more of a shared name is served. Those that are not in use make way."""
+        own = self._others_of(name, routing_id)
+        if len(own) < SHARED[name]:
+            return True
+        unused = [s for s in own if not s.running and self._loop.time() - s.heard >= UNUSED_S]
+        for session in unused:
+            self._drop(session)
+        return bool(unused)
+
+    def _others_of(self, name: str, but: bytes) -> list[_Session]:
+        return [s for s in self._sessions.values() if s.name == name and s.routing_id != but]
 
     def _drop(self, session: _Session) -> None:
         del self._sessions[session.routing_id]

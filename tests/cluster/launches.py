@@ -44,34 +44,16 @@ host_grace_s = 8
 """
 
 
-class Launch:
-    """The command, called on the head or another host, in a folder that the test's hosts share only if told so."""
+class Command:
+    """asyncrl-launch with these arguments on a host; ``path`` is its PYTHONPATH."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        folder: Path,
-        hosts: str,
-        *flags: str,
-        ssh_args: str = "",
-        caller: str = "head",
-        config: str = "",
-    ) -> None:
-        self.cluster, self.folder, self.run_dir = cluster, folder, folder / "runs" / "trial"
-        folder.mkdir(exist_ok=True)
-        number = len(list(folder.glob("out-*")))
-        self.out = folder / f"out-{number}.txt"
-        (folder / "hosts").write_text(hosts)
-        (folder / "trial.toml").write_text(config or CONFIG.format(folder=folder))
-        rows = [json.dumps({"prompt": f"{SECRET} {number}"}) for number in range(400)]
-        (folder / "prompts.jsonl").write_text("\n".join(rows) + "\n")
-        argv = [sys.executable, "-m", "asyncrl.cli.launch", str(folder / "trial.toml")]
-        argv += ["--hosts", str(folder / "hosts"), "--ssh-args", ssh_args or f"-F {cluster.ssh_config}", *flags]
+    def __init__(self, host: Host, folder: Path, *argv: str, path: str = "") -> None:
+        self.out = folder / f"out-{len(list(folder.glob('out-*')))}.txt"
         with self.out.open("w") as out:
-            self.process: subprocess.Popen[Any] = cluster[caller].popen(
-                argv,
+            self.process: subprocess.Popen[Any] = host.popen(
+                [sys.executable, "-m", "asyncrl.cli.launch", *argv],
                 cwd=REPOSITORY,
-                env={**os.environ, "PYTHONPATH": str(folder)},
+                env={**os.environ, "PYTHONPATH": path or str(folder)},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -88,6 +70,30 @@ class Launch:
     def end(self) -> tuple[int, list[str]]:
         """(exit code, lines shown), once all is over."""
         return self.process.wait(WAIT_S), self.shown.splitlines()
+
+
+class Launch(Command):
+    """A run, called on the head or another host, in a folder that the test's hosts share only if told so."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        folder: Path,
+        hosts: str,
+        *flags: str,
+        ssh_args: str = "",
+        caller: str = "head",
+        config: str = "",
+    ) -> None:
+        self.cluster, self.folder, self.run_dir = cluster, folder, folder / "runs" / "trial"
+        folder.mkdir(exist_ok=True)
+        (folder / "hosts").write_text(hosts)
+        (folder / "trial.toml").write_text(config or CONFIG.format(folder=folder))
+        rows = [json.dumps({"prompt": f"{SECRET} {number}"}) for number in range(400)]
+        (folder / "prompts.jsonl").write_text("\n".join(rows) + "\n")
+        argv = [str(folder / "trial.toml"), "--hosts", str(folder / "hosts")]
+        argv += ["--ssh-args", ssh_args or f"-F {cluster.ssh_config}", *flags]
+        super().__init__(cluster[caller], folder, *argv)
 
     def log(self, name: str) -> str:
         return (self.run_dir / "logs" / "attempt_1" / f"{name}.log").read_text()

@@ -13,7 +13,7 @@ import pytest
 from cluster.launches import Launch
 from cluster.netns import REPOSITORY, Cluster, wait_until
 
-from asyncrl.launcher.progress import read_metrics
+from asyncrl.monitor.metrics_file import read_metrics
 from tools.chaos.audit import read_lines
 from tools.quickstart.assets import draw_splits
 from tools.quickstart.model import make_model, make_tokenizer, save

@@ -1,6 +1,7 @@
 """Hosts come to a run and leave it: what the controller answers, tells and keeps. On the in-memory transport."""
 
 import asyncio
+import contextlib
 import json
 import threading
 
@@ -8,9 +9,11 @@ import pytest
 from controller.test_controller_actor import CONFIG, OTHERS, Cluster, is_parked
 
 from asyncrl.config import validate_config
-from asyncrl.errors import RemoteError
+from asyncrl.errors import Refused, RemoteError
+from asyncrl.launcher.link import ControllerLink
 from asyncrl.messages import (
     ActorEnded,
+    ActorStarted,
     Dead,
     HostLeft,
     Join,
@@ -212,18 +215,177 @@ def test_a_successor_of_the_controller_does_not_wait_for_who_has_left(tmp_path):
     run(tmp_path, scenario, TWO)
 
 
+async def leaving_a_new_controller(cluster, *names, timeout=5.0):
+    """Hosts far and near, with a rollouter each, and the only two, are asked to leave; none is registered so far."""
+    hosts = {"near": ("agent/1", "rollouter/0"), "far": ("agent/2", "rollouter/1")}
+    for name in OTHERS:
+        if not name.startswith("rollouter"):
+            await cluster.register(name)
+    for host, (agent, rollouter) in hosts.items():
+        await cluster.register(agent, address="", facts={"actors": [rollouter], "host": host})
+    return [cluster.caller(LAUNCHER).call(Leave(host=name, within_s=1.0), timeout=timeout) for name in names]
+
+
+def begin_anew(tmp_path, scenario, config=TWO):
+    async def main():
+        async with asyncio.timeout(20), Cluster(tmp_path, config) as cluster:
+            await scenario(cluster)
+
+    asyncio.run(main())
+
+
+def test_a_host_may_leave_once_the_others_have_told_a_new_controller_that_they_serve(tmp_path):
+    async def scenario(cluster):
+        (leave,) = await leaving_a_new_controller(cluster, "far")
+        await cluster.register("rollouter/1")
+        assert await is_parked(leave)
+        await cluster.register("rollouter/0")
+        assert (await leave).actors == ["rollouter/1"]
+
+    begin_anew(tmp_path, scenario)
+
+
+def test_a_host_may_not_leave_if_the_others_do_not_serve_in_time(tmp_path):
+    """I5: and whom the controller has waited for is said."""
+
+    async def scenario(cluster):
+        (leave,) = await leaving_a_new_controller(cluster, "far", timeout=0.3)
+        await cluster.register("rollouter/1")
+        with pytest.raises(RemoteError, match="expected to, and not ready so far: rollouter/0$"):
+            await leave
+
+    begin_anew(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("order", [["rollouter/0", "rollouter/1"], ["rollouter/1", "rollouter/0"]])
+def test_of_the_last_two_hosts_one_stays_though_both_are_asked_to_leave_at_once(tmp_path, order):
+    async def scenario(cluster):
+        calls = dict(
+            zip(
+                ("rollouter/0", "rollouter/1"),
+                await leaving_a_new_controller(cluster, "near", "far"),
+                strict=True,
+            )
+        )
+        await asyncio.sleep(0.03)
+        for name in order:
+            await cluster.register(name)
+        first, second = order
+        with pytest.raises(RemoteError, match="cannot leave: no other host has a rollouter that serves$"):
+            await calls[first]
+        assert (await calls[second]).actors == [second]
+
+    begin_anew(tmp_path, scenario)
+
+
+async def serve_in_part(cluster):
+    """A host joins with two rollouters, of which one serves; then every other rollouter leaves."""
+    await cluster.all_ready()
+    asked = Join(ask=ASK, hosts=[NewHost(host="c", replicas=2)])
+    (found,) = (await cluster.caller(LAUNCHER).call(asked, timeout=0.4)).hosts
+    await cluster.register(found.agent, address="", facts={"actors": found.rollouters, "host": "c"})
+    await cluster.register(found.rollouters[0])
+    await cluster.register("agent/9", address="", facts={"actors": ["rollouter/0"], "host": "far"})
+    await cluster.caller(LAUNCHER).call(Leave(host="far", within_s=1.0))
+    return found
+
+
+def test_a_late_guest_stays_while_it_has_the_last_rollouter(tmp_path):
+    async def scenario(cluster):
+        found = await serve_in_part(cluster)
+        members = cluster.controller._members._membership
+        while not members.overdue(cluster.controller.clock.now(), FAST.supervision.start_timeout_s):
+            await asyncio.sleep(0.05)
+        await cluster.caller(found.agent).call(ActorStarted(name=found.rollouters[1], incarnation=1))
+        await asyncio.sleep(0.1)
+        told = await cluster.caller().call(WatchRun())
+        assert (told.phase, [leaving.name for leaving in told.leaving]) == ("running", ["agent/9", "rollouter/0"])
+        # It may still come.
+        await cluster.register(found.rollouters[1], incarnation=2)
+        assert members.on_trial == []
+
+    begin_anew(tmp_path, scenario, FAST)
+
+
+def test_a_guest_that_gives_up_fails_the_run_if_it_has_the_last_rollouter(tmp_path):
+    async def scenario(cluster):
+        found = await serve_in_part(cluster)
+        await cluster.caller(found.agent).call(ended(found.rollouters[1], 78, fatal=True))
+        told = await cluster.caller().call(WatchRun())
+        assert (told.failed_actor, told.reason) == (found.rollouters[1], "its reason")
+
+    begin_anew(tmp_path, scenario, FAST)
+
+
 def test_who_asks_a_host_to_leave_is_answered_once_a_successor_of_the_controller_would_know(tmp_path):
     async def scenario(cluster):
         found = await serve(cluster)
-        may_write, members = threading.Event(), cluster.controller._members
-        write, members._write = members._write, lambda *item: (may_write.wait(10), write(*item))
-        call = cluster.caller(LAUNCHER).call(Leave(host="c", within_s=3.0))
-        try:
+        with nothing_written(cluster):
+            call = cluster.caller(LAUNCHER).call(Leave(host="c", within_s=3.0))
             assert await is_parked(call)
-        finally:
-            may_write.set()
         assert (await call).agent == found.agent
         assert json.loads((tmp_path / "private" / "members.json").read_text())["departures"]
+
+    run(tmp_path, scenario)
+
+
+@contextlib.contextmanager
+def nothing_written(cluster):
+    """Until it is left, or the controller is another."""
+    may_write, members = threading.Event(), cluster.controller._members
+    write, members._write = members._write, lambda *item: (may_write.wait(10), write(*item))
+    try:
+        yield
+    finally:
+        members._write = write
+        may_write.set()
+
+
+def test_the_last_word_of_a_host_is_answered_once_a_successor_of_the_controller_would_know(tmp_path):
+    async def scenario(cluster):
+        found = await serve(cluster)
+        await cluster.caller(LAUNCHER).call(Leave(host="c", within_s=3.0))
+        agent = cluster.caller(found.agent)
+        with nothing_written(cluster):
+            # Not even when it can be parked no longer.
+            with pytest.raises(RemoteError, match="members.json is not written so far") as caught:
+                await agent.call(HostLeft(), timeout=0.2)
+            assert caught.value.retryable
+            call = agent.call(HostLeft())
+            assert await is_parked(call)
+        # Whoever has left is not spoken to any more; but this it is told.
+        await call
+        assert json.loads((tmp_path / "private" / "members.json").read_text())["departures"][0]["left"]
+        with pytest.raises(Refused, match="which is dead"):
+            await cluster.caller(found.agent).call(HostLeft())
+
+    run(tmp_path, scenario)
+
+
+def test_the_last_word_of_a_host_outlives_a_controller_that_dies_of_it(tmp_path):
+    """Nobody takes the host for lost: a successor hears it again."""
+
+    async def scenario(cluster):
+        found = await serve(cluster)
+        heard = dict.fromkeys(("on_state", "on_silent", "on_successor"), lambda *_: None)
+        link = ControllerLink(cluster.context(found.agent, 3, cluster.controller.address), **heard)
+        living = asyncio.create_task(link.main())
+        while not link.ready:
+            await asyncio.sleep(0.01)
+        await cluster.caller(LAUNCHER).call(Leave(host="c", within_s=3.0))
+        with nothing_written(cluster):
+            farewell = asyncio.create_task(link.say_farewell(10.0))
+            members = cluster.controller._members._membership
+            while not members.departures[found.agent].left:
+                await asyncio.sleep(0.01)
+            await cluster.die()
+            assert not json.loads((tmp_path / "private" / "members.json").read_text())["departures"][0]["left"]
+        await cluster.start(8)
+        await farewell
+        members = await cluster.caller().call(WatchMembers())
+        assert [(host.stage, host.reason) for host in members.hosts] == [("left", "")]
+        living.cancel()
+        await asyncio.gather(living, return_exceptions=True)
 
     run(tmp_path, scenario)
 

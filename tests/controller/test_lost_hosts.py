@@ -8,9 +8,10 @@ from controller.test_controller_actor import CONFIG, OTHERS, Cluster, beats
 
 from asyncrl.config import validate_config
 from asyncrl.errors import Refused
-from asyncrl.messages import ActorEnded, ActorRecord, Condemned, Dead, Done, Register, StopRun, WatchRun
+from asyncrl.messages import ActorEnded, ActorRecord, Condemned, Dead, Done, Leave, Register, StopRun, WatchRun
 from asyncrl.runtime.actor import CONTROLLER, Actor, Caller, handler
 from asyncrl.runtime.peer import Peer
+from asyncrl.runtime.roster import LAUNCHER
 
 FAST = validate_config(
     CONFIG.model_dump()
@@ -80,6 +81,22 @@ def test_a_replica_of_a_lost_host_is_dead_and_the_run_goes_on(tmp_path):
         await cluster.register("rollouter/1", incarnation=2)
         state = await watcher.call(WatchRun())
         assert (state.condemned, state.dead, state.phase) == ([], [], "running")
+
+    run(tmp_path, scenario)
+
+
+def test_a_lost_host_that_is_let_go_is_lost_no_more(tmp_path):
+    """And is said to leave in the same breath, so that nobody takes it to be back."""
+
+    async def scenario(cluster, tasks, over):
+        cut = await start(cluster, tasks, over)
+        watcher = cluster.caller("learner/0")
+        await until(watcher, lambda state: state.phase == "running")
+        cut.set()
+        await until(watcher, lambda state: state.lost_hosts)
+        await cluster.caller(LAUNCHER).call(Leave(host="b", within_s=1.0))
+        state = await until(watcher, lambda state: not state.lost_hosts)
+        assert [leaving.name for leaving in state.leaving] == ["agent/1", *FAR]
 
     run(tmp_path, scenario)
 

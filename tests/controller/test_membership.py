@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.controller.membership import ABOVE_ALL, KnownHost, Membership
+from asyncrl.controller.membership import ABOVE_ALL, KnownHost, Membership, NobodyServes
 from asyncrl.errors import InvalidRequest
 from asyncrl.messages import Dead, Join, Leave, NewHost
 
@@ -32,8 +32,8 @@ def join(membership, *hosts, ask=ASK, now=0.0):
     return membership.join(Join(ask=ask, hosts=list(hosts)), KNOWN, TAKEN, now)
 
 
-def leave(membership, host, within_s=5.0, ask="", known=KNOWN, serving=SERVING):
-    return membership.leave(Leave(host=host, within_s=within_s, ask=ask), known, serving)
+def leave(membership, host, within_s=5.0, ask="", known=KNOWN, serving=SERVING, awaited=()):
+    return membership.leave(Leave(host=host, within_s=within_s, ask=ask), known, serving, awaited)
 
 
 def known_with(guest):
@@ -79,13 +79,21 @@ def test_who_may_not_join(hosts, said):
     [
         ("nowhere", SERVING, r"no host nowhere takes part in this run; there are head \(agent/0\), far \(agent/1\)"),
         ("head", SERVING, "head cannot leave: it has controller/0, dataloader/0, learner/0, without which no run"),
-        ("far", ["rollouter/1", "dataloader/0"], "far cannot leave: no other host has a rollouter that serves"),
+        ("far", ["rollouter/1", "dataloader/0"], "far cannot leave: no other host has a rollouter that serves$"),
     ],
 )
 def test_who_may_not_leave(host, serving, said):
     membership = Membership(curve=False)
     with pytest.raises(InvalidRequest, match=said):
         leave(membership, host, serving=serving)
+    assert membership.leaving == []
+
+
+def test_who_may_leave_once_another_serves_is_told_apart():
+    membership = Membership(curve=False)
+    with pytest.raises(NobodyServes, match="expected to, and not ready so far: rollouter/0, rollouter/4$") as caught:
+        leave(membership, "far", serving=["rollouter/1"], awaited=["rollouter/4", "rollouter/1", "rollouter/0", "x/0"])
+    assert caught.value.awaited == ["rollouter/0", "rollouter/4"]
     assert membership.leaving == []
 
 
@@ -111,17 +119,29 @@ def test_a_guest_counts_from_when_it_is_ready_and_is_let_go_if_it_is_not():
     membership = Membership(curve=False)
     (guest,) = join(membership, new(replicas=2), now=10.0)
     assert membership.host_on_trial("rollouter/2") == guest.agent
-    assert membership.next_deadline(30.0) == 40.0
+    assert membership.next_deadline(39.9, 30.0) == 40.0
+    assert membership.next_deadline(40.0, 30.0) is None
     assert membership.ready({"rollouter/0", "rollouter/2"}) == ["rollouter/2"]
     assert membership.ready({"rollouter/0", "rollouter/2"}) == []
     assert membership.host_on_trial("rollouter/2") == ""
     assert membership.overdue(39.9, 30.0) == []
     assert membership.overdue(40.0, 30.0) == [guest]
-    departure = membership.dismiss(guest.agent, "late")
-    assert (departure.within_s, membership.on_trial, membership.next_deadline(30.0)) == (0.0, [], None)
+    departure = membership.dismiss(guest.agent, "late", ["rollouter/0", "rollouter/2"])
+    assert (departure.within_s, membership.on_trial, membership.next_deadline(39.0, 30.0)) == (0.0, [], None)
     # Who withdraws what it has brought itself brings nobody else down.
     with pytest.raises(InvalidRequest, match="no host far"):
         leave(membership, "far", ask=ASK)
+
+
+def test_a_guest_that_serves_in_part_stays_while_nobody_else_serves():
+    """Though all other hosts were asked to leave after it had joined."""
+    membership = Membership(curve=False)
+    (guest,) = join(membership, new(replicas=2))
+    membership.ready({"rollouter/2"})
+    for serving in (["rollouter/2"], [], ["rollouter/2", "dataloader/0"]):
+        assert membership.dismiss(guest.agent, "late", serving) is None
+    assert membership.overdue(40.0, 30.0) == [guest]
+    assert membership.dismiss(guest.agent, "late", ["rollouter/1"]).actors == guest.actors
 
 
 def test_a_guest_that_never_served_may_go_though_nobody_else_serves():
@@ -145,7 +165,7 @@ def test_a_repeat_does_not_bring_back_who_was_let_go_meanwhile():
     """Not even if another host of the same request still joins."""
     membership = Membership(curve=False)
     guest, other = join(membership, new("c"), new("d", first=500))
-    departure = membership.dismiss(guest.agent, "late")
+    departure = membership.dismiss(guest.agent, "late", SERVING)
     membership.left(departure.agent, {})
     with pytest.raises(InvalidRequest, match="let go before it could begin: c: late"):
         join(membership, new("c"), new("d", first=500))
@@ -183,7 +203,7 @@ def test_a_successor_of_the_controller_forgets_nothing(steps):
         elif step == "leave" and guest is not None:
             leave(membership, guest.host, known=known_with(guest))
         elif step == "dismiss" and guest is not None:
-            membership.dismiss(guest.agent, "late")
+            membership.dismiss(guest.agent, "late", SERVING)
         elif step in ("left", "lost") and departing is not None:
             getattr(membership, step)(departing.agent, dict.fromkeys([departing.agent, *departing.actors], at))
         numbers.append(membership.number)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving_dataloader import A, B, Learner, run, running, small_config, uids
+from serving_dataloader import A, B, Learner, restored, run, running, small_config, uids
 
 from asyncrl.dataloader import actor as actor_module
 from asyncrl.dataloader.actor import ACTOR, Dataloader
@@ -56,6 +56,42 @@ def test_a_lease_is_parked_until_a_place_is_free(tmp_path: Path) -> None:
             parked = it.lease(A, 2, seen=2)
             assert await it.call(A, ReturnTickets(uids=granted[1:2])) == Done()
             assert uids(await parked) == [granted[1]]
+
+    run(main())
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_a_call_of_who_leaves_that_is_still_parked_is_granted_nothing(tmp_path: Path, holds: bool) -> None:
+    """I1: as when its CANCEL was lost; what is free goes to the others."""
+
+    async def main() -> None:
+        async with running(small_config(staleness={"max": 0}), tmp_path) as it:
+            granted, rest = uids(await it.lease(A, 2)), uids(await it.lease(B, 2))
+            parked = it.lease(A, 2, seen=2, holding=granted)
+            await asyncio.sleep(0.05)
+            assert not parked.done()
+            await it.call(A, ReturnTickets(uids=[], leaving=True, holding=granted if holds else []))
+            assert await parked == Leased()
+            # Nor is one that was on its way.
+            assert await it.lease(A, 2, seen=2, holding=granted) == Leased()
+            await it.report(rest[0], kind="filtered")
+            if holds:
+                await it.call(A, ReturnTickets(uids=granted, leaving=True))
+            assert await it.lease(A, 2, seen=2) == Leased()
+            found = uids(await it.lease(B, 3, seen=2, holding=rest[1:]))
+            assert set(granted) <= set(found) and len(found) == 3
+
+    run(main())
+
+
+def test_a_call_of_who_leaves_is_granted_nothing_by_a_gate_that_opens_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with running(small_config(), tmp_path, restore=False) as it:
+            parked = it.lease(A, 2)
+            leaving = it.call(A, ReturnTickets(uids=[], leaving=True))
+            await it.restore(restored())
+            assert (await parked, await leaving) == (Leased(), Done())
+            assert len(uids(await it.lease(B, 2))) == 2
 
     run(main())
 

@@ -15,7 +15,7 @@ from asyncrl.dataloader.prompt_queue import TOO_LONG, PromptQueue
 from asyncrl.dataloader.tickets import Tickets
 from asyncrl.errors import ProtocolError
 from asyncrl.ledger import Ledger
-from asyncrl.messages import Outcome, Outcomes, Rejected, TicketsHeld
+from asyncrl.messages import HeldTicket, Outcome, Outcomes, Rejected, TicketsHeld
 
 A, B = "rollouter/0", "rollouter/1"
 
@@ -211,6 +211,29 @@ def test_who_leaves_gives_back_and_of_the_rest_the_learner_is_asked_and_nothing_
     # Its process ends later.
     book.tickets.died(A, 1)
     assert book.tickets.orphans == []
+
+
+def test_who_begins_to_leave_keeps_what_it_holds_and_what_it_never_received_is_granted_again() -> None:
+    """I1: without waiting for its end, and without a suspicion; what it holds is its own until then."""
+    book = Book()
+    book.lease(A, 2)
+    book.lease(A, 2, seen=2, holding=("0-0", "0-1"))
+    for _ in range(2):
+        # Said again, it is the same.
+        book.tickets.left(A, 1, ["0-0", "0-1"])
+        assert book.tickets.orphans == ["0-2", "0-3"]
+    book.tickets.settle(book.tickets.orphans, [])
+    assert [(g.prompt.uid, g.attempt) for g in book.lease(B, 2)] == [("0-2", 0), ("0-3", 0)]
+    book.tickets.died(A, 1)
+    assert book.tickets.orphans == ["0-0", "0-1"]
+
+
+def test_a_new_book_has_no_grants_for_who_leaves_but_those_it_holds() -> None:
+    book, other = Book(), Book()
+    book.lease(A, 3)
+    tickets = TicketsHeld(seen=1, served_version=0, tickets=[HeldTicket("0-0", 1, 0)], leaving=True)
+    other.tickets.adopt(A, 1, tickets, book.tickets)
+    assert other.tickets.missing(book.tickets) == ["0-1", "0-2"]
 
 
 def test_the_death_of_an_incarnation_that_is_known_to_be_gone_changes_nothing() -> None:

@@ -257,7 +257,7 @@ class Loop(RuleBasedStateMachine):
         assert not any(held[other].alone for other in running), "granted beside one that runs alone"
         if grant.alone:
             assert grants == [grant]
-            assert not held, "granted alone to a rollouter that holds something"
+            assert not running, "granted alone to a rollouter that generates something else"
 
     def next_in_order(self) -> str:
         while True:

@@ -7,7 +7,7 @@ import pytest
 
 from asyncrl.cli import launch
 from asyncrl.config import validate_config
-from asyncrl.errors import DeadlineExceeded, RemoteError, UsageError
+from asyncrl.errors import DeadlineExceeded, Refused, RemoteError, UsageError
 from asyncrl.launcher import addresses, living
 from asyncrl.launcher.folders import create_run_folder, private_folder
 from asyncrl.launcher.hostspec import Routes
@@ -15,6 +15,7 @@ from asyncrl.launcher.join import _Joining
 from asyncrl.launcher.living import find_living
 from asyncrl.launcher.placement import Host, place_replicas, replicas_of
 from asyncrl.messages import Join, Joined, JoinedHost, WatchMembers
+from asyncrl.runtime.server import CROWDED
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +69,9 @@ def speak(folder, address="tcp://127.0.0.1:7000"):
         (["--leave", "a", "runs/x", "--exclude", "b"], "only --within SECONDS goes with it"),
         (["--leave", "a", "runs/x", "--slurm"], "--leave speaks to a run that lives"),
         (["--within", "3", "runs/x"], "--within SECONDS belongs to --leave HOST"),
-        (["--leave", "a", "runs/x", "--within", "-1"], "--within"),
+        (["--leave", "a", "runs/x", "--within", "-1"], "--within: -1: must be 0 to 86400 seconds"),
+        (["--leave", "a", "runs/x", "--within", "nan"], "--within: nan: must be 0 to 86400 seconds"),
+        (["--leave", "a", "runs/x", "--within", "soon"], "--within: soon: must be 0 to 86400 seconds"),
     ],
 )
 def test_wrong_usage(argv, said, capsys):
@@ -87,7 +90,7 @@ def test_a_run_that_lives_is_found_with_what_its_launcher_proves_itself_with(liv
     assert found.credentials.secret not in repr(found)
 
 
-def test_a_call_that_is_cancelled_for_another_command_is_repeated(lived, monkeypatch):
+def test_a_call_that_may_be_repeated_is(lived, monkeypatch):
     monkeypatch.setattr(living, "AGAIN_S", 0.01)
     speak(lived)
     ends = [RemoteError("controller/0", "cancelled", "the call was cancelled", retryable=True), None]
@@ -108,6 +111,27 @@ def test_a_call_that_is_cancelled_for_another_command_is_repeated(lived, monkeyp
             assert 1.0 < await controller.ask(WatchMembers(), timeout=5.0) < 5.0
             with pytest.raises(UsageError, match="^c cannot leave$"):
                 await controller.ask(WatchMembers())
+
+    asyncio.run(main())
+
+
+def test_a_command_too_many_is_told_so(lived):
+    speak(lived)
+
+    class Peer:
+        async def call(self, request, timeout):
+            raise Refused("controller/0", CROWDED, ours="one more", theirs="at most 64 at once")
+
+        def close(self):
+            pass
+
+    async def main():
+        async with living.Controller(find_living(str(lived.path))) as controller:
+            controller._peer = Peer()
+            with pytest.raises(UsageError, match="at most 64 at once, .*wait until one has ended$"):
+                await controller.ask(WatchMembers())
+            with pytest.raises(UsageError, match="wait until one has ended$"):
+                await anext(controller.members())
 
     asyncio.run(main())
 

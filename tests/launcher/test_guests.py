@@ -9,18 +9,27 @@ import pytest
 
 from asyncrl.errors import DeadlineExceeded, UsageError
 from asyncrl.launcher import guests as guests_module
+from asyncrl.launcher import member as member_module
 from asyncrl.launcher.guests import Guests
+from asyncrl.launcher.member import Member
 from asyncrl.launcher.progress import Progress
 from asyncrl.launcher.spec import KILL, STOP
 from asyncrl.messages import Members
 
 SOON_S = 0.05
-RUN = SimpleNamespace(config=SimpleNamespace(supervision=SimpleNamespace(drain_s=SOON_S)))
+RUN = SimpleNamespace(
+    config=SimpleNamespace(supervision=SimpleNamespace(drain_s=SOON_S)), folder=SimpleNamespace(logs=None)
+)
 
 
-def interrupt(monkeypatch, answer, scenario):
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    for module in (guests_module, member_module):
+        monkeypatch.setattr(module, "SLACK_S", SOON_S)
+
+
+def interrupt(answer, scenario):
     """``scenario`` gets what follows after one Ctrl-C, with what each host was sent."""
-    monkeypatch.setattr(guests_module, "SLACK_S", SOON_S)
     members = [SimpleNamespace(index=at, over=False, contact=None, sent=[]) for at in (2, 3)]
     for member in members:
         member.send = member.sent.append
@@ -33,7 +42,7 @@ def interrupt(monkeypatch, answer, scenario):
         async with asyncio.timeout(20):
             followed = Guests(RUN, members, Controller(), Progress(io.StringIO(), 1, io.StringIO()))
             ending = asyncio.create_task(followed._end_when_asked())
-            followed._interrupt(signal.SIGINT)
+            followed.interrupts.note(signal.SIGINT)
             await scenario(followed, ending, members)
             await ending
         assert [member.sent for member in members] == [[KILL], [KILL]]
@@ -41,9 +50,8 @@ def interrupt(monkeypatch, answer, scenario):
     asyncio.run(main())
 
 
-def test_hosts_that_have_not_heard_of_the_end_of_the_run_are_ended(monkeypatch):
+def test_hosts_that_have_not_heard_of_the_end_of_the_run_are_ended():
     """I5: as when everything on its head was killed."""
-    monkeypatch.setattr(guests_module, "SLACK_S", SOON_S)
     member = SimpleNamespace(index=2, over=False, contact=SimpleNamespace(), sent=[])
     member.send = member.sent.append
     member.contact.kill = lambda: member.sent.append("killed")
@@ -71,7 +79,7 @@ def test_what_fails_while_the_run_is_watched_is_not_passed_over():
         await asyncio.Event().wait()
 
     process = SimpleNamespace(stdout=SimpleNamespace(readline=never))
-    member = SimpleNamespace(index=2, over=False, contact=SimpleNamespace(), process=process)
+    member = Member(2, "c", process, SimpleNamespace())
 
     async def main():
         async with asyncio.timeout(20):
@@ -81,19 +89,19 @@ def test_what_fails_while_the_run_is_watched_is_not_passed_over():
         asyncio.run(main())
 
 
-def test_a_second_one_ends_them_at_once_though_the_controller_does_not_answer(monkeypatch):
+def test_a_second_one_ends_them_at_once_though_the_controller_does_not_answer():
     async def never():
         await asyncio.Event().wait()
 
     async def scenario(followed, ending, members):
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        followed._interrupt(signal.SIGINT)
+        followed.interrupts.note(signal.SIGINT)
 
-    interrupt(monkeypatch, never, scenario)
+    interrupt(never, scenario)
 
 
-def test_a_host_that_cannot_leave_goes_on_until_the_second_one(monkeypatch):
+def test_a_host_that_cannot_leave_goes_on_until_the_second_one():
     """It may be the last that the run has."""
 
     async def refuse():
@@ -103,13 +111,13 @@ def test_a_host_that_cannot_leave_goes_on_until_the_second_one(monkeypatch):
         await asyncio.sleep(10 * SOON_S)
         assert [member.sent for member in members] == [[], []]
         assert not ending.done()
-        followed._interrupt(signal.SIGINT)
+        followed.interrupts.note(signal.SIGINT)
 
-    interrupt(monkeypatch, refuse, scenario)
+    interrupt(refuse, scenario)
 
 
 @pytest.mark.parametrize("away", [True, False])
-def test_who_does_not_end_in_time_is_ended(monkeypatch, away):
+def test_who_does_not_end_in_time_is_ended(away):
     """I5: be the controller away or not."""
 
     async def answer():
@@ -119,4 +127,4 @@ def test_who_does_not_end_in_time_is_ended(monkeypatch, away):
     async def scenario(followed, ending, members):
         pass
 
-    interrupt(monkeypatch, answer, scenario)
+    interrupt(answer, scenario)

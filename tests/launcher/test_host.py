@@ -208,6 +208,15 @@ def test_a_host_that_leaves_before_it_has_started_anything_is_finished():
     assert found.finished
 
 
+def test_a_host_that_has_left_has_not_failed_when_the_controller_wants_nothing_more_of_it():
+    found = far()
+    found.leave(5.0, 5.0)
+    for name in ("rollouter/0", "rollouter/1"):
+        found.exited(name, 0, "", 7.0, 70)
+    assert found.controller_lost("controller/0 refuses this actor", 7.1) == []
+    assert (found.finished, found.ending, found.failure) == (True, False, None)
+
+
 def test_the_run_may_end_while_a_host_leaves():
     found = far()
     found.leave(100.0, 5.0)

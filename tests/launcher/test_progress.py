@@ -100,6 +100,15 @@ def test_a_host_that_is_lost_or_back_is_told_once(states, told):
     assert [line for line in out.getvalue().splitlines() if line != "running"] == told
 
 
+def test_a_lost_host_that_leaves_is_not_said_to_be_back():
+    out = io.StringIO()
+    progress = Progress(out, steps=10)
+    for lost, leaving in ((MORE, []), ({"c (agent/3)": ["reward/0"]}, ["agent/2", "rollouter/1", "rollouter/2"])):
+        progress.show(StateEvent(phase="running", lost_hosts=lost, leaving=leaving))
+    left = "host b (agent/2) leaves the run, which goes on without: rollouter/1, rollouter/2"
+    assert out.getvalue().splitlines() == [LOST_B, LOST_C, "running", left]
+
+
 def test_a_terminal_has_one_live_line():
     out = Terminal()
     progress = Progress(out, steps=10)

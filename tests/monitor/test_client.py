@@ -126,20 +126,21 @@ def test_no_viewer_can_claim_a_larger_incarnation(tmp_path, monkeypatch):
     asyncio.run(scenario())
 
 
-def test_connections_of_viewers_are_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(server, "MAX_VIEWERS", 2)
+def test_one_who_watches_too_many_is_told_so_and_disturbs_nobody(tmp_path, monkeypatch):
+    monkeypatch.setitem(server.SHARED, VIEWER, 2)
 
     async def scenario():
         async with controller(tmp_path, config_with(False)) as actor:
             target = find_target(str(tmp_path))
-            viewers = [Viewer(target) for _ in range(4)]
-            try:
-                for viewer in viewers:
+            with Viewer(target) as one, Viewer(target) as other, Viewer(target) as third:
+                for viewer in (one, other):
                     await viewer.controller.call(WatchSnapshot())
+                with pytest.raises(Refused, match="at most 2 at once"):
+                    await third.controller.call(WatchSnapshot())
                 assert len(actor._server._sessions) == 2
-            finally:
-                for viewer in viewers:
-                    viewer.close()
+            monkeypatch.setattr(server, "UNUSED_S", 0.0)
+            with Viewer(target) as fourth:
+                await fourth.controller.call(WatchSnapshot())
 
     asyncio.run(scenario())
 

@@ -63,6 +63,8 @@ class Dataloader:
 
     def __init__(self):
         self.grants, self.asked, self.returned = [], [], []
+        self.partings = []
+        """What was held by who leaves, each time it said so."""
         self.more = asyncio.Event()
         self.callers = []
 
@@ -92,6 +94,8 @@ class Dataloader:
     @handler
     def return_tickets(self, request: ReturnTickets, caller: Caller) -> Done:
         self.returned += request.uids
+        if request.leaving:
+            self.partings.append(request.holding)
         return Done()
 
 

@@ -236,3 +236,29 @@ def test_a_preempted_rollouter_delivers_what_is_generated_and_returns_the_rest(m
                 assert learner.uids == ["0-1"]
 
     run(main())
+
+
+def test_who_leaves_says_so_at_once_with_all_that_it_may_still_deliver(memory, tmp_path):
+    """I1: whatever it is granted afterwards it does not take."""
+
+    async def main():
+        async with Net(memory=memory) as net:
+            learner, dataloader = Learner(), Dataloader()
+            net.serve(learner, "learner/0", 1)
+            net.serve(dataloader, "dataloader/0", 1)
+            async with living(net, tmp_path) as life:
+                life.gates["0-2"] = asyncio.Event()
+                dataloader.grant("0-1", "0-2")
+                await life.until(lambda: life.held == {"0-2"})
+                life.rollouter.asked_to_leave(10.0)
+                dataloader.grant("0-3")
+                await life.until(lambda: dataloader.partings)
+                assert dataloader.partings == [["0-2"]]
+                assert life.open_tickets(1).leaving
+                assert life.held == {"0-2"}
+                life.gates["0-2"].set()
+                await life.task
+                assert (dataloader.partings, dataloader.returned) == ([["0-2"], []], [])
+                assert learner.uids == ["0-1", "0-2"]
+
+    run(main())

@@ -17,6 +17,7 @@ from wire.knocking import SENT, Guise, Knocker, Mutator, knock, sample, stranger
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.messages import Done, Request
 from asyncrl.runtime import server as serving
+from asyncrl.runtime.roster import LAUNCHER
 from asyncrl.runtime.server import Caller, handler
 from asyncrl.wire import keys, zeromq
 from asyncrl.wire.keys import Credentials, create_credentials, load_credentials
@@ -399,6 +400,41 @@ def test_i6_floods_of_hello_and_of_names_leave_no_more_than_their_bounds(alone, 
         assert [one.codes for one in crowd[-20:]] == [set()] * 4 + [{"name"}] * 16
         for one in crowd:
             one.close()
+
+    alone(main)
+
+
+def test_a_command_too_many_is_told_so_and_none_that_is_in_use_makes_way(alone, context, monkeypatch):
+    """I6: all of them have one name. One that has ended, which nobody is told, leaves its place."""
+    monkeypatch.setitem(serving.SHARED, LAUNCHER, 6)
+
+    async def main(server, owner, _knocker):
+        own = Guise(name=LAUNCHER, incarnation=1, run_id=RUN_ID, secret=SECRET)
+        crowd = [Knocker(context, server.address, own) for _ in range(9)]
+
+        async def knock(knocker):
+            knocker.send(own.hello())
+            await heard(knocker)
+
+        for knocker in crowd[:6]:
+            await knock(knocker)
+        for knocker in crowd[:5]:
+            knocker.send(own.call("Slow", {}, 2, deadline_ms=600_000))
+        await until(lambda: owner.running == 5, "calls of the first five")
+        await knock(crowd[6])
+        assert crowd[6].codes == {serving.CROWDED}
+        # Who is there already may say HELLO again.
+        await knock(crowd[0])
+        monkeypatch.setattr(serving, "UNUSED_S", 0.0)
+        await knock(crowd[7])
+        await knock(crowd[8])
+        crowd[5].send(own.call("Slow", {}, 2))
+        await heard(crowd[5])
+        assert [crowd[at].codes for at in (5, 7, 8)] == [{"hello_required"}, set(), set()]
+        assert [knocker.codes for knocker in crowd[:5]] == [set()] * 5 and owner.running == 5
+        assert sum(session.name == LAUNCHER for session in server._sessions.values()) == 6
+        for knocker in crowd:
+            knocker.close()
 
     alone(main)
 
