@@ -106,7 +106,7 @@ async def start_guard(folder: RunFolder, lock: int, spec: AgentSpec) -> asyncio.
 def show_end(config: Config, folder: RunFolder, ended: EndedEvent, progress: Progress) -> int:
     """Show what came of a run; its exit code."""
     progress.end()
-    lines = read_metrics(folder.path / "metrics.jsonl")
+    lines = read_metrics(folder.path / "metrics.jsonl", ("train", "eval"))
     for row in summarise(lines, folder.path, folder.logs, config.learner.steps):
         progress.say(row)
     if ended.result == "failed":

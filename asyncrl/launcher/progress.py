@@ -178,7 +178,10 @@ def describe_eval(line: Line) -> str:
 
 
 def summarise(lines: Iterable[Line], run_dir: Path, log_dir: Path, steps: int) -> list[str]:
-    """What came of a run: steps, reward and evaluations first → last, and where everything lies."""
+    """What came of a run: steps, reward and evaluations first → last, and where everything lies.
+
+    ``lines`` are those of training and evaluations.
+    """
     train = [line for line in lines if line.get("kind") != "eval"]
     rewards = [line["reward/mean"] for line in train if isinstance(line.get("reward/mean"), int | float)]
     rows = [("steps", f"{max((line.get('step', 0) for line in train), default=0)} of {steps}")]

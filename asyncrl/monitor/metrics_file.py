@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 Line = Mapping[str, Any]
 
 
-def read_metrics(path: Path) -> list[Line]:
+def read_metrics(path: Path, kinds: Collection[str] | None = None) -> list[Line]:
     """The lines of a metrics file that tell of the run as it stands; none if there is no such file.
 
-    A learner that was started again goes on from its checkpoint: its first step voids what its predecessors wrote of
-    the same step and later ones. A torn last line is left out.
+    ``kinds`` are those wanted, all without it: updates are many in a large run. A learner that was started again goes
+    on from its checkpoint: its first step voids what its predecessors wrote of the same step and later ones. A torn
+    last line is left out.
     """
     if not path.exists():
         return []
     found: list[Line] = []
     newest = 0
-    for text in path.read_bytes().splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict):
+    with path.open("rb") as file:
+        for text in file:
+            try:
+                line = json.loads(text)
+            except ValueError:
+                continue
+            if not isinstance(line, dict):
+                continue
             start, step = line.get("start", 0), line.get("step", 0)
             if line.get("kind") == "train" and start > newest:
                 newest = start
                 found = [other for other in found if other.get("start", 0) == start or other.get("step", 0) < step]
-            found.append(line)
+            if kinds is None or line.get("kind") in kinds:
+                found.append(line)
     return found

@@ -68,7 +68,7 @@ def _page(run_dir: Path) -> str:
     from asyncrl.monitor import charts
 
     config = json.loads((run_dir / "config.json").read_text())
-    lines = read_metrics(run_dir / "metrics.jsonl")
+    lines = read_metrics(run_dir / "metrics.jsonl", KINDS_OF_LINES)
     train, evals, updates = ([line for line in lines if line.get("kind") == kind] for kind in KINDS_OF_LINES)
     train = [line for line in train if "step" in line]
     snapshots = _snapshots(run_dir)

@@ -187,6 +187,7 @@ def test_what_a_restored_learner_does_again_counts_once(tmp_path):
         ("train", 4, 2),
         ("train", 5, 2),
     ]
+    assert [line["step"] for line in read_metrics(path, ("eval",))] == [4]
 
 
 STUCK = [
