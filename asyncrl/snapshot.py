@@ -47,8 +47,8 @@ class Gpu(Struct, frozen=True, kw_only=True):
     """A GPU that an actor uses."""
 
     index: Count
-    utilisation: float
-    """Share of the last interval, 0 to 1."""
+    utilisation: float | None
+    """Share of the last interval, 0 to 1; None for a part of a GPU (MIG), which does not say."""
     memory_bytes: Count
     memory_total_bytes: Count
 

@@ -136,7 +136,7 @@ def _ask(nvml: ctypes.CDLL, index: int, handle: ctypes.c_void_p) -> Gpu | None:
     told = nvml.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(used)) == 0
     return Gpu(
         index=index,
-        utilisation=used.gpu / 100 if told else 0.0,
+        utilisation=used.gpu / 100 if told else None,
         memory_bytes=memory.used,
         memory_total_bytes=memory.total,
     )

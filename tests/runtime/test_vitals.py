@@ -96,7 +96,7 @@ class Nvml:
 
 @pytest.mark.parametrize(
     ("visible", "seen"),
-    [("0", [(0, 0.5, 10)]), ("0, MIG-1", [(0, 0.5, 10), (1, 0.0, 20)]), ("7", []), ("", []), (None, [])],
+    [("0", [(0, 0.5, 10)]), ("0, MIG-1", [(0, 0.5, 10), (1, None, 20)]), ("7", []), ("", []), (None, [])],
 )
 def test_the_gpus_that_it_may_use(monkeypatch, visible, seen):
     monkeypatch.setattr(machine, "_open_nvml", Nvml)

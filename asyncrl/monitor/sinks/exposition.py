@@ -114,7 +114,8 @@ def _add_actor(found: _Families, actor: ActorView) -> None:
             labels = {"resource": resource.name, "state": state, **who}
             found.add("resource/seconds", seconds, "spent in each state", kind="counter", **labels)
     for gpu in actor.gpus:
-        found.add("gpu/utilisation", gpu.utilisation, "share of time", gpu=str(gpu.index), **who)
+        if gpu.utilisation is not None:
+            found.add("gpu/utilisation", gpu.utilisation, "share of time", gpu=str(gpu.index), **who)
         found.add("gpu/memory_bytes", gpu.memory_bytes, "in use", gpu=str(gpu.index), **who)
 
 
