@@ -2,7 +2,8 @@
 
 A message is a frozen msgspec struct. Its class name is the ``type`` in the envelope's header; its body is the
 struct as a MessagePack map, validated against these annotations when decoded. Arrays (numpy) travel as buffers
-beside the body. Fields are only ever added, with a default.
+beside the body. Fields are only ever added, with a default. None of it is ever part of a cycle, so the garbage
+collector need not follow the thousands of groups that are held (``gc=False``).
 
 A request names its reply (``reply``) and whether it may simply be repeated (``idempotent``): doing it twice then
 has the effect of doing it once. A request without a reply is a cast.
@@ -22,7 +23,7 @@ Count = Annotated[int, Meta(ge=0)]
 FinishReason = Literal["stop", "length"]
 
 
-class Message(Struct, frozen=True, kw_only=True):
+class Message(Struct, gc=False, frozen=True, kw_only=True):
     """Base of everything that may be an envelope's body."""
 
 
@@ -44,7 +45,7 @@ class Done(Message, frozen=True):
 # --- values -----------------------------------------------------------------------------------------------
 
 
-class VersionSpan(Struct, frozen=True, array_like=True):
+class VersionSpan(Struct, gc=False, frozen=True, array_like=True):
     """Response tokens [start, end) were sampled under ``version``; ``mixed_kv`` over an older KV cache."""
 
     version: int
@@ -53,7 +54,7 @@ class VersionSpan(Struct, frozen=True, array_like=True):
     mixed_kv: bool = False
 
 
-class Ticket(Struct, frozen=True, kw_only=True):
+class Ticket(Struct, gc=False, frozen=True, kw_only=True):
     """The lease of one prompt group. It ends by delivery, return, or its holder's death."""
 
     uid: Uid
@@ -81,7 +82,7 @@ class Ticket(Struct, frozen=True, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=1)]
 
 
-class Trajectory(Struct, kw_only=True):
+class Trajectory(Struct, gc=False, kw_only=True):
     """One response. All arrays have length T, the number of response tokens."""
 
     sample: Count
@@ -104,7 +105,7 @@ class Trajectory(Struct, kw_only=True):
     score_s: float = 0.0
 
 
-class EpochIntervals(Struct, frozen=True, kw_only=True):
+class EpochIntervals(Struct, gc=False, frozen=True, kw_only=True):
     """Prompts of an epoch that have the same outcome."""
 
     kind: Literal["trained", "filtered", "quarantined"]
@@ -113,7 +114,7 @@ class EpochIntervals(Struct, frozen=True, kw_only=True):
     """start, end, start, end, ... of disjoint ascending intervals of indices; an end is outside."""
 
 
-class LedgerState(Struct, frozen=True, kw_only=True):
+class LedgerState(Struct, gc=False, frozen=True, kw_only=True):
     """The learner's word on what became of every prompt; see ledger.py."""
 
     outcomes: list[EpochIntervals] = []
@@ -123,7 +124,7 @@ class LedgerState(Struct, frozen=True, kw_only=True):
     """The prompts of earlier epochs were others: nothing is granted from them any more."""
 
 
-class Group(Struct, frozen=True, kw_only=True):
+class Group(Struct, gc=False, frozen=True, kw_only=True):
     """A finished prompt group: scored trajectories, or the reason why there are none."""
 
     ticket: Ticket
@@ -137,7 +138,7 @@ class Group(Struct, frozen=True, kw_only=True):
 # --- every actor --------------------------------------------------------------------------------------------
 
 
-class ActorRecord(Struct, frozen=True, kw_only=True):
+class ActorRecord(Struct, gc=False, frozen=True, kw_only=True):
     """What the registry knows of an actor."""
 
     name: str
@@ -161,7 +162,7 @@ class Register(Request, frozen=True, kw_only=True):
     record: ActorRecord
 
 
-class AwaitRecord(Struct, frozen=True, array_like=True):
+class AwaitRecord(Struct, gc=False, frozen=True, array_like=True):
     """An open wait of an actor; see runtime/awaits.py."""
 
     whom: str
@@ -173,7 +174,7 @@ class AwaitRecord(Struct, frozen=True, array_like=True):
     """Normal idleness: no sign of trouble by itself."""
 
 
-class ResourceRecord(Struct, frozen=True, array_like=True):
+class ResourceRecord(Struct, gc=False, frozen=True, array_like=True):
     """A serial resource of an actor, as its state-time ledger has it; see monitor/states.py."""
 
     name: str
@@ -186,7 +187,7 @@ class ResourceRecord(Struct, frozen=True, array_like=True):
     """By state, the present one up to now; they add up to the age of the resource."""
 
 
-class EventRecord(Struct, frozen=True, array_like=True):
+class EventRecord(Struct, gc=False, frozen=True, array_like=True):
     """A line of an actor's log of level warning or above."""
 
     number: Count
@@ -317,7 +318,7 @@ class TraceWritten(Message, frozen=True, kw_only=True):
 RequestTrace.reply = TraceWritten
 
 
-class TraceSpan(Struct, frozen=True, array_like=True):
+class TraceSpan(Struct, gc=False, frozen=True, array_like=True):
     """Something that an actor did; see monitor/trace.py."""
 
     track: Annotated[str, Meta(min_length=1, max_length=100)]
@@ -342,7 +343,7 @@ class TracePart(Request, frozen=True, kw_only=True):
     last: bool = False
 
 
-class Condemned(Struct, frozen=True, array_like=True):
+class Condemned(Struct, gc=False, frozen=True, array_like=True):
     """An actor whose process is to be killed: exactly this incarnation, for this reason."""
 
     name: str
@@ -350,14 +351,14 @@ class Condemned(Struct, frozen=True, array_like=True):
     reason: str
 
 
-class Dead(Struct, frozen=True, array_like=True):
+class Dead(Struct, gc=False, frozen=True, array_like=True):
     """An actor that is dead up to this incarnation, and has no successor so far."""
 
     name: str
     incarnation: int
 
 
-class Stuck(Struct, frozen=True, array_like=True):
+class Stuck(Struct, gc=False, frozen=True, array_like=True):
     """An actor whose stacks are to be taken, and the watchdog's report on it."""
 
     name: str
@@ -367,7 +368,7 @@ class Stuck(Struct, frozen=True, array_like=True):
     """Of the report. Each is followed by the stacks once."""
 
 
-class Leaving(Struct, frozen=True, array_like=True):
+class Leaving(Struct, gc=False, frozen=True, array_like=True):
     """A node agent or an actor that is to leave the run while that goes on."""
 
     name: str
@@ -486,7 +487,7 @@ class ReportFailure(Request, frozen=True, kw_only=True):
 PublicKey = Annotated[str, Meta(min_length=40, max_length=40)]
 
 
-class NewHost(Struct, frozen=True, kw_only=True):
+class NewHost(Struct, gc=False, frozen=True, kw_only=True):
     """A host with rollouters that is to join a living run. Without CURVE there are no keys."""
 
     host: Annotated[str, Meta(min_length=1, max_length=200)]
@@ -509,7 +510,7 @@ class Join(Request, frozen=True, kw_only=True):
     hosts: Annotated[list[NewHost], Meta(min_length=1, max_length=1024)]
 
 
-class JoinedHost(Struct, frozen=True, kw_only=True):
+class JoinedHost(Struct, gc=False, frozen=True, kw_only=True):
     """What a new host is called from now on."""
 
     host: str
@@ -563,7 +564,7 @@ class HostLeft(Request, frozen=True, kw_only=True):
     reply = Done
 
 
-class MemberHost(Struct, frozen=True, kw_only=True):
+class MemberHost(Struct, gc=False, frozen=True, kw_only=True):
     """A host that has joined, is leaving, or has left."""
 
     agent: str
@@ -642,7 +643,7 @@ class ReturnTickets(Request, frozen=True, kw_only=True):
     """While it leaves: what it may still deliver."""
 
 
-class Outcome(Struct, frozen=True, array_like=True):
+class Outcome(Struct, gc=False, frozen=True, array_like=True):
     """What became of a group. Only ``trained`` counts towards the gate's T."""
 
     uid: Uid
@@ -689,7 +690,7 @@ class WatchSupply(Request, frozen=True, kw_only=True):
     seen: int = -1
 
 
-class Rejected(Struct, frozen=True, array_like=True):
+class Rejected(Struct, gc=False, frozen=True, array_like=True):
     """A prompt that the dataloader will not grant (again)."""
 
     uid: Uid
@@ -715,7 +716,7 @@ class Supply(Message, frozen=True, kw_only=True):
 WatchSupply.reply = Supply
 
 
-class EvalRound(Struct, frozen=True, kw_only=True):
+class EvalRound(Struct, gc=False, frozen=True, kw_only=True):
     """An open round of evaluation, as the learner knows it."""
 
     name: str
@@ -773,7 +774,7 @@ Restored.reply = Resumed
 # --- reward pool --------------------------------------------------------------------------------------------
 
 
-class Completion(Struct, frozen=True, kw_only=True):
+class Completion(Struct, gc=False, frozen=True, kw_only=True):
     """What a reward function sees of a trajectory."""
 
     text: str
@@ -838,7 +839,7 @@ class Held(Message, frozen=True, kw_only=True):
 Holds.reply = Held
 
 
-class UpdateTimes(Struct, frozen=True, kw_only=True):
+class UpdateTimes(Struct, gc=False, frozen=True, kw_only=True):
     """What one weight update cost one replica: seconds and bytes."""
 
     version: int
@@ -879,7 +880,7 @@ class RolloutStats(Message, frozen=True, kw_only=True):
 # --- rollouter ---------------------------------------------------------------------------------------------
 
 
-class HeldTicket(Struct, frozen=True, array_like=True):
+class HeldTicket(Struct, gc=False, frozen=True, array_like=True):
     """A ticket that a rollouter holds."""
 
     uid: Uid
@@ -915,7 +916,7 @@ OpenTickets.reply = TicketsHeld
 # --- parameter server ---------------------------------------------------------------------------------------
 
 
-class TensorSpec(Struct, frozen=True, array_like=True):
+class TensorSpec(Struct, gc=False, frozen=True, array_like=True):
     """A parameter in a bucket, under its Hugging Face checkpoint name."""
 
     name: str
@@ -926,7 +927,7 @@ class TensorSpec(Struct, frozen=True, array_like=True):
     """Byte offset in the bucket; aligned to 64."""
 
 
-class Delta(Struct, frozen=True, kw_only=True):
+class Delta(Struct, gc=False, frozen=True, kw_only=True):
     """A bucket encoded against the same bucket of version ``base``; see weights/delta.py."""
 
     base: Count
@@ -935,7 +936,7 @@ class Delta(Struct, frozen=True, kw_only=True):
     size: Count
 
 
-class Bucket(Struct, frozen=True, kw_only=True):
+class Bucket(Struct, gc=False, frozen=True, kw_only=True):
     """A run of parameters."""
 
     path: str
@@ -949,7 +950,7 @@ class Bucket(Struct, frozen=True, kw_only=True):
     """The same bytes in fewer, for whoever holds the base."""
 
 
-class Probe(Struct, frozen=True, kw_only=True):
+class Probe(Struct, gc=False, frozen=True, kw_only=True):
     """What the learner's weights of a version make of a few fixed sequences; an engine that serves them agrees."""
 
     tokens: np.ndarray
@@ -958,7 +959,7 @@ class Probe(Struct, frozen=True, kw_only=True):
     """float32 [sequences, length - 1]: of each token but the first, given those before it, at temperature 1 (nats)."""
 
 
-class Manifest(Struct, frozen=True, kw_only=True):
+class Manifest(Struct, gc=False, frozen=True, kw_only=True):
     """A complete set of weights: every parameter of the model exactly once."""
 
     version: Count
@@ -966,7 +967,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     probe: Probe | None = None
 
 
-class BucketLayout(Struct, frozen=True, kw_only=True):
+class BucketLayout(Struct, gc=False, frozen=True, kw_only=True):
     """A bucket before it is filled; the same in every version."""
 
     size: Count
@@ -977,7 +978,7 @@ CollectiveBackend = Literal["nccl", "gloo"]
 Transport = Literal["nccl", "gloo", "shm", "stream"]
 
 
-class CollectiveGroup(Struct, frozen=True, kw_only=True):
+class CollectiveGroup(Struct, gc=False, frozen=True, kw_only=True):
     """Who takes part in a broadcast. Rank 0 is the learner; a replica has ``workers`` consecutive ranks."""
 
     backend: CollectiveBackend
@@ -991,7 +992,7 @@ class CollectiveGroup(Struct, frozen=True, kw_only=True):
     """Whoever calls there shows it."""
 
 
-class Collective(Struct, frozen=True, kw_only=True):
+class Collective(Struct, gc=False, frozen=True, kw_only=True):
     """A replica's part in a broadcast."""
 
     group: CollectiveGroup
@@ -1001,7 +1002,7 @@ class Collective(Struct, frozen=True, kw_only=True):
     probe: Probe | None = None
 
 
-class Offer(Struct, frozen=True, kw_only=True):
+class Offer(Struct, gc=False, frozen=True, kw_only=True):
     """A version for one replica, and the way to it: ``manifest`` under shm and stream, else ``collective``."""
 
     version: Count

@@ -4,7 +4,7 @@ Controller, dataloader, learner, parameter server and reward pool are what they 
 own on real sockets, under full monitoring: heartbeats of all, recorded snapshots, and somebody who watches. Engines and
 learner are timing models. Where the machine has not the processors for as many processes, several rollouters share one
 (``settings`` says how many), each with its own sockets; their figures of processors are then those of the process. They
-would be on other hosts, so they have a lower priority than the control plane.
+would be on other hosts, so they run when the control plane does not (SCHED_IDLE).
 
 The measured time begins when all rollouters are ready and the trajectories are in flight, and ends when the run needs
 no more of them.

@@ -24,8 +24,6 @@ from asyncrl.runtime.process import tune_memory
 from asyncrl.wire.keys import load_credentials
 from asyncrl.wire.zeromq import ZmqTransport
 
-NICE = 10
-
 
 async def live(run_dir: Path, controller: str, index: int) -> None:
     """One rollouter, until the run drains."""
@@ -60,8 +58,8 @@ async def main(run_dir: Path, controller: str, first: int, count: int) -> None:
 
 
 if __name__ == "__main__":
-    # They would be on other hosts: here they make way for the control plane.
-    os.nice(NICE)
+    # They would be on other hosts: here they have what the control plane leaves.
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     tune_memory()
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
