@@ -216,7 +216,7 @@ class Dataloader(Actor):
     def _shut(self) -> None:
         if self._tickets is not None:
             self._previous, self._tickets = self._tickets, None
-            self._counts += self._previous.counts
+            self._counts.update(self._previous.counts)
 
     async def _restore(self, request: Restored) -> Tickets:
         # Who is dead and has no successor yet would be waited for in vain.
@@ -464,8 +464,8 @@ class Dataloader(Actor):
         tickets = self._tickets
         if tickets is None:
             return
-        for name, count in (self._counts + tickets.counts).items():
-            self.counters[f"tickets/{name}"] = count
+        for name in {*self._counts, *tickets.counts}:
+            self.counters[f"tickets/{name}"] = self._counts[name] + tickets.counts[name]
         self.counters["tickets/outstanding"] = tickets.outstanding
         self.counters["tickets/gate"] = tickets.admitted
         self.counters["staleness/limit"] = tickets.limit

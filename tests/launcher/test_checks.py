@@ -1,9 +1,10 @@
 """What is found wrong before anything is started."""
 
 import socket
+import sys
 
 from asyncrl.config import validate_config
-from asyncrl.launcher.checks import check_sinks, find_problems, installed_sinks
+from asyncrl.launcher.checks import SINK_PACKAGES, check_sinks, find_problems, installed_sinks
 
 
 def problems(tmp_path, **tables):
@@ -65,4 +66,6 @@ def test_what_sinks_need_is_looked_for_on_the_head_and_the_way_to_it_told(tmp_pa
     # What wandb leaves where it is used is no package.
     (tmp_path / "wandb").mkdir()
     monkeypatch.setattr("sys.path", [str(tmp_path)])
+    for name in SINK_PACKAGES:
+        monkeypatch.delitem(sys.modules, name, raising=False)
     assert installed_sinks() == []
