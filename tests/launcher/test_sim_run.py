@@ -1,31 +1,13 @@
 """Whole simulated runs of the command, with every real actor in its own process: killed, preempted, resumed."""
 
-import contextlib
 import json
 import os
 import signal
 
-import pytest
 from launched import command_line, wait_until
-from sim_runs import STEPS, Run
+from sim_runs import STEPS
 
 from asyncrl.checkpoint.folder import CheckpointFolder
-
-
-@pytest.fixture
-def launch(tmp_path):
-    runs = []
-
-    def start(*flags):
-        runs.append(Run(tmp_path, *flags))
-        return runs[-1]
-
-    yield start
-    for run in runs:
-        for pid in run.processes() if run.process.poll() is None else ():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        run.process.wait()
 
 
 def trained_once(run):

@@ -1,6 +1,5 @@
 """Whole runs with sinks to which everything happens: the run does not notice."""
 
-import contextlib
 import json
 import os
 import shutil
@@ -14,26 +13,10 @@ from urllib.parse import urlsplit
 
 import pytest
 from launched import command_line, wait_until
-from sim_runs import STEPS, Run
+from sim_runs import STEPS
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ALL = ("--sinks.tensorboard", "true", "--sinks.prometheus.enabled", "true", "--sinks.wandb.mode", "offline")
-
-
-@pytest.fixture
-def launch(tmp_path):
-    runs = []
-
-    def start(*flags):
-        runs.append(Run(tmp_path, *flags))
-        return runs[-1]
-
-    yield start
-    for run in runs:
-        for pid in run.processes() if run.process.poll() is None else ():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        run.process.wait()
 
 
 def below(run, title):

@@ -10,29 +10,12 @@ import sys
 import jsonschema
 import pytest
 from launched import wait_until
-from sim_runs import Run
 from terminals import Terminal
 
 from asyncrl.monitor.top.document import json_schema
 
 TOP = (sys.executable, "-m", "asyncrl.cli.top")
 needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
-
-
-@pytest.fixture
-def launch(tmp_path):
-    runs = []
-
-    def start(*flags):
-        runs.append(Run(tmp_path, *flags))
-        return runs[-1]
-
-    yield start
-    for run in runs:
-        if run.process.poll() is None:
-            for pid in run.processes():
-                os.kill(pid, signal.SIGKILL)
-        run.process.wait()
 
 
 def document(run):
