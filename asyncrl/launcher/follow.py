@@ -131,7 +131,8 @@ class Follower:
         """Carry out what the user asks for by signals, each step with the next one's deadline."""
         await self.interrupts.first()
         patience = self.config.supervision.drain_s + SLACK_S
-        if self.interrupts.signal in PREEMPTING and self.phase == "running":
+        # The agents may have had the same signal, and have heard the wish before this process has.
+        if self.interrupts.signal in PREEMPTING and self.phase in ("running", "preempting"):
             grace = self.config.preempt.grace_s
             self.progress.say(f"making way: a checkpoint is written, within {grace:g} s; again to end at once")
             self._wish(PREEMPT)
@@ -139,7 +140,8 @@ class Follower:
             patience += grace + self.config.supervision.drain_s
         else:
             self.progress.say("ending in good order; again to end at once")
-            self._wish(STOP)
+            if self.phase != "draining":
+                self._wish(STOP)
         await self.interrupts.next(patience)
         self.progress.say("ending at once")
         await self._kill()

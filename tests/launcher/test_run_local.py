@@ -300,6 +300,20 @@ def test_a_signal_to_every_process_of_a_run_is_one_wish(launched):
     assert_all_gone(run)
 
 
+def test_a_signal_that_reaches_the_launcher_last_is_the_same_wish(launched):
+    run = launched({}, {"preempt": {"grace_s": 4.0}})
+    run.wait_to_show("running")
+    os.kill(run.pid("agent"), signal.SIGTERM)
+    run.wait_to_show("making way: waiting for a checkpoint")
+    run.process.send_signal(signal.SIGTERM)
+    code, shown = run.end()
+    assert code == 143, shown
+    assert shown[-1] == (
+        "ended before the last step: SIGTERM: preempted, and no checkpoint was complete after 4 s (preempt.grace_s)"
+    )
+    assert_all_gone(run)
+
+
 def test_a_run_that_was_killed_as_a_whole_is_resumed_in_its_folder(launched):
     """I7: nothing but files is left, and those are dealt with by the next start."""
     run = launched({"learner/0": {"preempted": 7}, "rollouter/0": {"children": True}})
