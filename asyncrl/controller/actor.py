@@ -18,7 +18,6 @@ import json
 from pathlib import Path
 
 from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
-from asyncrl.controller.address_file import ADDRESS_FILE, read_address_file, write_atomically
 from asyncrl.controller.coming_and_going import MEMBERS_FILE, ComingAndGoing
 from asyncrl.controller.hosts import Hosts
 from asyncrl.controller.oversight import Oversight
@@ -60,6 +59,7 @@ from asyncrl.messages import (
 )
 from asyncrl.monitor.sinks.feed import SinkFeed
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller, handler
+from asyncrl.runtime.address_file import ADDRESS_FILE, read_address_file, write_atomically
 from asyncrl.runtime.parking import ParkingLot
 from asyncrl.runtime.registry import Registry
 from asyncrl.runtime.roster import LAUNCHER

@@ -56,6 +56,7 @@ from asyncrl.launcher.spec import (
 from asyncrl.launcher.stacks import take_stacks
 from asyncrl.messages import ActorEnded, ActorStarted, RunState, Stuck
 from asyncrl.monitor.logging import configure_logging, get_logger, listen, write_text
+from asyncrl.runtime.address_file import ADDRESS_FILE
 from asyncrl.runtime.endpoint import new_incarnation
 from asyncrl.runtime.heartbeat import HeartbeatThread
 from asyncrl.runtime.supervision import PREEMPTED_EXIT_CODE, ROLES, STOPPED_EXIT_CODE, role_of
@@ -242,7 +243,7 @@ class Agent:
         if not self._host.is_head:
             await self._addressed.wait()
             return
-        path = self._run_dir / private_name(self._spec.index) / "controller.json"
+        path = self._run_dir / private_name(self._spec.index) / ADDRESS_FILE
         while not path.exists():  # noqa: ASYNC110
             await asyncio.sleep(LOOK_FOR_CONTROLLER_S)
         self._address = json.loads(path.read_text())["address"]

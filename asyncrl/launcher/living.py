@@ -19,6 +19,7 @@ from asyncrl.errors import ConfigError, DeadlineExceeded, ProtocolError, Refused
 from asyncrl.launcher.folders import CONFIG, LOCK, RunFolder, is_living, next_attempt
 from asyncrl.messages import ActorRecord, Members, Request, WatchMembers
 from asyncrl.runtime.actor import CONTROLLER
+from asyncrl.runtime.address_file import ADDRESS_FILE
 from asyncrl.runtime.endpoint import Endpoint
 from asyncrl.runtime.peer import Peer
 from asyncrl.runtime.roster import LAUNCHER
@@ -62,7 +63,7 @@ def find_living(place: str) -> LivingRun:
             raise UsageError(
                 f"{path}: the run in it has ended, or its head is another machine; call this there, while it lives"
             )
-        address = _read(path / "private" / "controller.json")
+        address = _read(path / "private" / ADDRESS_FILE)
         credentials = load_credentials(path / "private", LAUNCHER, 0)
     except PermissionError:
         raise UsageError(f"{path}: only who can read {path / 'private'} lets hosts join and leave this run") from None

@@ -19,6 +19,7 @@ import numpy as np
 from asyncrl.learner.intake import Quarantined
 from asyncrl.messages import Group
 from asyncrl.monitor.metrics import check_name
+from asyncrl.monitor.whole import append_whole
 
 
 class RecordFiles:
@@ -74,13 +75,7 @@ def _append(path: Path, lines: Iterable[dict[str, Any]]) -> None:
         size = os.fstat(descriptor).st_size
         if size and os.pread(descriptor, 1, size - 1) != b"\n":
             data = b"\n" + data
-        rest = memoryview(data)
-        try:
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]
-        except OSError:
-            os.ftruncate(descriptor, size)
-            raise
+        append_whole(descriptor, data)
     finally:
         os.close(descriptor)
 

@@ -21,14 +21,16 @@ import msgspec
 from asyncrl.errors import DeadlineExceeded, ProtocolError, Refused, RemoteError, UsageError
 from asyncrl.messages import ActorRecord, SnapshotTaken, WatchSnapshot
 from asyncrl.monitor.reach import split_address
+from asyncrl.runtime.address_file import ADDRESS_FILE
 from asyncrl.runtime.endpoint import Endpoint
 from asyncrl.runtime.peer import Peer
+from asyncrl.runtime.roster import CONTROLLER
+from asyncrl.runtime.server import CROWDED
 from asyncrl.snapshot import Snapshot
 from asyncrl.wire.keys import VIEWER, VIEWER_INCARNATION, Credentials, load_credentials
 from asyncrl.wire.zeromq import ZmqTransport
 
-CONTROLLER = "controller/0"
-PRIVATE, ADDRESS_FILE = "private", "controller.json"
+PRIVATE = "private"
 ANSWER_S = 8.0
 """Deadline of one question; a parked one is answered before half of it."""
 AGAIN_S = 1.0
@@ -160,12 +162,16 @@ class Viewer:
 
 
 async def watch(target: Target) -> AsyncIterator[Snapshot | Away]:
-    """``Viewer.snapshots`` on a connection of its own. Raises UsageError where the keys are of another run."""
+    """``Viewer.snapshots`` on a connection of its own. Raises UsageError where the run refuses it."""
     try:
         with Viewer(target) as viewer:
             async for seen in viewer.snapshots():
                 yield seen
     except Refused as error:
+        if error.code == CROWDED:
+            raise UsageError(
+                f"{target.address}: the run lets watch {error.theirs}, and as many do: detach one, or wait"
+            ) from None
         raise UsageError(
             f"{target.address}: these keys are not those of the run there ({error.code}: ours {error.ours}, theirs "
             f"{error.theirs}); each start of a run makes new ones: copy its RUN/{PRIVATE} again"

@@ -21,6 +21,7 @@ import msgpack
 import msgspec
 import zstandard
 
+from asyncrl.monitor.whole import append_whole
 from asyncrl.snapshot import Snapshot
 
 FOLDER = "monitor"
@@ -74,7 +75,7 @@ class Recorder:
             self._begin()
         assert self._path is not None
         body = self._packer.pack([wall, self._compressor.compress(snapshot)])
-        _append(self._path, body, self._size)
+        _append(self._path, body)
         self._size += len(body)
         if self._size > self._most_bytes // SEGMENTS:
             self._sizes[self._path] = self._size
@@ -122,18 +123,10 @@ class Recorder:
         return self._strides[path]
 
 
-def _append(path: Path, body: bytes, size: int) -> None:
-    """Put ``body`` after the ``size`` bytes of a segment, as a whole or not at all. Raises OSError."""
-    # Not through a buffer: that of a file keeps what a full disk refused, and writes it when the file is closed.
+def _append(path: Path, body: bytes) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        rest = memoryview(body)
-        while rest:
-            rest = rest[os.write(descriptor, rest) :]
-    except OSError:
-        # What was taken of it would stand between this snapshot and the next.
-        os.ftruncate(descriptor, size)
-        raise
+        append_whole(descriptor, body)
     finally:
         os.close(descriptor)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from cluster.netns import Cluster, wait_until
 
-from asyncrl.controller.address_file import ADDRESS_FILE
+from asyncrl.runtime.address_file import ADDRESS_FILE
 from tools.chaos.audit import Expected, audit, read_lines
 
 GROUPS = 4

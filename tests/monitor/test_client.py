@@ -137,6 +137,8 @@ def test_one_who_watches_too_many_is_told_so_and_disturbs_nobody(tmp_path, monke
                     await viewer.controller.call(WatchSnapshot())
                 with pytest.raises(Refused, match="at most 2 at once"):
                     await third.controller.call(WatchSnapshot())
+                with pytest.raises(UsageError, match="at most 2 at once, and as many do: detach one"):
+                    await anext(watch(target))
                 assert len(actor._server._sessions) == 2
             monkeypatch.setattr(server, "UNUSED_S", 0.0)
             with Viewer(target) as fourth:

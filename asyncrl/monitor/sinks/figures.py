@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
+from asyncrl.monitor.sinks.records import Line
 from asyncrl.snapshot import Snapshot
 
 ABOUT = ("kind", "step", "start", "replica")
@@ -73,3 +74,33 @@ class Steps:
         again = start != self._start or step <= self._step
         self._step, self._start = step, start
         return step, again
+
+
+class Entry(NamedTuple):
+    """What a sink with a history writes for a line."""
+
+    step: int
+    again: bool
+    """Whether it voids what was told of this step and later ones."""
+    figures: dict[str, float]
+
+
+class Entries:
+    """An entry for each line; the latest snapshot goes along with the next line of a step."""
+
+    def __init__(self) -> None:
+        self._steps = Steps()
+        self._run: dict[str, float] = {}
+
+    def take(self, record: Line | Snapshot) -> Entry | None:
+        """None for a snapshot, which is only kept in mind."""
+        if isinstance(record, Snapshot):
+            self._run = run_figures(record)
+            self._steps.reach(record)
+            return None
+        line = record.line
+        step, again = self._steps.of(line)
+        figures = dict(update_numbers(line) if line.get("kind") == "update" else numbers(line))
+        if line.get("kind") == "train":
+            figures |= self._run
+        return Entry(step, again, figures)

@@ -13,8 +13,9 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar
 
-from asyncrl.monitor.sinks.figures import Steps, numbers, run_figures, update_numbers
+from asyncrl.monitor.sinks.figures import Entries
 from asyncrl.monitor.sinks.records import Line, Setup
+from asyncrl.monitor.whole import append_whole
 from asyncrl.snapshot import Snapshot
 
 FOLDER = "tensorboard"
@@ -30,8 +31,7 @@ class TensorBoardSink:
         self._folder = Path(setup.run_dir) / FOLDER
         self._path = self._folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.0"
         self._file = -1
-        self._steps = Steps()
-        self._run: dict[str, float] = {}
+        self._entries = Entries()
 
     def open(self) -> None:
         """Begin the file, or go on with it."""
@@ -46,20 +46,13 @@ class TensorBoardSink:
         """A line is an event of its step; the latest snapshot goes along with the next line of a step."""
         from tensorboard.compat.proto import event_pb2, summary_pb2
 
-        if isinstance(record, Snapshot):
-            self._run = run_figures(record)
-            self._steps.reach(record)
+        if (entry := self._entries.take(record)) is None:
             return
-        line = record.line
-        step, again = self._steps.of(line)
-        figures = dict(update_numbers(line) if line.get("kind") == "update" else numbers(line))
-        if line.get("kind") == "train":
-            figures |= self._run
-        now = time.time()
-        if again:
+        now, step = time.time(), entry.step
+        if entry.again:
             started = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._write(event_pb2.Event(wall_time=now, step=step, session_log=started))
-        values = [summary_pb2.Summary.Value(tag=tag, simple_value=value) for tag, value in figures.items()]
+        values = [summary_pb2.Summary.Value(tag=tag, simple_value=value) for tag, value in entry.figures.items()]
         self._write(event_pb2.Event(wall_time=now, step=step, summary=summary_pb2.Summary(value=values)))
 
     def close(self) -> None:
@@ -73,11 +66,4 @@ class TensorBoardSink:
 
         buffer = io.BytesIO()
         RecordWriter(buffer).write(event.SerializeToString())
-        size = os.fstat(self._file).st_size
-        rest = buffer.getbuffer()
-        try:
-            while rest:
-                rest = rest[os.write(self._file, rest) :]
-        except OSError:
-            os.ftruncate(self._file, size)
-            raise
+        append_whole(self._file, buffer.getbuffer())

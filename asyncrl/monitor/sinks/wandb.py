@@ -14,7 +14,7 @@ import secrets
 from pathlib import Path
 from typing import Any, ClassVar
 
-from asyncrl.monitor.sinks.figures import Steps, numbers, run_figures, update_numbers
+from asyncrl.monitor.sinks.figures import Entries
 from asyncrl.monitor.sinks.records import Line, Setup, WandbSetup
 from asyncrl.snapshot import Snapshot
 
@@ -29,8 +29,7 @@ class WandbSink:
 
     def __init__(self, setup: Setup, wandb: WandbSetup) -> None:
         self._setup, self._wandb = setup, wandb
-        self._steps = Steps()
-        self._figures: dict[str, float] = {}
+        self._entries = Entries()
         self._run: Any = None
         self._made_id = secrets.token_hex(4)
         self.address = ""
@@ -59,16 +58,8 @@ class WandbSink:
 
     def write(self, record: Line | Snapshot) -> None:
         """A line is one entry of the history; the latest snapshot goes along with the next line of a step."""
-        if isinstance(record, Snapshot):
-            self._figures = run_figures(record)
-            self._steps.reach(record)
-            return
-        line = record.line
-        step, _ = self._steps.of(line)
-        figures = dict(update_numbers(line) if line.get("kind") == "update" else numbers(line))
-        if line.get("kind") == "train":
-            figures |= self._figures
-        self._run.log({"step": step, **figures})
+        if (entry := self._entries.take(record)) is not None:
+            self._run.log({"step": entry.step, **entry.figures})
 
     def close(self) -> None:
         """Hand everything to the service and let it end."""
