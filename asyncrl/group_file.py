@@ -24,7 +24,7 @@ import numpy as np
 import xxhash
 
 from asyncrl.errors import DataError
-from asyncrl.messages import Group
+from asyncrl.messages.groups import Group
 
 assert sys.byteorder == "little", "arrays are stored in little-endian order"
 

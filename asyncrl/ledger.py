@@ -17,7 +17,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from asyncrl.messages import EpochIntervals, LedgerState
+from asyncrl.messages.groups import EpochIntervals, LedgerState
 
 Kind = Literal["trained", "filtered", "quarantined"]
 

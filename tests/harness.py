@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.messages import ActorRecord
+from asyncrl.messages.actors import ActorRecord
 from asyncrl.runtime.endpoint import Endpoint
 from asyncrl.runtime.peer import Peer
 from asyncrl.runtime.server import CallServer

@@ -8,19 +8,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import Config, validate_config
-from asyncrl.messages import (
-    ActorEnded,
-    ActorRecord,
-    HostLeft,
-    Join,
-    JoinedHost,
-    Leave,
-    NewHost,
-    Register,
-    RunState,
-    StopRun,
-)
+from asyncrl.config import Config
+from asyncrl.config.load import validate_config
+from asyncrl.messages.actors import ActorEnded, ActorRecord, Register, RunState, StopRun
+from asyncrl.messages.hosts import HostLeft, Join, JoinedHost, Leave, NewHost
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.endpoint import new_incarnation

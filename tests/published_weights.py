@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from asyncrl.messages import Bucket, Manifest
+from asyncrl.messages.weights import Bucket, Manifest
 from asyncrl.parameter_server.snapshots import Snapshot, hold
 from asyncrl.weights.segments import Segment, layout, open_segment, verify_segment
 from asyncrl.weights.staging import Staged, layout_of

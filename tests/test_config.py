@@ -2,7 +2,8 @@
 
 import pytest
 
-from asyncrl.config import config_from_json, config_to_json, known_keys, load_config, validate_config
+from asyncrl.config.keys import known_keys
+from asyncrl.config.load import config_from_json, config_to_json, load_config, validate_config
 from asyncrl.errors import ConfigError
 
 SIMULATED = {"rollout": {"engine": "sim"}, "learner": {"backend": "sim"}, "data": {"source": "synthetic"}}

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config import known_keys, load_config
+from asyncrl.config.keys import known_keys
+from asyncrl.config.load import load_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 FILES = sorted(CONFIGS.glob("*.toml"))

@@ -13,7 +13,7 @@ from test_messages import make_group
 from asyncrl import group_file
 from asyncrl.errors import DataError
 from asyncrl.group_file import pack_group, pack_record, read_groups, read_records
-from asyncrl.messages import Group, Ticket, Trajectory, VersionSpan
+from asyncrl.messages.groups import Group, Ticket, Trajectory, VersionSpan
 
 
 def same(left, right):

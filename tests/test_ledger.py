@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.ledger import IntervalSet, Kind, Ledger, position_of
-from asyncrl.messages import EpochIntervals, LedgerState
+from asyncrl.messages.groups import EpochIntervals, LedgerState
 from asyncrl.wire.codec import Codec
 
 OUTCOMES = st.dictionaries(

@@ -2,25 +2,12 @@
 
 import numpy as np
 import pytest
+from every_message import EVERY_MESSAGE
 
-from asyncrl import messages
-from asyncrl.messages import (
-    Deliver,
-    Delivered,
-    Group,
-    Message,
-    Request,
-    Ticket,
-    Trajectory,
-    VersionSpan,
-)
+from asyncrl.messages import Message, Request
+from asyncrl.messages.groups import Group, Ticket, Trajectory, VersionSpan
+from asyncrl.messages.learner import Deliver, Delivered
 from asyncrl.wire.codec import Codec
-
-MESSAGES = [
-    kind
-    for kind in vars(messages).values()
-    if isinstance(kind, type) and issubclass(kind, Message) and kind is not Request
-]
 
 
 def make_group(uid="0-1", samples=2, tokens=3):
@@ -64,12 +51,14 @@ def test_a_group_survives_the_wire():
     assert np.array_equal(again.trajectories[0].logprobs, group.trajectories[0].logprobs)
 
 
-@pytest.mark.parametrize("kind", [k for k in MESSAGES if issubclass(k, Request)], ids=lambda k: k.__name__)
+@pytest.mark.parametrize(
+    "kind", [k for k in EVERY_MESSAGE.values() if issubclass(k, Request)], ids=lambda k: k.__name__
+)
 def test_each_request_names_its_reply(kind):
     assert issubclass(kind.reply, Message)
     assert kind.__doc__
 
 
 def test_a_request_and_its_reply_go_together():
-    assert len(MESSAGES) > 25
+    assert len(EVERY_MESSAGE) > 25
     assert Deliver.reply is Delivered

@@ -71,7 +71,7 @@ def test_responses_are_long_enough_to_be_overtaken_by_updates():
 
 
 def test_the_reward_of_the_configuration_agrees_with_the_task():
-    from asyncrl.config import load_config
+    from asyncrl.config.load import load_config
     from asyncrl.reward.functions import BUILT_IN
 
     paths = {f"{key}.path": "x" for key in ("model", "data", "eval.heldout.data", "eval.heldout_greedy.data")}

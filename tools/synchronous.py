@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.config import Config, load_config
+from asyncrl.config import Config
+from asyncrl.config.load import load_config
 from asyncrl.dataloader.order import EpochOrder
 from asyncrl.dataloader.prompts import PromptSet
 from asyncrl.dataloader.sources import load_dataset
@@ -30,7 +31,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.learner.batch import build_step, has_signal
 from asyncrl.learner.records import RecordFiles
 from asyncrl.learner.trainer import Trainer
-from asyncrl.messages import Group, Ticket, Trajectory
+from asyncrl.messages.groups import Group, Ticket, Trajectory
 from asyncrl.reward.frames import Setup, Task
 from asyncrl.reward.resolve import resolve
 from asyncrl.rollouter.engines import make_engine

@@ -19,7 +19,7 @@ from asyncrl.checkpoint.durable import write_file
 from asyncrl.checkpoint.state import FORMAT, CheckpointState
 from asyncrl.errors import CheckpointError, DataError
 from asyncrl.group_file import pack_group, read_groups
-from asyncrl.messages import Group
+from asyncrl.messages.groups import Group
 
 STATE, GROUPS, TRAINER = "state.json", "groups.msgpack", "trainer"
 """Names inside a checkpoint; TRAINER is the folder of what ``Backend.save`` writes."""

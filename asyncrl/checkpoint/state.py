@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from asyncrl.config import Config
-from asyncrl.messages import Count, LedgerState
+from asyncrl.messages import Count
+from asyncrl.messages.groups import LedgerState
 
 FORMAT = 1
 

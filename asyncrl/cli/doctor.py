@@ -57,7 +57,7 @@ def _main(argv: list[str]) -> int:
 
     import asyncio
 
-    from asyncrl.config import load_config
+    from asyncrl.config.load import load_config
     from asyncrl.doctor.examination import Examination
     from asyncrl.doctor.findings import as_json, as_lines, exit_code
     from asyncrl.errors import ConfigError, UsageError

@@ -176,7 +176,7 @@ def _prepare(given: argparse.Namespace, overrides: dict[str, str]) -> tuple[Conf
 
     Raises ConfigError, and where the run cannot be resumed UsageError, CheckpointError or RunChanged.
     """
-    from asyncrl.config import load_config
+    from asyncrl.config.load import load_config
     from asyncrl.errors import ConfigError
     from asyncrl.launcher.checks import find_problems
     from asyncrl.launcher.hosts import local_host
@@ -201,7 +201,7 @@ def _prepare(given: argparse.Namespace, overrides: dict[str, str]) -> tuple[Conf
 
 def _run_hosts(given: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Run on several hosts by ssh. Raises AsyncRLError."""
-    from asyncrl.config import load_config
+    from asyncrl.config.load import load_config
     from asyncrl.launcher.hostfile import read_hostfile, select_hosts
     from asyncrl.launcher.several import run_hosts
     from asyncrl.launcher.start import SshStart
@@ -237,7 +237,7 @@ def _check_slurm_flags(parser: argparse.ArgumentParser, given: argparse.Namespac
 
 def _run_inside_slurm(given: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Run on the nodes of this job. Raises AsyncRLError."""
-    from asyncrl.config import load_config
+    from asyncrl.config.load import load_config
     from asyncrl.launcher.several import run_hosts
     from asyncrl.launcher.slurm import job_hosts, resume_of, start_of
 
@@ -255,7 +255,7 @@ def _run_inside_slurm(given: argparse.Namespace, overrides: dict[str, str]) -> i
 
 def _submit(given: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Submit a job, or show its script. Raises AsyncRLError or OSError."""
-    from asyncrl.config import load_config
+    from asyncrl.config.load import load_config
     from asyncrl.launcher.slurm import batch_script, start_of, submit
 
     config = load_config(given.configs, _with_allowed(given, overrides))
@@ -287,7 +287,7 @@ def _print_finished(config: Config, resumption: Resumption) -> int:
 
 
 def _print_plan(config: Config, placed: list[Placed], resumption: Resumption | None) -> int:
-    from asyncrl.config import config_to_json
+    from asyncrl.config.load import config_to_json
     from asyncrl.launcher.placement import describe
 
     print(config_to_json(config), end="")
@@ -299,7 +299,7 @@ def _print_plan(config: Config, placed: list[Placed], resumption: Resumption | N
 
 
 def _print_keys() -> int:
-    from asyncrl.config import known_keys
+    from asyncrl.config.keys import known_keys
 
     for key, kind, default, description in known_keys():
         print(f"{key}  ({kind}, default {default})" if default != "required" else f"{key}  ({kind}, required)")

@@ -190,7 +190,7 @@ def _watch(given: argparse.Namespace) -> int:
         asyncio.run(_take_one(target, history))
         return _print(history, given)
 
-    from asyncrl.messages import RequestTrace, TraceWritten
+    from asyncrl.messages.monitor import RequestTrace, TraceWritten
     from asyncrl.monitor.top.app import Top
     from asyncrl.monitor.top.source import Source
 

@@ -27,34 +27,30 @@ from asyncrl.controller.sinks import FLUSH_S, FLUSH_SHARE, start_sinks
 from asyncrl.controller.traces import Traces, remove_unfinished
 from asyncrl.controller.watching import Watching
 from asyncrl.errors import InvalidRequest, Refused
-from asyncrl.messages import (
+from asyncrl.messages import Done
+from asyncrl.messages.actors import (
     ActorEnded,
     ActorRecord,
     ActorStarted,
     CheckpointWritten,
-    Done,
     EndNoted,
-    Heartbeat,
-    HostLeft,
-    Join,
-    Joined,
-    Leave,
-    LeaveBegun,
-    Members,
-    MetricsLine,
     Register,
     ReportFailure,
-    RequestTrace,
     Resolve,
     Resolved,
     RunFinished,
     RunState,
-    SnapshotTaken,
     StopRun,
+    WatchRun,
+)
+from asyncrl.messages.hosts import HostLeft, Join, Joined, Leave, LeaveBegun, Members, WatchMembers
+from asyncrl.messages.monitor import (
+    Heartbeat,
+    MetricsLine,
+    RequestTrace,
+    SnapshotTaken,
     TracePart,
     TraceWritten,
-    WatchMembers,
-    WatchRun,
     WatchSnapshot,
 )
 from asyncrl.monitor.sinks.feed import SinkFeed

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from asyncrl.messages import AwaitRecord
+from asyncrl.messages.monitor import AwaitRecord
 from asyncrl.runtime.supervision import role_of
 
 FIRST = "learner/0"

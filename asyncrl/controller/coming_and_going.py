@@ -24,7 +24,7 @@ from asyncrl.controller.hosts import Hosts
 from asyncrl.controller.membership import Departure, Guest, KnownHost, Membership, NobodyServes
 from asyncrl.controller.run_state import RunStateMachine
 from asyncrl.errors import InvalidRequest, NotKept
-from asyncrl.messages import Join, Joined, Leave, LeaveBegun, Members
+from asyncrl.messages.hosts import Join, Joined, Leave, LeaveBegun, Members
 from asyncrl.runtime.parking import ParkingLot
 from asyncrl.runtime.registry import Registry
 from asyncrl.runtime.supervision import ROLES, role_of

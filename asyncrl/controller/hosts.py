@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.messages import ActorRecord
+from asyncrl.messages.actors import ActorRecord
 from asyncrl.runtime.registry import Registry
 
 BEATS = 3

@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from asyncrl.errors import InvalidRequest
-from asyncrl.messages import Dead, Join, JoinedHost, Leave, Leaving, MemberHost, Members, NewHost
+from asyncrl.messages.actors import Dead, Leaving
+from asyncrl.messages.hosts import Join, JoinedHost, Leave, MemberHost, Members, NewHost
 from asyncrl.runtime.supervision import is_replicated
 
 AGENT, ROLLOUTER = "agent", "rollouter"

@@ -17,7 +17,7 @@ from asyncrl.controller.run_state import RunStateMachine
 from asyncrl.controller.sight import look_at
 from asyncrl.controller.watchdog import Report, Watchdog
 from asyncrl.controller.watching import Watching
-from asyncrl.messages import Condemned, Stuck
+from asyncrl.messages.actors import Condemned, Stuck
 from asyncrl.runtime.actor import Actor
 from asyncrl.runtime.registry import Registry
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.controller.run_state import RunStateMachine
-from asyncrl.messages import ActorRecord, Heartbeat
+from asyncrl.messages.actors import ActorRecord
+from asyncrl.messages.monitor import Heartbeat
 from asyncrl.runtime.registry import Entry, HeardResource, Registry
 from asyncrl.runtime.supervision import ROLES, role_of
 from asyncrl.snapshot import (

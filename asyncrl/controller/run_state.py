@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from asyncrl.messages import Condemned, Dead, Leaving, RunPhase, Stuck
+from asyncrl.messages.actors import Condemned, Dead, Leaving, RunPhase, Stuck
 from asyncrl.runtime.supervision import (
     PREEMPTED_EXIT_CODE,
     ROLES,

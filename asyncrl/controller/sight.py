@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 import msgspec
 
 from asyncrl.controller.blame import Seen
-from asyncrl.messages import AwaitRecord
+from asyncrl.messages.monitor import AwaitRecord
 from asyncrl.runtime.registry import Entry, Registry
 
 GROUPS, TOKENS = "ledger/trained", "rollout/sampled_tokens"

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from asyncrl.messages import SnapshotTaken, WatchSnapshot
+from asyncrl.messages.monitor import SnapshotTaken, WatchSnapshot
 from asyncrl.runtime.parking import ParkingLot
 from asyncrl.snapshot import Snapshot
 

@@ -22,7 +22,7 @@ import msgspec
 from structlog.typing import FilteringBoundLogger
 
 from asyncrl.errors import InvalidRequest
-from asyncrl.messages import TracePart, TraceSpan, TraceWritten
+from asyncrl.messages.monitor import TracePart, TraceSpan, TraceWritten
 from asyncrl.monitor.trace import SPANS_KEPT, Trace, process_events, span_events, track_events
 from asyncrl.runtime.supervision import ROLES, role_of
 

@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from asyncrl.config import WatchdogConfig
+from asyncrl.config.operation import WatchdogConfig
 from asyncrl.controller.blame import FIRST, LEISURE, Seen, find_culprit
-from asyncrl.messages import RunPhase
+from asyncrl.messages.actors import RunPhase
 
 LONGEST_GAP = 0.25
 """Share of the time to a stall after which a gap between two looks is time in which nobody could be heard."""

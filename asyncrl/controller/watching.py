@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from asyncrl.controller.picture import Constants, Events, Lines, take_picture, view_actors, view_self
 from asyncrl.controller.run_state import RunStateMachine
 from asyncrl.controller.snapshots import Snapshots
-from asyncrl.messages import EventRecord, Heartbeat, SnapshotTaken, WatchSnapshot
+from asyncrl.messages.monitor import EventRecord, Heartbeat, SnapshotTaken, WatchSnapshot
 from asyncrl.monitor.recording import Recorder
 from asyncrl.runtime.actor import Actor
 from asyncrl.runtime.registry import Registry

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
-from asyncrl.config import DataConfig
+from asyncrl.config.training import DataConfig
 from asyncrl.dataloader.evals import EvalPrompt, EvalSet
 from asyncrl.dataloader.holders import Ask, Grant
 from asyncrl.dataloader.limit import WorkingLimit
@@ -24,23 +24,21 @@ from asyncrl.dataloader.restoring import Answer, Source, check_unchanged, rebuil
 from asyncrl.dataloader.sources import load_dataset
 from asyncrl.dataloader.tickets import Tickets
 from asyncrl.errors import InvalidRequest, RestoreNeeded, WireError
-from asyncrl.messages import (
-    Done,
-    Held,
-    Holds,
+from asyncrl.messages import Done
+from asyncrl.messages.dataloader import (
     Lease,
     Leased,
-    OpenTickets,
     Outcomes,
     OutcomesSeen,
     Restored,
     Resumed,
     ReturnTickets,
     Supply,
-    Ticket,
-    TicketsHeld,
     WatchSupply,
 )
+from asyncrl.messages.groups import Ticket
+from asyncrl.messages.learner import Held, Holds
+from asyncrl.messages.rollouter import OpenTickets, TicketsHeld
 from asyncrl.monitor.story_log import GRANTED, ORPHANED, RETURNED, SETTLED
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.runtime.parking import ParkingLot

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.config import DataConfig
+from asyncrl.config.training import DataConfig
 from asyncrl.dataloader.rows import Dataset, unpack
 from asyncrl.errors import DataError
 from asyncrl.tokenizer import Tokenizer

@@ -20,7 +20,8 @@ from asyncrl.dataloader.prompt_queue import PromptQueue
 from asyncrl.dataloader.tickets import Tickets
 from asyncrl.errors import InvalidRequest, RunChanged
 from asyncrl.ledger import Ledger, position_of
-from asyncrl.messages import Restored, TicketsHeld
+from asyncrl.messages.dataloader import Restored
+from asyncrl.messages.rollouter import TicketsHeld
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from asyncrl.config import DataConfig
+from asyncrl.config.training import DataConfig
 from asyncrl.dataloader.files import read_hf, read_jsonl, read_parquet
 from asyncrl.dataloader.rows import Dataset, RawRow, collect
 from asyncrl.errors import DataError

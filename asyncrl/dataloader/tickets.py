@@ -28,7 +28,8 @@ from asyncrl.dataloader.prompt_queue import PromptQueue, TrainingPrompt
 from asyncrl.dataloader.suspects import ALONE_FROM, Suspects
 from asyncrl.errors import ProtocolError
 from asyncrl.ledger import position_of
-from asyncrl.messages import Outcome, Outcomes, Rejected, Supply, TicketsHeld
+from asyncrl.messages.dataloader import Outcome, Outcomes, Rejected, Supply
+from asyncrl.messages.rollouter import TicketsHeld
 
 
 class Tickets:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from asyncrl.checkpoint.folder import checkpoint_dir
-from asyncrl.config import Config, config_to_json
+from asyncrl.config import Config
+from asyncrl.config.load import config_to_json
 from asyncrl.doctor.compare import (
     Way,
     best_offset,

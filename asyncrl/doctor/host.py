@@ -19,7 +19,8 @@ from typing import Any
 import msgspec
 
 from asyncrl.checkpoint.folder import checkpoint_dir
-from asyncrl.config import Config, config_from_json
+from asyncrl.config import Config
+from asyncrl.config.load import config_from_json
 from asyncrl.doctor import network
 from asyncrl.doctor.findings import Finding
 from asyncrl.doctor.inputs import check_data, check_reward

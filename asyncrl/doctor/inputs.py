@@ -12,7 +12,8 @@ import tempfile
 
 import msgspec
 
-from asyncrl.config import Config, DataConfig, RewardConfig
+from asyncrl.config import Config
+from asyncrl.config.training import DataConfig, RewardConfig
 from asyncrl.dataloader.rows import BadRow, check_row
 from asyncrl.dataloader.sources import open_source
 from asyncrl.doctor.findings import Finding, fail, listed, ok, warn

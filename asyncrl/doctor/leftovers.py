@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from asyncrl.checkpoint.folder import checkpoint_dir, is_leftover
-from asyncrl.config import config_from_json
+from asyncrl.config.load import config_from_json
 from asyncrl.doctor.findings import Finding, listed, ok, warn
 from asyncrl.errors import ConfigError
 from asyncrl.launcher.folders import CONFIG, LOCK, PART, PRIVATE

@@ -13,7 +13,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import ModelConfig
+from asyncrl.config.training import ModelConfig
 from asyncrl.doctor.findings import Finding, fail, ok, warn
 from asyncrl.doctor.needs import ModelSize
 from asyncrl.errors import ConfigError

@@ -12,7 +12,7 @@ import sys
 
 import msgspec
 
-from asyncrl.config import RewardConfig
+from asyncrl.config.training import RewardConfig
 from asyncrl.reward.frames import Setup
 from asyncrl.reward.resolve import NotCallable, resolve
 

@@ -25,7 +25,8 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.config import Config, config_from_json
+from asyncrl.config import Config
+from asyncrl.config.load import config_from_json
 from asyncrl.errors import AsyncRLError
 from asyncrl.launcher.child import Child
 from asyncrl.launcher.folders import PART
@@ -54,7 +55,7 @@ from asyncrl.launcher.spec import (
     StuckEvent,
 )
 from asyncrl.launcher.stacks import take_stacks
-from asyncrl.messages import ActorEnded, ActorStarted, RunState, Stuck
+from asyncrl.messages.actors import ActorEnded, ActorStarted, RunState, Stuck
 from asyncrl.monitor.logging import configure_logging, get_logger, listen, write_text
 from asyncrl.runtime.address_file import ADDRESS_FILE
 from asyncrl.runtime.endpoint import new_incarnation

@@ -10,7 +10,9 @@ from collections.abc import Collection
 from importlib.util import find_spec
 from pathlib import Path
 
-from asyncrl.config import Config, DataConfig, SinksConfig
+from asyncrl.config import Config
+from asyncrl.config.monitor import SinksConfig
+from asyncrl.config.training import DataConfig
 
 SINK_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "prometheus_client": "prometheus"}
 """What a sink needs, and the extra of asyncrl that brings it."""

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.checkpoint.folder import checkpoint_dir
-from asyncrl.config import Config, config_to_json
+from asyncrl.config import Config
+from asyncrl.config.load import config_to_json
 from asyncrl.errors import UsageError
 from asyncrl.launcher.hostspec import private_name
 from asyncrl.launcher.link import agent_name

@@ -21,7 +21,7 @@ from asyncrl.launcher.living import Controller, LivingRun
 from asyncrl.launcher.member import SLACK_S, Member, end_in_steps, hang_up
 from asyncrl.launcher.progress import Progress
 from asyncrl.launcher.spec import KILL, EndedEvent, StateEvent
-from asyncrl.messages import Leave, MemberHost
+from asyncrl.messages.hosts import Leave, MemberHost
 
 ASK_S = 20.0
 

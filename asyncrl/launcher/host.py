@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from asyncrl.config import SupervisionConfig
+from asyncrl.config.operation import SupervisionConfig
 from asyncrl.errors import ActorFailed
-from asyncrl.messages import RunState
+from asyncrl.messages.actors import RunState
 from asyncrl.runtime.actor import CONTROLLER
 from asyncrl.runtime.registry import FIRST_WORD_S
 from asyncrl.runtime.supervision import PREEMPTED_EXIT_CODE, UNHEALABLE_EXITS, Restart, Supervisor, describe_exit

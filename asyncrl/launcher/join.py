@@ -23,7 +23,7 @@ from importlib.metadata import version
 
 import msgspec
 
-from asyncrl.config import config_to_json
+from asyncrl.config.load import config_to_json
 from asyncrl.errors import AsyncRLError, UsageError
 from asyncrl.launcher import addresses
 from asyncrl.launcher.folders import RUN_ID
@@ -40,7 +40,7 @@ from asyncrl.launcher.reach import Reached
 from asyncrl.launcher.several import as_set_here, passed_on
 from asyncrl.launcher.spec import CONTROLLER_AT
 from asyncrl.launcher.start import StartCommand, shown
-from asyncrl.messages import Join, Joined, JoinedHost, Leave, NewHost
+from asyncrl.messages.hosts import Join, Joined, JoinedHost, Leave, NewHost
 from asyncrl.wire.keys import files_of_pairs, make_pairs
 
 ASK_S = 20.0

@@ -11,7 +11,7 @@ import sys
 from asyncrl.launcher.living import Controller, LivingRun
 from asyncrl.launcher.member import SLACK_S
 from asyncrl.launcher.progress import Progress
-from asyncrl.messages import Leave, LeaveBegun, MemberHost
+from asyncrl.messages.hosts import Leave, LeaveBegun, MemberHost
 
 ASK_S = 60.0
 """Longest wait for the controller's answer, which is parked while other rollouters are expected to serve."""

@@ -9,7 +9,8 @@ from pathlib import Path
 from asyncrl.config import Config
 from asyncrl.errors import DeadlineExceeded, Refused, RemoteError, WireError
 from asyncrl.launcher.hostspec import private_name
-from asyncrl.messages import ActorEnded, ActorStarted, EndNoted, HostLeft, RunState, StopRun, WatchRun
+from asyncrl.messages.actors import ActorEnded, ActorStarted, EndNoted, RunState, StopRun, WatchRun
+from asyncrl.messages.hosts import HostLeft
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext
 from asyncrl.runtime.endpoint import new_incarnation
 from asyncrl.wire.keys import load_credentials

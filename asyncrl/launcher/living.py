@@ -14,10 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from asyncrl.config import Config, config_from_json
+from asyncrl.config import Config
+from asyncrl.config.load import config_from_json
 from asyncrl.errors import ConfigError, DeadlineExceeded, ProtocolError, Refused, RemoteError, UsageError
 from asyncrl.launcher.folders import CONFIG, LOCK, RunFolder, is_living, next_attempt
-from asyncrl.messages import ActorRecord, Members, Request, WatchMembers
+from asyncrl.messages import Request
+from asyncrl.messages.actors import ActorRecord
+from asyncrl.messages.hosts import Members, WatchMembers
 from asyncrl.runtime.actor import CONTROLLER
 from asyncrl.runtime.address_file import ADDRESS_FILE
 from asyncrl.runtime.endpoint import Endpoint

@@ -16,7 +16,8 @@ from asyncrl.checkpoint.contents import read_state
 from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
 from asyncrl.checkpoint.retention import Found
 from asyncrl.checkpoint.state import Geometry
-from asyncrl.config import Config, validate_config
+from asyncrl.config import Config
+from asyncrl.config.load import validate_config
 from asyncrl.errors import RunChanged, UsageError
 from asyncrl.launcher.folders import CONFIG, RunFolder, begin_attempt, in_use, is_living, next_attempt
 

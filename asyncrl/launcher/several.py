@@ -25,7 +25,9 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.config import Config, NetworkConfig, config_to_json, validate_config
+from asyncrl.config import Config
+from asyncrl.config.load import config_to_json, validate_config
+from asyncrl.config.operation import NetworkConfig
 from asyncrl.errors import ConfigError, UsageError
 from asyncrl.launcher import addresses
 from asyncrl.launcher.checks import check_sinks, find_problems

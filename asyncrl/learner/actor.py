@@ -31,21 +31,11 @@ from asyncrl.learner.supply_line import DATALOADER, SupplyLine
 from asyncrl.learner.training import Training
 from asyncrl.learner.version_mark import VersionMark
 from asyncrl.learner.versions import Versions
-from asyncrl.messages import (
-    CheckpointWritten,
-    Deliver,
-    Delivered,
-    Held,
-    Holds,
-    MetricsLine,
-    Outcome,
-    Request,
-    Resolve,
-    Resolved,
-    ResourceRecord,
-    RolloutStats,
-    RunFinished,
-)
+from asyncrl.messages import Request
+from asyncrl.messages.actors import CheckpointWritten, Resolve, Resolved, RunFinished
+from asyncrl.messages.dataloader import Outcome
+from asyncrl.messages.learner import Deliver, Delivered, Held, Holds, RolloutStats
+from asyncrl.messages.monitor import MetricsLine, ResourceRecord
 from asyncrl.monitor.story_log import EVALUATED, NOT_TRAINED, RESTORED, TAKEN
 from asyncrl.monitor.trace import CHECKPOINTS, PHASES, STEPS, Track
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller, handler

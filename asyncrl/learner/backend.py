@@ -41,7 +41,7 @@ from typing import Protocol
 from asyncrl.config import Config
 from asyncrl.learner.batch import StepPlan
 from asyncrl.learner.publication import OnSealed, Publication
-from asyncrl.messages import Probe
+from asyncrl.messages.weights import Probe
 
 
 class Backend(Protocol):

@@ -33,7 +33,7 @@ from asyncrl.learner.group_metrics import (
     token_versions,
 )
 from asyncrl.learner.packing import pack
-from asyncrl.messages import Group, Trajectory
+from asyncrl.messages.groups import Group, Trajectory
 
 
 @dataclass(frozen=True, slots=True)

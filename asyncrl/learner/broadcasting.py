@@ -25,7 +25,8 @@ from structlog.typing import FilteringBoundLogger
 
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, BroadcastFailed, DeadlineExceeded, RemoteError
-from asyncrl.messages import (
+from asyncrl.messages import Request
+from asyncrl.messages.weights import (
     Announce,
     Announced,
     BroadcastEnded,
@@ -35,7 +36,6 @@ from asyncrl.messages import (
     CollectiveGroup,
     Manifest,
     Probe,
-    Request,
 )
 
 AWAY_S = 0.5

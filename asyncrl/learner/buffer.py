@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from asyncrl.messages import Group
+from asyncrl.messages.groups import Group
 
 
 class GroupBuffer:

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import torch
 
-from asyncrl.config import LearnerConfig
+from asyncrl.config.training import LearnerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.policy import Policy, Row, make_row
 

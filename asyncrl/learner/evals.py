@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.messages import EvalRound, Group, Ticket
+from asyncrl.messages.dataloader import EvalRound
+from asyncrl.messages.groups import Group, Ticket
 
 
 class EvalCollector:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.messages import RolloutStats, UpdateTimes
+from asyncrl.messages.learner import RolloutStats, UpdateTimes
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from asyncrl.messages import Group, Trajectory
+from asyncrl.messages.groups import Group, Trajectory
 from asyncrl.monitor.metrics import Histograms
 
 

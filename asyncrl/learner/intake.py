@@ -15,12 +15,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from asyncrl.config import LearnerConfig
+from asyncrl.config.training import LearnerConfig
 from asyncrl.learner.batch import check_group, has_signal
 from asyncrl.learner.buffer import GroupBuffer, in_order
 from asyncrl.learner.outcomes import OutcomeQueue
 from asyncrl.ledger import Kind, Ledger, position_of
-from asyncrl.messages import Group, LedgerState, Outcome
+from asyncrl.messages.dataloader import Outcome
+from asyncrl.messages.groups import Group, LedgerState
 
 FRACTION_FROM = 100
 """Prompts with an outcome from which on ``learner.max_quarantined_fraction`` counts."""

@@ -6,7 +6,7 @@ both, and nothing is dropped.
 
 from __future__ import annotations
 
-from asyncrl.messages import Outcome, Outcomes
+from asyncrl.messages.dataloader import Outcome, Outcomes
 
 
 class OutcomeQueue:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from asyncrl.config import ModelConfig
+from asyncrl.config.training import ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner import attention
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from asyncrl.config import Config
 from asyncrl.learner.policy import Policy, Row, make_row
-from asyncrl.messages import Probe
+from asyncrl.messages.weights import Probe
 
 SEQUENCES, LENGTH = 4, 32
 

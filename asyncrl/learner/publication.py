@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from asyncrl.messages import Bucket, Manifest
+from asyncrl.messages.weights import Bucket, Manifest
 
 OnSealed = Callable[[Bucket, int], None]
 """Told of each bucket, in order, with the descriptor of its segment, as soon as it is sealed. Called on the thread that

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from asyncrl.learner.parallel import Ranks
 from asyncrl.learner.policy import Policy
 from asyncrl.learner.publication import OnSealed, Publication, fill_buckets
-from asyncrl.messages import Bucket, Manifest, Probe
+from asyncrl.messages.weights import Bucket, Manifest, Probe
 from asyncrl.weights.segments import Segment, layout
 
 _LAYER = re.compile(r"^(.*?\.\d+)\.")

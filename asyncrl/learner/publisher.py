@@ -21,7 +21,8 @@ from structlog.typing import FilteringBoundLogger
 
 from asyncrl.errors import DeadlineExceeded, RemoteError
 from asyncrl.learner.publication import Publication
-from asyncrl.messages import KeepPublished, Publish, Published, Request
+from asyncrl.messages import Request
+from asyncrl.messages.weights import KeepPublished, Publish, Published
 
 AWAY_S = 0.5
 """Pause before a parameter server that did not answer is asked again."""

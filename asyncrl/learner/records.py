@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from asyncrl.learner.intake import Quarantined
-from asyncrl.messages import Group
+from asyncrl.messages.groups import Group
 from asyncrl.monitor.metrics import check_name
 from asyncrl.monitor.whole import append_whole
 

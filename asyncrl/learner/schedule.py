@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from asyncrl.config import LearnerConfig
+from asyncrl.config.training import LearnerConfig
 
 
 def learning_rate(step: int, config: LearnerConfig) -> float:

@@ -23,7 +23,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from asyncrl.config import Config, LearnerConfig
+from asyncrl.config import Config
+from asyncrl.config.training import LearnerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.check import Scoring, choose_scoring
 from asyncrl.learner.parallel import Ranks

@@ -20,7 +20,7 @@ from asyncrl.learner.batch import StepPlan
 from asyncrl.learner.checkpoint.trainer_contents import CONTENTS, TrainerContents, read_trainer_contents
 from asyncrl.learner.publication import OnSealed, Publication
 from asyncrl.learner.schedule import learning_rate
-from asyncrl.messages import Manifest, Probe
+from asyncrl.messages.weights import Manifest, Probe
 from asyncrl.weights.segments import Segment, layout
 
 

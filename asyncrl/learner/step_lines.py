@@ -18,7 +18,8 @@ from structlog.typing import FilteringBoundLogger
 from asyncrl.learner.generation_log import GenerationLog, update_line, update_metrics
 from asyncrl.learner.intake import Quarantined
 from asyncrl.learner.records import RecordFiles
-from asyncrl.messages import Group, RolloutStats, UpdateTimes
+from asyncrl.messages.groups import Group
+from asyncrl.messages.learner import RolloutStats, UpdateTimes
 from asyncrl.runtime.clock import Clock
 from asyncrl.snapshot import UPDATE_LINES
 

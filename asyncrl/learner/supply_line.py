@@ -19,7 +19,8 @@ from structlog.typing import FilteringBoundLogger
 from asyncrl.errors import ConfigError, DeadlineExceeded, RemoteError, RestoreNeeded, RunChanged
 from asyncrl.learner.evals import EvalCollector
 from asyncrl.learner.intake import Intake
-from asyncrl.messages import Request, Restored, Resumed, Supply, WatchSupply
+from asyncrl.messages import Request
+from asyncrl.messages.dataloader import Restored, Resumed, Supply, WatchSupply
 from asyncrl.runtime.awaits import Awaits
 
 DATALOADER = "dataloader/0"

@@ -46,7 +46,7 @@ from asyncrl.learner.publish import gather_buckets, publish
 from asyncrl.learner.schedule import learning_rate
 from asyncrl.learner.sharding import build_policy, choose_device, compute_dtype, prepare_device
 from asyncrl.learner.utilisation import mfu
-from asyncrl.messages import Probe
+from asyncrl.messages.weights import Probe
 
 
 class Train(msgspec.Struct, frozen=True, tag=True):

@@ -28,7 +28,7 @@ from asyncrl.learner.intake import Intake
 from asyncrl.learner.step_lines import StepLines, TrainedStep
 from asyncrl.learner.supply_line import Stand, SupplyLine
 from asyncrl.learner.versions import Versions
-from asyncrl.messages import Group
+from asyncrl.messages.groups import Group
 from asyncrl.monitor.metrics import Figures, Histograms
 from asyncrl.monitor.states import StateLedger
 from asyncrl.monitor.story_log import TRAINED, StoryLog

@@ -25,7 +25,8 @@ from asyncrl.learner.broadcasting import Broadcaster, BucketSender, Sending, col
 from asyncrl.learner.publication import Publication
 from asyncrl.learner.publisher import Publisher
 from asyncrl.learner.version_mark import VersionMark
-from asyncrl.messages import Probe, Request
+from asyncrl.messages import Request
+from asyncrl.messages.weights import Probe
 from asyncrl.monitor.trace import Track
 
 T = TypeVar("T")

@@ -19,7 +19,8 @@ from typing import Any
 import msgspec
 
 from asyncrl.errors import DeadlineExceeded, ProtocolError, Refused, RemoteError, UsageError
-from asyncrl.messages import ActorRecord, SnapshotTaken, WatchSnapshot
+from asyncrl.messages.actors import ActorRecord
+from asyncrl.messages.monitor import SnapshotTaken, WatchSnapshot
 from asyncrl.monitor.reach import split_address
 from asyncrl.runtime.address_file import ADDRESS_FILE
 from asyncrl.runtime.endpoint import Endpoint

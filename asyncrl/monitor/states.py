@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Literal
 
-from asyncrl.messages import ResourceRecord
+from asyncrl.messages.monitor import ResourceRecord
 
 Kind = Literal["actor", "engine", "rank", "worker"]
 

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from asyncrl.messages import TraceSpan
+from asyncrl.messages.monitor import TraceSpan
 
 SPANS_IN_PART = 1000
 SPANS_KEPT = 16_384

@@ -13,13 +13,13 @@ from typing import TypeVar
 import msgspec
 
 from asyncrl.errors import VersionGone, WeightsCorrupt
-from asyncrl.messages import (
+from asyncrl.messages import Done
+from asyncrl.messages.weights import (
     Announce,
     Announced,
     BroadcastBegins,
     BroadcastEnded,
     Chunk,
-    Done,
     FetchChunk,
     JoinBroadcast,
     KeepPublished,

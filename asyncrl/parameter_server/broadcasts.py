@@ -19,8 +19,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from asyncrl.config import WeightsConfig
-from asyncrl.messages import Announce, Announced, Collective, CollectiveGroup
+from asyncrl.config.rollout import WeightsConfig
+from asyncrl.messages.weights import Announce, Announced, Collective, CollectiveGroup
 from asyncrl.parameter_server.fleet import Fleet
 from asyncrl.parameter_server.offers import may_broadcast
 from asyncrl.parameter_server.replicas import GATHERING_PHASES, Event, Phase, Replica

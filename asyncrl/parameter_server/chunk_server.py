@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from asyncrl.errors import InvalidRequest
-from asyncrl.messages import Chunk, FetchChunk
+from asyncrl.messages.weights import Chunk, FetchChunk
 from asyncrl.parameter_server.snapshots import Snapshot
 
 MAX_CHECKSUMS = 65536

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import math
 
-from asyncrl.config import WeightsConfig
+from asyncrl.config.rollout import WeightsConfig
 from asyncrl.errors import VersionReused
-from asyncrl.messages import Announce, Announced, Offer
+from asyncrl.messages.weights import Announce, Announced, Offer
 from asyncrl.parameter_server.broadcasts import Broadcasts
 from asyncrl.parameter_server.fleet import COUNTED, SILENT, STALE, Effects, Fleet
 from asyncrl.parameter_server.offers import rolling_transport

@@ -14,7 +14,7 @@ import os
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
-from asyncrl.messages import Bucket, Delta
+from asyncrl.messages.weights import Bucket, Delta
 from asyncrl.parameter_server.snapshots import Snapshot
 from asyncrl.weights.delta import encode
 from asyncrl.weights.segments import ITEM_BYTES, Segment, size_of

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from asyncrl.errors import VersionGone
-from asyncrl.messages import Chunk, FetchChunk, Manifest
+from asyncrl.messages.weights import Chunk, FetchChunk, Manifest
 from asyncrl.parameter_server.chunk_server import ChunkServer
 from asyncrl.parameter_server.deltas import encode_deltas
 from asyncrl.parameter_server.snapshots import Snapshot

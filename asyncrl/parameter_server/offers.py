@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from asyncrl.messages import Bucket, CollectiveBackend, Manifest, Transport
+from asyncrl.messages.weights import Bucket, CollectiveBackend, Manifest, Transport
 
 
 def may_broadcast(configured: str, backend: CollectiveBackend, *, on_gpu: bool) -> bool:

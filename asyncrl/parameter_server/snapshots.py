@@ -19,7 +19,7 @@ from collections.abc import Mapping
 import msgspec
 
 from asyncrl.errors import InvalidRequest, VersionGone
-from asyncrl.messages import Delta, Manifest
+from asyncrl.messages.weights import Delta, Manifest
 from asyncrl.weights.segments import map_segment, open_segment, verify_bytes
 
 WHOLE = -1

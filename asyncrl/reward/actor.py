@@ -12,7 +12,8 @@ from dataclasses import asdict
 
 import msgspec
 
-from asyncrl.messages import AwaitRecord, Heartbeat, ResourceRecord, Score, Scores
+from asyncrl.messages.monitor import AwaitRecord, Heartbeat, ResourceRecord
+from asyncrl.messages.reward import Score, Scores
 from asyncrl.monitor.trace import FIRST_SLOT
 from asyncrl.reward.pool import RewardPool
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler

@@ -26,9 +26,10 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.config import RewardConfig
+from asyncrl.config.training import RewardConfig
 from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, RewardFailed
-from asyncrl.messages import ResourceRecord, Score, Scores
+from asyncrl.messages.monitor import ResourceRecord
+from asyncrl.messages.reward import Score, Scores
 from asyncrl.monitor.states import StateLedger
 from asyncrl.reward.frames import MAX_TASK_BYTES, Ready, Result, Setup, Task
 from asyncrl.reward.memory import family, proportional_bytes, resident_bytes

@@ -6,7 +6,7 @@ response out of its loss, and under ``"score"`` nothing is done at all.
 
 from __future__ import annotations
 
-from asyncrl.config import OverlongPenalty
+from asyncrl.config.training import OverlongPenalty
 
 PENALTY_COMPONENT = "overlong_penalty"
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from asyncrl.messages import Ticket, VersionSpan
+from asyncrl.messages.groups import Ticket, VersionSpan
 from asyncrl.monitor.trace import Track
 
 EVENTS_KEPT = 64

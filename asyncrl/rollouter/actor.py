@@ -17,22 +17,12 @@ from collections import Counter
 from typing import TypeVar
 
 from asyncrl.errors import DeadlineExceeded, InvalidRequest, ProtocolError, RemoteError, WireError
-from asyncrl.messages import (
-    Group,
-    HeldTicket,
-    Lease,
-    Leased,
-    OpenTickets,
-    ResourceRecord,
-    ReturnTickets,
-    RolloutStats,
-    Score,
-    Scores,
-    Ticket,
-    TicketsHeld,
-    Trajectory,
-    UpdateTimes,
-)
+from asyncrl.messages.dataloader import Lease, Leased, ReturnTickets
+from asyncrl.messages.groups import Group, Ticket, Trajectory
+from asyncrl.messages.learner import RolloutStats, UpdateTimes
+from asyncrl.messages.monitor import ResourceRecord
+from asyncrl.messages.reward import Score, Scores
+from asyncrl.messages.rollouter import HeldTicket, OpenTickets, TicketsHeld
 from asyncrl.monitor.story_log import GENERATED, RECOVERED
 from asyncrl.monitor.trace import FIRST_SLOT, WEIGHTS
 from asyncrl.rollouter.account import GroupAccount

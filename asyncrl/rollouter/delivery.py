@@ -15,7 +15,8 @@ import asyncio
 from structlog.typing import FilteringBoundLogger
 
 from asyncrl.errors import DeadlineExceeded, RemoteError
-from asyncrl.messages import Deliver, Group
+from asyncrl.messages.groups import Group
+from asyncrl.messages.learner import Deliver
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.peer import Peer
 

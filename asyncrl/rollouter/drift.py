@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncrl.messages import Probe
+from asyncrl.messages.weights import Probe
 
 TOLERANCE = 0.1
 """Mean distance (nats) beyond which two sets of weights are not the same. Rounding makes about a hundredth in bfloat16

@@ -18,7 +18,8 @@ from contextlib import asynccontextmanager
 
 from asyncrl.config import Config
 from asyncrl.errors import EngineDied, WeightsCorrupt
-from asyncrl.messages import Probe, Ticket
+from asyncrl.messages.groups import Ticket
+from asyncrl.messages.weights import Probe
 from asyncrl.monitor.states import StateLedger
 from asyncrl.rollouter.drift import Drift, measure_drift
 from asyncrl.rollouter.engines.base import Delta, Engine, GenerationRequest

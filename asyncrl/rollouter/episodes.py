@@ -18,7 +18,8 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.errors import EngineDied
-from asyncrl.messages import FinishReason, Ticket, Trajectory, VersionSpan
+from asyncrl.messages import FinishReason
+from asyncrl.messages.groups import Ticket, Trajectory, VersionSpan
 from asyncrl.rollouter.account import SampleAccount
 from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.engines.base import GenerationRequest

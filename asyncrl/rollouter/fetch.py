@@ -26,7 +26,7 @@ import numpy as np
 import xxhash
 from structlog.typing import FilteringBoundLogger
 
-from asyncrl.config import WeightsConfig
+from asyncrl.config.rollout import WeightsConfig
 from asyncrl.errors import (
     DeadlineExceeded,
     PeerRestarted,
@@ -36,7 +36,8 @@ from asyncrl.errors import (
     WeightsCorrupt,
     WireError,
 )
-from asyncrl.messages import Bucket, Chunk, Delta, FetchChunk, Manifest, Offer, Request
+from asyncrl.messages import Request
+from asyncrl.messages.weights import Bucket, Chunk, Delta, FetchChunk, Manifest, Offer
 from asyncrl.monitor.logging import get_logger
 from asyncrl.weights.chunks import ChunkPlan, Piece
 from asyncrl.weights.segments import Segment, map_segment, open_segment, verify_segment

@@ -14,7 +14,8 @@ from typing import TypeVar
 
 from asyncrl.config import Config
 from asyncrl.errors import RemoteError, WireError
-from asyncrl.messages import Completion, Group, Score, Scores, Ticket, Trajectory
+from asyncrl.messages.groups import Group, Ticket, Trajectory
+from asyncrl.messages.reward import Completion, Score, Scores
 from asyncrl.rollouter.account import GroupAccount, SampleAccount
 from asyncrl.rollouter.episodes import TrajectoryFailed
 from asyncrl.runtime.clock import Clock

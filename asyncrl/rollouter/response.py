@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from asyncrl.messages import VersionSpan
+from asyncrl.messages.groups import VersionSpan
 
 Decode = Callable[[Sequence[int]], str]
 

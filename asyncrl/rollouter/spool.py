@@ -25,7 +25,7 @@ from structlog.typing import FilteringBoundLogger
 
 from asyncrl.errors import DataError
 from asyncrl.group_file import pack_record, read_records
-from asyncrl.messages import Group
+from asyncrl.messages.groups import Group
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from asyncrl.messages import Ticket
+from asyncrl.messages.groups import Ticket
 
 SUSPECT_DEATHS = 2
 """Deaths from which on a ticket runs alone."""

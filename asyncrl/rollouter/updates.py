@@ -32,7 +32,9 @@ from asyncrl.errors import (
     WeightsCorrupt,
     WireError,
 )
-from asyncrl.messages import (
+from asyncrl.messages import Request
+from asyncrl.messages.learner import UpdateTimes
+from asyncrl.messages.weights import (
     BroadcastBegins,
     JoinBroadcast,
     NextUpdate,
@@ -40,10 +42,8 @@ from asyncrl.messages import (
     PauseGranted,
     Probe,
     ReportUpdate,
-    Request,
     RequestPause,
     Update,
-    UpdateTimes,
 )
 from asyncrl.monitor.trace import Track
 from asyncrl.rollouter.drift import Drift

@@ -18,17 +18,9 @@ from typing import Any, ClassVar
 
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, WireError
-from asyncrl.messages import (
-    ActorRecord,
-    AwaitRecord,
-    Dead,
-    Heartbeat,
-    Members,
-    ReportFailure,
-    Resolve,
-    ResourceRecord,
-    RunState,
-)
+from asyncrl.messages.actors import ActorRecord, Dead, ReportFailure, Resolve, RunState
+from asyncrl.messages.hosts import Members
+from asyncrl.messages.monitor import AwaitRecord, Heartbeat, ResourceRecord
 from asyncrl.monitor.logging import get_logger
 from asyncrl.monitor.states import Kind, StateLedger
 from asyncrl.monitor.story_log import StoryLog

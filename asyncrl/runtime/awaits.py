@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
-from asyncrl.messages import AwaitRecord
+from asyncrl.messages.monitor import AwaitRecord
 
 MOST_RECORDS = 8
 """Waits that a heartbeat names."""

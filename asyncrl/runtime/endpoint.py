@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.messages import ActorRecord
+from asyncrl.messages.actors import ActorRecord
 from asyncrl.monitor.metrics import Figures, Histograms
 from asyncrl.wire.codec import Codec
 from asyncrl.wire.envelope import PROTOCOL_VERSION, Header, Hello, Kind, encode_header

@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 from asyncrl.errors import ProtocolError
-from asyncrl.messages import Heartbeat
+from asyncrl.messages.monitor import Heartbeat
 from asyncrl.monitor.logging import write_text
 from asyncrl.runtime import stacks
 from asyncrl.runtime.actor import CONTROLLER, Actor

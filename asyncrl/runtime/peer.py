@@ -18,7 +18,9 @@ from collections import deque
 from typing import Any
 
 from asyncrl.errors import DeadlineExceeded, PeerRestarted, ProtocolError, Refused, RemoteError
-from asyncrl.messages import ActorRecord, AwaitRecord, Message, Request
+from asyncrl.messages import Message, Request
+from asyncrl.messages.actors import ActorRecord
+from asyncrl.messages.monitor import AwaitRecord
 from asyncrl.runtime.deadlines import Deadlines
 from asyncrl.runtime.endpoint import Endpoint, size_of
 from asyncrl.wire.envelope import ErrorBody, Header, Kind, Refuse, Welcome, decode_header

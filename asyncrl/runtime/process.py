@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from asyncrl.config import config_from_json
+from asyncrl.config.load import config_from_json
 from asyncrl.errors import AsyncRLError
 from asyncrl.monitor.logging import configure_logging, listen, write_text
 from asyncrl.runtime.actor import Actor, ActorContext

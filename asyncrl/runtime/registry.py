@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from asyncrl.errors import Refused
-from asyncrl.messages import ActorRecord, Condemned, Dead, Heartbeat, ResourceRecord
+from asyncrl.messages.actors import ActorRecord, Condemned, Dead
+from asyncrl.messages.monitor import Heartbeat, ResourceRecord
 from asyncrl.runtime.supervision import is_gang, role_of
 from asyncrl.snapshot import Histogram
 

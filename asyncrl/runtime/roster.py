@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from asyncrl.messages import Dead, Members
+from asyncrl.messages.actors import Dead
+from asyncrl.messages.hosts import Members
 from asyncrl.wire.keys import Credentials
 from asyncrl.wire.transport import Transport
 

@@ -11,7 +11,9 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from asyncrl.errors import DeadlineExceeded, RemoteError, WireError
-from asyncrl.messages import Register, RunState, TracePart, WatchMembers, WatchRun
+from asyncrl.messages.actors import Register, RunState, WatchRun
+from asyncrl.messages.hosts import WatchMembers
+from asyncrl.messages.monitor import TracePart
 from asyncrl.runtime.peer import REPEAT_S
 from asyncrl.runtime.roster import CONTROLLER
 from asyncrl.runtime.supervision import ROLES

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from asyncrl.messages import EventRecord, Heartbeat, ResourceRecord
+from asyncrl.messages.monitor import EventRecord, Heartbeat, ResourceRecord
 
 T = TypeVar("T")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncrl.messages import Collective
+from asyncrl.messages.weights import Collective
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from asyncrl.errors import WeightsCorrupt
-from asyncrl.messages import Bucket, Delta, Manifest, TensorSpec
+from asyncrl.messages.weights import Bucket, Delta, Manifest, TensorSpec
 from asyncrl.weights.delta import decode
 from asyncrl.weights.segments import (
     ALIGNMENT,

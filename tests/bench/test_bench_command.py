@@ -6,7 +6,7 @@ import tomllib
 
 import pytest
 
-from asyncrl.config import config_to_json, validate_config
+from asyncrl.config.load import config_to_json, validate_config
 from tools.bench import calls, overlap
 from tools.bench.__main__ import parser
 from tools.bench.report import Report

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.controller.blame import Seen, find_culprit, silence_in_words
-from asyncrl.messages import AwaitRecord
+from asyncrl.messages.monitor import AwaitRecord
 
 SILENT_S = 150.0
 VERSION = 7

@@ -8,22 +8,12 @@ import threading
 import pytest
 from controller.test_controller_actor import CONFIG, OTHERS, Cluster, is_parked
 
-from asyncrl.config import validate_config
+from asyncrl.config.load import validate_config
 from asyncrl.errors import Refused, RemoteError
 from asyncrl.launcher.link import ControllerLink
-from asyncrl.messages import (
-    ActorEnded,
-    ActorStarted,
-    Dead,
-    HostLeft,
-    Join,
-    Leave,
-    NewHost,
-    StopRun,
-    WatchMembers,
-    WatchRun,
-    WatchSnapshot,
-)
+from asyncrl.messages.actors import ActorEnded, ActorStarted, Dead, StopRun, WatchRun
+from asyncrl.messages.hosts import HostLeft, Join, Leave, NewHost, WatchMembers
+from asyncrl.messages.monitor import WatchSnapshot
 from asyncrl.monitor.client import decode_snapshot
 from asyncrl.runtime.roster import LAUNCHER
 from asyncrl.wire.keys import VIEWER

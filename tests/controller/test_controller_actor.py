@@ -7,18 +7,16 @@ import time
 import pytest
 
 from asyncrl.checkpoint.folder import CheckpointFolder
-from asyncrl.config import validate_config
+from asyncrl.config.load import validate_config
 from asyncrl.controller import actor as controller_module
 from asyncrl.controller.actor import Controller
 from asyncrl.controller.recent_lines import LINES_KEPT
 from asyncrl.errors import AsyncRLError, RemoteError
 from asyncrl.launcher.link import ControllerLink
-from asyncrl.messages import (
+from asyncrl.messages.actors import (
     ActorEnded,
     ActorRecord,
     CheckpointWritten,
-    Heartbeat,
-    MetricsLine,
     Register,
     ReportFailure,
     Resolve,
@@ -26,6 +24,7 @@ from asyncrl.messages import (
     StopRun,
     WatchRun,
 )
+from asyncrl.messages.monitor import Heartbeat, MetricsLine
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext
 from asyncrl.runtime.endpoint import Endpoint
 from asyncrl.runtime.peer import Peer

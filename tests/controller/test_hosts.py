@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from asyncrl.controller.hosts import BEATS, Host, Hosts
 from asyncrl.controller.run_state import RunStateMachine
 from asyncrl.errors import Refused
-from asyncrl.messages import ActorRecord, Condemned, Dead, Heartbeat
+from asyncrl.messages.actors import ActorRecord, Condemned, Dead
+from asyncrl.messages.monitor import Heartbeat
 from asyncrl.runtime.registry import Registry
 
 LOST_S, BEAT_S = 30.0, 1.0

@@ -6,9 +6,11 @@ import json
 import pytest
 from controller.test_controller_actor import CONFIG, OTHERS, Cluster, beats
 
-from asyncrl.config import validate_config
+from asyncrl.config.load import validate_config
 from asyncrl.errors import Refused
-from asyncrl.messages import ActorEnded, ActorRecord, Condemned, Dead, Done, Leave, Register, StopRun, WatchRun
+from asyncrl.messages import Done
+from asyncrl.messages.actors import ActorEnded, ActorRecord, Condemned, Dead, Register, StopRun, WatchRun
+from asyncrl.messages.hosts import Leave
 from asyncrl.runtime.actor import CONTROLLER, Actor, Caller, handler
 from asyncrl.runtime.peer import Peer
 from asyncrl.runtime.roster import LAUNCHER

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from asyncrl.controller.membership import ABOVE_ALL, KnownHost, Membership, NobodyServes
 from asyncrl.errors import InvalidRequest
-from asyncrl.messages import Dead, Join, Leave, NewHost
+from asyncrl.messages.actors import Dead
+from asyncrl.messages.hosts import Join, Leave, NewHost
 
 HEAD = KnownHost("agent/0", "head", ["controller/0", "dataloader/0", "learner/0", "rollouter/0"], ["10.0.0.1"])
 FAR = KnownHost("agent/1", "far", ["rollouter/1"], ["10.0.0.2", "box-17"])

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.controller.run_state import LAST_RANK, RunStateMachine
-from asyncrl.messages import Condemned
+from asyncrl.messages.actors import Condemned
 from asyncrl.runtime.supervision import drain_rank
 
 ACTORS = ("dataloader/0", "reward/0", "parameter_server/0", "learner/0", "learner/1", "rollouter/0", "rollouter/1")

@@ -6,22 +6,13 @@ from types import SimpleNamespace
 import pytest
 from test_controller_actor import CONFIG, is_parked, run
 
-from asyncrl.config import validate_config
+from asyncrl.config.load import validate_config
 from asyncrl.controller import actor as actor_module
 from asyncrl.controller.picture import Constants, view_actors
 from asyncrl.controller.snapshots import SNAPSHOT_S
 from asyncrl.launcher.link import ControllerLink
-from asyncrl.messages import (
-    ActorEnded,
-    ActorRecord,
-    EventRecord,
-    Heartbeat,
-    MetricsLine,
-    RequestTrace,
-    ResourceRecord,
-    StopRun,
-    WatchSnapshot,
-)
+from asyncrl.messages.actors import ActorEnded, ActorRecord, StopRun
+from asyncrl.messages.monitor import EventRecord, Heartbeat, MetricsLine, RequestTrace, ResourceRecord, WatchSnapshot
 from asyncrl.monitor.client import decode_snapshot
 from asyncrl.monitor.recording import read_recording
 from asyncrl.runtime.registry import Registry

@@ -5,8 +5,9 @@ import asyncio
 import pytest
 from test_controller_actor import OTHERS, run
 
-from asyncrl.config import validate_config
-from asyncrl.messages import AwaitRecord, Heartbeat, WatchRun
+from asyncrl.config.load import validate_config
+from asyncrl.messages.actors import WatchRun
+from asyncrl.messages.monitor import AwaitRecord, Heartbeat
 
 BEAT_S = 0.02
 

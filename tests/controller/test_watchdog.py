@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config import WatchdogConfig
+from asyncrl.config.operation import WatchdogConfig
 from asyncrl.controller.blame import Seen
 from asyncrl.controller.watchdog import Watchdog
-from asyncrl.messages import AwaitRecord
+from asyncrl.messages.monitor import AwaitRecord
 
 STALL_S = 100.0
 CONFIG = WatchdogConfig(stall_s=STALL_S, budgets_s={"starting": 300.0, "checkpointing": 250.0})

@@ -14,24 +14,21 @@ from inprocess import CREDENTIALS, sim_config
 from asyncrl.config import Config
 from asyncrl.dataloader.actor import Dataloader
 from asyncrl.ledger import Ledger
-from asyncrl.messages import (
-    ActorRecord,
-    Held,
-    HeldTicket,
-    Holds,
+from asyncrl.messages.actors import ActorRecord
+from asyncrl.messages.dataloader import (
     Lease,
     Leased,
-    LedgerState,
-    OpenTickets,
     Outcome,
     Outcomes,
     OutcomesSeen,
     Restored,
     Resumed,
     Supply,
-    TicketsHeld,
     WatchSupply,
 )
+from asyncrl.messages.groups import LedgerState
+from asyncrl.messages.learner import Held, Holds
+from asyncrl.messages.rollouter import HeldTicket, OpenTickets, TicketsHeld
 from asyncrl.runtime.actor import ActorContext, Caller, handler
 from asyncrl.runtime.peer import Peer
 

@@ -28,7 +28,7 @@ from asyncrl.dataloader.order import EpochOrder
 from asyncrl.dataloader.prompt_queue import PromptQueue
 from asyncrl.dataloader.tickets import Tickets
 from asyncrl.ledger import Ledger
-from asyncrl.messages import Outcome, Outcomes
+from asyncrl.messages.dataloader import Outcome, Outcomes
 
 LONGEST = 8.0
 """Longest response, in medians: max_tokens of the default configuration over the sim engine's median."""

@@ -14,7 +14,8 @@ from asyncrl.dataloader import actor as actor_module
 from asyncrl.dataloader.actor import ACTOR, Dataloader
 from asyncrl.dataloader.prompt_queue import TOO_LONG
 from asyncrl.errors import ConfigError, DataError, RemoteError
-from asyncrl.messages import Done, Leased, OutcomesSeen, Rejected, ReturnTickets
+from asyncrl.messages import Done
+from asyncrl.messages.dataloader import Leased, OutcomesSeen, Rejected, ReturnTickets
 
 
 def test_leases_carry_all_that_a_rollouter_needs(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.config import DataConfig
+from asyncrl.config.training import DataConfig
 from asyncrl.dataloader.prompts import PromptSet
 from asyncrl.dataloader.rows import RawRow, collect
 from asyncrl.errors import DataError

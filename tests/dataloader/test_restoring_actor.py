@@ -23,7 +23,9 @@ from serving_dataloader import (
 )
 
 from asyncrl.errors import RemoteError
-from asyncrl.messages import Done, EvalRound, HeldTicket, Leased, Outcome, Outcomes, ReturnTickets
+from asyncrl.messages import Done
+from asyncrl.messages.dataloader import EvalRound, Leased, Outcome, Outcomes, ReturnTickets
+from asyncrl.messages.rollouter import HeldTicket
 
 IN_ORDER: dict[str, Any] = {"data": {"shuffle": False}}
 EVAL: dict[str, Any] = {"held": {"data": {"source": "synthetic", "size": 2}, "every_versions": 2}}

@@ -12,7 +12,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from asyncrl.config import DataConfig
+from asyncrl.config.training import DataConfig
 from asyncrl.dataloader.rows import Dataset, unpack
 from asyncrl.dataloader.sources import load_dataset
 from asyncrl.errors import DataError

@@ -6,7 +6,8 @@ from test_tickets import A, B, Book, uids
 
 from asyncrl.dataloader.evals import EvalSet
 from asyncrl.dataloader.holders import Grant
-from asyncrl.messages import HeldTicket, Rejected, TicketsHeld
+from asyncrl.messages.dataloader import Rejected
+from asyncrl.messages.rollouter import HeldTicket, TicketsHeld
 
 
 def suspicious(book: Book, *indices: int, deaths: int = 2) -> Book:

@@ -15,7 +15,8 @@ from asyncrl.dataloader.prompt_queue import TOO_LONG, PromptQueue
 from asyncrl.dataloader.tickets import Tickets
 from asyncrl.errors import ProtocolError
 from asyncrl.ledger import Ledger
-from asyncrl.messages import HeldTicket, Outcome, Outcomes, Rejected, TicketsHeld
+from asyncrl.messages.dataloader import Outcome, Outcomes, Rejected
+from asyncrl.messages.rollouter import HeldTicket, TicketsHeld
 
 A, B = "rollouter/0", "rollouter/1"
 

@@ -22,7 +22,7 @@ from asyncrl.dataloader.prompt_queue import PromptQueue, TrainingPrompt
 from asyncrl.dataloader.suspects import ALONE_FROM
 from asyncrl.dataloader.tickets import Tickets
 from asyncrl.ledger import Ledger
-from asyncrl.messages import Outcome, Outcomes
+from asyncrl.messages.dataloader import Outcome, Outcomes
 
 SIGNAL = ("trained", "trained", "trained", "filtered", "quarantined")
 

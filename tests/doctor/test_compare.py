@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config import validate_config
+from asyncrl.config.load import validate_config
 from asyncrl.doctor.compare import (
     Offset,
     Way,

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from asyncrl.config import config_to_json, validate_config
+from asyncrl.config.load import config_to_json, validate_config
 from asyncrl.doctor import leftovers
 from asyncrl.doctor.leftovers import (
     Process,

@@ -6,7 +6,8 @@ import time
 import pytest
 from doctor.model_files import write_model, write_weights
 
-from asyncrl.config import ModelConfig, RewardConfig, validate_config
+from asyncrl.config.load import validate_config
+from asyncrl.config.training import ModelConfig, RewardConfig
 from asyncrl.doctor.inputs import check_data, check_reward
 from asyncrl.doctor.model import check_model, digest, measure
 from asyncrl.doctor.needs import DiskNeed, ModelSize

@@ -4,7 +4,7 @@ import resource
 
 import pytest
 
-from asyncrl.config import validate_config
+from asyncrl.config.load import validate_config
 from asyncrl.doctor.machine import (
     descriptor_limit,
     find_cards,

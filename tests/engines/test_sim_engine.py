@@ -17,9 +17,12 @@ from hypothesis import strategies as st
 from published_weights import stage
 from tiny_models import Publisher
 
-from asyncrl.config import Config, SimEngineConfig, validate_config
+from asyncrl.config import Config
+from asyncrl.config.load import validate_config
+from asyncrl.config.rollout import SimEngineConfig
 from asyncrl.errors import BroadcastFailed, EngineDied, WeightsCorrupt
-from asyncrl.messages import BucketLayout, Collective, CollectiveGroup, Manifest, VersionSpan
+from asyncrl.messages.groups import VersionSpan
+from asyncrl.messages.weights import BucketLayout, Collective, CollectiveGroup, Manifest
 from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.engines.base import Delta, Engine, GenerationRequest
 from asyncrl.rollouter.engines.sim_model import Batch, content, response_length

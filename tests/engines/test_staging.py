@@ -18,7 +18,7 @@ from published_weights import stage
 from tiny_models import Publisher
 
 from asyncrl.errors import WeightsCorrupt
-from asyncrl.messages import Bucket, Manifest, TensorSpec
+from asyncrl.messages.weights import Bucket, Manifest, TensorSpec
 from asyncrl.weights.segments import ITEM_BYTES, size_of
 from asyncrl.weights.staging import check_complete, layout_of
 

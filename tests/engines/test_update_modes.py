@@ -21,7 +21,7 @@ from test_messages import make_group
 from test_vllm_engine import TOLERANCE, VllmEngine, config_for
 from tiny_models import Publisher, logprobs_of, make_model, save_model
 
-from asyncrl.messages import Ticket
+from asyncrl.messages.groups import Ticket
 from asyncrl.monitor.states import StateLedger
 from asyncrl.rollouter.account import SampleAccount
 from asyncrl.rollouter.engine_host import EngineHost

@@ -14,9 +14,11 @@ import torch
 from published_weights import stage
 from tiny_models import EOS, Publisher, logprobs_of, make_model, parameters_of, save_model
 
-from asyncrl.config import Config, validate_config
+from asyncrl.config import Config
+from asyncrl.config.load import validate_config
 from asyncrl.errors import BroadcastFailed, WeightsCorrupt
-from asyncrl.messages import Bucket, BucketLayout, Collective, CollectiveGroup, Manifest, VersionSpan
+from asyncrl.messages.groups import VersionSpan
+from asyncrl.messages.weights import Bucket, BucketLayout, Collective, CollectiveGroup, Manifest
 from asyncrl.rollouter.engines.base import GenerationRequest
 from asyncrl.rollouter.engines.vllm.engine import VllmEngine
 from asyncrl.weights.broadcast import Broadcast

@@ -17,7 +17,8 @@ import pytest
 from published_weights import stage
 from tiny_models import Publisher, logprobs_of, make_model, save_model
 
-from asyncrl.config import Config, validate_config
+from asyncrl.config import Config
+from asyncrl.config.load import validate_config
 from asyncrl.errors import ConfigError, EngineDied
 from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.engines.base import GenerationRequest

@@ -19,7 +19,7 @@ import torch
 from tiny_models import Publisher
 
 from asyncrl.errors import BroadcastFailed
-from asyncrl.messages import Bucket, BucketLayout, Collective, CollectiveGroup, Manifest
+from asyncrl.messages.weights import Bucket, BucketLayout, Collective, CollectiveGroup, Manifest
 from asyncrl.weights.broadcast import Broadcast
 from asyncrl.weights.collective import nccl as learner_side
 from asyncrl.weights.collective.links import Link

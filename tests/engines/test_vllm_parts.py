@@ -18,7 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
-from asyncrl.config import Config, validate_config
+from asyncrl.config import Config
+from asyncrl.config.load import validate_config
 from asyncrl.errors import ConfigError, EngineDied
 from asyncrl.rollouter.engines.vllm import checkpoint, options
 from asyncrl.rollouter.engines.vllm.processes import Processes

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import xxhash
 
-from asyncrl.messages import Bucket, Manifest, TensorSpec
+from asyncrl.messages.weights import Bucket, Manifest, TensorSpec
 
 VOCAB = 96
 EOS = 95

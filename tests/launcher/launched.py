@@ -128,7 +128,7 @@ def command_line(pid: int) -> str:
 
 
 def main() -> int:
-    from asyncrl.config import validate_config
+    from asyncrl.config.load import validate_config
     from asyncrl.launcher.local import run_local
     from asyncrl.launcher.placement import Host, place
     from asyncrl.launcher.resume import find_resumption

@@ -25,7 +25,8 @@ from typing import Any
 
 from asyncrl.cli.actor import LEFT_TO_OTHERS
 from asyncrl.errors import DataError
-from asyncrl.messages import CheckpointWritten, MetricsLine, RunFinished
+from asyncrl.messages.actors import CheckpointWritten, RunFinished
+from asyncrl.messages.monitor import MetricsLine
 from asyncrl.runtime.actor import CONTROLLER, Actor
 
 DAEMON = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(600)\n"

@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from asyncrl.config import validate_config
+from asyncrl.config.load import validate_config
 from asyncrl.errors import ActorFailed
 from asyncrl.launcher.agent import FAREWELL_S, Agent
 from asyncrl.launcher.folders import PART
 from asyncrl.launcher.spec import ARRIVED, AgentSpec
-from asyncrl.messages import RunState
+from asyncrl.messages.actors import RunState
 
 CONFIG = validate_config({"data": {"source": "synthetic"}, "rollout": {"engine": "sim"}, "learner": {"backend": "sim"}})
 

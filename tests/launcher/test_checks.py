@@ -3,7 +3,7 @@
 import socket
 import sys
 
-from asyncrl.config import validate_config
+from asyncrl.config.load import validate_config
 from asyncrl.launcher.checks import SINK_PACKAGES, check_sinks, find_problems, installed_sinks
 
 

@@ -7,7 +7,7 @@ import stat
 
 import pytest
 
-from asyncrl.config import config_from_json, validate_config
+from asyncrl.config.load import config_from_json, validate_config
 from asyncrl.launcher.folders import create_run_folder, private_folder, remove_abandoned
 
 

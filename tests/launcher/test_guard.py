@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from launched import config_tree, end_marked, marked, wait_until
 
-from asyncrl.config import validate_config
+from asyncrl.config.load import validate_config
 from asyncrl.launcher.folders import create_run_folder, private_folder
 from asyncrl.launcher.local import GUARD_ARGV
 from asyncrl.launcher.processes import children_of

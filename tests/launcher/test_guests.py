@@ -14,7 +14,7 @@ from asyncrl.launcher.guests import Guests
 from asyncrl.launcher.member import Member
 from asyncrl.launcher.progress import Progress
 from asyncrl.launcher.spec import KILL, STOP
-from asyncrl.messages import Members
+from asyncrl.messages.hosts import Members
 
 SOON_S = 0.05
 RUN = SimpleNamespace(

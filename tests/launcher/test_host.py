@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config import SupervisionConfig
+from asyncrl.config.operation import SupervisionConfig
 from asyncrl.launcher.host import (
     NEVER_RAN_GRACE_S,
     VERDICT_S,
@@ -17,7 +17,7 @@ from asyncrl.launcher.host import (
     ReportStart,
     Spawn,
 )
-from asyncrl.messages import Condemned, RunState
+from asyncrl.messages.actors import Condemned, RunState
 from asyncrl.runtime.registry import FIRST_WORD_S
 
 NAMES = ("controller/0", "dataloader/0", "learner/0", "rollouter/0", "rollouter/1")

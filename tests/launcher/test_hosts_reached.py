@@ -11,7 +11,7 @@ from importlib.metadata import version
 import msgspec
 import pytest
 
-from asyncrl.config import validate_config
+from asyncrl.config.load import validate_config
 from asyncrl.errors import HostFailed, UsageError
 from asyncrl.launcher.addresses import by_interface, by_route, interfaces, is_this_host, route_to
 from asyncrl.launcher.hostspec import EndOrder, Facts, HostSpec, RouteQuery, Routes

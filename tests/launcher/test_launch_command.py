@@ -8,7 +8,8 @@ import pytest
 from test_resume import write_checkpoint
 
 from asyncrl.cli import launch
-from asyncrl.config import known_keys, load_config
+from asyncrl.config.keys import known_keys
+from asyncrl.config.load import load_config
 from asyncrl.launcher.folders import create_run_folder
 
 SIM = """

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.config import validate_config
+from asyncrl.config.load import validate_config
 from asyncrl.errors import ConfigError
 from asyncrl.launcher.placement import Host, describe, place
 

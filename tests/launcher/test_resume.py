@@ -7,11 +7,11 @@ import pytest
 from asyncrl.checkpoint.contents import write_contents
 from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
 from asyncrl.checkpoint.state import CheckpointState, Geometry
-from asyncrl.config import config_from_json, validate_config
+from asyncrl.config.load import config_from_json, validate_config
 from asyncrl.errors import CheckpointError, RunChanged, UsageError
 from asyncrl.launcher.folders import create_run_folder, private_folder
 from asyncrl.launcher.resume import find_resumption
-from asyncrl.messages import LedgerState
+from asyncrl.messages.groups import LedgerState
 
 
 def config(tmp_path, **sections):

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cli.launch import main
-from asyncrl.config import Config, load_config
+from asyncrl.config import Config
+from asyncrl.config.load import load_config
 from asyncrl.errors import HostFailed, UsageError
 from asyncrl.launcher.hostfile import HostLine
 from asyncrl.launcher.slurm import BODY, batch_script, job_hosts, resume_of, start_of

@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.config import Config, LearnerConfig, ModelConfig, RewardConfig, RolloutConfig, WeightsConfig
-from asyncrl.messages import Group, Ticket, Trajectory, VersionSpan
+from asyncrl.config import Config
+from asyncrl.config.rollout import RolloutConfig, WeightsConfig
+from asyncrl.config.training import LearnerConfig, ModelConfig, RewardConfig
+from asyncrl.messages.groups import Group, Ticket, Trajectory, VersionSpan
 
 VOCABULARY = 48
 RANK_WAIT_S = 120.0

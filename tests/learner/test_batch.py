@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from learner_cases import make_config, make_group, make_trajectory, random_groups
 
 from asyncrl.learner.batch import build_step, check_group, has_signal
-from asyncrl.messages import VersionSpan
+from asyncrl.messages.groups import VersionSpan
 
 
 def _two_rows():

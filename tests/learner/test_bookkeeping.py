@@ -10,7 +10,9 @@ from asyncrl.learner.evals import EvalCollector, eval_metrics
 from asyncrl.learner.generation_log import GenerationLog, merge, update_line, update_metrics
 from asyncrl.learner.outcomes import OutcomeQueue
 from asyncrl.ledger import IntervalSet, Ledger
-from asyncrl.messages import Group, Outcome, RolloutStats, UpdateTimes
+from asyncrl.messages.dataloader import Outcome
+from asyncrl.messages.groups import Group
+from asyncrl.messages.learner import RolloutStats, UpdateTimes
 
 
 @given(st.lists(st.integers(0, 60), unique=True))

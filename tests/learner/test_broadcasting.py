@@ -14,18 +14,11 @@ from harness import Net, replace
 from inprocess import sim_config
 from publications import BUCKETS, make_publication, open_descriptors
 
-from asyncrl.config import validate_config
+from asyncrl.config.load import validate_config
 from asyncrl.errors import BroadcastFailed
 from asyncrl.learner.broadcasting import Broadcaster, Sending, collective_backend
-from asyncrl.messages import (
-    Announce,
-    Announced,
-    BroadcastEnded,
-    BucketLayout,
-    CollectiveGroup,
-    Done,
-    Probe,
-)
+from asyncrl.messages import Done
+from asyncrl.messages.weights import Announce, Announced, BroadcastEnded, BucketLayout, CollectiveGroup, Probe
 from asyncrl.monitor.logging import get_logger
 from asyncrl.runtime.actor import Caller, handler
 from asyncrl.runtime.parking import ParkingLot

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from asyncrl.checkpoint.durable import write_file
 from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
 from asyncrl.checkpoint.retention import Found, superfluous
-from asyncrl.config import CheckpointConfig, Config
+from asyncrl.config import Config
+from asyncrl.config.operation import CheckpointConfig
 from asyncrl.errors import CheckpointError
 
 FILES = ("state.json", "trainer/contents.json")

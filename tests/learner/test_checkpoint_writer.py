@@ -23,7 +23,7 @@ from asyncrl.errors import CheckpointError
 from asyncrl.learner.backend import create
 from asyncrl.learner.checkpoint.writer import Checkpoints, Written
 from asyncrl.ledger import Ledger
-from asyncrl.messages import Group
+from asyncrl.messages.groups import Group
 from asyncrl.runtime.clock import LoopClock
 
 WAIT_S = 30.0

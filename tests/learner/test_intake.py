@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_messages import make_group
 
-from asyncrl.config import LearnerConfig
+from asyncrl.config.training import LearnerConfig
 from asyncrl.learner.intake import FRACTION_FROM, Intake
-from asyncrl.messages import Group, Outcome
+from asyncrl.messages.dataloader import Outcome
+from asyncrl.messages.groups import Group
 
 LEARNER = LearnerConfig(groups_per_step=2, max_filtered_ratio=2.0, max_quarantined_fraction=0.2)
 

@@ -9,7 +9,7 @@ import torch
 from learner_cases import VOCABULARY, save_small_model
 from torch.nn import functional
 
-from asyncrl.config import LearnerConfig, ModelConfig
+from asyncrl.config.training import LearnerConfig, ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner import check, policy
 from asyncrl.learner.check import Scoring, choose_scoring

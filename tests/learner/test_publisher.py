@@ -11,7 +11,8 @@ from publications import is_open, make_publication, open_descriptors
 
 from asyncrl.errors import ProtocolError, RemoteError
 from asyncrl.learner.publisher import Publisher
-from asyncrl.messages import Done, KeepPublished, Publish, Published
+from asyncrl.messages import Done
+from asyncrl.messages.weights import KeepPublished, Publish, Published
 from asyncrl.monitor.logging import get_logger
 from asyncrl.runtime.actor import Caller, handler
 from asyncrl.runtime.parking import ParkingLot

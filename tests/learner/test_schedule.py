@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.config import LearnerConfig
+from asyncrl.config.training import LearnerConfig
 from asyncrl.learner.schedule import learning_rate
 
 

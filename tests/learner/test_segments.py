@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from learner_cases import make_config
 from segment_reading import read_manifest
 
-from asyncrl.config import SimLearnerConfig
+from asyncrl.config.training import SimLearnerConfig
 from asyncrl.errors import WeightsCorrupt
 from asyncrl.learner.backend import create
 from asyncrl.learner.publication import Publication, fill_buckets
-from asyncrl.messages import Bucket, Manifest
+from asyncrl.messages.weights import Bucket, Manifest
 from asyncrl.weights.segments import ALIGNMENT, SEALS, Segment, layout
 
 

@@ -21,12 +21,12 @@ from publications import make_publication, open_descriptors
 from asyncrl.learner.publication import OnSealed, Publication
 from asyncrl.learner.version_mark import VersionMark
 from asyncrl.learner.versions import Versions
-from asyncrl.messages import (
+from asyncrl.messages import Done
+from asyncrl.messages.weights import (
     Announce,
     Announced,
     BroadcastEnded,
     CollectiveGroup,
-    Done,
     KeepPublished,
     Probe,
     Publish,

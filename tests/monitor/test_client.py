@@ -6,13 +6,15 @@ import time
 from contextlib import asynccontextmanager
 
 import pytest
+from every_message import EVERY_MESSAGE
 
-from asyncrl import messages
-from asyncrl.config import validate_config
+from asyncrl.config.load import validate_config
 from asyncrl.controller.actor import Controller
 from asyncrl.errors import Refused, RemoteError, UsageError
 from asyncrl.launcher.folders import make_run_keyring
-from asyncrl.messages import Message, MetricsLine, Request, StopRun, WatchRun, WatchSnapshot
+from asyncrl.messages import Request
+from asyncrl.messages.actors import StopRun, WatchRun
+from asyncrl.messages.monitor import MetricsLine, WatchSnapshot
 from asyncrl.monitor.client import Away, Viewer, find_target, watch
 from asyncrl.runtime import server
 from asyncrl.runtime.actor import CONTROLLER, ActorContext
@@ -86,8 +88,8 @@ def test_a_viewer_sees_the_run_and_may_do_nothing_else(tmp_path, curve):
 
 
 def test_the_rights_of_viewers_are_those_two():
-    kinds = [kind for kind in vars(messages).values() if isinstance(kind, type) and issubclass(kind, Message)]
-    assert {kind.__name__ for kind in kinds if issubclass(kind, Request) and kind.for_viewers} == {
+    requests = {name: kind for name, kind in EVERY_MESSAGE.items() if issubclass(kind, Request)}
+    assert {name for name, kind in requests.items() if kind.for_viewers} == {
         "WatchSnapshot",
         "RequestTrace",
     }

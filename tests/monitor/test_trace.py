@@ -14,7 +14,7 @@ from trace_files import load
 
 from asyncrl.controller.traces import MOST_SPANS, TraceFile, Traces, remove_unfinished
 from asyncrl.errors import InvalidRequest
-from asyncrl.messages import TracePart, TraceSpan
+from asyncrl.messages.monitor import TracePart, TraceSpan
 from asyncrl.monitor.logging import get_logger
 from asyncrl.monitor.trace import SPANS_IN_PART, Trace, span_events
 

@@ -1,7 +1,7 @@
 """A conductor under one's own clock, and callers that need few words."""
 
-from asyncrl.config import WeightsConfig
-from asyncrl.messages import Announce, BucketLayout
+from asyncrl.config.rollout import WeightsConfig
+from asyncrl.messages.weights import Announce, BucketLayout
 from asyncrl.parameter_server.conductor import Conductor
 
 LEARNER = ("learner/0", 1)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from conductor_play import LEARNER, Play
 
-from asyncrl.messages import Bucket, Delta, Manifest, Probe
+from asyncrl.messages.weights import Bucket, Delta, Manifest, Probe
 from asyncrl.parameter_server.offers import manifest_for, may_broadcast, rolling_transport
 
 PROBE = Probe(tokens=np.zeros((1, 2), np.int32), logprobs=np.zeros((1, 1), np.float32))

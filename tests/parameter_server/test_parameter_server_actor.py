@@ -15,8 +15,9 @@ from inprocess import sim_config
 from segment_reading import read_manifest
 
 from asyncrl.errors import RemoteError
-from asyncrl.messages import (
-    ActorRecord,
+from asyncrl.messages.actors import ActorRecord
+from asyncrl.messages.learner import UpdateTimes
+from asyncrl.messages.weights import (
     BroadcastEnded,
     FetchChunk,
     JoinBroadcast,
@@ -27,7 +28,6 @@ from asyncrl.messages import (
     Publish,
     ReportUpdate,
     RequestPause,
-    UpdateTimes,
 )
 from asyncrl.parameter_server import held as held_module
 from asyncrl.parameter_server.actor import ParameterServer

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from conductor_play import announcement
 
-from asyncrl.config import WeightsConfig
+from asyncrl.config.rollout import WeightsConfig
 from asyncrl.parameter_server.conductor import Conductor
 from asyncrl.parameter_server.replicas import IDLE_PHASES, Phase
 

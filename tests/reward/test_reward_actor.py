@@ -9,9 +9,11 @@ import pytest
 import uvloop
 from harness import RUN_ID, SECRET, Net
 
-from asyncrl.config import Config, validate_config
+from asyncrl.config import Config
+from asyncrl.config.load import validate_config
 from asyncrl.errors import ConfigError, RemoteError, RewardFailed
-from asyncrl.messages import ActorRecord, Completion, Score, Scores
+from asyncrl.messages.actors import ActorRecord
+from asyncrl.messages.reward import Completion, Score, Scores
 from asyncrl.reward import pool as pool_module
 from asyncrl.reward.actor import ACTOR, RewardActor
 from asyncrl.runtime.actor import ActorContext

@@ -16,9 +16,9 @@ import psutil
 import pytest
 import uvloop
 
-from asyncrl.config import RewardConfig
+from asyncrl.config.training import RewardConfig
 from asyncrl.errors import RewardFailed
-from asyncrl.messages import Completion, Score
+from asyncrl.messages.reward import Completion, Score
 from asyncrl.reward import memory
 from asyncrl.reward.output import Output
 from asyncrl.reward.pool import RewardPool

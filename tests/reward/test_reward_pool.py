@@ -14,9 +14,9 @@ import psutil
 import pytest
 import uvloop
 
-from asyncrl.config import RewardConfig
+from asyncrl.config.training import RewardConfig
 from asyncrl.errors import ConfigError, DeadlineExceeded, RewardFailed
-from asyncrl.messages import Completion, Score, Scores
+from asyncrl.messages.reward import Completion, Score, Scores
 from asyncrl.reward import pool as pool_module
 from asyncrl.reward.pool import RewardPool
 

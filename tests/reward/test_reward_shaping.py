@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config import OverlongPenalty
+from asyncrl.config.training import OverlongPenalty
 from asyncrl.reward.shaping import overlong_penalty, shaped
 
 

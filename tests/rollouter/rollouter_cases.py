@@ -9,18 +9,11 @@ from inprocess import CREDENTIALS, sim_config
 from test_messages import make_group
 
 from asyncrl.errors import RestoreNeeded
-from asyncrl.messages import (
-    Deliver,
-    Delivered,
-    Done,
-    Group,
-    Lease,
-    Leased,
-    OpenTickets,
-    ReturnTickets,
-    RolloutStats,
-    TicketsHeld,
-)
+from asyncrl.messages import Done
+from asyncrl.messages.dataloader import Lease, Leased, ReturnTickets
+from asyncrl.messages.groups import Group
+from asyncrl.messages.learner import Deliver, Delivered, RolloutStats
+from asyncrl.messages.rollouter import OpenTickets, TicketsHeld
 from asyncrl.rollouter.actor import Rollouter
 from asyncrl.runtime.actor import ActorContext
 from asyncrl.runtime.server import Caller, handler

@@ -10,7 +10,7 @@ from harness import Net
 from rollouter_cases import Dataloader, Learner, living
 
 from asyncrl.errors import RemoteError
-from asyncrl.messages import HeldTicket, OpenTickets
+from asyncrl.messages.rollouter import HeldTicket, OpenTickets
 from asyncrl.runtime import peer as peer_module
 
 
@@ -159,7 +159,7 @@ def test_the_answer_lists_all_that_is_not_acknowledged_with_its_grant_and_the_de
 
 
 def record_of(life):
-    from asyncrl.messages import ActorRecord
+    from asyncrl.messages.actors import ActorRecord
 
     return ActorRecord(name="rollouter/0", incarnation=life.incarnation, address=life.rollouter.address)
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from asyncrl.messages import Probe
+from asyncrl.messages.weights import Probe
 from asyncrl.rollouter.drift import TOLERANCE, measure_drift
 
 PROBE = Probe(

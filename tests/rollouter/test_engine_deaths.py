@@ -10,7 +10,7 @@ from inprocess import sim_config
 from test_messages import make_group
 
 from asyncrl.errors import EngineDied
-from asyncrl.messages import VersionSpan
+from asyncrl.messages.groups import VersionSpan
 from asyncrl.monitor.states import StateLedger
 from asyncrl.rollouter.account import SampleAccount
 from asyncrl.rollouter.engine_host import EngineHost

@@ -28,7 +28,7 @@ from published_weights import (
 )
 from structlog.testing import capture_logs
 
-from asyncrl.config import WeightsConfig
+from asyncrl.config.rollout import WeightsConfig
 from asyncrl.errors import (
     DeadlineExceeded,
     PeerRestarted,
@@ -37,7 +37,9 @@ from asyncrl.errors import (
     VersionGone,
     WeightsCorrupt,
 )
-from asyncrl.messages import ActorRecord, Chunk, FetchChunk, Offer, Probe, Request
+from asyncrl.messages import Request
+from asyncrl.messages.actors import ActorRecord
+from asyncrl.messages.weights import Chunk, FetchChunk, Offer, Probe
 from asyncrl.parameter_server.chunk_server import ChunkServer
 from asyncrl.parameter_server.deltas import encode_deltas
 from asyncrl.parameter_server.snapshots import Snapshot

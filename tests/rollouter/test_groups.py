@@ -7,7 +7,7 @@ from inprocess import sim_config
 from test_messages import make_group
 
 from asyncrl.errors import DeadlineExceeded, RemoteError
-from asyncrl.messages import Scores
+from asyncrl.messages.reward import Scores
 from asyncrl.rollouter.account import GroupAccount
 from asyncrl.rollouter.episodes import TrajectoryFailed
 from asyncrl.rollouter.groups import GroupRunner

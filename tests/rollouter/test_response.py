@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.messages import VersionSpan
+from asyncrl.messages.groups import VersionSpan
 from asyncrl.rollouter.response import Response
 
 ALPHABET = "abcdefgh"

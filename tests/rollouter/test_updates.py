@@ -8,12 +8,12 @@ import pytest
 from inprocess import sim_config
 
 from asyncrl.errors import ActorFailed, BroadcastFailed, DeadlineExceeded, EngineDied, WeightsCorrupt
-from asyncrl.messages import (
+from asyncrl.messages import Done
+from asyncrl.messages.weights import (
     BroadcastBegins,
     BucketLayout,
     Collective,
     CollectiveGroup,
-    Done,
     JoinBroadcast,
     Manifest,
     NextUpdate,

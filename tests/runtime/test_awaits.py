@@ -6,7 +6,11 @@ import threading
 import pytest
 from harness import Net
 
-from asyncrl.messages import AwaitRecord, Deliver, Heartbeat, KeepPublished, Lease, NextUpdate, Request, WatchSupply
+from asyncrl.messages import Request
+from asyncrl.messages.dataloader import Lease, WatchSupply
+from asyncrl.messages.learner import Deliver
+from asyncrl.messages.monitor import AwaitRecord, Heartbeat
+from asyncrl.messages.weights import KeepPublished, NextUpdate
 from asyncrl.runtime.awaits import MOST_RECORDS, Awaits, most_telling
 from asyncrl.runtime.server import Caller, handler
 from asyncrl.wire.codec import Codec

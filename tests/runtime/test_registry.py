@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import Refused
-from asyncrl.messages import ActorRecord, Condemned, Heartbeat
+from asyncrl.messages.actors import ActorRecord, Condemned
+from asyncrl.messages.monitor import Heartbeat
 from asyncrl.runtime.registry import LONGEST_GAP, Registry
 
 

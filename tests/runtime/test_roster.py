@@ -5,7 +5,8 @@ import asyncio
 from harness import Net
 
 from asyncrl.errors import DeadlineExceeded
-from asyncrl.messages import ActorRecord, Dead, Members, Resolve, Resolved
+from asyncrl.messages.actors import ActorRecord, Dead, Resolve, Resolved
+from asyncrl.messages.hosts import Members
 from asyncrl.runtime.actor import handler
 from asyncrl.runtime.roster import Roster
 from asyncrl.runtime.server import STRANGERS

@@ -4,7 +4,8 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.messages import ActorRecord, Heartbeat, ResourceRecord
+from asyncrl.messages.actors import ActorRecord
+from asyncrl.messages.monitor import Heartbeat, ResourceRecord
 from asyncrl.runtime.registry import Entry
 from asyncrl.runtime.telling import (
     EVENT_TOLD,

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from test_messages import make_group
 
-from asyncrl.config import LearnerConfig
+from asyncrl.config.training import LearnerConfig
 from asyncrl.dataloader.evals import EvalSet
 from asyncrl.dataloader.holders import Ask, Grant
 from asyncrl.dataloader.limit import WorkingLimit
@@ -29,7 +29,9 @@ from asyncrl.dataloader.tickets import Tickets
 from asyncrl.learner.evals import EvalCollector
 from asyncrl.learner.intake import Intake, Snapshot
 from asyncrl.ledger import Ledger, position_of
-from asyncrl.messages import Group, HeldTicket, Outcome, Outcomes, Restored, TicketsHeld
+from asyncrl.messages.dataloader import Outcome, Outcomes, Restored
+from asyncrl.messages.groups import Group
+from asyncrl.messages.rollouter import HeldTicket, TicketsHeld
 
 KINDS = ("trained", "trained", "trained", "filtered", "quarantined")
 ACKNOWLEDGED = ("now", "now", "late", "never")

@@ -11,7 +11,7 @@ from inprocess import System, sim_config
 from trace_files import generation, load, slots
 
 from asyncrl.errors import UsageError
-from asyncrl.messages import RequestTrace, TraceWritten
+from asyncrl.messages.monitor import RequestTrace, TraceWritten
 from asyncrl.monitor import logging
 from asyncrl.monitor.story import explain, read_story
 from asyncrl.runtime.actor import CONTROLLER

@@ -18,7 +18,7 @@ import torch
 import xxhash
 
 from asyncrl.errors import BroadcastFailed
-from asyncrl.messages import Bucket, BucketLayout, Collective, CollectiveGroup
+from asyncrl.messages.weights import Bucket, BucketLayout, Collective, CollectiveGroup
 from asyncrl.weights.broadcast import Broadcast
 from asyncrl.weights.collective.receiver import Receiver
 from asyncrl.weights.collective.sender import Sender

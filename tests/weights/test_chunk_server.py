@@ -21,7 +21,7 @@ from published_weights import (
 )
 
 from asyncrl.errors import InvalidRequest, RemoteError, VersionGone, WeightsCorrupt
-from asyncrl.messages import Chunk, FetchChunk, Manifest, Probe, TensorSpec
+from asyncrl.messages.weights import Chunk, FetchChunk, Manifest, Probe, TensorSpec
 from asyncrl.parameter_server import chunk_server, deltas
 from asyncrl.parameter_server.chunk_server import ChunkServer
 from asyncrl.parameter_server.deltas import encode_deltas, item_bytes

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.messages import Bucket, BucketLayout, TensorSpec
+from asyncrl.messages.weights import Bucket, BucketLayout, TensorSpec
 from asyncrl.weights.collective.framing import (
     HEADER,
     MAX_TEXT,

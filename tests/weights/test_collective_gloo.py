@@ -23,7 +23,7 @@ from collective_peers import (
 )
 
 from asyncrl.errors import BroadcastFailed
-from asyncrl.messages import Bucket, CollectiveGroup
+from asyncrl.messages.weights import Bucket, CollectiveGroup
 from asyncrl.weights.collective import framing, gloo
 from asyncrl.weights.collective.links import listen
 from asyncrl.weights.collective.sender import Sender

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError
-from asyncrl.messages import BucketLayout
+from asyncrl.messages.weights import BucketLayout
 from asyncrl.weights.collective import nccl
 from asyncrl.weights.collective.packing import Run, packed_bytes, runs
 from asyncrl.weights.collective.sender import Sender

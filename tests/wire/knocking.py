@@ -16,22 +16,17 @@ import msgpack
 import msgspec
 import numpy as np
 import zmq
+from every_message import EVERY_MESSAGE
 
-from asyncrl import messages
 from asyncrl.errors import ProtocolError
-from asyncrl.messages import Message, Request
+from asyncrl.messages import Request
 from asyncrl.wire.codec import Codec
 from asyncrl.wire.envelope import Header, Hello, Kind, decode_header, encode_header
 from asyncrl.wire.keys import load_credentials
 from tools.live_run import LiveRun, title
 
-MESSAGES: dict[str, type[Message]] = {
-    kind.__name__: kind
-    for kind in vars(messages).values()
-    if isinstance(kind, type) and issubclass(kind, Message) and kind not in (Message, Request)
-}
-REPLIES = {kind.reply.__name__ for kind in MESSAGES.values() if issubclass(kind, Request)}
-SENT = {name: kind for name, kind in MESSAGES.items() if issubclass(kind, Request) or name not in REPLIES}
+REPLIES = {kind.reply.__name__ for kind in EVERY_MESSAGE.values() if issubclass(kind, Request)}
+SENT = {name: kind for name, kind in EVERY_MESSAGE.items() if issubclass(kind, Request) or name not in REPLIES}
 """What clients send: requests and casts."""
 
 

@@ -11,26 +11,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from asyncrl.messages import (
-    Deliver,
-    Delivered,
-    Done,
-    Group,
-    Lease,
-    Leased,
-    Manifest,
-    NextUpdate,
-    Offer,
-    PauseGranted,
-    ReportUpdate,
-    RequestPause,
-    ReturnTickets,
-    RolloutStats,
-    Score,
-    Scores,
-    Ticket,
-    Update,
-)
+from asyncrl.messages import Done
+from asyncrl.messages.dataloader import Lease, Leased, ReturnTickets
+from asyncrl.messages.groups import Group, Ticket
+from asyncrl.messages.learner import Deliver, Delivered, RolloutStats
+from asyncrl.messages.reward import Score, Scores
+from asyncrl.messages.weights import Manifest, NextUpdate, Offer, PauseGranted, ReportUpdate, RequestPause, Update
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.runtime.parking import ParkingLot
 

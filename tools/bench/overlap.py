@@ -20,7 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import Config, config_to_json, validate_config
+from asyncrl.config import Config
+from asyncrl.config.load import config_to_json, validate_config
 from asyncrl.errors import ActorFailed
 from tools.bench.report import Report, Target
 

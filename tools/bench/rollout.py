@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.config import Config, validate_config
+from asyncrl.config import Config
+from asyncrl.config.load import validate_config
 from asyncrl.controller.actor import Controller
-from asyncrl.messages import Group, Ticket
+from asyncrl.messages.groups import Group, Ticket
 from asyncrl.monitor.logging import configure_logging
 from asyncrl.rollouter.actor import Rollouter
 from asyncrl.rollouter.engines.base import GenerationRequest

@@ -31,7 +31,8 @@ from pathlib import Path
 
 import psutil
 
-from asyncrl.config import Config, validate_config
+from asyncrl.config import Config
+from asyncrl.config.load import validate_config
 from asyncrl.errors import ActorFailed
 from asyncrl.launcher.folders import RunFolder, create_run_folder, private_folder
 from asyncrl.monitor.catalogue import EDGES, quantile

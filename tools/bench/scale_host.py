@@ -15,7 +15,7 @@ from pathlib import Path
 
 import uvloop
 
-from asyncrl.config import config_from_json
+from asyncrl.config.load import config_from_json
 from asyncrl.monitor.logging import configure_logging
 from asyncrl.rollouter.actor import Rollouter
 from asyncrl.runtime.actor import ActorContext

@@ -21,7 +21,7 @@ import uvloop
 import zmq
 import zmq.asyncio
 
-from asyncrl.config import config_from_json
+from asyncrl.config.load import config_from_json
 from asyncrl.messages import Done, Message, Request
 from asyncrl.monitor.logging import configure_logging
 from asyncrl.parameter_server.actor import ParameterServer

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from asyncrl.messages import Bucket
+from asyncrl.messages.weights import Bucket
 from asyncrl.weights.segments import Segment, layout, open_segment, verify_segment
 from tools.bench.paired import Side, compare, measure_pairs
 from tools.bench.report import Report, Target

@@ -21,9 +21,11 @@ import numpy as np
 import zmq
 import zmq.asyncio
 
-from asyncrl.config import Config, config_to_json
+from asyncrl.config import Config
+from asyncrl.config.load import config_to_json
 from asyncrl.errors import ActorFailed
-from asyncrl.messages import ActorRecord, Completion, Score
+from asyncrl.messages.actors import ActorRecord
+from asyncrl.messages.reward import Completion, Score
 from asyncrl.runtime.endpoint import Endpoint
 from asyncrl.runtime.peer import Peer
 from asyncrl.wire.keys import Credentials

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from asyncrl.learner.publication import Publication
-from asyncrl.messages import Manifest
+from asyncrl.messages.weights import Manifest
 from asyncrl.weights.segments import Segment, layout
 
 CHARACTERS = "".join(chr(code) for code in range(32, 127))

@@ -20,8 +20,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from asyncrl.config import Config, validate_config
-from asyncrl.messages import BucketLayout, CollectiveGroup, Manifest, Publish
+from asyncrl.config import Config
+from asyncrl.config.load import validate_config
+from asyncrl.messages.weights import BucketLayout, CollectiveGroup, Manifest, Publish
 from asyncrl.weights.collective.receiver import Receiver
 from tools.bench import weights_receiver as receive
 from tools.bench.delta_ratio import delta_ratio

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from asyncrl.learner.publication import fill_buckets
-from asyncrl.messages import TensorSpec
+from asyncrl.messages.weights import TensorSpec
 from asyncrl.weights.segments import layout
 
 BUCKET_BYTES = 256 << 20

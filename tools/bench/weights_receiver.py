@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.config import WeightsConfig
-from asyncrl.messages import BucketLayout, Collective, CollectiveGroup, Manifest, Offer, Transport
+from asyncrl.config.rollout import WeightsConfig
+from asyncrl.messages.weights import BucketLayout, Collective, CollectiveGroup, Manifest, Offer, Transport
 from asyncrl.rollouter.fetch import fetch
 from asyncrl.weights.broadcast import Broadcast
 

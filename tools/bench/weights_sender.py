@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from asyncrl.messages import Bucket, BucketLayout, CollectiveGroup, Manifest
+from asyncrl.messages.weights import Bucket, BucketLayout, CollectiveGroup, Manifest
 from asyncrl.weights.segments import Segment
 from tools.bench.weights_layouts import LAYOUTS, buckets_of
 

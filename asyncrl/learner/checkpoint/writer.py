@@ -30,7 +30,7 @@ from asyncrl.checkpoint.state import CheckpointState
 from asyncrl.errors import CheckpointError
 from asyncrl.learner.backend import Backend
 from asyncrl.learner.checkpoint.trainer_contents import CONTENTS
-from asyncrl.messages import Group
+from asyncrl.messages.groups import Group
 from asyncrl.runtime.clock import Clock
 
 _FILES = (STATE, GROUPS, f"{TRAINER}/{CONTENTS}")

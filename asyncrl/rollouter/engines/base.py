@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from asyncrl.messages import VersionSpan
+from asyncrl.messages.groups import VersionSpan
 from asyncrl.weights.broadcast import Broadcast
 from asyncrl.weights.staging import Staged
 

@@ -19,8 +19,8 @@ from statistics import NormalDist
 
 import xxhash
 
-from asyncrl.config import SimEngineConfig
-from asyncrl.messages import VersionSpan
+from asyncrl.config.rollout import SimEngineConfig
+from asyncrl.messages.groups import VersionSpan
 from asyncrl.rollouter.engines.base import Delta, GenerationRequest
 
 _TABLE = 8192

@@ -29,7 +29,7 @@ from enum import IntEnum
 import msgspec
 import xxhash
 
-from asyncrl.messages import Bucket, BucketLayout
+from asyncrl.messages.weights import Bucket, BucketLayout
 
 MAX_TEXT = 1024
 HEADER = struct.Struct("<4sBxHIQQQ")

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from asyncrl.messages import BucketLayout
+from asyncrl.messages.weights import BucketLayout
 from asyncrl.weights.collective.framing import pieces
 from asyncrl.weights.collective.links import Link, listen
 from asyncrl.weights.collective.waiting import Waiter

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hmac
 
-from asyncrl.messages import CollectiveGroup
+from asyncrl.messages.weights import CollectiveGroup
 from asyncrl.weights.collective.framing import Frame, Kind
 from asyncrl.weights.collective.links import ANY, Link, Listener, dial, dialled
 from asyncrl.weights.collective.waiting import Waiter

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from asyncrl.errors import ConfigError
-from asyncrl.messages import BucketLayout
+from asyncrl.messages.weights import BucketLayout
 from asyncrl.weights.collective.links import Link
 from asyncrl.weights.collective.packing import packed_bytes, runs
 from asyncrl.weights.collective.waiting import Waiter

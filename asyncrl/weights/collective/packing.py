@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncrl.messages import BucketLayout
+from asyncrl.messages.weights import BucketLayout
 from asyncrl.weights.segments import ITEM_BYTES, size_of
 
 

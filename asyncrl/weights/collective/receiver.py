@@ -19,7 +19,7 @@ import torch
 import xxhash
 
 from asyncrl.errors import BroadcastFailed, WeightsCorrupt
-from asyncrl.messages import BucketLayout, Collective
+from asyncrl.messages.weights import BucketLayout, Collective
 from asyncrl.weights.broadcast import Broadcast
 from asyncrl.weights.collective import gloo
 from asyncrl.weights.collective.framing import Frame, Kind, check_heading, check_opening

@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 
 from asyncrl.errors import BroadcastFailed
-from asyncrl.messages import Bucket, BucketLayout, CollectiveBackend, CollectiveGroup
+from asyncrl.messages.weights import Bucket, BucketLayout, CollectiveBackend, CollectiveGroup
 from asyncrl.weights.collective.framing import Frame, Kind, check_done, heading, opening
 from asyncrl.weights.collective.links import ANY, Link
 from asyncrl.weights.collective.meeting import Meeting, next_frame

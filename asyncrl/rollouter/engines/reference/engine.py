@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, BroadcastFailed, ConfigError, EngineDied
-from asyncrl.messages import VersionSpan
+from asyncrl.messages.groups import VersionSpan
 from asyncrl.rollouter.engines.base import Delta, GenerationRequest, PauseMode
 from asyncrl.rollouter.engines.reference.noise import seed_of
 from asyncrl.rollouter.engines.stream import DeltaStream

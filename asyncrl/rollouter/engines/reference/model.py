@@ -23,9 +23,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from asyncrl.config import ModelConfig
+from asyncrl.config.training import ModelConfig
 from asyncrl.errors import ConfigError, WeightsCorrupt
-from asyncrl.messages import TensorSpec
+from asyncrl.messages.weights import TensorSpec
 from asyncrl.rollouter.engines.reference.noise import uniform
 from asyncrl.weights.segments import map_segment, size_of
 from asyncrl.weights.staging import Staged

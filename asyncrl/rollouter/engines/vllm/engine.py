@@ -25,7 +25,7 @@ import xxhash
 
 from asyncrl.config import Config
 from asyncrl.errors import BroadcastFailed, WeightsCorrupt
-from asyncrl.messages import VersionSpan
+from asyncrl.messages.groups import VersionSpan
 from asyncrl.rollouter.engines.base import Delta, GenerationRequest, PauseMode
 from asyncrl.rollouter.engines.vllm import checkpoint
 from asyncrl.rollouter.engines.vllm.options import environment, make_scratch_folder

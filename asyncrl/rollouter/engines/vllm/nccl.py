@@ -24,7 +24,7 @@ import torch
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
 
-from asyncrl.messages import BucketLayout, Collective
+from asyncrl.messages.weights import BucketLayout, Collective
 from asyncrl.weights.broadcast import Broadcast
 from asyncrl.weights.collective.packing import packed_bytes
 from asyncrl.weights.collective.receiver import Arrival, Member, Place

@@ -32,7 +32,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
-from asyncrl.messages import Bucket, Collective, Manifest, TensorSpec
+from asyncrl.messages.weights import Bucket, Collective, Manifest, TensorSpec
 from asyncrl.rollouter.engines.vllm.nccl import NcclReceiver
 from asyncrl.weights.broadcast import Broadcast
 from asyncrl.weights.collective.receiver import Receiver

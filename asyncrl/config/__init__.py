@@ -1,0 +1,107 @@
+"""The configuration: one typed tree, the same for every process of a run.
+
+Each value is valid by itself; ``checks`` holds them against each other, ``load`` reads files and flags, ``keys``
+describes what may be set.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from asyncrl.config.monitor import LogConfig, MonitorConfig, SinksConfig, TraceConfig
+from asyncrl.config.operation import (
+    CheckpointConfig,
+    NetworkConfig,
+    PreemptConfig,
+    ResumeConfig,
+    SecurityConfig,
+    SupervisionConfig,
+    WatchdogConfig,
+)
+from asyncrl.config.rollout import RolloutConfig, WeightsConfig
+from asyncrl.config.section import Section
+from asyncrl.config.training import (
+    DataConfig,
+    EvalConfig,
+    LearnerConfig,
+    ModelConfig,
+    RewardConfig,
+    RunConfig,
+    StalenessConfig,
+)
+
+
+class Config(Section):
+    """The whole configuration of a run."""
+
+    run: RunConfig = RunConfig()
+    """The run as a whole."""
+    model: ModelConfig = ModelConfig()
+    """The policy."""
+    data: DataConfig = DataConfig()
+    """The training prompts."""
+    rollout: RolloutConfig = RolloutConfig()
+    """Generation."""
+    reward: RewardConfig = RewardConfig()
+    """Scoring."""
+    learner: LearnerConfig = LearnerConfig()
+    """Training."""
+    staleness: StalenessConfig = StalenessConfig()
+    """How old the tokens that are trained may be."""
+    weights: WeightsConfig = WeightsConfig()
+    """Weight updates."""
+    eval: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], EvalConfig] = {}
+    """Named evaluation sets."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """What the run can go on from, and what it leaves behind."""
+    resume: ResumeConfig = ResumeConfig()
+    """Going on with a run."""
+    preempt: PreemptConfig = PreemptConfig()
+    """Making way for somebody else."""
+    watchdog: WatchdogConfig = WatchdogConfig()
+    """Noticing that nothing moves."""
+    network: NetworkConfig = NetworkConfig()
+    """Sockets."""
+    security: SecurityConfig = SecurityConfig()
+    """Who may talk to the actors."""
+    supervision: SupervisionConfig = SupervisionConfig()
+    """Starting, watching and restarting actors."""
+    monitor: MonitorConfig = MonitorConfig()
+    """Recording the run."""
+    log: LogConfig = LogConfig()
+    """Logging."""
+    sinks: SinksConfig = SinksConfig()
+    """Where metrics go besides metrics.jsonl."""
+    trace: TraceConfig = TraceConfig()
+    """What was done when."""
+
+    @property
+    def groups_per_version(self) -> int:
+        """G, the prompt groups trained for each published version."""
+        return self.learner.groups_per_step * self.learner.steps_per_version
+
+    @property
+    def gate_capacity(self) -> int:
+        """The most groups that may be granted and not yet trained: (eta + 1) * G."""
+        return (self.staleness.max + 1) * self.groups_per_version
+
+    @property
+    def actors(self) -> tuple[str, ...]:
+        """Every actor of the run as ROLE/INDEX, the controller first."""
+        return (
+            "controller/0",
+            "dataloader/0",
+            "reward/0",
+            "parameter_server/0",
+            *(f"learner/{rank}" for rank in range(self.learner.ranks)),
+            *(f"rollouter/{replica}" for replica in range(self.rollout.replicas)),
+        )
+
+    @property
+    def curve(self) -> bool:
+        """Whether CURVE is on."""
+        if self.security.curve == "auto":
+            return self.network.host not in ("127.0.0.1", "::1", "localhost")
+        return self.security.curve == "required"

@@ -1,0 +1,115 @@
+"""What is wrong between values that are right by themselves."""
+
+from __future__ import annotations
+
+from asyncrl.config import Config
+from asyncrl.config.training import DataConfig
+
+FORBIDDEN_VLLM_KEYS = (
+    *("temperature", "top_p", "top_k", "min_p", "logprobs_mode", "weight_transfer_config"),
+    *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
+)
+
+
+def _weight_problems(config: Config) -> list[tuple[str, str]]:
+    weights, rollout = config.weights, config.rollout
+    found = []
+    if weights.chunk_bytes > config.network.max_message_bytes // 2:
+        found.append(("weights.chunk_bytes", "must be at most half of network.max_message_bytes"))
+    if weights.delta and weights.transport in ("gloo", "nccl"):
+        found.append(("weights.delta", f"has no use under {weights.transport}; take shm, stream or auto"))
+    if rollout.keep_kv == "stale" and rollout.on_update != "keep":
+        found.append(("rollout.keep_kv", 'stale is for rollout.on_update = "keep" alone'))
+    if weights.broadcast_timeout_s > weights.deadline_s:
+        found.append(("weights.broadcast_timeout_s", "must be at most weights.deadline_s"))
+    if rollout.engine == "sim" and rollout.sim.load_s >= weights.deadline_s:
+        found.append(("rollout.sim.load_s", "must be below weights.deadline_s"))
+    return found
+
+
+def cross_check(config: Config) -> list[tuple[str, str]]:
+    """Problems between sections, as (dotted key, what is wrong and what to do)."""
+    found: list[tuple[str, str]] = []
+    rollout, learner, reward = config.rollout, config.learner, config.reward
+    simulated = rollout.engine == "sim" and learner.backend == "sim"
+    if config.model.path is None and not simulated:
+        found.append(("model.path", 'is required unless rollout.engine and learner.backend are both "sim"'))
+    if rollout.engine == "sim" and learner.backend != "sim":
+        found.append(("learner.backend", 'what the sim engine makes up must not train a model; set it to "sim"'))
+    if rollout.samples_per_prompt > rollout.concurrency:
+        found.append(
+            (
+                "rollout.concurrency",
+                f"is {rollout.concurrency}, less than one prompt group needs (samples_per_prompt = "
+                f"{rollout.samples_per_prompt})",
+            )
+        )
+    if rollout.engine == "reference" and rollout.gpus_per_replica:
+        found.append(("rollout.gpus_per_replica", "the reference engine computes on the CPU; set it to 0"))
+    length = rollout.vllm.max_model_len
+    if rollout.engine == "vllm" and length is not None and length < config.data.max_prompt_tokens + rollout.max_tokens:
+        found.append(
+            (
+                "rollout.vllm.max_model_len",
+                f"is {length}, less than data.max_prompt_tokens + rollout.max_tokens = "
+                f"{config.data.max_prompt_tokens + rollout.max_tokens}",
+            )
+        )
+    found += [
+        (f"rollout.vllm.extra.{key}", "is set by asyncrl and may not be overridden")
+        for key in FORBIDDEN_VLLM_KEYS
+        if key in rollout.vllm.extra
+    ]
+    found += _weight_problems(config)
+    if config.weights.transport == "nccl" and (rollout.engine != "vllm" or not rollout.gpus_per_replica):
+        found.append(("weights.transport", "nccl reaches engines on GPUs only; take auto, shm, stream or gloo"))
+    if reward.truncated == "penalty" and reward.overlong.margin_tokens >= rollout.max_tokens:
+        found.append(("reward.overlong.margin_tokens", f"must be below rollout.max_tokens = {rollout.max_tokens}"))
+    if reward.function == "reasoning_gym" and config.data.source != "reasoning_gym":
+        found.append(("reward.function", 'reasoning_gym scores only prompts of data.source = "reasoning_gym"'))
+    if learner.warmup_steps > learner.steps:
+        found.append(("learner.warmup_steps", f"is more than learner.steps = {learner.steps}"))
+    if learner.steps % learner.steps_per_version:
+        found.append(
+            (
+                "learner.steps",
+                f"must be a multiple of learner.steps_per_version = {learner.steps_per_version}",
+            )
+        )
+    found += _check_data("data", config.data)
+    for name, evaluation in config.eval.items():
+        found += _check_data(f"eval.{name}.data", evaluation.data)
+        longest = evaluation.data.max_prompt_tokens + (evaluation.max_tokens or rollout.max_tokens)
+        if rollout.engine == "vllm" and length is not None and length < longest:
+            found.append(("rollout.vllm.max_model_len", f"is {length}, less than eval.{name} needs: {longest}"))
+        if evaluation.n > rollout.concurrency:
+            found.append((f"eval.{name}.n", f"is more than rollout.concurrency = {rollout.concurrency}"))
+    supervision = config.supervision
+    if supervision.silence_s < 3 * supervision.heartbeat_s:
+        found.append(
+            ("supervision.silence_s", f"must be at least 3 * supervision.heartbeat_s = {3 * supervision.heartbeat_s:g}")
+        )
+    if supervision.host_lost_s < 3 * supervision.heartbeat_s:
+        least = f"must be at least 3 * supervision.heartbeat_s = {3 * supervision.heartbeat_s:g}"
+        found.append(("supervision.host_lost_s", least))
+    if config.watchdog.stall_s < 3 * supervision.heartbeat_s:
+        found.append(
+            ("watchdog.stall_s", f"must be at least 3 * supervision.heartbeat_s = {3 * supervision.heartbeat_s:g}")
+        )
+    low, _, high = config.network.ports.partition("-")
+    if high and not 0 < int(low) <= int(high) <= 65535:
+        found.append(("network.ports", f"{config.network.ports!r} is not a range LOW-HIGH within 1-65535"))
+    if config.security.curve == "off" and config.network.host not in ("127.0.0.1", "::1", "localhost"):
+        found.append(("security.curve", f"may be off on loopback only; network.host is {config.network.host}"))
+    return found
+
+
+def _check_data(key: str, data: DataConfig) -> list[tuple[str, str]]:
+    found = []
+    if data.source in ("jsonl", "parquet", "hf") and data.path is None:
+        found.append((f"{key}.path", f'is required by source = "{data.source}"'))
+    if data.source == "reasoning_gym" and data.task is None:
+        found.append((f"{key}.task", 'is required by source = "reasoning_gym"'))
+    if data.system is not None and data.template != "chat":
+        found.append((f"{key}.system", 'needs template = "chat"'))
+    return found

@@ -1,0 +1,76 @@
+"""Which keys there are, and words for what is wrong with one."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from typing import Any, get_args
+
+from asyncrl.config import Config
+from asyncrl.config.section import Section
+
+
+def known_keys() -> list[tuple[str, str, str, str]]:
+    """Each key as (dotted key, type, default, description), tables descended into; NAME stands for a free name."""
+    rows: list[tuple[str, str, str, str]] = []
+
+    def visit(section: type[Section], prefix: str) -> None:
+        for name, field in section.model_fields.items():
+            key = prefix + name
+            kind = field.annotation
+            arguments = get_args(kind)
+            if isinstance(kind, type) and _is_section(kind):
+                visit(kind, key + ".")
+            elif arguments and _is_section(arguments[-1]):
+                visit(arguments[-1], key + ".NAME.")
+            else:
+                default = "required" if field.is_required() else json.dumps(field.default)
+                rows.append((key, _type_name(kind), default, field.description or ""))
+
+    visit(Config, "")
+    return rows
+
+
+def _type_name(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
+
+
+def describe(path: tuple[str, ...], item: Any) -> str:
+    """One line on what pydantic found wrong at ``path``; ``item`` is an entry of ``ValidationError.errors()``."""
+    key = ".".join(path)
+    if item["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(path[-1], _siblings(path), n=1, cutoff=0.5)
+        if not near:
+            everywhere = {known.rsplit(".", 1)[-1]: known for known, *_ in known_keys()}
+            match = difflib.get_close_matches(path[-1], everywhere, n=1, cutoff=0.8)
+            near = [everywhere[match[0]]] if match else []
+        return f"{key}: unknown key" + (f"; did you mean {near[0]}?" if near else "")
+    if item["type"] == "missing":
+        return f"{key}: is required"
+    message = item["msg"][0].lower() + item["msg"][1:]
+    return f"{key}: {message} (got {item['input']!r})"
+
+
+def _siblings(path: tuple[str, ...]) -> list[str]:
+    """The keys known where the last part of ``path`` stands."""
+    section: Any = Config
+    named = False
+    for part in path[:-1]:
+        if named:
+            # A table of named tables: whatever the name, the section is the same.
+            named = False
+            continue
+        field = section.model_fields.get(part)
+        if field is None:
+            return []
+        kind, arguments = field.annotation, get_args(field.annotation)
+        named = bool(arguments) and _is_section(arguments[-1])
+        inner = arguments[-1] if named else kind
+        if not _is_section(inner):
+            return []
+        section = inner
+    return list(section.model_fields)
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Section)

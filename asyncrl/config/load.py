@@ -1,0 +1,114 @@
+"""Reading the configuration from TOML files and flags, and handing it on.
+
+TOML files are merged left to right (tables deeply, everything else replaced), then dotted flags are laid on top;
+the result is validated as a whole and every problem is reported at once. Children of a run read the resolved
+JSON, never the TOML again, so all of them see the same values.
+
+Fails with ConfigError, which holds one line a problem: the path, what is wrong, and for an unknown key the
+nearest known one.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from asyncrl.config import Config
+from asyncrl.config.checks import cross_check
+from asyncrl.config.keys import describe
+from asyncrl.errors import ConfigError
+
+
+def load_config(files: Sequence[str | Path], overrides: Mapping[str, str] | None = None) -> Config:
+    """Read TOML files left to right, lay ``overrides`` (dotted key to text) on top, and validate.
+
+    An override is read as a TOML value, and as plain text where it is none: ``--learner.lr 1e-6``,
+    ``--rollout.stop '["\\n"]'``, ``--run.name trial``. Raises ConfigError.
+    """
+    tree: dict[str, Any] = {}
+    problems: list[str] = []
+    for file in files:
+        try:
+            _merge(tree, tomllib.loads(Path(file).read_text()))
+        except OSError as error:
+            problems.append(f"{file}: cannot be read: {error.strerror or error}")
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            problems.append(f"{file}: not valid TOML: {error}")
+    for key, text in (overrides or {}).items():
+        node = tree
+        *parents, last = key.split(".")
+        for part in parents:
+            child = node.setdefault(part, {})
+            if not isinstance(child, dict):
+                problems.append(f"--{key}: {part} is a value, not a table")
+                break
+            node = child
+        else:
+            node[last] = _flag_value(text)
+    return validate_config(tree, problems)
+
+
+def validate_config(tree: dict[str, Any], problems: Sequence[str] = ()) -> Config:
+    """Validate a plain tree. Raises ConfigError with ``problems`` and every one found here."""
+    found = list(problems)
+    bad: set[tuple[str, ...]] = set()
+    config: Config | None = None
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        for item in error.errors():
+            path = tuple(str(part) for part in item["loc"])
+            bad.add(path)
+            found.append(describe(path, item))
+        try:
+            # What is right is checked against itself all the same, so that one run shows every problem.
+            config = Config.model_validate(_without(tree, bad))
+        except ValidationError:
+            config = None
+    if config is not None:
+        for key, problem in cross_check(config):
+            if not any(".".join(path).startswith(key) or key.startswith(".".join(path)) for path in bad):
+                found.append(f"{key}: {problem}")
+    if found or config is None:
+        raise ConfigError(found)
+    return config
+
+
+def config_to_json(config: Config) -> str:
+    """The resolved configuration, as children and ``config.json`` have it."""
+    return json.dumps(config.model_dump(mode="json"), indent=2) + "\n"
+
+
+def config_from_json(text: str) -> Config:
+    """Read what config_to_json wrote. Raises ConfigError."""
+    return validate_config(json.loads(text))
+
+
+def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
+    for key, value in new.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def _flag_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _without(tree: dict[str, Any], paths: set[tuple[str, ...]]) -> dict[str, Any]:
+    def strip(node: Any, here: tuple[str, ...]) -> Any:
+        if not isinstance(node, dict):
+            return node
+        return {k: strip(v, (*here, k)) for k, v in node.items() if (*here, k) not in paths}
+
+    stripped: dict[str, Any] = strip(tree, ())
+    return stripped

@@ -1,0 +1,65 @@
+"""How a run is watched."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from asyncrl.config.section import NonNegative, Seconds, Section
+
+
+class TraceConfig(Section):
+    """The timeline of the run: what every actor did when, for Perfetto (docs/timeline.md)."""
+
+    window_s: Annotated[float, Field(ge=0)] = 300.0
+    """What is kept of the past, in seconds; 0 keeps nothing, and no trace is written."""
+
+
+class WandbConfig(Section):
+    """Weights & Biases. Its key comes from the environment (WANDB_API_KEY) or the user's netrc, never from here."""
+
+    mode: Literal["off", "offline", "online"] = "off"
+    """online sends as the run goes; offline writes to the run folder, for `wandb sync`."""
+    project: Annotated[str, Field(pattern=r"^[A-Za-z0-9._ -]{1,128}$")] = "asyncrl"
+    """Project that the run belongs to."""
+    entity: str | None = None
+    """User or team; by default the user's own default."""
+
+
+class PrometheusConfig(Section):
+    """An endpoint for Prometheus on the head."""
+
+    enabled: bool = False
+    """Serve /metrics. Whoever reaches the port may read."""
+    host: str | None = None
+    """Address that it binds; by default that of the head's actors."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Its port; 0 takes any free one, which is in the log and in monitor/prometheus.json of the run folder."""
+
+
+class SinksConfig(Section):
+    """Where metrics go besides metrics.jsonl (docs/sinks.md). No sink stops or slows a run."""
+
+    tensorboard: bool = False
+    """Write event files to tensorboard/ in the run folder."""
+    wandb: WandbConfig = WandbConfig()
+    """Weights & Biases."""
+    prometheus: PrometheusConfig = PrometheusConfig()
+    """An endpoint for Prometheus."""
+
+
+class MonitorConfig(Section):
+    """What is kept of the run for those who look at it later."""
+
+    record_s: Seconds = 2.0
+    """How often a snapshot of the run is recorded in monitor/, for a replay."""
+    record_bytes: NonNegative = 256 << 20
+    """Largest size of the recording; past it the past is kept more coarsely. 0 records nothing."""
+
+
+class LogConfig(Section):
+    """Logging."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe level written."""

@@ -1,0 +1,100 @@
+"""How a run lives: checkpoints, preemption, sockets, keys, supervision."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from asyncrl.config.section import NonNegative, Positive, Seconds, Section
+
+
+class CheckpointConfig(Section):
+    """What the run can go on from, and what it leaves behind."""
+
+    every_versions: NonNegative = 20
+    """Write a checkpoint at each multiple of this many versions, and at the end; 0 writes none but when preempted."""
+    dir: str | None = None
+    """Folder of the checkpoints, seen by all ranks of the learner; by default checkpoints/ in the run folder."""
+    keep: Positive = 2
+    """Newest checkpoints that are kept."""
+    keep_every_steps: NonNegative = 0
+    """Checkpoints of steps that are multiples of this are kept for good; 0 keeps none."""
+    export_at_end: bool = True
+    """Write the final weights in Hugging Face layout to export/ in the run folder."""
+
+
+class ResumeConfig(Section):
+    """Going on with a run (asyncrl-launch --resume)."""
+
+    allow: list[Literal["data", "seed", "batch"]] = []
+    """What may differ from the run as it was left: the prompts (the new ones begin with another epoch), the seed, the
+    geometry of a batch. Set by --allow-changed-data, --allow-changed-seed, --allow-changed-batch."""
+
+
+class PreemptConfig(Section):
+    """Making way for somebody else: SIGTERM or SIGUSR2 to the launcher."""
+
+    grace_s: Seconds = 60.0
+    """Time until the checkpoint must be complete; past it the last one counts."""
+
+
+class WatchdogConfig(Section):
+    """Noticing that nothing moves though everybody lives."""
+
+    stall_s: Seconds = 300.0
+    """Longest time without a trained group, a version or a token."""
+    policy: Literal["report", "restart", "stop"] = "report"
+    """What follows: a report that names the actor, with its stacks; and the actor's restart, or the end of the run."""
+    budgets_s: dict[str, Seconds] = {"starting": 600.0, "checkpointing": 1800.0, "exporting": 1800.0}
+    """Longer times for single states of an actor, by name of the state."""
+
+
+class NetworkConfig(Section):
+    """Sockets."""
+
+    host: str = "127.0.0.1"
+    """Address that actors bind and register, in a run on one host."""
+    interface: str | None = None
+    """Network interface whose address actors bind and register, in a run on several hosts (--hosts, SLURM). By default
+    each host takes the address by which it reaches the head."""
+    ports: Annotated[str, Field(pattern=r"^\d{1,5}(-\d{1,5})?$")] = "0"
+    """Ports that actors may bind: 0 for any free one, or LOW-HIGH. gloo and NCCL have further ones of their own."""
+    controller_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port of the controller; 0 picks one of network.ports at the start and keeps it for the run."""
+    max_message_bytes: Positive = 1 << 30
+    """Largest message; a larger one is refused by its sender."""
+    call_timeout_s: Seconds = 30.0
+    """Deadline of a call between actors; a parked call is answered before half of it."""
+
+
+class SecurityConfig(Section):
+    """Who may talk to the actors."""
+
+    curve: Literal["auto", "required", "off"] = "auto"
+    """CURVE on every socket; auto requires it unless everything is on loopback. off is for tests and trusted networks:
+    the run's secret, and all that is said, then travels in the clear."""
+
+
+class SupervisionConfig(Section):
+    """Starting, watching and restarting actors."""
+
+    heartbeat_s: Seconds = 1.0
+    """Interval of heartbeats."""
+    silence_s: Seconds = 60.0
+    """Silence of an actor on a living host after which it counts as frozen: it is killed and started again."""
+    host_lost_s: Seconds = 30.0
+    """Silence of a host, its node agent and all its actors, after which it counts as lost and they as dead."""
+    start_timeout_s: Seconds = 300.0
+    """Longest time from an actor's start to its being ready."""
+    max_restarts: NonNegative = 3
+    """Restarts of one actor within restart_window_s before the run fails."""
+    restart_window_s: Seconds = 600.0
+    """Window in which restarts are counted."""
+    backoff_s: Seconds = 0.5
+    """First pause before a restart; doubles with each."""
+    drain_s: Seconds = 10.0
+    """Time that actors get to end by themselves before they are killed."""
+    host_grace_s: Seconds = 60.0
+    """Silence of both launcher and controller after which a node agent ends its host; and how long a run waits for a
+    lost host that it cannot go on without."""

@@ -1,0 +1,125 @@
+"""Generation and the weight updates that reach it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from asyncrl.config.section import Fraction, NonNegative, Positive, Seconds, Section
+
+
+class SimEngineConfig(Section):
+    """Timing model of continuous batching for the sim engine."""
+
+    prefill_tokens_per_s: Annotated[float, Field(gt=0)] = 50_000.0
+    """Prompt tokens processed a second."""
+    decode_step_s: Annotated[float, Field(ge=0)] = 0.02
+    """Time of one decoding step with one running request."""
+    decode_step_per_request_s: Annotated[float, Field(ge=0)] = 0.0002
+    """Time that each further running request adds to a step."""
+    length: Literal["lognormal", "constant"] = "lognormal"
+    """Distribution of response lengths."""
+    length_median: Annotated[float, Field(gt=0)] = 128.0
+    """Median response length in tokens."""
+    length_sigma: Annotated[float, Field(ge=0)] = 1.0
+    """Sigma of the lognormal."""
+    kv_tokens: Positive = 1_000_000
+    """Tokens that fit in the KV cache; requests beyond it queue."""
+    load_s: Annotated[float, Field(ge=0)] = 0.05
+    """Time to load new weights."""
+    crash_probability: Fraction = 0.0
+    """Chance that the engine dies at a decoding step."""
+
+
+class VllmEngineConfig(Section):
+    """Settings of the vLLM engine."""
+
+    max_model_len: Positive | None = None
+    """Longest prompt plus response; by default data.max_prompt_tokens + rollout.max_tokens."""
+    max_num_seqs: Positive = 256
+    """Requests decoded together."""
+    gpu_memory_utilization: Fraction = 0.9
+    """Share of GPU memory that an engine may take."""
+    cpu_kv_cache_bytes: Positive = 256 << 20
+    """Size of the KV cache on CPU."""
+    block_size: Positive = 32
+    """Tokens of a KV block; only full blocks are shared between requests."""
+    enforce_eager: bool = False
+    """No CUDA graphs. CPU engines always run eagerly."""
+    threads: NonNegative = 0
+    """OpenMP threads of a CPU engine; 0 lets vLLM choose."""
+    extra: dict[str, Any] = {}
+    """Further AsyncEngineArgs, passed on as they are."""
+
+
+class RolloutConfig(Section):
+    """Generation."""
+
+    engine: Literal["vllm", "sim", "reference"] = "vllm"
+    """Inference engine: vLLM, a timing model, or transformers one sequence at a time (slow, and the same in every bit
+    each time)."""
+    replicas: Positive = 1
+    """Number of rollouters; each holds one engine."""
+    gpus_per_replica: NonNegative = 1
+    """GPUs of each engine (tensor parallel); 0 runs it on CPU."""
+    samples_per_prompt: Annotated[int, Field(ge=2)] = 8
+    """Trajectories of a prompt group (n)."""
+    max_tokens: Positive = 1024
+    """Longest response in tokens."""
+    temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
+    """Sampling temperature; the learner divides its logits by the same."""
+    stop: list[str] = []
+    """Strings that end a response, beside the model's end-of-sequence token."""
+    concurrency: Positive = 64
+    """Trajectories in flight in each rollouter."""
+    stream_interval: Positive = 16
+    """Tokens that an engine gathers before it hands them over."""
+    on_update: Literal["abort_resume", "keep", "drain"] = "abort_resume"
+    """What running requests do when weights change: resume under the new ones, freeze and go on, or finish first."""
+    keep_kv: Literal["recompute", "stale"] = "recompute"
+    """Under on_update = keep: recompute the KV cache, or go on over the old one (the spans say so)."""
+    max_attempts: Positive = 3
+    """Attempts at a trajectory before it counts as failed."""
+    retry_backoff_s: Seconds = 0.5
+    """First pause between attempts; doubles with each."""
+    on_failed_trajectory: Literal["quarantine_group", "drop"] = "quarantine_group"
+    """A trajectory that failed for good takes its group with it, or is left out (at least 2 must survive)."""
+    spool: bool = False
+    """Keep finished groups that the learner has not acknowledged on local disk, over a restart of their rollouter."""
+    engine_timeout_s: Seconds = 120.0
+    """Longest time without a token from a busy engine, or for a control call, before it counts as hanging."""
+    vllm: VllmEngineConfig = VllmEngineConfig()
+    """Settings of the vllm engine."""
+    sim: SimEngineConfig = SimEngineConfig()
+    """Settings of the sim engine."""
+
+
+class WeightsConfig(Section):
+    """Weight updates."""
+
+    transport: Literal["auto", "nccl", "gloo", "shm", "stream"] = "auto"
+    """How new weights reach the engines: broadcast (nccl on GPU, gloo on CPU), shared memory, or chunks over the wire.
+    auto is nccl where learner and engines are on GPUs, else shm on the learner's host and stream elsewhere. Whoever
+    misses a broadcast, and an engine on another host under shm, is served by stream."""
+    max_paused_fraction: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of the replicas that may pause at once for an update by shm or stream; at least one always may."""
+    bucket_bytes: Positive = 256 << 20
+    """Size of a bucket of parameters."""
+    chunk_bytes: Annotated[int, Field(ge=4096, le=64 << 20)] = 4 << 20
+    """Size of a chunk under stream."""
+    chunks_in_flight: Positive = 8
+    """Chunks that a replica has asked for and not yet received under stream."""
+    delta: bool = False
+    """Under shm and stream send what has changed since the replica's version, compressed, where that is less. Each
+    replica keeps another copy of the weights for it."""
+    verify: Literal["checksum", "full"] = "checksum"
+    """checksum compares every bucket before it is loaded; full also has every replica score the learner's probe after
+    each load, and an engine that disagrees loads again."""
+    deadline_s: Seconds = 120.0
+    """Longest time from a pause to its commit; a replica past it is restarted."""
+    broadcast_timeout_s: Seconds = 30.0
+    """Longest time that the members of a broadcast wait for one another; past it the group is broken up, and its
+    members are served by stream."""
+    max_attempts: Positive = 3
+    """Attempts at an update before the engine is restarted."""

@@ -1,0 +1,193 @@
+"""What is trained, on what, and how it is scored."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from asyncrl.config.section import Fraction, NonNegative, Positive, Seconds, Section
+
+
+class RunConfig(Section):
+    """The run as a whole."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
+    """Name of the run's folder; an existing one is never overwritten: the next free NAME-2 is taken."""
+    dir: str = "runs"
+    """Folder that holds the run folders."""
+    seed: NonNegative = 0
+    """Seed of the data order, of sampling and of the learner."""
+    samples_per_step: NonNegative = 4
+    """Prompt groups whose text is written to samples/ at each step."""
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    path: str | None = None
+    """Folder of a Hugging Face causal LM with its tokenizer. Left out only when everything is simulated."""
+    trust_remote_code: bool = False
+    """Let the model's own Python code run."""
+
+
+class DataConfig(Section):
+    """A set of prompts."""
+
+    source: Literal["jsonl", "parquet", "hf", "reasoning_gym", "synthetic"] = "jsonl"
+    """Kind of source: files, a Hugging Face dataset folder on disk, a reasoning-gym task, or made-up prompts."""
+    path: str | None = None
+    """File, glob or folder, for jsonl, parquet and hf."""
+    split: str = "train"
+    """Split of a hf dataset folder that holds several."""
+    task: str | None = None
+    """Name of the reasoning-gym task."""
+    size: Positive = 1024
+    """Number of prompts made by reasoning_gym and synthetic."""
+    seed: NonNegative = 0
+    """Seed of the prompts made by reasoning_gym."""
+    options: dict[str, Any] = {}
+    """Further options of the reasoning-gym task."""
+    prompt_key: str = "prompt"
+    """Column that holds the prompt: text, or a list of chat messages with role and content."""
+    template: Literal["plain", "chat"] = "plain"
+    """How a prompt becomes tokens: as it stands, or through the tokenizer's chat template."""
+    system: str | None = None
+    """System message put before each prompt; chat template only."""
+    max_prompt_tokens: Positive = 1024
+    """Longer prompts are quarantined before they are ever leased."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """A row that cannot be read ends the start with file and line, or is counted and left out."""
+    shuffle: bool = True
+    """Order of an epoch: shuffled by (fingerprint, seed, epoch), or as it stands."""
+
+
+class OverlongPenalty(Section):
+    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13)."""
+
+    margin_tokens: Positive = 128
+    """Length of the interval before max_tokens in which the penalty falls from 0 to -scale."""
+    scale: Annotated[float, Field(ge=0)] = 1.0
+    """Penalty of a response that reached max_tokens."""
+
+
+class RewardConfig(Section):
+    """Scoring."""
+
+    function: str = "exact"
+    """Built in: exact, regex, math_verify, reasoning_gym, constant; or MODULE:FUNCTION of your own."""
+    per: Literal["trajectory", "group"] = "trajectory"
+    """Whether the function scores one trajectory or a whole group (a relative judge)."""
+    options: dict[str, Any] = {}
+    """Keyword arguments passed to the function with each call."""
+    workers: Positive = 2
+    """Worker processes of the pool."""
+    timeout_s: Seconds = 10.0
+    """Longest run of the function, counted from its start in the worker; the worker is killed then."""
+    max_memory_bytes: Positive = 4 << 30
+    """Memory that a worker may take beyond what it holds when it is ready; past it the function fails."""
+    max_output_bytes: Positive = 1 << 20
+    """Of what a function prints in one call so much reaches the log."""
+    truncated: Literal["score", "mask", "penalty"] = "score"
+    """Responses cut at max_tokens: scored as they are, left out of the loss, or scored with the overlong penalty."""
+    overlong: OverlongPenalty = OverlongPenalty()
+    """The penalty of truncated = penalty."""
+
+
+class SimLearnerConfig(Section):
+    """Timing model of a learner that trains nothing."""
+
+    step_s: Annotated[float, Field(ge=0)] = 0.5
+    """Time of an optimizer step."""
+    publish_bytes: Positive = 1 << 20
+    """Bytes that each publication carries."""
+
+
+class LearnerConfig(Section):
+    """Training."""
+
+    backend: Literal["fsdp2", "sim"] = "fsdp2"
+    """What trains: torch FSDP2, or a timing model."""
+    ranks: Positive = 1
+    """Processes of the learner: one a GPU, or CPU processes with gloo."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """Where it trains; auto takes CUDA where there is one."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Compute type; master weights and reductions are float32. auto is bfloat16 on CUDA and float32 on CPU."""
+    steps: Positive = 100
+    """Optimizer steps of the run."""
+    groups_per_step: Positive = 8
+    """Prompt groups of an optimizer step."""
+    steps_per_version: Positive = 1
+    """Optimizer steps between two publications."""
+    lr: Annotated[float, Field(ge=0)] = 1e-6
+    """Peak learning rate of AdamW."""
+    warmup_steps: NonNegative = 0
+    """Linear warm-up."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """Schedule after the warm-up."""
+    min_lr_ratio: Fraction = 0.0
+    """Learning rate at the end of the decay, as a share of the peak."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """Betas of AdamW."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Weight decay of AdamW."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Clip of the global gradient norm."""
+    tis_cap: Annotated[float, Field(ge=1)] = 2.0
+    """Cap C of the truncated importance weight min(pi_theta / pi_behaviour, C) of the decoupled loss."""
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    """Advantage estimator."""
+    aggregation: Literal["token", "sequence", "constant"] = "token"
+    """Denominator of the loss: loss tokens, sequences (mean over each one's tokens), or sequences times max_tokens."""
+    dynamic_sampling: bool = True
+    """Groups whose rewards are all equal are filtered, counted and replaced."""
+    max_filtered_ratio: Annotated[float, Field(gt=0)] = 20.0
+    """Groups filtered or quarantined between two steps, in steps' worth, past which the run ends with "no signal"."""
+    max_quarantined_fraction: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Share of all prompts with an outcome that may be quarantined, past which the run ends and says why; counted from
+    100 outcomes on."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """A loss or gradient that is not finite ends the run, or quarantines the groups that it came from."""
+    signal_tolerance: Annotated[float, Field(ge=0)] = 1e-6
+    """Rewards of a group that differ by no more than this count as equal."""
+    tokens_per_microbatch: Positive = 8192
+    """Token budget of a packed micro-batch."""
+    packing: Literal["auto", "required", "off"] = "auto"
+    """Several sequences a row: when the start-up check allows it, or refuse to start without, or never."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+    compile: bool = False
+    """torch.compile each layer."""
+    collective_timeout_s: Seconds = 600.0
+    """Longest wait of one rank for the others within a step, a publication or the start, before the run ends."""
+    sim: SimLearnerConfig = SimLearnerConfig()
+    """The timing model of backend = sim."""
+
+
+class StalenessConfig(Section):
+    """How old the tokens that are trained may be."""
+
+    max: NonNegative = 1
+    """The limit eta, in versions. 0 is synchronous, on-policy training."""
+    adapt: bool = True
+    """Let the working limit move below the limit, as low as keeps the learner fed."""
+
+
+class EvalConfig(Section):
+    """A named evaluation set."""
+
+    data: DataConfig
+    """Its prompts; they never train."""
+    every_versions: NonNegative = 0
+    """Evaluate at each multiple of this many versions; 0 never."""
+    at_start: bool = True
+    """Evaluate before the first training prompt is leased."""
+    at_end: bool = True
+    """Evaluate after the last version is served."""
+    n: Positive = 1
+    """Samples of each prompt."""
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    """Sampling temperature; 0 is greedy."""
+    max_tokens: Positive | None = None
+    """Longest response; by default rollout.max_tokens."""

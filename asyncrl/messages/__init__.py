@@ -1,0 +1,39 @@
+"""Every message between actors, and the values they carry.
+
+A message is a frozen msgspec struct. Its class name is the ``type`` in the envelope's header; its body is the
+struct as a MessagePack map, validated against these annotations when decoded. Arrays (numpy) travel as buffers
+beside the body. Fields are only ever added, with a default. None of it is ever part of a cycle, so the garbage
+collector need not follow the thousands of groups that are held (``gc=False``).
+
+A request names its reply (``reply``) and whether it may simply be repeated (``idempotent``): doing it twice then
+has the effect of doing it once. A request without a reply is a cast.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from msgspec import Meta, Struct
+
+Uid = Annotated[str, Meta(min_length=1, max_length=200)]
+Count = Annotated[int, Meta(ge=0)]
+FinishReason = Literal["stop", "length"]
+
+
+class Message(Struct, gc=False, frozen=True, kw_only=True):
+    """Base of everything that may be an envelope's body."""
+
+
+class Request(Message, frozen=True, kw_only=True):
+    """Base of every message that is answered."""
+
+    reply: ClassVar[type[Message]]
+    idempotent: ClassVar[bool] = True
+    idle: ClassVar[bool] = False
+    """Whether to wait for the answer is normal idleness; it is then parked until there is news."""
+    for_viewers: ClassVar[bool] = False
+    """Whether it is served to who only watches the run; every other request of theirs is refused."""
+
+
+class Done(Message, frozen=True):
+    """The reply that says no more than that it was done."""

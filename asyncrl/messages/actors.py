@@ -1,0 +1,206 @@
+"""Between the controller, the node agents and every actor: who lives where, who died, what the run is at."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from msgspec import Struct
+
+from asyncrl.messages import Count, Done, Message, Request
+
+
+class ActorRecord(Struct, gc=False, frozen=True, kw_only=True):
+    """What the registry knows of an actor."""
+
+    name: str
+    """ROLE/INDEX, for example rollouter/3."""
+    incarnation: Count
+    """Spawn time in ns; the larger one is the living one."""
+    address: str
+    """Where its ROUTER is bound; empty until it is ready for calls."""
+    host: str = ""
+    pid: Count = 0
+    facts: dict[str, Any] = {}
+    """Whatever its peers need to know beyond the address. A node agent tells its host's ``actors``."""
+    attempt: Count = 0
+    """How often it has been started again."""
+
+
+class Register(Request, frozen=True, kw_only=True):
+    """Actor to controller: I am here, or my record has changed."""
+
+    reply = Done
+    record: ActorRecord
+
+
+class Resolve(Request, frozen=True, kw_only=True):
+    """Anyone to controller: where is this actor? Parked until it is there with a larger incarnation than ``above``."""
+
+    reply: ClassVar[type[Message]]
+    idle = True
+    name: str
+    above: Count = 0
+    unready: bool = False
+    """Answer as soon as it has registered facts, even if it cannot be called yet."""
+
+
+class Resolved(Message, frozen=True, kw_only=True):
+    """``record`` is None when the wait ran out."""
+
+    record: ActorRecord | None
+
+
+Resolve.reply = Resolved
+RunPhase = Literal["starting", "running", "preempting", "draining", "done", "failed"]
+"""While ``preempting`` nothing new is generated, and the learner writes a checkpoint at its next version boundary."""
+
+
+class WatchRun(Request, frozen=True, kw_only=True):
+    """Anyone to controller, parked until the run's state is newer than ``seen``."""
+
+    reply: ClassVar[type[Message]]
+    idle = True
+    seen: int = -1
+    seen_line: int = -1
+    """With 0 or more, also answered when there are metrics lines past this number."""
+    members: int = -1
+    """Number of the Members that the caller has taken in; -1 where it takes in none."""
+
+
+class Condemned(Struct, gc=False, frozen=True, array_like=True):
+    """An actor whose process is to be killed: exactly this incarnation, for this reason."""
+
+    name: str
+    incarnation: int
+    reason: str
+
+
+class Dead(Struct, gc=False, frozen=True, array_like=True):
+    """An actor that is dead up to this incarnation, and has no successor so far."""
+
+    name: str
+    incarnation: int
+
+
+class Stuck(Struct, gc=False, frozen=True, array_like=True):
+    """An actor whose stacks are to be taken, and the watchdog's report on it."""
+
+    name: str
+    incarnation: int
+    report: str
+    number: int = 0
+    """Of the report. Each is followed by the stacks once."""
+
+
+class Leaving(Struct, gc=False, frozen=True, array_like=True):
+    """A node agent or an actor that is to leave the run while that goes on."""
+
+    name: str
+    within_s: float
+    """Time to finish what is begun, from when this is heard of."""
+
+
+class RunState(Message, frozen=True, kw_only=True):
+    """The state of the run."""
+
+    number: int
+    phase: RunPhase
+    draining: list[str] = []
+    """Roles that are to end now; what they deliver to, drains later (order: controller/run_state.py)."""
+    reason: str = ""
+    failed_actor: str = ""
+    log: str = ""
+    """Path of the failed actor's log, where known."""
+    exit_code: int = 0
+    last_line: int = 0
+    lines: list[dict[str, Any]] = []
+    waiting_for: list[str] = []
+    """While starting: the actors that are not ready yet."""
+    condemned: list[Condemned] = []
+    """The actors that are to be killed so that they are started again."""
+    stuck: list[Stuck] = []
+    """Newest report of the watchdog, while it holds."""
+    checkpoint: int = -1
+    """Version of the newest complete checkpoint; -1 for none."""
+    dead: list[Dead] = []
+    """Of each actor without a living process the newest incarnation, if that has ended or is on a lost host."""
+    lost_hosts: dict[str, list[str]] = {}
+    """The hosts from which nothing has been heard for supervision.host_lost_s, as NAME (agent/N), and their actors."""
+    members: int = 0
+    """Number of the present Members; 0 while they are those of the start."""
+    leaving: list[Leaving] = []
+    """The hosts that are to leave the run, by their agents and actors."""
+    trace: Count = 0
+    """While a trace is wanted, its number; every actor hands in its spans once for each."""
+
+
+WatchRun.reply = RunState
+
+
+class StopRun(Request, frozen=True, kw_only=True):
+    """Agent to controller: end the run in good order; with ``preempt``, after a checkpoint."""
+
+    reply = Done
+    reason: str
+    preempt: bool = False
+
+
+class RunFinished(Request, frozen=True, kw_only=True):
+    """Learner to controller: the last step is trained and everything is written.
+
+    With ``preempted`` the run is to be resumed instead: a checkpoint of everything trained is complete.
+    """
+
+    reply = Done
+    preempted: bool = False
+
+
+class CheckpointWritten(Request, frozen=True, kw_only=True):
+    """Learner to controller: the checkpoint of ``version`` is complete."""
+
+    reply = Done
+    version: Count
+    step: Count
+    path: str
+
+
+class ActorStarted(Request, frozen=True, kw_only=True):
+    """Agent to controller: a process of this actor lives. Told again to a controller that was started again."""
+
+    reply = Done
+    name: str
+    incarnation: Count
+
+
+class ActorEnded(Request, frozen=True, kw_only=True):
+    """Agent to controller: a process has ended.
+
+    ``fatal`` when the restart policy gives up; ``exit_code`` is negative for a signal.
+    """
+
+    reply: ClassVar[type[Message]]
+    name: str
+    incarnation: Count
+    exit_code: int
+    fatal: bool
+    reason: str
+    log: str = ""
+    died: Count = 0
+    """When it ended (ns, on the clock of incarnations); 0 if it had been condemned or told to."""
+
+
+class EndNoted(Message, frozen=True, kw_only=True):
+    """``asked`` if the controller had told that actor to end."""
+
+    asked: bool = False
+
+
+ActorEnded.reply = EndNoted
+
+
+class ReportFailure(Request, frozen=True, kw_only=True):
+    """Actor to controller: the run cannot go on. ``exit_code`` is the run's."""
+
+    reply = Done
+    reason: str
+    exit_code: int = 1

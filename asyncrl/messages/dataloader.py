@@ -1,0 +1,179 @@
+"""What rollouters and the learner ask of the dataloader: leases, outcomes, and what follows a restart."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from msgspec import Meta, Struct
+
+from asyncrl.messages import Count, Done, Message, Request, Uid
+from asyncrl.messages.groups import LedgerState, Ticket
+
+
+class Lease(Request, frozen=True, kw_only=True):
+    """Rollouter to dataloader: grant me prompt groups. Parked until there is one.
+
+    Grants above ``seen`` are granted again first, so a lost reply loses nothing.
+    """
+
+    reply: ClassVar[type[Message]]
+    idle = True
+    seen: Count
+    """The highest grant received by this incarnation of the rollouter."""
+    free_groups: Annotated[int, Meta(ge=1)]
+    """How many more groups it can hold, those above ``seen`` included."""
+    served_version: int
+    """The oldest version that its engines serve; -1 before the first."""
+    holding: list[Uid] = []
+    """Uids it holds. Of its earlier incarnations nothing is left."""
+
+
+class Leased(Message, frozen=True, kw_only=True):
+    """An empty list when nothing could be granted in time; ``closed`` when nothing will ever be again."""
+
+    tickets: list[Ticket] = []
+    closed: bool = False
+
+
+Lease.reply = Leased
+
+
+class ReturnTickets(Request, frozen=True, kw_only=True):
+    """Rollouter to dataloader: these groups were not generated; somebody else is to do it."""
+
+    reply = Done
+    uids: list[Uid]
+    leaving: bool = False
+    """It asks for nothing any more and holds nothing but ``holding``; what else it was granted is with the learner, or
+    was never received. Said when it begins to leave, and again when it ends.
+    """
+    holding: list[Uid] = []
+    """While it leaves: what it may still deliver."""
+
+
+class Outcome(Struct, gc=False, frozen=True, array_like=True):
+    """What became of a group. Only ``trained`` counts towards the gate's T."""
+
+    uid: Uid
+    kind: Literal["trained", "filtered", "quarantined", "evaluated"]
+
+
+class Outcomes(Request, frozen=True, kw_only=True):
+    """Learner to dataloader: numbered, acknowledged, repeated until acknowledged."""
+
+    reply: ClassVar[type[Message]]
+    number: Annotated[int, Meta(ge=1)]
+    """Counts from 1 without gaps; a number already seen is acknowledged and ignored."""
+    version: int
+    """The newest published version."""
+    trained_at_version: Count
+    """T(version): groups trained when it was published."""
+    outcomes: list[Outcome] = []
+    buffered_groups: Count = 0
+    """Groups in the learner's buffer when its last step began, beyond that step's own."""
+    waited: bool = False
+    """Whether the learner has waited for groups since the last report."""
+    step_began: bool = False
+    """Whether buffered_groups and waited speak of a step that has begun since the last report."""
+    finished: bool = False
+    """The last step is trained: nothing more is to be leased for training."""
+
+
+class OutcomesSeen(Message, frozen=True, kw_only=True):
+    """The highest number seen without a gap, and the limit now in force."""
+
+    number: Count
+    limit: float
+    """Working limit eta_t, in versions."""
+
+
+Outcomes.reply = OutcomesSeen
+
+
+class WatchSupply(Request, frozen=True, kw_only=True):
+    """Learner to dataloader, parked until the supply's state is newer than ``seen``."""
+
+    reply: ClassVar[type[Message]]
+    idle = True
+    seen: int = -1
+
+
+class Rejected(Struct, gc=False, frozen=True, array_like=True):
+    """A prompt that the dataloader will not grant (again)."""
+
+    uid: Uid
+    reason: str
+
+
+class Supply(Message, frozen=True, kw_only=True):
+    """What there is still to come."""
+
+    number: int
+    exhausted: bool
+    """Nothing is left to grant for training."""
+    outstanding: Count
+    """Groups granted for training and not yet reported or returned."""
+    rejected: list[Rejected] = []
+    """Prompts to be quarantined: over max_prompt_tokens, or in too many deaths. Until the learner reports them."""
+    attempts: dict[Uid, Count] = {}
+    """As LedgerState.attempts, as the dataloader knows it."""
+    evals: dict[str, int] = {}
+    """eval/NAME@ROUND: number of its prompts, for every round opened so far and not yet closed."""
+
+
+WatchSupply.reply = Supply
+
+
+class EvalRound(Struct, gc=False, frozen=True, kw_only=True):
+    """An open round of evaluation, as the learner knows it."""
+
+    name: str
+    """NAME@ROUND."""
+    held: list[Uid] = []
+    """Its groups that the learner has."""
+
+
+class Restored(Request, frozen=True, kw_only=True):
+    """Learner to dataloader: this is where the run stands; whatever else you believed is void.
+
+    Sent at the start of a learner, and to a dataloader that has started again (which asks for it with the error
+    ``restore_needed``). The gate is shut until it is answered: the rollouters have then said which tickets they hold.
+    Error ``changed`` when the prompts, or the seed of their order, are not those of the ledger and the user has not
+    allowed that.
+    """
+
+    reply: ClassVar[type[Message]]
+    version: Count
+    """Newest published version, of the weights as they are now. Nothing is granted to an engine that serves less."""
+    trained_at_version: Count
+    """T(version)."""
+    groups_left: Count
+    """Groups to be trained until the end of the run, claims included."""
+    outcomes_number: Count
+    """The next report of outcomes has the number after this one; what came before is in the ledger."""
+    ledger: LedgerState
+    claims: list[Uid] = []
+    """Groups in training and in the buffer."""
+    fingerprint: str = ""
+    """Of the prompts that the ledger speaks of; empty at the start of a run."""
+    seed: int = -1
+    """Of their order; -1 at the start of a run."""
+    rounds_closed: list[str] = []
+    """Rounds of evaluation that are over, as NAME@ROUND."""
+    rounds_open: list[EvalRound] = []
+    finished: bool = False
+    """The last step is trained."""
+
+
+class Resumed(Message, frozen=True, kw_only=True):
+    """The gate is open."""
+
+    fingerprint: str
+    seed: int
+    limit: float
+    """Working limit eta_t, in versions."""
+    first_epoch: Count = 0
+    """As LedgerState.first_epoch, from here on: the ledger takes it over."""
+
+
+Restored.reply = Resumed

@@ -1,0 +1,100 @@
+"""What a prompt group is made of on its way, and how its end is told."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from msgspec import Meta, Struct
+
+from asyncrl.messages import Count, FinishReason, Uid
+
+
+class VersionSpan(Struct, gc=False, frozen=True, array_like=True):
+    """Response tokens [start, end) were sampled under ``version``; ``mixed_kv`` over an older KV cache."""
+
+    version: int
+    start: int
+    end: int
+    mixed_kv: bool = False
+
+
+class Ticket(Struct, gc=False, frozen=True, kw_only=True):
+    """The lease of one prompt group. It ends by delivery, return, or its holder's death."""
+
+    uid: Uid
+    """EPOCH-INDEX of a training prompt; NAME@ROUND-INDEX of an eval prompt."""
+    grant: Count
+    """Number of the grant, counted per rollouter incarnation from 1."""
+    purpose: str
+    """train, or eval/NAME."""
+    epoch: Count
+    index: Count
+    param_version: int
+    """The newest version published at the grant."""
+    attempt: Count = 0
+    """Deaths of engines and rollouters that its earlier holders took part in."""
+    alone: bool = False
+    """It has been in too many deaths to share an engine: nothing else is generated beside it."""
+    prompt_ids: np.ndarray
+    """int32 [P]."""
+    prompt: str
+    """The prompt as text."""
+    row: dict[str, Any]
+    """The dataset row, as the reward function sees it."""
+    samples: Annotated[int, Meta(ge=1)]
+    temperature: float
+    max_tokens: Annotated[int, Meta(ge=1)]
+
+
+class Trajectory(Struct, gc=False, kw_only=True):
+    """One response. All arrays have length T, the number of response tokens."""
+
+    sample: Count
+    tokens: np.ndarray
+    """int32 [T]: sampled tokens and, in between, tokens of an environment."""
+    logprobs: np.ndarray
+    """float32 [T], nats, of the policy that sampled each token; 0 where loss_mask is 0."""
+    loss_mask: np.ndarray
+    """uint8 [T]: 1 for sampled tokens (end-of-sequence included), 0 for an environment's."""
+    spans: list[VersionSpan]
+    """Contiguous, covering [0, T)."""
+    finish_reason: FinishReason
+    text: str
+    reward: float | None = None
+    components: dict[str, float] = {}
+    resumes: Count = 0
+    """How often its generation was aborted and taken up again."""
+    attempts: Annotated[int, Meta(ge=1)] = 1
+    generate_s: float = 0.0
+    score_s: float = 0.0
+
+
+class EpochIntervals(Struct, gc=False, frozen=True, kw_only=True):
+    """Prompts of an epoch that have the same outcome."""
+
+    kind: Literal["trained", "filtered", "quarantined"]
+    epoch: Count
+    bounds: list[Count]
+    """start, end, start, end, ... of disjoint ascending intervals of indices; an end is outside."""
+
+
+class LedgerState(Struct, gc=False, frozen=True, kw_only=True):
+    """The learner's word on what became of every prompt; see ledger.py."""
+
+    outcomes: list[EpochIntervals] = []
+    attempts: dict[Uid, Count] = {}
+    """As Ticket.attempt, of prompts without an outcome; absent where it is 0."""
+    first_epoch: Count = 0
+    """The prompts of earlier epochs were others: nothing is granted from them any more."""
+
+
+class Group(Struct, gc=False, frozen=True, kw_only=True):
+    """A finished prompt group: scored trajectories, or the reason why there are none."""
+
+    ticket: Ticket
+    trajectories: list[Trajectory]
+    failure: str | None = None
+    """Set when the group is to be quarantined."""
+    dropped: Count = 0
+    """Trajectories left out under on_failed_trajectory = drop."""

@@ -1,0 +1,80 @@
+"""What rollouters deliver to the learner and tell it of themselves."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from msgspec import Struct
+
+from asyncrl.messages import Count, Message, Request, Uid
+from asyncrl.messages.groups import Group
+
+
+class Deliver(Request, frozen=True, kw_only=True):
+    """Rollouter to learner: a finished group."""
+
+    reply: ClassVar[type[Message]]
+    group: Group
+
+
+class Delivered(Message, frozen=True, kw_only=True):
+    """The learner holds the group in memory, or held it before: its ticket may be released."""
+
+    duplicate: bool = False
+
+
+Deliver.reply = Delivered
+
+
+class Holds(Request, frozen=True, kw_only=True):
+    """Dataloader to learner: which of these groups do you hold or have you finished?"""
+
+    reply: ClassVar[type[Message]]
+    uids: list[Uid]
+
+
+class Held(Message, frozen=True, kw_only=True):
+    """The subset that must not be granted again."""
+
+    uids: list[Uid]
+
+
+Holds.reply = Held
+
+
+class UpdateTimes(Struct, gc=False, frozen=True, kw_only=True):
+    """What one weight update cost one replica: seconds and bytes."""
+
+    version: int
+    transport: str = ""
+    """nccl, gloo, shm or stream."""
+    stage_s: float = 0.0
+    """Until the bytes were there and verified; under a rolling transport while the engine generated."""
+    pause_s: float = 0.0
+    """From the pause until the engine was idle."""
+    load_s: float = 0.0
+    """Under a collective with the transfer."""
+    resume_s: float = 0.0
+    stall_s: float = 0.0
+    """Generation time lost: from the pause until the first request runs again."""
+    bytes: int = 0
+    """Size of the weights."""
+    encoded_bytes: int = 0
+    """What was read or received for them; less than ``bytes`` when deltas paid."""
+    probe_kl: float | None = None
+    """Estimated divergence of the engine from the learner over the probe's tokens (nats); see rollouter/drift.py. None
+    where it was not measured."""
+    checksum: str = ""
+    """Of the engine's own copy of the weights, under weights.verify = full; equal in all engines of one kind."""
+
+
+class RolloutStats(Message, frozen=True, kw_only=True):
+    """Rollouter to learner, cast: what generation did since the last one."""
+
+    sampled_tokens: Count
+    """Tokens sampled since the start of this incarnation, eval included."""
+    sampling: list[tuple[float, float]]
+    """Intervals (wall clock, s) in which at least one token was being sampled, since the last cast."""
+    updates: list[UpdateTimes] = []
+    in_flight: Count = 0
+    served_version: int = -1

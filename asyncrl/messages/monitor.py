@@ -1,0 +1,156 @@
+"""What actors tell of themselves, and what one who watches the run may ask of the controller."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from msgspec import Meta, Struct
+
+from asyncrl.messages import Count, Done, Message, Request
+from asyncrl.snapshot import Gpu, Histogram
+
+
+class AwaitRecord(Struct, gc=False, frozen=True, array_like=True):
+    """An open wait of an actor; see runtime/awaits.py."""
+
+    whom: str
+    """An actor, a role for whichever actor of it, or something inside the actor itself."""
+    what: str
+    seconds: float
+    """How long it has lasted; where there are several for the same, the longest."""
+    idle: bool = False
+    """Normal idleness: no sign of trouble by itself."""
+
+
+class ResourceRecord(Struct, gc=False, frozen=True, array_like=True):
+    """A serial resource of an actor, as its state-time ledger has it; see monitor/states.py."""
+
+    name: str
+    state: str
+    awaiting: str
+    """Whom or what the state waits for."""
+    state_s: float
+    """Seconds in the present state."""
+    seconds: dict[str, float]
+    """By state, the present one up to now; they add up to the age of the resource."""
+
+
+class EventRecord(Struct, gc=False, frozen=True, array_like=True):
+    """A line of an actor's log of level warning or above."""
+
+    number: Count
+    """Ascending from 1 in each incarnation; one that was heard before is the same event."""
+    wall: float
+    """Unix time (s)."""
+    level: str
+    text: str
+
+
+class Heartbeat(Message, frozen=True, kw_only=True):
+    """Actor to controller, cast from a thread of its own.
+
+    ``progress`` counts useful events and ``beat`` heartbeats: a beat without progress is a stall, not a death.
+    Figures are cumulative since the start of the incarnation, and a beat carries those that have changed since they
+    were last sent, and from time to time all (runtime/telling.py): what is not named is as it was.
+    """
+
+    beat: Count
+    progress: Count
+    state: str
+    """starting, ready, or what the actor says of itself."""
+    loop_lag_s: float = 0.0
+    awaiting: str = ""
+    """Whom or what the state waits for."""
+    state_s: float = 0.0
+    """Seconds in the present state."""
+    oldest_await: str = ""
+    """What it has awaited longest without being idle, as PEER TYPE SECONDS; empty if nothing."""
+    awaits: Annotated[list[AwaitRecord], Meta(max_length=8)] = []
+    """What it waits for, the oldest first."""
+    counters: dict[str, float] = {}
+    """Counters and gauges; names, kinds and units are in monitor/catalogue.py."""
+    histograms: dict[str, Histogram] = {}
+    """Counts by the buckets of the catalogue."""
+    resources: list[ResourceRecord] = []
+    """Its serial resources, where there are more than a beat carries in turn."""
+    loop_busy: float = 0.0
+    """Share of the last interval in which its event loop's thread used a processor."""
+    cpu: float = 0.0
+    """Processors used by the process and its children over the last interval; 1 is one core."""
+    rss_bytes: Count = 0
+    """Of the process and its children."""
+    gpus: list[Gpu] = []
+    """The GPUs that it may use, where they can be asked."""
+    events: list[EventRecord] = []
+    """Of the last few beats, the oldest first."""
+
+
+class MetricsLine(Message, frozen=True, kw_only=True):
+    """Learner to controller, cast: a line that was just written to metrics.jsonl."""
+
+    line: dict[str, Any]
+
+
+class WatchSnapshot(Request, frozen=True, kw_only=True):
+    """Viewer to controller, parked until there is another snapshot of the run than ``seen``."""
+
+    reply: ClassVar[type[Message]]
+    idle = True
+    for_viewers = True
+    seen: int = -1
+
+
+class SnapshotTaken(Message, frozen=True, kw_only=True):
+    """``snapshot`` is a Snapshot (snapshot.py) in MessagePack; empty when there is no other than the one seen."""
+
+    number: int
+    snapshot: bytes = b""
+
+
+WatchSnapshot.reply = SnapshotTaken
+
+
+class RequestTrace(Request, frozen=True, kw_only=True):
+    """Viewer to controller: write down what the actors have done of late. Parked until it is written."""
+
+    reply: ClassVar[type[Message]]
+    for_viewers = True
+
+
+class TraceWritten(Message, frozen=True, kw_only=True):
+    """``path`` is on the controller's host; empty, with the reason in ``error``, when there is none."""
+
+    path: str
+    error: str = ""
+    actors: list[str] = []
+    """Whose spans are in it."""
+    missing: list[str] = []
+    """Who did not hand theirs in in time."""
+
+
+RequestTrace.reply = TraceWritten
+
+
+class TraceSpan(Struct, gc=False, frozen=True, array_like=True):
+    """Something that an actor did; see monitor/trace.py."""
+
+    track: Annotated[str, Meta(min_length=1, max_length=100)]
+    order: Annotated[int, Meta(ge=0, lt=100_000)]
+    """Place of the track among those of its actor, and no other's."""
+    name: Annotated[str, Meta(min_length=1, max_length=200)]
+    began: float
+    """Unix time (s)."""
+    seconds: float
+    """Negative while it goes on."""
+    facts: dict[str, str | int | float | bool] = {}
+
+
+class TracePart(Request, frozen=True, kw_only=True):
+    """Actor to controller: a part of its spans, oldest first, because RunState.trace asks for them or it ends."""
+
+    reply = Done
+    idempotent = False
+    number: Count
+    """RunState.trace; 0 at the end of an actor."""
+    spans: Annotated[list[TraceSpan], Meta(max_length=2000)]
+    last: bool = False

@@ -1,0 +1,39 @@
+"""What rollouters ask of the reward pool."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from msgspec import Meta, Struct
+
+from asyncrl.messages import Count, FinishReason, Message, Request, Uid
+
+
+class Completion(Struct, gc=False, frozen=True, kw_only=True):
+    """What a reward function sees of a trajectory."""
+
+    text: str
+    finish_reason: FinishReason
+    tokens: Count
+
+
+class Score(Request, frozen=True, kw_only=True):
+    """Rollouter to reward pool: score one completion, or a whole group for a group reward."""
+
+    reply: ClassVar[type[Message]]
+    uid: Uid
+    prompt: str
+    row: dict[str, Any]
+    completions: Annotated[list[Completion], Meta(min_length=1)]
+
+
+class Scores(Message, frozen=True, kw_only=True):
+    """One reward a completion, in order. ``components`` may be empty."""
+
+    rewards: list[float]
+    components: list[dict[str, float]]
+    run_s: float
+    """Time spent in the function."""
+
+
+Score.reply = Scores

@@ -1,0 +1,277 @@
+"""The way of new weights: from the learner through the parameter server to the rollouters."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+from msgspec import Meta, Struct
+
+from asyncrl.messages import Count, Done, Message, Request
+from asyncrl.messages.learner import UpdateTimes
+
+
+class TensorSpec(Struct, gc=False, frozen=True, array_like=True):
+    """A parameter in a bucket, under its Hugging Face checkpoint name."""
+
+    name: str
+    dtype: str
+    """torch's name without the prefix: float32, bfloat16, ..."""
+    shape: tuple[int, ...]
+    offset: Count
+    """Byte offset in the bucket; aligned to 64."""
+
+
+class Delta(Struct, gc=False, frozen=True, kw_only=True):
+    """A bucket encoded against the same bucket of version ``base``; see weights/delta.py."""
+
+    base: Count
+    path: str
+    """As Bucket.path."""
+    size: Count
+
+
+class Bucket(Struct, gc=False, frozen=True, kw_only=True):
+    """A run of parameters."""
+
+    path: str
+    """/proc/PID/fd/N of a sealed memfd, readable by processes of the same user on the same host; empty where the bytes
+    are to be fetched."""
+    size: Count
+    checksum: int
+    """xxh3_64 over the whole bucket."""
+    tensors: list[TensorSpec]
+    delta: Delta | None = None
+    """The same bytes in fewer, for whoever holds the base."""
+
+
+class Probe(Struct, gc=False, frozen=True, kw_only=True):
+    """What the learner's weights of a version make of a few fixed sequences; an engine that serves them agrees."""
+
+    tokens: np.ndarray
+    """int32 [sequences, length]."""
+    logprobs: np.ndarray
+    """float32 [sequences, length - 1]: of each token but the first, given those before it, at temperature 1 (nats)."""
+
+
+class Manifest(Struct, gc=False, frozen=True, kw_only=True):
+    """A complete set of weights: every parameter of the model exactly once."""
+
+    version: Count
+    buckets: list[Bucket]
+    probe: Probe | None = None
+
+
+class BucketLayout(Struct, gc=False, frozen=True, kw_only=True):
+    """A bucket before it is filled; the same in every version."""
+
+    size: Count
+    tensors: list[TensorSpec]
+
+
+CollectiveBackend = Literal["nccl", "gloo"]
+Transport = Literal["nccl", "gloo", "shm", "stream"]
+
+
+class CollectiveGroup(Struct, gc=False, frozen=True, kw_only=True):
+    """Who takes part in a broadcast. Rank 0 is the learner; a replica has ``workers`` consecutive ranks."""
+
+    backend: CollectiveBackend
+    epoch: Count
+    """Number of the membership. A group is used for as long as nobody joins, leaves or fails."""
+    world_size: Annotated[int, Meta(ge=2)]
+    host: str
+    """Where the learner waits for the members."""
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    token: str = ""
+    """Whoever calls there shows it."""
+
+
+class Collective(Struct, gc=False, frozen=True, kw_only=True):
+    """A replica's part in a broadcast."""
+
+    group: CollectiveGroup
+    first_rank: Annotated[int, Meta(ge=1)]
+    """Of the replica's first worker."""
+    buckets: list[BucketLayout]
+    probe: Probe | None = None
+
+
+class Offer(Struct, gc=False, frozen=True, kw_only=True):
+    """A version for one replica, and the way to it: ``manifest`` under shm and stream, else ``collective``."""
+
+    version: Count
+    transport: Transport
+    manifest: Manifest | None = None
+    collective: Collective | None = None
+    probe: bool = False
+    """Whether this replica is to be measured against the probe, if there is one."""
+
+
+class Publish(Request, frozen=True, kw_only=True):
+    """Learner to parameter server: version ``manifest.version`` is there. Answered once it is held for good.
+
+    A version that is there already is acknowledged again. Error ``version_reused`` for an older one.
+    """
+
+    reply = Done
+    manifest: Manifest
+    gather_s: float = 0.0
+
+
+class KeepPublished(Request, frozen=True, kw_only=True):
+    """Learner to parameter server, parked while version ``version`` is held there."""
+
+    reply: ClassVar[type[Message]]
+    idle = True
+    version: Count
+
+
+class Published(Message, frozen=True, kw_only=True):
+    """``held`` False: the parameter server is another one and does not know the version; publish it again."""
+
+    held: bool
+    corrupt: bool = False
+    """What is held is no longer what was sealed: its weights are to be published anew, under another number."""
+
+
+KeepPublished.reply = Published
+
+
+class Announce(Request, frozen=True, kw_only=True):
+    """Learner to parameter server: ``version`` is being gathered and could be broadcast.
+
+    Parked until every member of the group is paused for it, or it is clear that there will be no broadcast.
+    """
+
+    reply: ClassVar[type[Message]]
+    version: Count
+    backend: CollectiveBackend
+    host: str
+    port: int
+    """Where the learner waits for the members."""
+    buckets: list[BucketLayout]
+    probe: Probe | None = None
+    token: str = ""
+    """As CollectiveGroup.token."""
+
+
+class Announced(Message, frozen=True, kw_only=True):
+    """``decided`` False: not in time, ask again. Else broadcast to ``group``; to nobody if it is None."""
+
+    decided: bool
+    group: CollectiveGroup | None = None
+
+
+Announce.reply = Announced
+
+
+class BroadcastEnded(Request, frozen=True, kw_only=True):
+    """Learner to parameter server: the broadcast of ``version`` is over; an ``error`` breaks the group."""
+
+    reply = Done
+    version: Count
+    epoch: Count
+    error: str = ""
+
+
+class NextUpdate(Request, frozen=True, kw_only=True):
+    """Rollouter to parameter server, parked until there is a version above ``serving`` to be had.
+
+    Whoever asks this has nothing staged and nothing paused any more, but for an engine that failed to load.
+    """
+
+    reply: ClassVar[type[Message]]
+    idle = True
+    serving: int
+    host: str
+    """See weights/place.py: replicas of the same value as the parameter server's can open its segments."""
+    workers: Annotated[int, Meta(ge=1)] = 1
+    """Processes of the engine that take part in a broadcast."""
+    on_gpu: bool = False
+    base: int = -1
+    """Version whose bytes are kept here, to apply deltas to; -1 for none."""
+
+
+class Update(Message, frozen=True, kw_only=True):
+    """``offer`` is None when nothing newer came in time."""
+
+    offer: Offer | None = None
+
+
+NextUpdate.reply = Update
+
+
+class FetchChunk(Request, frozen=True, kw_only=True):
+    """Rollouter to parameter server: bytes [offset, offset + size) of a bucket, or of its delta against ``base``.
+
+    Error ``version_gone`` when the version is no longer held.
+    """
+
+    reply: ClassVar[type[Message]]
+    version: Count
+    bucket: Count
+    offset: Count
+    size: Annotated[int, Meta(ge=1)]
+    base: int = -1
+
+
+class Chunk(Message, frozen=True, kw_only=True):
+    """The bytes asked for."""
+
+    data: np.ndarray
+    """uint8 [size]."""
+    checksum: int
+    """xxh3_64 of ``data``."""
+
+
+FetchChunk.reply = Chunk
+
+
+class RequestPause(Request, frozen=True, kw_only=True):
+    """Rollouter to parameter server, parked until this replica may pause to load ``version``."""
+
+    reply: ClassVar[type[Message]]
+    version: Count
+
+
+class PauseGranted(Message, frozen=True, kw_only=True):
+    """``granted`` False: not in time, ask again."""
+
+    granted: bool
+
+
+RequestPause.reply = PauseGranted
+
+
+class JoinBroadcast(Request, frozen=True, kw_only=True):
+    """Rollouter to parameter server: this replica is paused for the broadcast of ``version``.
+
+    Parked until all members are, or it is called off.
+    """
+
+    reply: ClassVar[type[Message]]
+    version: Count
+    epoch: Count
+
+
+class BroadcastBegins(Message, frozen=True, kw_only=True):
+    """``decided`` False: not in time, ask again. ``begins`` False: called off; ask for the next update."""
+
+    decided: bool
+    begins: bool = False
+
+
+JoinBroadcast.reply = BroadcastBegins
+
+
+class ReportUpdate(Request, frozen=True, kw_only=True):
+    """Rollouter to parameter server: the update to ``version`` ended here."""
+
+    reply = Done
+    version: Count
+    committed: bool
+    times: UpdateTimes
+    error: str = ""
+    corrupt: bool = False
+    """The bytes were not what the manifest says, before anything was loaded."""
