@@ -73,9 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         uvloop.run(weights.measure(report, weights.sizes_up_to(chosen.up_to)))
     elif chosen.bench == "scale":
-        from tools.bench import scale
+        from tools.bench import scale, scale_run
 
-        per_process = chosen.per_process or scale.per_process(chosen.rollouters)
+        per_process = chosen.per_process or scale_run.per_process(chosen.rollouters)
         top = not chosen.no_top
         scale.measure(report, rollouters=chosen.rollouters, per_process=per_process, steps=chosen.steps, top=top)
     else:

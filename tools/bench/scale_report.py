@@ -1,0 +1,192 @@
+"""What ``scale`` saw, in figures: lag, losses, traffic, and what the facts and asyncrl-top cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+
+from asyncrl.monitor.catalogue import EDGES, quantile
+from asyncrl.monitor.metrics import Histograms
+from asyncrl.monitor.states import StateLedger
+from asyncrl.snapshot import ActorView, Histogram, Snapshot
+from tools.bench.report import Report, Target
+from tools.bench.scale_watch import Watched, total
+
+LAG = "loop/lag_s"
+FACTS_TARGET = 0.01
+OBSERVED_S = 3e-6
+"""What it costs, at most, to count a value and to measure it, the timer of the event loop's lag included."""
+COUNTED_AT_ONCE = frozenset({"staleness/tokens"})
+"""Many values by one call."""
+TIMED = 20_000
+LAG_TARGET_S = 0.05
+TOP_TARGET = 0.10
+CONTROL_PLANE = ("controller/0", "dataloader/0", "learner/0")
+"""Whose lag is aimed at."""
+FAULTS = (
+    "wire/strangers",
+    "wire/refused",
+    "wire/malformed",
+    "wire/unsent",
+    "errors/handler",
+    "heartbeats/ignored",
+    "events/dropped",
+    "facts/late",
+    "snapshots/lost",
+    "records/lost",
+)
+
+
+def _of(snapshot: Snapshot, name: str) -> ActorView:
+    return next(actor for actor in snapshot.actors if actor.name == name)
+
+
+def between(first: Histogram | None, last: Histogram) -> list[int]:
+    """The counts of what was observed meanwhile."""
+    before = first.counts if first is not None else [0] * len(last.counts)
+    return [later - earlier for earlier, later in zip(before, last.counts, strict=True)]
+
+
+def lost(snapshot: Snapshot) -> dict[str, float]:
+    """What went wrong, by what it is; empty if nothing did."""
+    found = {name: count for name in FAULTS if (count := total(snapshot, name))}
+    tickets = _of(snapshot, "dataloader/0").figures
+    over = sum(tickets.get(f"tickets/{kind}", 0.0) for kind in ("trained", "filtered", "quarantined", "returned"))
+    missing = tickets["tickets/granted"] - over - tickets["tickets/outstanding"]
+    if missing:
+        found["groups not accounted for"] = missing
+    if failed := sum(actor.condition not in ("ready",) for actor in snapshot.actors):
+        found["actors that are not ready"] = failed
+    return found
+
+
+def report_all(report: Report, seen: Watched, recorded: int) -> None:
+    """Add it all; ``recorded`` is the size of the recorded snapshots in bytes."""
+    first, last, figures = seen.first, seen.last, report.figures
+    seconds = last.wall - first.wall
+    figures["measured_s"] = round(seconds, 1)
+    figures["steps"] = last.run.step - first.run.step
+    figures["in_flight"] = {"mean": sum(seen.in_flight) / len(seen.in_flight), "most": seen.most_in_flight}
+    report.say(
+        f"{seconds:.0f} s, {figures['steps']} steps, {figures['in_flight']['mean']:.0f} trajectories in flight "
+        f"(most {seen.most_in_flight})"
+    )
+    for name in CONTROL_PLANE:
+        _report_lag(report, name, first, last)
+    problems = lost(seen.end)
+    figures["lost"] = problems
+    report.ratio("lost", sum(problems.values()), Target("<=", 0))
+    report.say(f"lost: {problems or 'nothing'}")
+    sent = {side: total(s, "heartbeats/sent_bytes") for side, s in (("first", first), ("last", last))}
+    beats = total(last, "heartbeats/sent") - total(first, "heartbeats/sent")
+    largest = max(actor.figures.get("heartbeats/largest_bytes", 0.0) for actor in last.actors)
+    controller = _of(last, "controller/0").figures
+    figures["metrics_traffic"] = {
+        "bytes_per_s": (sent["last"] - sent["first"]) / seconds,
+        "heartbeats_per_s": beats / seconds,
+        "mean_heartbeat_bytes": (sent["last"] - sent["first"]) / max(1.0, beats),
+        "largest_heartbeat_bytes": largest,
+        "snapshot_bytes": controller["snapshots/bytes"],
+        "snapshot_take_s": controller["snapshots/take_s"],
+        "recorded_bytes": recorded,
+        "recorded_s": last.run.age_s,
+    }
+    traffic = figures["metrics_traffic"]
+    report.say(
+        f"metrics: {traffic['bytes_per_s'] / 1e3:.1f} kB/s in {traffic['heartbeats_per_s']:.0f} heartbeats/s "
+        f"(mean {traffic['mean_heartbeat_bytes']:.0f} bytes, largest {largest:.0f}); a snapshot has "
+        f"{traffic['snapshot_bytes'] / 1e3:.0f} kB and takes {1e3 * traffic['snapshot_take_s']:.0f} ms; recorded "
+        f"{recorded / 1e3:.0f} kB in {last.run.age_s:.0f} s"
+    )
+    _report_cost(report, first, last)
+    figures["deliver"] = _spread(first, last, "rollout/deliver_s")
+    figures["repeated_deliveries"] = total(last, "groups/duplicate") - total(first, "groups/duplicate")
+    figures["viewer"] = {"snapshots_per_s": seen.snapshots / seconds, "largest_gap_s": seen.largest_gap_s}
+    report.say(f"viewer: {seen.snapshots / seconds:.2f} snapshots/s, largest gap {seen.largest_gap_s:.2f} s")
+    if seen.drawing is not None:
+        drawing = seen.drawing
+        figures["top"] = asdict(drawing)
+        report.ratio("top_cores", drawing.cores, Target("<=", TOP_TARGET))
+        report.ratio("top_drawn_seconds", drawing.seconds_share, Target(">=", 1.0))
+        report.say(
+            f"asyncrl-top: {drawing.cores:.3f} of a core, drew in {100 * drawing.seconds_share:.1f} % of all seconds, "
+            f"longest time without {drawing.longest_s:.2f} s"
+        )
+
+
+def _spread(first: Snapshot, last: Snapshot, name: str) -> dict[str, float | None]:
+    """Quantiles of what all actors observed meanwhile, by upper edges of buckets."""
+    before = {actor.name: actor.histograms.get(name) for actor in first.actors}
+    counts = [0] * (len(EDGES[name]) + 1)
+    for actor in last.actors:
+        if (histogram := actor.histograms.get(name)) is not None:
+            counts = [a + b for a, b in zip(counts, between(before.get(actor.name), histogram), strict=True)]
+    return {f"p{share * 100:g}_s": quantile(counts, EDGES[name], share) for share in (0.5, 0.99)}
+
+
+def _report_cost(report: Report, first: Snapshot, last: Snapshot) -> None:
+    """Of an actor's time: its heartbeats, and a second's worth of what its event loop does for the facts."""
+    before = {actor.name: actor for actor in first.actors}
+    seconds = last.wall - first.wall
+    shares = {}
+    for actor in last.actors:
+        then = before[actor.name]
+        if "facts/cpu_s" in actor.figures and "facts/cpu_s" in then.figures:
+            observed = sum(
+                sum(between(then.histograms.get(name), histogram))
+                for name, histogram in actor.histograms.items()
+                if name not in COUNTED_AT_ONCE
+            )
+            beating = actor.figures["facts/cpu_s"] - then.figures["facts/cpu_s"]
+            shares[actor.name] = (beating + observed * OBSERVED_S) / seconds
+    most = max(shares, key=lambda name: shares[name])
+    typical = sorted(shares.values())[len(shares) // 2]
+    costs = {"observe_s": _time_of(_observing()), "enter_s": _time_of(_entering())}
+    report.figures["facts"] = {"most": shares[most], "of": most, "median": typical, **costs}
+    report.ratio("facts_share", shares[most], Target("<=", FACTS_TARGET))
+    report.say(
+        f"facts: {100 * typical:.2f} % of an actor's time, at most {100 * shares[most]:.2f} % ({most}); "
+        f"to count a value takes {1e6 * costs['observe_s']:.2f} µs, to enter a state {1e6 * costs['enter_s']:.2f} µs"
+    )
+
+
+def _observing() -> Callable[[], object]:
+    histograms = Histograms()
+    return lambda: histograms.observe("calls/round_trip_s", 0.004)
+
+
+def _entering() -> Callable[[], object]:
+    ledger = StateLedger(time.monotonic, "engine")
+    return lambda: ledger.enter("generating", "")
+
+
+def _time_of(work: Callable[[], object]) -> float:
+    """Seconds of processor time."""
+    began = time.thread_time()
+    for _ in range(TIMED):
+        work()
+    return (time.thread_time() - began) / TIMED
+
+
+def _report_lag(report: Report, name: str, first: Snapshot, last: Snapshot) -> None:
+    then, now = _of(first, name), _of(last, name)
+    counts = between(then.histograms.get(LAG), now.histograms[LAG])
+    edges = EDGES[LAG]
+    found = {f"p{share * 100:g}_s": quantile(counts, edges, share) for share in (0.5, 0.9, 0.99, 0.999)}
+    late = sum(counts[edges.index(LAG_TARGET_S) + 1 :]) / max(1, sum(counts))
+    busy = now.loop_busy
+    report.figures[f"lag_{name.partition('/')[0]}"] = {
+        **found,
+        "over_50ms_share": late,
+        "samples": sum(counts),
+        "loop_busy": busy,
+        "cpu": now.cpu,
+        "rss_bytes": now.rss_bytes,
+    }
+    # By buckets: the p99 lies at or below the target exactly if no more than 1 % are above it.
+    report.ratio(f"lag_p99_{name.partition('/')[0]}_s", found["p99_s"] or 0.0, Target("<=", LAG_TARGET_S))
+    report.say(
+        f"{name:14} lag p50 ≤ {1e3 * (found['p50_s'] or 0):g} ms, p99 ≤ {1e3 * (found['p99_s'] or 0):g} ms, "
+        f"{100 * late:.2f} % over 50 ms; loop busy {100 * busy:.0f} %, {now.cpu:.2f} cores"
+    )

@@ -1,0 +1,151 @@
+"""The run that ``scale`` measures: its configuration and its processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from asyncrl.config import Config
+from asyncrl.config.load import validate_config
+from asyncrl.errors import ActorFailed
+from asyncrl.launcher.folders import RunFolder, create_run_folder, private_folder
+from asyncrl.monitor.client import Target, find_target
+
+SAMPLES = 8
+PROCESSES_PER_CPU = 4
+CONCURRENCY = 64
+"""Trajectories in flight in each rollouter."""
+GROUPS_SHARE = 0.25
+"""Of all groups in flight that a step trains."""
+FILL_STEPS = 10
+"""What is out at a time, and a little: the gate grants no more than the run still needs."""
+STALENESS_MAX = 11
+READY_S = 600.0
+END_S = 60.0
+
+
+def config(folder: Path, rollouters: int, steps: int) -> Config:
+    """Responses of some 450 tokens that take about 40 s each."""
+    groups = max(1, int(GROUPS_SHARE * rollouters * CONCURRENCY / SAMPLES))
+    return validate_config(
+        {
+            "run": {"name": "scale", "dir": str(folder), "samples_per_step": 0},
+            "data": {"source": "synthetic", "size": 1 << 17},
+            "rollout": {
+                "engine": "sim",
+                "replicas": rollouters,
+                "gpus_per_replica": 0,
+                "samples_per_prompt": SAMPLES,
+                "concurrency": CONCURRENCY,
+                "max_tokens": 2048,
+                "stream_interval": 32,
+                "sim": {
+                    "length": "lognormal",
+                    "length_median": 400.0,
+                    "length_sigma": 0.5,
+                    "decode_step_s": 0.06,
+                    "decode_step_per_request_s": 0.0005,
+                    "load_s": 0.5,
+                },
+            },
+            "reward": {"function": "constant", "workers": 1, "options": {"value": 0.5, "spread": 0.5}},
+            "learner": {
+                "backend": "sim",
+                "steps": steps + FILL_STEPS,
+                "groups_per_step": groups,
+                "steps_per_version": 1,
+                "dynamic_sampling": False,
+                "sim": {"step_s": 1.0, "publish_bytes": 1 << 20},
+            },
+            "staleness": {"max": STALENESS_MAX, "adapt": False},
+            "weights": {"max_paused_fraction": 0.25},
+            "checkpoint": {"every_versions": 0, "export_at_end": False},
+            "supervision": {"drain_s": 20.0, "start_timeout_s": READY_S},
+            "log": {"level": "warning"},
+        }
+    )
+
+
+def per_process(rollouters: int) -> int:
+    """How many share a process here, so that there are no more than PROCESSES_PER_CPU of them for each processor."""
+    processes = PROCESSES_PER_CPU * len(os.sched_getaffinity(0))
+    return max(1, -(-rollouters // processes))
+
+
+@dataclass(slots=True)
+class Processes:
+    """What was started, each with its log."""
+
+    folder: RunFolder
+    started: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def start(self, name: str, words: Sequence[str]) -> None:
+        """``python WORDS``."""
+        with (self.folder.logs / f"{name.replace('/', '-')}.log").open("ab") as log:
+            self.started[name] = subprocess.Popen(
+                [sys.executable, *words], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def actor(self, name: str, controller: str = "") -> None:
+        """An actor, as its agent would start it."""
+        words = ["-m", "asyncrl.cli.actor", name, "--run", str(self.folder.path), "--attempt", "0"]
+        words += ["--incarnation", str(time.time_ns())]
+        self.start(name, [*words, "--controller", controller] if controller else words)
+
+    def check(self) -> None:
+        """Raise ActorFailed if any has failed."""
+        for name, process in self.started.items():
+            if process.poll():
+                log = (self.folder.logs / f"{name.replace('/', '-')}.log").read_text()
+                raise ActorFailed(name, f"exit code {process.returncode}:\n{log[-2000:]}")
+
+    def close(self, grace_s: float) -> None:
+        """Wait for their ends, and end those that are still there."""
+        until = time.monotonic() + grace_s
+        for process in self.started.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until - time.monotonic()))
+        for process in self.started.values():
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+@contextlib.contextmanager
+def running(chosen: Config, rollouters: int, per_process: int) -> Iterator[tuple[RunFolder, Processes, Target]]:
+    """A run whose processes are all started."""
+    folder = create_run_folder(chosen)
+    with private_folder(folder, chosen):
+        processes = Processes(folder)
+        try:
+            processes.actor("controller/0")
+            target = _wait_for_controller(folder, processes)
+            for name in chosen.actors:
+                if not name.startswith(("controller/", "rollouter/")):
+                    processes.actor(name, target.address)
+            for first in range(0, rollouters, per_process):
+                count = min(per_process, rollouters - first)
+                words = ["-m", "tools.bench.scale_host", str(folder.path), target.address, str(first), str(count)]
+                processes.start(f"rollouters-{first}", words)
+            yield folder, processes, target
+        except BaseException:
+            processes.close(0.0)
+            raise
+        processes.close(END_S)
+
+
+def _wait_for_controller(folder: RunFolder, processes: Processes) -> Target:
+    until = time.monotonic() + READY_S
+    while not (folder.private / "controller.json").exists():
+        processes.check()
+        if time.monotonic() > until:
+            raise ActorFailed("controller/0", f"not up after {READY_S:g} s")
+        time.sleep(0.05)
+    return find_target(str(folder.path))
