@@ -6,10 +6,12 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 
+from asyncrl.errors import ActorFailed
 from asyncrl.monitor.catalogue import EDGES, quantile
 from asyncrl.monitor.metrics import Histograms
+from asyncrl.monitor.rates import Interval
 from asyncrl.monitor.states import StateLedger
-from asyncrl.snapshot import ActorView, Histogram, Snapshot
+from asyncrl.snapshot import ActorView, Snapshot
 from tools.bench.report import Report, Target
 from tools.bench.scale_watch import Watched, total
 
@@ -42,12 +44,6 @@ def _of(snapshot: Snapshot, name: str) -> ActorView:
     return next(actor for actor in snapshot.actors if actor.name == name)
 
 
-def between(first: Histogram | None, last: Histogram) -> list[int]:
-    """The counts of what was observed meanwhile."""
-    before = first.counts if first is not None else [0] * len(last.counts)
-    return [later - earlier for earlier, later in zip(before, last.counts, strict=True)]
-
-
 def lost(snapshot: Snapshot) -> dict[str, float]:
     """What went wrong, by what it is; empty if nothing did."""
     found = {name: count for name in FAULTS if (count := total(snapshot, name))}
@@ -64,7 +60,7 @@ def lost(snapshot: Snapshot) -> dict[str, float]:
 def report_all(report: Report, seen: Watched, recorded: int) -> None:
     """Add it all; ``recorded`` is the size of the recorded snapshots in bytes."""
     first, last, figures = seen.first, seen.last, report.figures
-    seconds = last.wall - first.wall
+    seconds, meanwhile = last.wall - first.wall, Interval(first, last)
     figures["measured_s"] = round(seconds, 1)
     figures["steps"] = last.run.step - first.run.step
     figures["in_flight"] = {"mean": sum(seen.in_flight) / len(seen.in_flight), "most": seen.most_in_flight}
@@ -73,7 +69,7 @@ def report_all(report: Report, seen: Watched, recorded: int) -> None:
         f"(most {seen.most_in_flight})"
     )
     for name in CONTROL_PLANE:
-        _report_lag(report, name, first, last)
+        _report_lag(report, _of(last, name), meanwhile)
     problems = lost(seen.end)
     figures["lost"] = problems
     report.ratio("lost", sum(problems.values()), Target("<=", 0))
@@ -99,8 +95,8 @@ def report_all(report: Report, seen: Watched, recorded: int) -> None:
         f"{traffic['snapshot_bytes'] / 1e3:.0f} kB and takes {1e3 * traffic['snapshot_take_s']:.0f} ms; recorded "
         f"{recorded / 1e3:.0f} kB in {last.run.age_s:.0f} s"
     )
-    _report_cost(report, first, last)
-    figures["deliver"] = _spread(first, last, "rollout/deliver_s")
+    _report_cost(report, meanwhile, last)
+    figures["deliver"] = _spread(meanwhile, last, "rollout/deliver_s")
     figures["repeated_deliveries"] = total(last, "groups/duplicate") - total(first, "groups/duplicate")
     figures["viewer"] = {"snapshots_per_s": seen.snapshots / seconds, "largest_gap_s": seen.largest_gap_s}
     report.say(f"viewer: {seen.snapshots / seconds:.2f} snapshots/s, largest gap {seen.largest_gap_s:.2f} s")
@@ -115,31 +111,24 @@ def report_all(report: Report, seen: Watched, recorded: int) -> None:
         )
 
 
-def _spread(first: Snapshot, last: Snapshot, name: str) -> dict[str, float | None]:
-    """Quantiles of what all actors observed meanwhile, by upper edges of buckets."""
-    before = {actor.name: actor.histograms.get(name) for actor in first.actors}
+def _spread(meanwhile: Interval, last: Snapshot, name: str) -> dict[str, float | None]:
+    """Quantiles of what all actors observed, by upper edges of buckets."""
     counts = [0] * (len(EDGES[name]) + 1)
     for actor in last.actors:
-        if (histogram := actor.histograms.get(name)) is not None:
-            counts = [a + b for a, b in zip(counts, between(before.get(actor.name), histogram), strict=True)]
+        if (histogram := meanwhile.histogram(actor, name)) is not None:
+            counts = [a + b for a, b in zip(counts, histogram.counts, strict=True)]
     return {f"p{share * 100:g}_s": quantile(counts, EDGES[name], share) for share in (0.5, 0.99)}
 
 
-def _report_cost(report: Report, first: Snapshot, last: Snapshot) -> None:
+def _report_cost(report: Report, meanwhile: Interval, last: Snapshot) -> None:
     """Of an actor's time: its heartbeats, and a second's worth of what its event loop does for the facts."""
-    before = {actor.name: actor for actor in first.actors}
-    seconds = last.wall - first.wall
     shares = {}
     for actor in last.actors:
-        then = before[actor.name]
-        if "facts/cpu_s" in actor.figures and "facts/cpu_s" in then.figures:
-            observed = sum(
-                sum(between(then.histograms.get(name), histogram))
-                for name, histogram in actor.histograms.items()
-                if name not in COUNTED_AT_ONCE
-            )
-            beating = actor.figures["facts/cpu_s"] - then.figures["facts/cpu_s"]
-            shares[actor.name] = (beating + observed * OBSERVED_S) / seconds
+        beating = meanwhile.rate(actor, "facts/cpu_s")
+        if beating is not None:
+            found = (meanwhile.histogram(actor, name) for name in actor.histograms if name not in COUNTED_AT_ONCE)
+            observed = sum(sum(histogram.counts) for histogram in found if histogram is not None)
+            shares[actor.name] = beating + observed * OBSERVED_S / meanwhile.heard_between_s(actor)
     most = max(shares, key=lambda name: shares[name])
     typical = sorted(shares.values())[len(shares) // 2]
     costs = {"observe_s": _time_of(_observing()), "enter_s": _time_of(_entering())}
@@ -169,24 +158,25 @@ def _time_of(work: Callable[[], object]) -> float:
     return (time.thread_time() - began) / TIMED
 
 
-def _report_lag(report: Report, name: str, first: Snapshot, last: Snapshot) -> None:
-    then, now = _of(first, name), _of(last, name)
-    counts = between(then.histograms.get(LAG), now.histograms[LAG])
-    edges = EDGES[LAG]
+def _report_lag(report: Report, now: ActorView, meanwhile: Interval) -> None:
+    histogram, edges, role = meanwhile.histogram(now, LAG), EDGES[LAG], now.name.partition("/")[0]
+    counts = [] if histogram is None else histogram.counts
     found = {f"p{share * 100:g}_s": quantile(counts, edges, share) for share in (0.5, 0.9, 0.99, 0.999)}
-    late = sum(counts[edges.index(LAG_TARGET_S) + 1 :]) / max(1, sum(counts))
-    busy = now.loop_busy
-    report.figures[f"lag_{name.partition('/')[0]}"] = {
+    typical, late_s = found["p50_s"], found["p99_s"]
+    if typical is None or late_s is None:
+        raise ActorFailed(now.name, "told nothing of the lag of its event loop")
+    late = sum(counts[edges.index(LAG_TARGET_S) + 1 :]) / sum(counts)
+    report.figures[f"lag_{role}"] = {
         **found,
         "over_50ms_share": late,
         "samples": sum(counts),
-        "loop_busy": busy,
+        "loop_busy": now.loop_busy,
         "cpu": now.cpu,
         "rss_bytes": now.rss_bytes,
     }
     # By buckets: the p99 lies at or below the target exactly if no more than 1 % are above it.
-    report.ratio(f"lag_p99_{name.partition('/')[0]}_s", found["p99_s"] or 0.0, Target("<=", LAG_TARGET_S))
+    report.ratio(f"lag_p99_{role}_s", late_s, Target("<=", LAG_TARGET_S))
     report.say(
-        f"{name:14} lag p50 ≤ {1e3 * (found['p50_s'] or 0):g} ms, p99 ≤ {1e3 * (found['p99_s'] or 0):g} ms, "
-        f"{100 * late:.2f} % over 50 ms; loop busy {100 * busy:.0f} %, {now.cpu:.2f} cores"
+        f"{now.name:14} lag p50 ≤ {1e3 * typical:g} ms, p99 ≤ {1e3 * late_s:g} ms, {100 * late:.2f} % over 50 ms; "
+        f"loop busy {100 * now.loop_busy:.0f} %, {now.cpu:.2f} cores"
     )

@@ -9,10 +9,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from asyncrl.errors import ActorFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,15 @@ class Drawing:
     longest_s: float
     """Without drawing."""
     measured_s: float
+
+
+def drawing(drawn: Sequence[float], now: float, cpu_s: float) -> Drawing | None:
+    """Of what was drawn at these times up to ``now``; None without a picture that is a second old."""
+    if not drawn or (whole := int(now - drawn[0])) < 1:
+        return None
+    seconds = {int(at - drawn[0]) for at in drawn} & set(range(whole))
+    longest = max(later - earlier for earlier, later in zip(drawn, [*drawn[1:], now], strict=True))
+    return Drawing(cpu_s / (now - drawn[0]), len(seconds) / whole, longest, now - drawn[0])
 
 
 class Top:
@@ -49,14 +61,10 @@ class Top:
         self._reader.start()
 
     def drawing(self) -> Drawing | None:
-        """What it did up to now; None before its first picture and in the first second after it."""
-        drawn, cpu_s, now = list(self._drawn), self._cpu_s(), time.monotonic()
-        if not drawn or (whole := int(now - drawn[0])) < 1:
-            return None
-        seconds = {int(at - drawn[0]) for at in drawn} & set(range(whole))
-        longest = max(later - earlier for earlier, later in zip(drawn, [*drawn[1:], now], strict=True))
-        measured_s = now - drawn[0]
-        return Drawing((cpu_s - self._start_cpu_s) / measured_s, len(seconds) / whole, longest, measured_s)
+        """What it did up to now; None before its first picture and in the first second after it. Raises ActorFailed."""
+        if (exit_code := self._process.poll()) is not None:
+            raise ActorFailed("asyncrl-top", f"has ended, exit code {exit_code}")
+        return drawing(list(self._drawn), time.monotonic(), self._cpu_s() - self._start_cpu_s)
 
     def close(self) -> None:
         """End it."""

@@ -40,7 +40,7 @@ async def follow(target: Target, processes: Processes, wanted: int, *, top: bool
     """Until the run is over. Raises ActorFailed."""
     seen: Watched | None = None
     screen: Top | None = None
-    at = time.monotonic()
+    at, over = time.monotonic(), False
     with Viewer(target) as viewer:
         try:
             async for snapshot in _snapshots(viewer, processes):
@@ -54,21 +54,23 @@ async def follow(target: Target, processes: Processes, wanted: int, *, top: bool
                             screen = Top(target.run_dir)
                 elif snapshot.run.phase == "running":
                     seen.end = snapshot
-                    if in_flight < IN_FLIGHT_SHARE * wanted:
-                        continue
-                    seen.largest_gap_s = max(seen.largest_gap_s, now - at)
-                    seen.snapshots += 1
-                    seen.last = snapshot
-                    seen.most_in_flight = max(seen.most_in_flight, int(in_flight))
-                    seen.in_flight.append(in_flight)
-                    if screen is not None:
-                        seen.drawing = screen.drawing()
+                    over = over or in_flight < IN_FLIGHT_SHARE * wanted
+                    if not over:
+                        seen.largest_gap_s = max(seen.largest_gap_s, now - at)
+                        seen.snapshots += 1
+                        seen.last = snapshot
+                        seen.most_in_flight = max(seen.most_in_flight, int(in_flight))
+                        seen.in_flight.append(in_flight)
+                        if screen is not None:
+                            seen.drawing = screen.drawing()
                 at = time.monotonic()
                 if snapshot.run.phase not in ("starting", "running"):
                     if snapshot.run.exit_code:
                         raise ActorFailed("the run", snapshot.run.reason)
                     if seen is None:
                         raise ActorFailed("the run", f"over before {wanted} trajectories were in flight")
+                    if top and seen.drawing is None:
+                        raise ActorFailed("asyncrl-top", "drew nothing")
                     return seen
         finally:
             if screen is not None:
