@@ -30,8 +30,9 @@ from asyncrl.config.load import config_from_json
 from asyncrl.errors import AsyncRLError
 from asyncrl.launcher.child import Child
 from asyncrl.launcher.folders import PART
-from asyncrl.launcher.host import Announce, AskStop, Host, Instruction, Kill, KillAll, Report, ReportStart, Spawn
+from asyncrl.launcher.host import Host
 from asyncrl.launcher.hostspec import private_name
+from asyncrl.launcher.instructions import Announce, AskStop, Instruction, Kill, KillAll, Report, ReportStart, Spawn
 from asyncrl.launcher.link import ControllerLink, agent_name, make_link
 from asyncrl.launcher.processes import become_subreaper, die_with_parent, end_children
 from asyncrl.launcher.remote import remove_part

@@ -21,6 +21,16 @@ from dataclasses import dataclass, field
 
 from asyncrl.config.operation import SupervisionConfig
 from asyncrl.errors import ActorFailed
+from asyncrl.launcher.instructions import (
+    Announce,
+    AskStop,
+    Instruction,
+    Kill,
+    KillAll,
+    Report,
+    ReportStart,
+    Spawn,
+)
 from asyncrl.messages.actors import RunState
 from asyncrl.runtime.actor import CONTROLLER
 from asyncrl.runtime.registry import FIRST_WORD_S
@@ -34,66 +44,6 @@ VERDICT_S = 10.0
 """Longest wait for the controller's word on an actor that ended with exit code 0: two of its answers may be lost."""
 UNANSWERED = 2
 """Calls in a row without an answer after which a silent controller is frozen: one may be this host's own fault."""
-
-
-@dataclass(frozen=True, slots=True)
-class Spawn:
-    """Start an actor now."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """Tell the controller of the end of this incarnation; ``died`` as in ActorEnded."""
-
-    name: str
-    incarnation: int
-    exit_code: int
-    fatal: bool
-    reason: str
-    died: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ReportStart:
-    """Tell the controller that this incarnation lives."""
-
-    name: str
-    incarnation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Announce:
-    """Tell whoever watches that an actor that died for this reason, so long ago, is started again."""
-
-    name: str
-    reason: str
-    after_s: float = field(default=0.0, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Kill:
-    """Kill an actor's process group; its end is reported as any other."""
-
-    name: str
-    reason: str = field(default="", compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class AskStop:
-    """Ask the controller to end the run in good order, or to let it make way."""
-
-    reason: str
-    preempt: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class KillAll:
-    """Kill every process that is left."""
-
-
-Instruction = Spawn | ReportStart | Report | Announce | Kill | AskStop | KillAll
 
 
 @dataclass(frozen=True, slots=True)

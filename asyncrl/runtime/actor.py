@@ -28,10 +28,11 @@ from asyncrl.monitor.trace import STATES, Trace, spans_kept
 from asyncrl.runtime.awaits import Awaits, most_telling
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.endpoint import Endpoint
+from asyncrl.runtime.handlers import Caller, handler
 from asyncrl.runtime.peer import Peer
 from asyncrl.runtime.roster import CONTROLLER, Roster
 from asyncrl.runtime.run_watch import RunWatch
-from asyncrl.runtime.server import Caller, CallServer, handler
+from asyncrl.runtime.server import CallServer
 from asyncrl.runtime.supervision import ROLES, UNHEALABLE_EXITS
 from asyncrl.runtime.telling import Events, Telling
 from asyncrl.runtime.vitals import Vitals, VitalSigns

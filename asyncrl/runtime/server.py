@@ -16,16 +16,15 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import inspect
-import typing
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.errors import AsyncRLError, ProtocolError
-from asyncrl.messages import Message, Request
+from asyncrl.messages import Message
 from asyncrl.runtime.deadlines import Deadlines
 from asyncrl.runtime.endpoint import CREDIT, Endpoint, size_of
+from asyncrl.runtime.handlers import Caller, Handler, handlers_of
 from asyncrl.runtime.roster import LAUNCHER
 from asyncrl.wire.envelope import (
     PROTOCOL_VERSION,
@@ -62,27 +61,6 @@ LONGEST_ERROR = 16384
 
 
 @dataclass(slots=True)
-class Caller:
-    """Who calls, and how long it will wait."""
-
-    name: str
-    incarnation: int
-    param_version: int
-    deadline: float
-    """On the loop's clock."""
-
-    @property
-    def remaining_s(self) -> float:
-        """Seconds until the caller gives up."""
-        return max(0.0, self.deadline - asyncio.get_running_loop().time())
-
-    @property
-    def park_s(self) -> float:
-        """How long a call may be parked: it is answered before half of its deadline, so expiry means a dead peer."""
-        return 0.45 * self.remaining_s
-
-
-@dataclass(slots=True)
 class _Session:
     routing_id: bytes
     name: str
@@ -93,26 +71,6 @@ class _Session:
     running: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
     stored: dict[int, list[Any]] = field(default_factory=dict)
     """Replies to calls that may not be repeated, until the caller has them."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Handler:
-    function: Callable[[Any, Caller], Any]
-    request: type[Message]
-    is_async: bool
-    idempotent: bool
-    answered: bool
-    for_viewers: bool
-
-
-def handler(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a method ``(self, request: SomeMessage, caller: Caller)`` as the handler of SomeMessage.
-
-    A plain method runs in the receive callback and must not block; it returns the reply, or a future of it. An async
-    one runs as a task. The future or the task is cancelled when the caller cancels or its deadline is over.
-    """
-    function.__asyncrl_handler__ = True  # type: ignore[attr-defined]
-    return function
 
 
 class CallServer:
@@ -129,7 +87,7 @@ class CallServer:
         self._loop = asyncio.get_running_loop()
         self._on_error = on_error
         self._on_replaced = on_replaced
-        self._handlers = _handlers_of(owner)
+        self._handlers = handlers_of(owner)
         self._sessions: dict[bytes, _Session] = {}
         self._newest: dict[str, int] = {}
         self._fenced: dict[str, int] = {}
@@ -331,7 +289,7 @@ class CallServer:
         reply.add_done_callback(lambda reply: self._future_over(session, header, found, reply, tick))
 
     async def _run_call(
-        self, session: _Session, header: Header, found: _Handler, request: Message, caller: Caller
+        self, session: _Session, header: Header, found: Handler, request: Message, caller: Caller
     ) -> None:
         try:
             self._reply(session, header, found, await found.function(request, caller))
@@ -346,7 +304,7 @@ class CallServer:
         self,
         session: _Session,
         header: Header,
-        found: _Handler,
+        found: Handler,
         reply: asyncio.Future[Message],
         tick: int,
     ) -> None:
@@ -384,7 +342,7 @@ class CallServer:
 
     # --- answering ---
 
-    def _reply(self, session: _Session, header: Header, found: _Handler, reply: Message) -> None:
+    def _reply(self, session: _Session, header: Header, found: Handler, reply: Message) -> None:
         frames = self._endpoint.codec.encode(reply)
         if (size := size_of(frames)) > session.limit:
             self._error(
@@ -426,23 +384,3 @@ class CallServer:
         # Where it cannot go now, the caller's repeat asks for it again.
         if self._bound is not None and not self._bound.send(routing_id, message):
             self._endpoint.count("wire/unsent")
-
-
-def _handlers_of(owner: object) -> dict[str, _Handler]:
-    found: dict[str, _Handler] = {}
-    for name in dir(type(owner)):
-        function = getattr(type(owner), name, None)
-        if not getattr(function, "__asyncrl_handler__", False):
-            continue
-        request = typing.get_type_hints(function)["request"]
-        bound: Callable[[Any, Caller], Any | Awaitable[Any]] = getattr(owner, name)
-        answered = issubclass(request, Request)
-        found[request.__name__] = _Handler(
-            bound,
-            request,
-            inspect.iscoroutinefunction(function),
-            not answered or request.idempotent,
-            answered,
-            answered and request.for_viewers,
-        )
-    return found

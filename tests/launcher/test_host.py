@@ -5,18 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.operation import SupervisionConfig
-from asyncrl.launcher.host import (
-    NEVER_RAN_GRACE_S,
-    VERDICT_S,
-    Announce,
-    AskStop,
-    Host,
-    Kill,
-    KillAll,
-    Report,
-    ReportStart,
-    Spawn,
-)
+from asyncrl.launcher.host import NEVER_RAN_GRACE_S, VERDICT_S, Host
+from asyncrl.launcher.instructions import Announce, AskStop, Kill, KillAll, Report, ReportStart, Spawn
 from asyncrl.messages.actors import Condemned, RunState
 from asyncrl.runtime.registry import FIRST_WORD_S
 

@@ -12,7 +12,7 @@ from asyncrl.messages.learner import Deliver
 from asyncrl.messages.monitor import AwaitRecord, Heartbeat
 from asyncrl.messages.weights import KeepPublished, NextUpdate
 from asyncrl.runtime.awaits import MOST_RECORDS, Awaits, most_telling
-from asyncrl.runtime.server import Caller, handler
+from asyncrl.runtime.handlers import Caller, handler
 from asyncrl.wire.codec import Codec
 
 

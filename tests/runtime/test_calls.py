@@ -10,7 +10,7 @@ from harness import Net
 from asyncrl.errors import DeadlineExceeded, PeerRestarted, ProtocolError, Refused, RemoteError, RewardFailed
 from asyncrl.messages import Done, Message, Request
 from asyncrl.runtime import peer as peer_module
-from asyncrl.runtime.server import Caller, handler
+from asyncrl.runtime.handlers import Caller, handler
 from asyncrl.wire.keys import Credentials, create_credentials, load_credentials
 
 

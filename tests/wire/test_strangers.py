@@ -17,8 +17,8 @@ from wire.knocking import SENT, Guise, Knocker, Mutator, knock, sample, stranger
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.messages import Done, Request
 from asyncrl.runtime import server as serving
+from asyncrl.runtime.handlers import Caller, handler
 from asyncrl.runtime.roster import LAUNCHER
-from asyncrl.runtime.server import Caller, handler
 from asyncrl.wire import keys, zeromq
 from asyncrl.wire.keys import Credentials, create_credentials, load_credentials
 

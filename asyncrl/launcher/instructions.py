@@ -1,0 +1,65 @@
+"""What a node agent is to do: the instructions of host.py, which the agent carries out in their order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Spawn:
+    """Start an actor now."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Tell the controller of the end of this incarnation; ``died`` as in ActorEnded."""
+
+    name: str
+    incarnation: int
+    exit_code: int
+    fatal: bool
+    reason: str
+    died: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReportStart:
+    """Tell the controller that this incarnation lives."""
+
+    name: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Tell whoever watches that an actor that died for this reason, so long ago, is started again."""
+
+    name: str
+    reason: str
+    after_s: float = field(default=0.0, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """Kill an actor's process group; its end is reported as any other."""
+
+    name: str
+    reason: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class AskStop:
+    """Ask the controller to end the run in good order, or to let it make way."""
+
+    reason: str
+    preempt: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KillAll:
+    """Kill every process that is left."""
+
+
+Instruction = Spawn | ReportStart | Report | Announce | Kill | AskStop | KillAll

@@ -1,0 +1,79 @@
+"""Typed handlers: which method of an actor serves which message, and who calls it.
+
+The annotation of ``request`` is what a method serves; how it is run follows from the method and the message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import typing
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.messages import Message, Request
+
+
+@dataclass(slots=True)
+class Caller:
+    """Who calls, and how long it will wait."""
+
+    name: str
+    incarnation: int
+    param_version: int
+    deadline: float
+    """On the loop's clock."""
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until the caller gives up."""
+        return max(0.0, self.deadline - asyncio.get_running_loop().time())
+
+    @property
+    def park_s(self) -> float:
+        """How long a call may be parked: it is answered before half of its deadline, so expiry means a dead peer."""
+        return 0.45 * self.remaining_s
+
+
+@dataclass(frozen=True, slots=True)
+class Handler:
+    """A bound method and what it serves."""
+
+    function: Callable[[Any, Caller], Any]
+    request: type[Message]
+    is_async: bool
+    idempotent: bool
+    answered: bool
+    for_viewers: bool
+
+
+def handler(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a method ``(self, request: SomeMessage, caller: Caller)`` as the handler of SomeMessage.
+
+    A plain method runs in the receive callback and must not block; it returns the reply, or a future of it. An async
+    one runs as a task. The future or the task is cancelled when the caller cancels or its deadline is over.
+    """
+    function.__asyncrl_handler__ = True  # type: ignore[attr-defined]
+    return function
+
+
+def handlers_of(owner: object) -> dict[str, Handler]:
+    """The handlers of an object, by the name of what they serve."""
+    found: dict[str, Handler] = {}
+    for name in dir(type(owner)):
+        function = getattr(type(owner), name, None)
+        if not getattr(function, "__asyncrl_handler__", False):
+            continue
+        request = typing.get_type_hints(function)["request"]
+        bound: Callable[[Any, Caller], Any | Awaitable[Any]] = getattr(owner, name)
+        answered = issubclass(request, Request)
+        found[request.__name__] = Handler(
+            bound,
+            request,
+            inspect.iscoroutinefunction(function),
+            not answered or request.idempotent,
+            answered,
+            answered and request.for_viewers,
+        )
+    return found
