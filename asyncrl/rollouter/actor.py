@@ -35,6 +35,7 @@ from asyncrl.rollouter.slots import Slots
 from asyncrl.rollouter.spool import Spool
 from asyncrl.rollouter.updates import UpdateFollower
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
+from asyncrl.runtime.away import log_away
 from asyncrl.tokenizer import Tokenizer, load_tokenizer
 
 T = TypeVar("T")
@@ -262,7 +263,7 @@ class Rollouter(Actor):
             # grant, and numbers its own from what it was told is seen.
             return leased if call.answered_by >= self._dataloader else None
         except (DeadlineExceeded, RemoteError) as error:
-            self.log.warning("dataloader is away", error=str(error))
+            log_away(self.log, "dataloader", error)
             await asyncio.sleep(AWAY_S)
             return None
         finally:
