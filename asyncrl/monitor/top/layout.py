@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from asyncrl.monitor.top.document import Document
+from asyncrl.monitor.top.panes.base import PaneName
 from asyncrl.monitor.top.panes.staleness import buckets
 
 WIDE = (150, 40)
@@ -82,7 +83,7 @@ def room(width: int, height: int) -> Room:
     return "wide" if width >= WIDE[0] and height >= WIDE[1] else "narrow"
 
 
-def heights(document: Document, room: Room, rows: int) -> dict[str, int | str]:
+def heights(document: Document, room: Room, rows: int) -> dict[PaneName, int | str]:
     """Of the panes whose height depends on what is in them, where all panes are seen."""
     if room != "wide":
         return {"learner": "1fr", "staleness": "1fr"}

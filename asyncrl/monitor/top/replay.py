@@ -62,6 +62,12 @@ class Replay:
             self.position = min(self.end, self.position + seconds * self.speed)
             self.playing = not self.at_end
 
+    def play_or_stop(self) -> None:
+        """The other of both; at the end from the beginning."""
+        if self.at_end and not self.playing:
+            self.jump(self.begin)
+        self.playing = not self.playing
+
     def jump(self, position: float) -> None:
         """Go there."""
         self.position = max(self.begin, min(self.end, position))
