@@ -140,6 +140,7 @@ def test_a_reader_that_is_gone_ends_nothing(tmp_path):
 def run_dir(tmp_path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "export").mkdir()
+    (tmp_path / "monitor").mkdir()
     return tmp_path
 
 
@@ -157,6 +158,7 @@ def test_the_summary(run_dir):
         f"run folder  {run_dir}",
         f"model       {run_dir / 'export'}",
         f"logs        {run_dir / 'logs'}",
+        f"replay      asyncrl-top {run_dir} --replay, or --report FILE.html",
     ]
 
 

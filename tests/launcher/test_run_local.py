@@ -1,6 +1,7 @@
 """Launched runs of stub actors: real launcher, guard, agent and controller, real processes and signals."""
 
 import os
+import re
 import signal
 import time
 
@@ -34,9 +35,11 @@ def test_a_run_from_start_to_end(launched):
     assert shown[0] == f"run folder: {run.run_dir}"
     assert shown[1].startswith("starting: waiting for dataloader/0")
     assert any(line.startswith("step 3/3") for line in shown)
-    summary = {line.split("  ")[0]: line.split("  ", 1)[1].strip() for line in shown[-5:]}
+    last = [line for line in shown if line.startswith("steps ")]
+    summary = dict(re.split(" {2,}", line) for line in shown[shown.index(last[-1]) :])
     assert summary["steps"] == "3 of 3"
     assert summary["reward"] == "0.100 → 0.300"
+    assert summary["replay"].startswith(f"asyncrl-top {run.run_dir} --replay")
     assert {log.name for log in (run.run_dir / "logs" / "attempt_1").iterdir()} == {
         "agent-0.log",
         "controller-0.log",
