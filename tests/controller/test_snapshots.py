@@ -1,6 +1,8 @@
 """What the controller shows of a run: to whom, how often, and whether it adds up."""
 
 import asyncio
+import os
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +10,7 @@ from test_controller_actor import CONFIG, is_parked, run
 
 from asyncrl.config.load import validate_config
 from asyncrl.controller import actor as actor_module
+from asyncrl.controller import snapshots as snapshots_module
 from asyncrl.controller.picture import Constants, view_actors
 from asyncrl.controller.snapshots import SNAPSHOT_S
 from asyncrl.launcher.link import ControllerLink
@@ -162,6 +165,68 @@ def test_the_end_is_seen_and_recorded(tmp_path):
         assert [actor.name for actor in kept[-1].actors] == sorted(CONFIG.actors)
 
     run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("sections", "is_made"),
+    [
+        ({"monitor": {"record_bytes": 0}}, False),
+        ({"monitor": {"record_bytes": 1 << 20}}, True),
+        ({"monitor": {"record_bytes": 0}, "sinks": {"tensorboard": True}}, True),
+    ],
+)
+def test_for_nobody_no_snapshot_is_made(tmp_path, monkeypatch, sections, is_made):
+    monkeypatch.setattr(actor_module, "start_sinks", lambda *_: None)
+    sections["monitor"] |= {"record_s": 0.01}
+
+    async def scenario(cluster):
+        snapshots = cluster.controller._watching._snapshots
+        if is_made:
+            while snapshots.taken < 3:
+                await asyncio.sleep(0.005)
+            return
+        await asyncio.sleep(0.1)
+        assert snapshots.taken == 0
+        # Who watches gets them, and once it is gone there are none again.
+        viewer = cluster.caller(VIEWER)
+        number, _ = await look(viewer)
+        await look(viewer, number)
+        monkeypatch.setattr(snapshots_module, "WATCHED_S", 0.0)
+        taken = snapshots.taken
+        await asyncio.sleep(0.1)
+        assert snapshots.taken <= taken + 1
+        # The end is told all the same.
+        await cluster.caller().call(StopRun(reason="enough"))
+        assert (await until(viewer, lambda s: s.run.phase == "done")).run.reason == "enough"
+
+    run(tmp_path, scenario, validate_config(CONFIG.model_dump() | sections))
+
+
+def test_a_file_system_that_does_not_answer_holds_up_no_end(tmp_path, monkeypatch):
+    """Its thread is left to itself: neither the event loop nor the executor of it waits."""
+    asked, answers, happened = threading.Event(), threading.Event(), []
+
+    def statvfs(_path):
+        asked.set()
+        answers.wait(60)
+        happened.append("it answers")
+        raise OSError("late")
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+
+    async def scenario(cluster):
+        await cluster.all_ready()
+        while not asked.is_set():
+            await asyncio.sleep(0.005)
+        await cluster.caller().call(StopRun(reason="enough"))
+        await asyncio.shield(cluster.main)
+
+    try:
+        run(tmp_path, scenario)
+        happened.append("the end")
+    finally:
+        answers.set()
+    assert happened[0] == "the end"
 
 
 def test_an_end_that_takes_longer_than_from_one_record_to_the_next_is_a_good_end(tmp_path, monkeypatch):
