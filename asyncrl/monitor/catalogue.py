@@ -143,7 +143,7 @@ METRICS: tuple[Metric, ...] = (
         ("rollout/running", "trajectories", "in the engine"),
         ("rollout/waiting", "trajectories", "that wait for a slot or for the engine to serve"),
         ("rollout/held", "groups", "tickets that are not acknowledged"),
-        ("rollout/scoring", "trajectories", "generated and not scored so far, or groups of them under a group reward"),
+        ("rollout/scoring", "trajectories", "with the reward pool, those in its queue included"),
         ("rollout/oldest_s", "s", "since the oldest trajectory that is not generated was leased"),
         ("rollout/served_version", "version", "that the engine serves; -1 before the first"),
         ("rollout/kv_use", "share", "of the engine's KV cache in use, 0 to 1; absent where an engine cannot say"),
