@@ -11,7 +11,7 @@ from test_controller_actor import CONFIG, is_parked, run
 from asyncrl.config.load import validate_config
 from asyncrl.controller import actor as actor_module
 from asyncrl.controller import snapshots as snapshots_module
-from asyncrl.controller.picture import Constants, view_actors
+from asyncrl.controller.picture import Constants, Lines, view_actors
 from asyncrl.controller.snapshots import SNAPSHOT_S
 from asyncrl.launcher.link import ControllerLink
 from asyncrl.messages.actors import ActorEnded, ActorRecord, StopRun
@@ -253,6 +253,19 @@ def test_steps_that_a_learner_trains_again_are_there_once(tmp_path):
         assert seen.run.step == 5
 
     run(tmp_path, scenario)
+
+
+def test_nothing_is_left_of_steps_that_a_learner_trains_again():
+    """Neither their lines nor the updates and evaluations that were told with them."""
+    lines = Lines()
+    for start, step, evaluation in ((1, 4, "kept"), (1, 5, "again"), (1, 6, "undone"), (2, 5, "again")):
+        about = {"start": start, "step": step}
+        lines.add({"kind": "update", "replica": "rollouter/0"} | about)
+        lines.add({"kind": "train"} | about)
+        lines.add({"kind": "eval", f"eval/{evaluation}/mean": 0.5} | about)
+    for held in (lines.train, lines.updates):
+        assert [(line["start"], line["step"]) for line in held] == [(1, 4), (2, 5)]
+    assert {name: line["start"] for name, line in lines.evals.items()} == {"kept": 1, "again": 2}
 
 
 @pytest.mark.parametrize("lost", [False, True])

@@ -40,6 +40,8 @@ def test_the_run_in_figures():
         ([train(4), update(5), train(5)], [(4, True), (5, False), (5, False)]),
         # A learner went on from its checkpoint of step 3.
         ([train(5), train(4, start=2), train(5, start=2)], [(5, True), (4, True), (5, False)]),
+        # One that ended after the last step is told with that.
+        ([train(4), update(5) | {"step": 4}], [(4, True), (4, False)]),
         ([evaluation(0), train(1)], [(0, False), (1, True)]),
     ],
 )

@@ -79,6 +79,16 @@ def test_openmetrics_is_spoken_to_those_who_ask_for_it(sink):
     assert found["asyncrl_step",] == 4
 
 
+def test_what_a_learner_undoes_is_shown_no_more(sink):
+    for line in (update(5) | {"step": 5}, evaluation(3, "kept"), evaluation(5), train(5), train(4, start=2)):
+        sink.write(Line(line))
+    found = figures(scrape(sink.address))
+    assert {key for key in found if key[0] in ("asyncrl_update_stall_s", "asyncrl_eval_mean")} == {
+        ("asyncrl_eval_mean", ("eval", "kept"))
+    }
+    assert found["asyncrl_step",] == 4
+
+
 def test_other_paths_are_not_there(sink):
     client = http.client.HTTPConnection(*where(sink), timeout=30)
     client.request("GET", "/config")

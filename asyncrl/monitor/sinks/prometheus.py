@@ -19,6 +19,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar
 
+from asyncrl.monitor.metrics_file import is_voided
 from asyncrl.monitor.sinks.exposition import Labels, families_of
 from asyncrl.monitor.sinks.records import Line, PrometheusSetup, Setup
 from asyncrl.snapshot import Snapshot
@@ -70,7 +71,7 @@ class PrometheusSink:
         names = {key.split("/")[1] for key in line if key.startswith("eval/")}
         key = (str(line.get("kind")), str(line.get("replica", "")), *sorted(names))
         # Another dictionary: those who collect go through the present one.
-        self._lines = self._lines | {key: line}
+        self._lines = {key: other for key, other in self._lines.items() if not is_voided(other, line)} | {key: line}
 
     def close(self) -> None:
         """Take the endpoint away."""
