@@ -12,6 +12,7 @@ import pytest
 from sinks_cases import LOG, address_of, encoded, feeding, setup, snapshot, train, wait_for
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from asyncrl.monitor.sinks import records
 from asyncrl.monitor.sinks.feed import MOST_RESTARTS, SinkFeed
 from asyncrl.monitor.sinks.records import PrometheusSetup
 
@@ -96,6 +97,56 @@ def test_a_process_that_stands_still_delays_nobody_and_is_killed_at_the_end(tmp_
         assert time.monotonic() - began < 20.0
         assert feed.pid == 0
         assert counters["sinks/dropped"] >= 50 + held
+
+
+def begin_a_line_that_is_too_long_for_the_socket(feed, run_dir):
+    """To a process that stands still."""
+    feed.line(train(1))
+    taken(run_dir, 1)
+    psutil.Process(feed.pid).suspend()
+    feed.line(train(2) | {"text": "x" * (8 << 20)})
+    wait_for(lambda: not feed._queue and feed._sending)
+
+
+def test_a_line_that_is_being_sent_when_the_time_is_up_is_counted(tmp_path):
+    with feeding(setup(tmp_path, tensorboard=True)) as (feed, counters):
+        begin_a_line_that_is_too_long_for_the_socket(feed, tmp_path)
+        feed.close(0.2)
+        assert counters == {"sinks/dropped": 1, "sinks/lost": 0, "sinks/restarts": 0}
+
+
+def test_a_line_that_is_being_sent_when_the_process_dies_is_counted_once(tmp_path):
+    with feeding(setup(tmp_path, tensorboard=True), first_pause_s=0.05) as (feed, counters):
+        begin_a_line_that_is_too_long_for_the_socket(feed, tmp_path)
+        os.kill(feed.pid, signal.SIGKILL)
+        wait_for(lambda: counters["sinks/restarts"] == 1)
+        feed.line(train(3))
+        taken(tmp_path, 3)
+        feed.close(30.0)
+        assert counters == {"sinks/dropped": 1, "sinks/lost": 0, "sinks/restarts": 1}
+    assert steps(tmp_path) == [1, 3]
+
+
+def test_a_process_that_says_what_cannot_be_is_started_again(tmp_path, monkeypatch):
+    """The feed goes on: a record that is too long is one that it cannot read, as any other nonsense."""
+    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 16)
+    with feeding(setup(tmp_path, tensorboard=True, prometheus=PrometheusSetup("127.0.0.1", 0)), first_pause_s=0.05) as (
+        feed,
+        counters,
+    ):
+        # What it says of the address of its endpoint is longer.
+        wait_for(lambda: counters["sinks/restarts"] >= 1)
+        monkeypatch.undo()
+        feed.line(train(1))
+        taken(tmp_path, 1)
+        assert not feed._given_up
+
+
+@pytest.mark.parametrize("data", [b"\xc1", b"\xa1x", b"\xda\xff\xff" + bytes(40)], ids=["unused", "text", "long"])
+def test_bytes_that_are_no_record_and_records_that_are_too_long_are_a_value_error(monkeypatch, data):
+    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 32)
+    with pytest.raises(ValueError):  # noqa: PT011
+        list(records.Stream(records.Report).feed(data))
 
 
 def test_of_snapshots_only_the_newest_waits(tmp_path):
