@@ -16,7 +16,7 @@ from asyncrl.controller.picture import Constants, Events, Lines, take_picture, v
 from asyncrl.controller.run_state import RunStateMachine
 from asyncrl.controller.sinks import are_wanted
 from asyncrl.controller.snapshots import Snapshots
-from asyncrl.messages.monitor import EventRecord, Heartbeat, SnapshotTaken, WatchSnapshot
+from asyncrl.messages.monitor import EventRecord, Heartbeat
 from asyncrl.monitor.recording import Recorder
 from asyncrl.runtime.actor import Actor
 from asyncrl.runtime.registry import Registry
@@ -73,7 +73,7 @@ class Watching:
         self._writing: asyncio.Future[None] | None = None
         self._is_over = False
         """Whether the last snapshot was taken."""
-        self._snapshots = Snapshots(
+        self.snapshots = Snapshots(
             self._take,
             self._record,
             record_s=config.monitor.record_s if config.monitor.record_bytes or are_wanted(config.sinks) else None,
@@ -85,15 +85,11 @@ class Watching:
         """Until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._snapshots.run())
+                tasks.create_task(self.snapshots.run())
                 tasks.create_task(self._look_around())
                 tasks.create_task(self._look_at_disk())
         finally:
             self._disk_thread.shutdown(wait=False, cancel_futures=True)
-
-    async def watch(self, request: WatchSnapshot, park_s: float) -> SnapshotTaken:
-        """See Snapshots."""
-        return await self._snapshots.watch(request, park_s)
 
     def happened(self, level: str, actor: str, text: str) -> None:
         """Something that is worth knowing of the run; level is info, warning or error."""
@@ -120,7 +116,7 @@ class Watching:
         """Take the last snapshot, tell it to everybody who watches, and write it."""
         self._look_at_self()
         await self._written()
-        await self._snapshots.take(record=True)
+        await self.snapshots.take(record=True)
         self._is_over = True
         await self._written()
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -183,9 +179,9 @@ class Watching:
     async def _look_around(self) -> None:
         while True:
             counters = self._actor.counters
-            counters["snapshots/bytes"] = self._snapshots.bytes
-            counters["snapshots/take_s"] = self._snapshots.take_s
-            counters["snapshots/taken"] = self._snapshots.taken
+            counters["snapshots/bytes"] = self.snapshots.bytes
+            counters["snapshots/take_s"] = self.snapshots.take_s
+            counters["snapshots/taken"] = self.snapshots.taken
             counters["snapshots/recorded_bytes"] = self._recorder.size
             self._look_at_self()
             await asyncio.sleep(self._actor.config.supervision.heartbeat_s)

@@ -6,6 +6,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from recordings import read_recording
 from test_controller_actor import CONFIG, is_parked, run
 
 from asyncrl.config.load import validate_config
@@ -17,7 +18,6 @@ from asyncrl.launcher.link import ControllerLink
 from asyncrl.messages.actors import ActorEnded, ActorRecord, StopRun
 from asyncrl.messages.monitor import EventRecord, Heartbeat, MetricsLine, RequestTrace, ResourceRecord, WatchSnapshot
 from asyncrl.monitor.client import decode_snapshot
-from asyncrl.monitor.recording import read_recording
 from asyncrl.runtime.registry import Registry
 from asyncrl.snapshot import UPDATE_LINES, Histogram
 from asyncrl.wire.keys import VIEWER
@@ -160,7 +160,7 @@ def test_the_end_is_seen_and_recorded(tmp_path):
         phases = [event.text for event in seen.events if event.text.startswith("the run is")]
         assert phases == ["the run is running", "the run is draining: enough", "the run is done: enough"]
         await asyncio.wait_for(asyncio.shield(cluster.main), 10)
-        kept = list(read_recording(tmp_path))
+        kept = read_recording(tmp_path)
         assert kept[-1].run.phase == "done"
         assert [actor.name for actor in kept[-1].actors] == sorted(CONFIG.actors)
 
@@ -180,7 +180,7 @@ def test_for_nobody_no_snapshot_is_made(tmp_path, monkeypatch, sections, is_made
     sections["monitor"] |= {"record_s": 0.01}
 
     async def scenario(cluster):
-        snapshots = cluster.controller._watching._snapshots
+        snapshots = cluster.controller._watching.snapshots
         if is_made:
             while snapshots.taken < 3:
                 await asyncio.sleep(0.005)
