@@ -99,7 +99,9 @@ def test_kinds_and_descriptions_are_those_of_the_catalogue():
 def everything():
     """(lines, snapshot) with every figure that the catalogue knows, all of them with one actor."""
     names = [metric.name.replace("*", "made") for metric in catalogue.METRICS]
-    lines = [{"kind": kind, "replica": "rollouter/0"} | dict.fromkeys(names, 1.0) for kind in ("train", "eval", "update")]
+    lines = [
+        {"kind": kind, "replica": "rollouter/0"} | dict.fromkeys(names, 1.0) for kind in ("train", "eval", "update")
+    ]
     (actor,) = snapshot().actors
     heard = {kind: [metric for metric in catalogue.METRICS if kind in metric.kinds] for kind in HEARD}
     actor = replace(

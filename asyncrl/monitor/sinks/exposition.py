@@ -2,8 +2,8 @@
 
 A name of ours becomes one of the Prometheus grammar: ``reward/mean`` is ``asyncrl_reward_mean``. What distinguishes
 things of one kind is a label: the actor and its host, the replica of an update, the evaluation, the component of a
-reward. Kinds and descriptions are those of the catalogue. Invariant: what has one name is of one kind; of two names of a
-run's own that become the same the last counts.
+reward. Kinds and descriptions are those of the catalogue. Invariant: what has one name is of one kind; of two
+names of a run's own that become the same the last counts.
 """
 
 from __future__ import annotations

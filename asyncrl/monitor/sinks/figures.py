@@ -51,9 +51,9 @@ def run_figures(snapshot: Snapshot) -> dict[str, float]:
 class Steps:
     """Follows the steps of the lines, across learners that start again from a checkpoint.
 
-    Lines of updates are told before the line of the step in which they ended, which is theirs too. It does not hold what
-    it voids, as is_voided of metrics_file needs it: what earlier lives of the sinks have written is not known here, so
-    that the first step of every learner that is heard of voids.
+    Lines of updates are told before the line of the step in which they ended, which is theirs too. Which lines a step
+    voids is not asked of is_voided of metrics_file: what earlier lives of the sinks have written is not known here, so
+    that the first step of every learner that is heard of voids whatever there is.
     """
 
     def __init__(self) -> None:
