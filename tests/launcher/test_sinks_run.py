@@ -113,13 +113,17 @@ def test_a_resumed_run_goes_on_in_its_sinks(launch):
     run.process.send_signal(signal.SIGTERM)
     code, shown = run.end()
     assert code == 75, shown
-    wandb_id = (run.run_dir / "monitor" / "wandb.json").read_bytes()
+    kept = (run.run_dir / "monitor" / "wandb.json").read_bytes()
     again = launch(*ALL, "--resume", "auto")
-    known = {}
-    ended_well(again, known)
+    again.wait_to_show(f"/{STEPS}  version ")
+    below(again, "asyncrl sinks")
+    below(again, "wandb-core")
+    ended_well(again, again.processes())
     assert wrote(again) == list(range(1, STEPS + 1))
-    assert (run.run_dir / "monitor" / "wandb.json").read_bytes() == wandb_id
-    assert {path.suffixes[-1] for path in run.run_dir.glob("wandb/offline-run-*/*.wandb")} == {".wandb"}
+    assert (run.run_dir / "monitor" / "wandb.json").read_bytes() == kept
+    # One file of each attempt, both of the same W&B run.
+    written = [path.name for path in run.run_dir.glob("wandb/offline-run-*/*.wandb")]
+    assert written == [f"run-{json.loads(kept)['id']}.wandb"] * 2
 
 
 def test_a_sink_whose_package_is_missing_is_refused_before_anything_starts(tmp_path):
