@@ -13,7 +13,6 @@ from asyncrl.config.load import validate_config
 from asyncrl.controller import actor as actor_module
 from asyncrl.controller import snapshots as snapshots_module
 from asyncrl.controller.picture import Constants, Lines, view_actors
-from asyncrl.controller.snapshots import SNAPSHOT_S
 from asyncrl.launcher.link import ControllerLink
 from asyncrl.messages.actors import ActorEnded, ActorRecord, StopRun
 from asyncrl.messages.monitor import EventRecord, Heartbeat, MetricsLine, RequestTrace, ResourceRecord, WatchSnapshot
@@ -122,13 +121,12 @@ def test_a_viewer_waits_for_another_snapshot_and_gets_each_once(tmp_path):
         assert {one for one, _ in numbers} == {number}
         call = viewers[0].call(WatchSnapshot(seen=number))
         assert await is_parked(call)
-        loop = asyncio.get_running_loop()
-        began = loop.time()
         later, _ = await look(viewers[1], number)
-        assert later > number and loop.time() - began < 4 * SNAPSHOT_S
+        assert later > number
         assert (await call).number == later
 
-    run(tmp_path, scenario)
+    # Another one would be recorded when all is over: it is taken for those who wait.
+    run(tmp_path, scenario, validate_config(CONFIG.model_dump() | {"monitor": {"record_s": 3600.0}}))
 
 
 def test_lines_are_kept_by_kind_and_updates_do_not_reach_who_follows_the_steps(tmp_path):
