@@ -16,7 +16,8 @@ from asyncrl.monitor.top.document import (
     StageRow,
     WeightsView,
 )
-from asyncrl.monitor.top.model.facts import GONE, OVER, Facts
+from asyncrl.monitor.top.model.facts import GONE, Facts
+from asyncrl.snapshot import OVER
 
 OPEN = 0.5
 """Below this share of what the gate admits it is not what anybody waits for."""
