@@ -1,10 +1,8 @@
 """The recording of a run: bounded, whole, and readable whatever became of its writer."""
 
-import contextlib
-import resource
-
 import msgspec
 import pytest
+from disks import room_for
 from recordings import read_recording
 
 from asyncrl.monitor import recording
@@ -94,17 +92,6 @@ def test_a_segment_that_is_thinned_away_while_it_is_read_is_not_damaged(tmp_path
     second.unlink()
     read += [wall for wall, _ in bodies]
     assert (read, damaged) == ([1001.0, 1003.0], [])
-
-
-@contextlib.contextmanager
-def room_for(size):
-    """No file may grow beyond this: what is taken off one may be written again, as on a full disk."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.mark.parametrize("size", [0, 5000])

@@ -9,17 +9,11 @@ import urllib.request
 import psutil
 import pytest
 from sinks_cases import LOG, address_of, encoded, ends, feeding, setup, snapshot, standing_still, train, wait_for
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard_files import steps
 
 from asyncrl.monitor.sinks import records
 from asyncrl.monitor.sinks.feed import MOST_RESTARTS, SinkFeed
 from asyncrl.monitor.sinks.records import PrometheusSetup
-
-
-def steps(run_dir):
-    found = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0})
-    found.Reload()
-    return [event.step for event in found.Scalars("reward/mean")] if found.Tags()["scalars"] else []
 
 
 def life(feed, but=0):
