@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from sinks_cases import evaluation, snapshot, train, update
 
 from asyncrl.monitor import catalogue
+from asyncrl.monitor.catalogue_table import METRICS
 from asyncrl.monitor.sinks.exposition import GAUGES, _Families, families_of, prometheus_name
 from asyncrl.monitor.sinks.figures import Steps, numbers, run_figures, update_numbers
 from asyncrl.snapshot import Histogram
@@ -98,12 +99,12 @@ def test_kinds_and_descriptions_are_those_of_the_catalogue():
 
 def everything():
     """(lines, snapshot) with every figure that the catalogue knows, all of them with one actor."""
-    names = [metric.name.replace("*", "made") for metric in catalogue.METRICS]
+    names = [metric.name.replace("*", "made") for metric in METRICS]
     lines = [
         {"kind": kind, "replica": "rollouter/0"} | dict.fromkeys(names, 1.0) for kind in ("train", "eval", "update")
     ]
     (actor,) = snapshot().actors
-    heard = {kind: [metric for metric in catalogue.METRICS if kind in metric.kinds] for kind in HEARD}
+    heard = {kind: [metric for metric in METRICS if kind in metric.kinds] for kind in HEARD}
     actor = replace(
         actor,
         figures={metric.name: 1.0 for kind in ("counter", "gauge") for metric in heard[kind]},
@@ -114,7 +115,7 @@ def everything():
 
 def test_whatever_is_measured_reaches_prometheus_as_what_it_is():
     found = families_of(*everything())
-    for metric in catalogue.METRICS:
+    for metric in METRICS:
         for kind in set(metric.kinds) & set(HEARD):
             family = found[prometheus_name(f"actor/{metric.name}")]
             assert family.kind == kind

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.monitor import catalogue
+from asyncrl.monitor.catalogue_table import Metric
 from asyncrl.monitor.sinks.figures import numbers, run_figures
 from asyncrl.snapshot import ActorView, Histogram, Snapshot
 
@@ -74,7 +75,7 @@ class _Families:
         family = self._family(name, Family(kind, text))
         family.values[tuple(sorted(labels.items()))] = float(value)
 
-    def add_histogram(self, name: str, value: Histogram, metric: catalogue.Metric, **labels: str) -> None:
+    def add_histogram(self, name: str, value: Histogram, metric: Metric, **labels: str) -> None:
         if len(value.counts) == len(metric.edges) + 1:
             made = Family("histogram", metric.text, edges=metric.edges)
             family = self._family(name, made)
