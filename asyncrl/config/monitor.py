@@ -52,7 +52,7 @@ class SinksConfig(Section):
 class MonitorConfig(Section):
     """What is kept of the run for those who look at it later."""
 
-    record_s: Annotated[float, Field(ge=0.1, allow_inf_nan=False)] = 2.0
+    record_s: Annotated[float, Field(ge=0.01, allow_inf_nan=False)] = 2.0
     """How often a snapshot of the run is recorded in monitor/, for a replay."""
     record_bytes: NonNegative = 256 << 20
     """Largest size of the recording; past it the past is kept more coarsely. 0 records nothing."""
