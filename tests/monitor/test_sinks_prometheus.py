@@ -95,6 +95,13 @@ def test_other_paths_are_not_there(sink):
     client.close()
 
 
+def test_a_port_that_is_taken_is_named(sink, tmp_path):
+    _, port = where(sink)
+    other = PrometheusSink(setup(tmp_path / "other"), PrometheusSetup("127.0.0.1", port))
+    with pytest.raises(OSError, match=f"sinks.prometheus.port {port}: Address already in use"):
+        other.open()
+
+
 def test_a_client_that_never_reads_keeps_nobody_else_from_it(sink):
     many = {f"reward/component/{number}": 0.5 for number in range(20_000)}
     sink.write(Line({"kind": "train", "step": 1} | many))

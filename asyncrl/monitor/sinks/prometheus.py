@@ -51,7 +51,11 @@ class PrometheusSink:
 
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
-        self._server = _Server(self._bind.host, self._bind.port, registry)
+        try:
+            self._server = _Server(self._bind.host, self._bind.port, registry)
+        except OSError as error:
+            where = f"sinks.prometheus.host {self._bind.host}, sinks.prometheus.port {self._bind.port}"
+            raise OSError(error.errno, f"{where}: {error.strerror}") from error
         threading.Thread(target=self._server.serve_forever, args=(LOOK_S,), daemon=True).start()
         host = f"[{self._bind.host}]" if ":" in self._bind.host else self._bind.host
         self.address = f"http://{host}:{self._server.server_address[1]}/metrics"
