@@ -24,6 +24,8 @@ def why_unreachable(address: str) -> str:
             return ""
     except socket.gaierror as error:
         return f"the host {host} is not known here ({error.strerror})"
+    except UnicodeError:
+        return f"{host} can be the name of no host"
     except TimeoutError:
         return f"no connection within {CONNECT_S:g} s: the host is down, or a firewall drops what is sent to that port"
     except OSError as error:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import UsageError
+from asyncrl.monitor.printable import printable
 from asyncrl.monitor.story_lines import Line, aligned, lines_of, log_files, parse
 from asyncrl.monitor.story_log import (
     EVALUATED,
@@ -58,7 +59,11 @@ def explain(run_dir: Path, uid: str) -> str:
     happenings = read_story(run_dir, uid)
     first = happenings[0].wall
     began = datetime.fromtimestamp(first, UTC)
-    lines = [f"prompt group {uid}: {verdict(happenings)}", f"seconds since {began:%Y-%m-%d %H:%M:%S.%f} UTC", ""]
+    lines = [
+        f"prompt group {uid}: {printable(verdict(happenings))}",
+        f"seconds since {began:%Y-%m-%d %H:%M:%S.%f} UTC",
+        "",
+    ]
     several = happenings[0].attempt != happenings[-1].attempt
     width = max(len(happening.actor) for happening in happenings)
     attempt = -1
@@ -67,7 +72,8 @@ def explain(run_dir: Path, uid: str) -> str:
             attempt = happening.attempt
             lines.append(f"attempt {attempt} of the run:")
         sample = f"sample {happening.sample}: " if happening.sample >= 0 else ""
-        lines.append(f"{happening.wall - first:+12.3f}  {happening.actor:{width}}  {sample}{happening.text}")
+        text = printable(f"{happening.actor:{width}}  {sample}{happening.text}")
+        lines.append(f"{happening.wall - first:+12.3f}  {text}")
     return "\n".join(lines) + "\n"
 
 

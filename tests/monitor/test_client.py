@@ -16,6 +16,7 @@ from asyncrl.messages import Request
 from asyncrl.messages.actors import StopRun, WatchRun
 from asyncrl.messages.monitor import MetricsLine, WatchSnapshot
 from asyncrl.monitor.client import Away, Viewer, find_target, watch
+from asyncrl.monitor.reach import why_unreachable
 from asyncrl.runtime import server
 from asyncrl.runtime.actor import CONTROLLER, ActorContext
 from asyncrl.snapshot import Snapshot
@@ -233,3 +234,8 @@ def test_what_there_is_nothing_to_attach_to(tmp_path):
     (private / "controller.json").write_text(json.dumps({"address": "tcp://127.0.0.1:9"}))
     with pytest.raises(UsageError, match="no keys of a viewer"):
         find_target(str(tmp_path))
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 70, "\x1b]0;x\x07", "\udc9b"])
+def test_what_can_be_no_host_is_said(host):
+    assert why_unreachable(f"{host}:80")
