@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.cli.which_run import PROGRAM, living_run, must_be_reachable, run_folder
 from asyncrl.monitor.printable import json_in_ascii, printable, say
@@ -87,7 +87,11 @@ def _main(argv: list[str]) -> int:
             from asyncrl.monitor.report import write_report
 
             run_dir = run_folder(given.run, "--report")
-            write_report(run_dir, Path(given.report), lives=_may_live(run_dir))
+            try:
+                write_report(run_dir, Path(given.report), lives=_may_live(run_dir))
+            except OSError as error:
+                # The file that cannot be read or written, whosever it is.
+                return _complain(_why(error), 1)
             say(given.report, sys.stdout)
             return 0
         if given.replay:
@@ -102,13 +106,17 @@ def _main(argv: list[str]) -> int:
     except PermissionError as error:
         return _complain(f"{error.filename}: permission denied; a run is watched by the user who started it", 1)
     except OSError as error:
-        return _complain(str(error), 1)
+        return _complain(_why(error), 1)
+
+
+def _why(error: OSError) -> str:
+    return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
 
 
 class _Parser(argparse.ArgumentParser):
     """Its complaints repeat what was typed."""
 
-    def _print_message(self, message: str, file: IO[str] | None = None) -> None:
+    def _print_message(self, message: str, file: Any = None) -> None:
         super()._print_message(printable(message, keep="\n"), file)
 
 

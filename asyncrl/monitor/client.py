@@ -22,6 +22,7 @@ from asyncrl.errors import DeadlineExceeded, ProtocolError, Refused, RemoteError
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.monitor import SnapshotTaken, WatchSnapshot
 from asyncrl.monitor.reach import split_address
+from asyncrl.monitor.sound import decode_snapshot
 from asyncrl.runtime.address_file import ADDRESS_FILE
 from asyncrl.runtime.endpoint import Endpoint
 from asyncrl.runtime.peer import Peer
@@ -39,9 +40,6 @@ AGAIN_S = 1.0
 LARGEST_BYTES = 1 << 28
 FINAL = frozenset({"done", "failed"})
 """Phases after which nothing more comes."""
-
-decode_snapshot = msgspec.msgpack.Decoder(Snapshot).decode
-"""A snapshot from its MessagePack. Raises msgspec.DecodeError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ by line and never held.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -15,10 +16,13 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.monitor.folder import entries_of
 from asyncrl.monitor.story_log import GENERATED, GRANTED, RESTORED, TAKEN
 
 CLOCK_SLACK_S = 5.0
 """Most by which the clocks of two hosts are taken to differ."""
+
+_ATTEMPT = re.compile(r"attempt_([0-9]{1,9})")
 
 
 @dataclass(slots=True)
@@ -42,10 +46,9 @@ def log_files(run_dir: Path) -> list[tuple[int, Path]]:
 
 
 def _log_files(run_dir: Path) -> Iterator[tuple[int, Path]]:
-    for folder in run_dir.glob("logs/attempt_*"):
-        number = folder.name.removeprefix("attempt_")
-        if number.isdigit():
-            yield from ((int(number), path) for path in sorted(folder.glob("*.log")))
+    for folder in entries_of(run_dir / "logs"):
+        if match := _ATTEMPT.fullmatch(folder.name):
+            yield from ((int(match[1]), path) for path in entries_of(folder) if path.suffix == ".log")
 
 
 def lines_of(path: Path, attempt: int, uid: str) -> Iterator[Line]:
