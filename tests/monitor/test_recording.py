@@ -136,3 +136,10 @@ def test_a_full_disk_on_which_nothing_can_be_thinned_keeps_no_half_a_segment(tmp
         recorder._thin()
     assert steps(tmp_path) == list(range(number))
     assert not list(tmp_path.rglob("*.new"))
+
+
+def test_a_folder_that_may_not_be_read_is_not_taken_for_empty(tmp_path, forbid):
+    put(Recorder(tmp_path, 1, 1 << 20), 0)
+    forbid(tmp_path / "monitor")
+    with pytest.raises(PermissionError, match="monitor"):
+        segments(tmp_path)
