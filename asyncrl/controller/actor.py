@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
 
 from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
@@ -54,8 +55,9 @@ from asyncrl.messages.monitor import (
     WatchSnapshot,
 )
 from asyncrl.monitor.sinks.feed import SinkFeed
+from asyncrl.monitor.whole import replace_whole
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller, handler
-from asyncrl.runtime.address_file import ADDRESS_FILE, read_address_file, write_atomically
+from asyncrl.runtime.address_file import ADDRESS_FILE, read_address_file
 from asyncrl.runtime.parking import ParkingLot
 from asyncrl.runtime.registry import Registry
 from asyncrl.runtime.roster import LAUNCHER
@@ -120,7 +122,7 @@ class Controller(Actor):
             peers=lambda: self.roster.peers,
             take_in=self.take_in,
             tell=self._members_changed,
-            write=write_atomically,
+            write=partial(replace_whole, private=True),
             path=self._address_file.with_name(MEMBERS_FILE),
             now=self.clock.now,
             log=self.log,
@@ -153,7 +155,7 @@ class Controller(Actor):
         hosts = self._hosts.describe()
         said = {"address": self.address, "incarnation": self.context.incarnation, "hosts": hosts}
         text = json.dumps(said | {"began": self._watching.began})
-        await asyncio.to_thread(write_atomically, str(self._address_file), text)
+        await asyncio.to_thread(replace_whole, self._address_file, text, private=True)
 
     async def _keep_hosts(self) -> None:
         """For a successor, which is not told of a host that is lost."""
@@ -343,7 +345,7 @@ class Controller(Actor):
     @handler
     async def watch_snapshot(self, request: WatchSnapshot, caller: Caller) -> SnapshotTaken:
         """Parked until there is a newer snapshot of the run."""
-        return await self._watching.watch(request, caller.park_s)
+        return await self._watching.snapshots.watch(request, caller.park_s)
 
     # --- the timeline ---
 

@@ -1,12 +1,14 @@
 """When a snapshot of the run is taken, and who gets it: those who watch, and the recording.
 
-While nobody watches, snapshots are taken only as often as they are recorded. Each is encoded once. Invariant: what a
-viewer is answered is never older than SNAPSHOT_S when it asks for the first time, and never the one it has seen.
+While nobody watches, snapshots are taken only as often as they are recorded, and none where none is. Each is encoded
+once. Invariant: what a viewer is answered is never older than SNAPSHOT_S when it asks for the first time, and never the
+one it has seen.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -22,14 +24,16 @@ WATCHED_S = 15.0
 
 
 class Snapshots:
-    """``take`` makes one; ``record`` is given each that is due to be kept, encoded, every ``record_s``."""
+    """``take`` makes one; ``record`` is given each that is due to be kept, encoded, every ``record_s``: with None only
+    those that somebody else has taken for it.
+    """
 
     def __init__(
         self,
         take: Callable[[], Awaitable[Snapshot]],
         record: Callable[[float, bytes], None],
         *,
-        record_s: float,
+        record_s: float | None,
         number: int,
         now: Callable[[], float],
     ) -> None:
@@ -39,9 +43,9 @@ class Snapshots:
         self._viewers = ParkingLot()
         self._number = number
         self._newest = b""
-        self._at = float("-inf")
-        self._asked = float("-inf")
-        self._recorded = float("-inf")
+        self._at = -math.inf
+        self._asked = -math.inf
+        self._recorded = -math.inf
         self._wanted = asyncio.Event()
         self._taking = asyncio.Lock()
         self.taken = 0
@@ -54,16 +58,16 @@ class Snapshots:
     async def run(self) -> None:
         """Take snapshots until cancelled."""
         while True:
-            due = self._recorded + self._record_s
+            due = self._record_due
             if self._is_watched:
                 due = min(due, self._at + SNAPSHOT_S)
             self._wanted.clear()
             try:
-                async with asyncio.timeout(max(0.0, due - self._now())):
+                async with asyncio.timeout(None if due == math.inf else max(0.0, due - self._now())):
                     await self._wanted.wait()
                 continue
             except TimeoutError:
-                await self.take(record=self._now() >= self._recorded + self._record_s)
+                await self.take(record=self._now() >= self._record_due)
 
     async def watch(self, request: WatchSnapshot, park_s: float) -> SnapshotTaken:
         """Answer a viewer, once there is another snapshot than it has seen or its time is over."""
@@ -99,6 +103,10 @@ class Snapshots:
         if record:
             self._recorded = self._at
             self._record(snapshot.wall, self._newest)
+
+    @property
+    def _record_due(self) -> float:
+        return math.inf if self._record_s is None else self._recorded + self._record_s
 
     @property
     def _is_watched(self) -> bool:

@@ -49,8 +49,8 @@ def _is_figure(key: str, value: object) -> bool:
 class Standing:
     """Lines without those that a learner which went back has voided, in the order in which they were taken.
 
-    A learner that is started again goes on from its checkpoint: its first step voids what its predecessors wrote of the
-    same step and later ones. What a line costs does not depend on how many there are, but for a logarithm.
+    The rule is that of is_voided (metrics_file.py), for a whole file: what a line costs does not depend on how often a
+    learner went back, but for a logarithm.
     """
 
     def __init__(self) -> None:

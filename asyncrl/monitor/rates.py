@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping
 
-from asyncrl.snapshot import ActorView, Resource, Snapshot
+from asyncrl.snapshot import ActorView, Histogram, Resource, Snapshot
 
 Shares = dict[str, float]
 """By state, 0 to 1; they add up to 1."""
@@ -71,6 +71,17 @@ class Interval:
                 sums[state] = sums.get(state, 0.0) + seconds
         whole = sum(sums.values())
         return {state: seconds / whole for state, seconds in sums.items()} if whole > 0 else {}
+
+    def histogram(self, actor: ActorView, name: str) -> Histogram | None:
+        """What a histogram has taken in meanwhile."""
+        after, before = actor.histograms.get(name), self.before(actor)
+        if after is None:
+            return None
+        earlier = before.histograms.get(name) if before is not None else None
+        if earlier is None or len(earlier.counts) != len(after.counts):
+            return after
+        counts = [max(0, new - old) for new, old in zip(after.counts, earlier.counts, strict=True)]
+        return Histogram(counts, max(0.0, after.sum - earlier.sum))
 
 
 def _spent(seconds: dict[str, float]) -> dict[str, float]:

@@ -24,7 +24,7 @@ import zstandard
 from asyncrl.monitor.folder import entries_of
 from asyncrl.monitor.sound import decode_snapshot, is_wall
 from asyncrl.monitor.whole import append_whole
-from asyncrl.snapshot import Snapshot
+from asyncrl.snapshot import SCHEMA, Snapshot
 
 FOLDER = "monitor"
 LARGEST_SNAPSHOT_BYTES = 1 << 28
@@ -131,13 +131,6 @@ def _append(path: Path, body: bytes) -> None:
         os.close(descriptor)
 
 
-def read_recording(run_dir: Path) -> Iterator[Snapshot]:
-    """Every recorded snapshot, in order of time."""
-    for _, body in read_bodies(run_dir):
-        if (snapshot := decode(body)) is not None:
-            yield snapshot
-
-
 def read_bodies(run_dir: Path, damaged: list[Path] | None = None) -> Iterator[tuple[float, bytes]]:
     """(wall, snapshot as ``decode`` takes it), in order of time: what a time bar holds of a long recording.
 
@@ -170,9 +163,11 @@ def decode(body: bytes) -> Snapshot | None:
         # The limit of the library is for bodies that do not tell their size: what is told is allocated.
         if zstandard.frame_content_size(body) > LARGEST_SNAPSHOT_BYTES:
             return None
-        return decode_snapshot(zstandard.ZstdDecompressor().decompress(body, max_output_size=LARGEST_SNAPSHOT_BYTES))
+        plain = zstandard.ZstdDecompressor().decompress(body, max_output_size=LARGEST_SNAPSHOT_BYTES)
+        snapshot = decode_snapshot(plain)
     except (zstandard.ZstdError, msgspec.DecodeError):
         return None
+    return snapshot if snapshot.schema == SCHEMA else None
 
 
 def _entries(path: Path, damaged: list[Path] | None = None) -> Iterator[tuple[float, bytes]]:
@@ -186,8 +181,8 @@ def _entries(path: Path, damaged: list[Path] | None = None) -> Iterator[tuple[fl
                             yield wall, body
                     case _:
                         break
-    except msgpack.OutOfData:
-        # The end, or what a writer that died has left.
+    except (msgpack.OutOfData, FileNotFoundError):
+        # The end, or what a writer that died has left; or one that lives has thinned the segment away.
         return
     except PermissionError:
         raise

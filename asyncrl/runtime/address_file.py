@@ -7,7 +7,6 @@ whole file, an older one or none.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,3 @@ def read_address_file(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     return found
-
-
-def write_atomically(path: str, text: str) -> None:
-    """Replace a file that nobody but its owner may read."""
-    descriptor = os.open(path + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
-    os.replace(path + ".new", path)

@@ -185,7 +185,7 @@ def test_a_controller_that_answers_at_once_that_it_cannot_is_not_asked_at_full_s
             async def fail(request, park_s):
                 raise ValueError("no snapshot")
 
-            actor._watching.watch = fail
+            actor._watching.snapshots.watch = fail
             began = time.monotonic()
             news = watch(find_target(str(tmp_path)))
             seen = [await anext(news) for _ in range(4)]

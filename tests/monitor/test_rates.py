@@ -7,7 +7,7 @@ from pictures import Run
 
 from asyncrl.monitor.rates import Interval, mean, total
 from asyncrl.monitor.utilisation import spans
-from asyncrl.snapshot import ActorView, Resource, RunView, Snapshot
+from asyncrl.snapshot import ActorView, Histogram, Resource, RunView, Snapshot
 
 
 def snapshot(wall, *actors):
@@ -88,6 +88,12 @@ def test_a_span_in_which_an_old_engine_appears_tells_of_the_others_alone():
     later = actor(seconds={"waiting": 7.0}, name="rollouter/1")
     (span,) = spans([snapshot(0.0, new), snapshot(2.0, old, later)])
     assert span.shares == {"engine": {"waiting": 1.0}}
+
+
+def test_histograms_are_subtracted():
+    older, newer = actor(), actor()
+    older.histograms["h"], newer.histograms["h"] = Histogram([1, 2], 3.0), Histogram([1, 5], 9.0)
+    assert Interval(snapshot(0.0, older), snapshot(1.0, newer)).histogram(newer, "h") == Histogram([0, 3], 6.0)
 
 
 @given(st.floats(1.0, 500.0), st.floats(0.5, 500.0), st.integers(1, 5))

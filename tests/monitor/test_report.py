@@ -10,13 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pictures import WALL, Run
 from plotly.offline import get_plotlyjs
+from recordings import record
 
 from asyncrl.errors import UsageError
 from asyncrl.monitor import charts, report
-from asyncrl.monitor.metrics_file import read_metrics
+from asyncrl.monitor.metrics_file import is_voided, read_metrics
 from asyncrl.monitor.metrics_line import Standing
-from asyncrl.monitor.recording import Recorder
 from asyncrl.monitor.report import write_report
+from asyncrl.monitor.states import STATES
 from asyncrl.monitor.top.replay import open_replay
 from asyncrl.monitor.utilisation import evenly, spans
 from asyncrl.snapshot import Event, Resource
@@ -57,12 +58,6 @@ def run_dir(tmp_path):
 
 def write_lines(run_dir, *lines):
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def record(run_dir, *snapshots):
-    recorder = Recorder(run_dir, 1, 1 << 20)
-    for snapshot in snapshots:
-        recorder.record(snapshot.wall, msgspec.msgpack.encode(snapshot))
 
 
 class Page(html.parser.HTMLParser):
@@ -245,6 +240,11 @@ def test_a_state_that_a_heartbeat_corrects_does_not_count_a_whole_life_again():
     assert found[0].shares == {"engine": {"generating": 1.0}}
 
 
+def test_every_state_has_a_colour():
+    resources = {state for kind, states in STATES.items() if kind != "actor" for state in states}
+    assert set(charts.STATE_COLOURS) == resources
+
+
 def test_a_line_that_a_dead_writer_left_is_not_read(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"kind": "train", "step": 1}\n\xff\xfe{"step"\n{"kind": "train", "step": 2}\n')
@@ -322,7 +322,7 @@ def plainly_standing(lines):
     for line in lines:
         if line["kind"] == "train" and line["start"] > newest:
             newest = line["start"]
-            found = [other for other in found if other["start"] >= newest or other["step"] < line["step"]]
+            found = [other for other in found if not is_voided(other, line)]
         found.append(line)
     return found
 

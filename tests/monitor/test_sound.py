@@ -1,6 +1,7 @@
 """Snapshots whatever their figures are: what is shown of them can be reckoned with."""
 
 import contextlib
+import copy
 import json
 
 import jsonschema
@@ -75,7 +76,7 @@ def test_whatever_stands_in_a_snapshot_it_can_be_shown(data):
         places = sorted(leaves(plain), key=str)[1:]
         for path in data.draw(st.lists(st.sampled_from(places), max_size=4, unique=True)):
             with contextlib.suppress(KeyError, IndexError, TypeError):
-                put(plain, path, data.draw(st.sampled_from(ODD)))
+                put(plain, path, copy.copy(data.draw(st.sampled_from(ODD))))
     history, seen = History(), []
     for plain in (before, after):
         with contextlib.suppress(msgspec.DecodeError):

@@ -295,6 +295,14 @@ def test_a_fact_that_is_none_breaks_no_story(logs, tmp_path, key, odd):
     assert explain(tmp_path, UID).startswith(f"prompt group {UID}: ")
 
 
+@pytest.mark.parametrize(("trained", "checkpoint"), [("3", 2), (3, "2"), (None, 2), ([], {})])
+def test_a_step_that_is_none_is_not_undone(logs, tmp_path, trained, checkpoint):
+    logs.trained(1.0)
+    logs.line(2.0, "learner/0", "trained", uids=[UID], step=trained, version=2)
+    logs.line(3.0, "learner/0", "restored", uids=[], step=checkpoint, version=2)
+    assert whats(tmp_path) == ["trained", "trained"]
+
+
 def test_lines_that_are_nested_or_beyond_the_calendar_are_left_out(logs, tmp_path):
     logs.whole()
     for stamp in (
