@@ -62,9 +62,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         # Whoever read has read enough, as head does.
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        _print_no_more()
         return 141
+    except OSError as error:
+        _print_no_more()
+        return _complain(f"what is printed cannot be written: {_why(error)}", 1)
+
+
+def _print_no_more() -> None:
+    """What is held back would fail again at the end of the process."""
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _main(argv: list[str]) -> int:

@@ -7,6 +7,7 @@ from recordings import read_recording
 
 from asyncrl.monitor import recording
 from asyncrl.monitor.recording import Recorder, read_bodies, read_latest, segments
+from asyncrl.monitor.top.replay import recent_history
 from asyncrl.snapshot import SCHEMA, ActorView, RunView, Snapshot
 
 
@@ -146,3 +147,4 @@ def test_a_folder_that_may_not_be_read_is_not_taken_for_empty(tmp_path, forbid):
     forbid(tmp_path / "monitor")
     with pytest.raises(PermissionError, match="monitor"):
         segments(tmp_path)
+    assert recent_history(tmp_path).newest is None, "a viewer of a living run does without"

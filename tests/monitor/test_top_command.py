@@ -383,6 +383,26 @@ def test_a_reader_that_has_read_enough_is_no_fault(ended, words, buffered):
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+@pytest.mark.parametrize("words", [("--replay", "--once"), ("--replay", "--json")])
+def test_a_disk_that_is_full_is_said_once(ended, words):
+    code = """
+import io, os, sys
+from asyncrl.cli import top
+class Full(io.RawIOBase):
+    def writable(self): return True
+    def fileno(self): return 1
+    def write(self, data):
+        if os.fstat(1).st_rdev == os.stat(os.devnull).st_rdev: return len(data)
+        raise OSError(28, "No space left on device")
+sys.stdout = io.TextIOWrapper(io.BufferedWriter(Full(), 1 << 20), encoding="utf-8")
+sys.exit(top.main(sys.argv[1:]))
+"""
+    argv = [sys.executable, "-c", code, str(ended), *words]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    said = "asyncrl-top: what is printed cannot be written: [Errno 28] No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, said)
+
+
 STORY = '{"actor": "learner/0", "event": "printed", "uid": "0-7", "timestamp": "2025-10-09T08:53:20Z"}\n'
 
 

@@ -142,7 +142,10 @@ def open_replay(run_dir: Path, *, lives: bool) -> Replay:
 
 def recent_history(run_dir: Path) -> History:
     """What was recorded of the last minutes, so that a viewer that has just come knows shares at once."""
-    entries = read_latest(run_dir, LONGEST_S)
+    try:
+        entries = read_latest(run_dir, LONGEST_S)
+    except OSError:
+        entries = []
     if not entries:
         return History()
     replay = Replay(entries, lives=True)
