@@ -13,6 +13,7 @@ from asyncrl.monitor import recording as recorded
 from asyncrl.monitor.client import Away
 from asyncrl.monitor.recording import Recorder, segments
 from asyncrl.monitor.top import app as terminal
+from asyncrl.monitor.top.history import SHORTEST_S
 from asyncrl.monitor.top.model import build
 from asyncrl.monitor.top.replay import Replay, open_replay, recent_history
 from asyncrl.monitor.top.source import Source
@@ -196,7 +197,7 @@ def test_a_replay_shows_the_same_however_one_comes_to_a_moment():
         newest = each.history().newest
         assert newest is not None and newest.wall == WALL + 100.0
         steps = each.history().steps()
-        assert steps is not None and steps.seconds == pytest.approx(10.0, abs=1.0)
+        assert steps is not None and steps.seconds == pytest.approx(SHORTEST_S, abs=1.0)
 
 
 def test_a_viewer_that_comes_knows_the_last_minutes_and_reads_no_more(tmp_path, monkeypatch):

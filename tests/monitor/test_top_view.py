@@ -60,6 +60,39 @@ def test_a_planted_slow_stage_is_the_one_that_is_marked(stage):
     assert f"◆{marked[0]}" in text
 
 
+STEADY = {"engine": {"generating": 0.69, "waiting": 0.31}, "rank": {"training": 0.74, "waiting": 0.26}}
+SAWTEETH = {
+    "lag": [{"lag": n} for n in (0, 1, 2, 0, 0, 1)],
+    "trajectories with the reward": [{"scoring": n} for n in (0.0, 0.0, 40.0, 1.0)],
+    "room in the gate": [{"outstanding": n} for n in (20.0, 240.0, 240.0, 240.0, 240.0)],
+    "the dataloader's event loop": [{"loop_busy": share} for share in (0.1, 0.9, 0.1, 0.2)],
+}
+
+
+@pytest.mark.parametrize("what", SAWTEETH)
+def test_the_mark_of_a_steady_run_stays_where_it_is_while_levels_swing_with_its_steps(what):
+    history, stages, swing = History(), [], SAWTEETH[what]
+    for n in range(120):
+        history.add(Run(step_s=1.7, **STEADY, **swing[n % len(swing)]).at(30.0 + 0.75 * n))
+        stages.append(build(history).bottleneck.stage)
+    assert set(stages[20:]) == {"gate"}
+
+
+def test_learner_and_engines_that_are_busy_in_turns_do_not_take_the_mark_from_one_another():
+    """A step takes 4.5 s: the learner waits in the first second of it, and works 78 % of its time."""
+
+    def at(t):
+        waited = t // 4.5 + min(1.0, t % 4.5)
+        rank = {"waiting": waited / t, "training": (t - waited) / t}
+        return Run(engine={"generating": 0.99, "waiting": 0.01}, rank=rank, step_s=4.5).at(t)
+
+    history, stages = History(), []
+    for n in range(120):
+        history.add(at(100.0 + 0.75 * n))
+        stages.append(build(history).bottleneck.stage)
+    assert set(stages[40:]) == {"rollouters"}
+
+
 # --- numbers ---
 
 

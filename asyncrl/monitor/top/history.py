@@ -6,6 +6,7 @@ who waits on whom. Snapshots are thinned: about KEPT are held.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 from asyncrl.monitor.metrics_file import number_in
@@ -14,7 +15,7 @@ from asyncrl.snapshot import Snapshot
 
 RATES_S = 10.0
 STEPS = 4
-SHORTEST_S = 10.0
+SHORTEST_S = 20.0
 LONGEST_S = 600.0
 KEPT = 120
 
@@ -42,9 +43,11 @@ class History:
 
     @staticmethod
     def window_s(snapshot: Snapshot) -> float:
-        """Seconds that shares are taken over: a few steps."""
+        """Seconds that shares are taken over: a few steps, and whole ones, so that these are seen evenly."""
         step_s = median(number_in(line, "time/step_s") for line in snapshot.train[-STEPS:])
-        return min(LONGEST_S, max(SHORTEST_S, STEPS * (step_s or 0.0)))
+        if step_s is None or step_s <= 0.0:
+            return SHORTEST_S
+        return min(LONGEST_S, step_s * max(STEPS, math.ceil(SHORTEST_S / step_s)))
 
     @property
     def newest(self) -> Snapshot | None:
@@ -57,9 +60,21 @@ class History:
 
     def steps(self) -> Interval | None:
         """For shares; None when there is one snapshot alone."""
-        return self._since(self.window_s(self._kept[-1])) if len(self._kept) > 1 else None
+        window = self.window()
+        return Interval(window[0], window[-1]) if len(window) > 1 else None
+
+    def window(self) -> list[Snapshot]:
+        """The snapshots from one end of ``steps`` to the other, oldest first; there must be one."""
+        return self._back(self.window_s(self._kept[-1]))
 
     def _since(self, seconds: float) -> Interval:
-        newest = self._kept[-1]
-        older = next((each for each in reversed(self._kept) if each.wall <= newest.wall - seconds), self._kept[0])
-        return Interval(older, newest)
+        return Interval(self._back(seconds)[0], self._kept[-1])
+
+    def _back(self, seconds: float) -> list[Snapshot]:
+        """The newest, and those before it up to the first that is older by so much."""
+        found: list[Snapshot] = []
+        for each in reversed(self._kept):
+            found.append(each)
+            if each.wall <= self._kept[-1].wall - seconds:
+                break
+        return found[::-1]

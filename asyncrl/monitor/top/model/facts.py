@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from asyncrl.monitor.metrics_file import number_in
-from asyncrl.monitor.rates import Interval, Shares, mean, total
+from asyncrl.monitor.rates import Interval, Shares, mean, time_mean, total
 from asyncrl.monitor.top.history import History
 from asyncrl.snapshot import ActorView, Resource, Snapshot
 
@@ -16,6 +16,16 @@ OVER = frozenset({"done", "failed"})
 """Phases in which nothing goes on."""
 ENDING = OVER | {"draining"}
 """Phases in which actors end because they are told to."""
+
+
+def living_in(snapshot: Snapshot, role: str) -> list[ActorView]:
+    """The actors of a role that are not gone."""
+    return [each for each in snapshot.actors if each.name.partition("/")[0] == role and each.condition not in GONE]
+
+
+def level_in(snapshot: Snapshot, role: str, figure: str) -> float | None:
+    """A gauge, added up over them."""
+    return total(actor.figures.get(figure) for actor in living_in(snapshot, role))
 
 
 class Facts:
@@ -29,6 +39,8 @@ class Facts:
         self.steps = steps or Interval(None, snapshot)
         """For shares."""
         self.window_s = 0.0 if steps is None else steps.seconds
+        self.window = history.window()
+        """The snapshots that shares are taken over, oldest first."""
         self.by_role: dict[str, list[ActorView]] = {}
         for actor in snapshot.actors:
             self.by_role.setdefault(actor.name.partition("/")[0], []).append(actor)
@@ -45,11 +57,15 @@ class Facts:
 
     def living(self, role: str) -> list[ActorView]:
         """Those that are not gone."""
-        return [actor for actor in self.of(role) if actor.condition not in GONE]
+        return living_in(self.snapshot, role)
 
     def level(self, role: str, figure: str) -> float | None:
         """A gauge, added up."""
-        return total(actor.figures.get(figure) for actor in self.living(role))
+        return level_in(self.snapshot, role, figure)
+
+    def over_window(self, level: Callable[[Snapshot], float | None]) -> float | None:
+        """The mean of a level over the time that shares are taken over: it may swing with every step."""
+        return time_mean([(each.wall, level(each)) for each in self.window])
 
     def counted(self, role: str, figure: str) -> float | None:
         """A counter, added up."""
