@@ -156,8 +156,10 @@ def _occupied(kinds: Mapping[Kind, float]) -> float:
 
 
 def _does(shares: Mapping[str, float]) -> str:
+    """What is counted as occupied, and the most of it."""
     state = max((state for state in shares if kind_of(state) != "wait"), key=lambda state: shares[state])
-    return f"{state} {_percent(shares[state])} of the time"
+    whole, most = _percent(_occupied(by_kind(shares))), _percent(shares[state])
+    return f"{state} {most} of the time" if most == whole else f"busy {whole} of the time ({state} {most})"
 
 
 def _others(flow: Flow, *, but: str) -> str:
