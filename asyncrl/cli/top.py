@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -123,11 +124,13 @@ def _parser() -> argparse.ArgumentParser:
 def _watch(given: argparse.Namespace) -> int:
     import asyncio
 
-    from asyncrl.monitor.client import Viewer, find_target, watch
+    from asyncrl.launcher.folders import is_living
+    from asyncrl.monitor.client import Viewer, find_target
     from asyncrl.monitor.top.history import History
+    from asyncrl.monitor.top.live import follow
     from asyncrl.monitor.top.replay import recent_history
 
-    target = find_target(living_run(given.run), Path(given.keys) if given.keys else None)
+    target = replace(find_target(living_run(given.run), Path(given.keys) if given.keys else None), lives=is_living)
     if target.run_dir is None:
         must_be_reachable(target.address)
     history = recent_history(target.run_dir) if target.run_dir is not None else History()
@@ -143,7 +146,7 @@ def _watch(given: argparse.Namespace) -> int:
             written: TraceWritten = await viewer.controller.call(RequestTrace(), timeout=TRACE_S)
         return f"trace: {written.path}" if written.path else f"no trace: {written.error}"
 
-    return _show(Source(feed=lambda: watch(target), history=history, run_dir=target.run_dir, trace=trace))
+    return _show(Source(feed=lambda: follow(target), history=history, run_dir=target.run_dir, trace=trace))
 
 
 def _replay(run_dir: Path, given: argparse.Namespace) -> int:
@@ -178,15 +181,16 @@ async def _take_one(target: Target, history: History) -> None:
     import asyncio
 
     from asyncrl.errors import ActorFailed
-    from asyncrl.monitor.client import Away, watch
+    from asyncrl.monitor.client import Away
+    from asyncrl.monitor.top.live import follow
 
     first: float | None = None
     reason = f"{target.address} does not answer"
     try:
         async with asyncio.timeout(SNAPSHOT_S):
-            async for seen in watch(target):
+            async for seen in follow(target):
                 if isinstance(seen, Away):
-                    reason = seen.reason
+                    reason = seen.reason or reason
                     continue
                 history.add(seen)
                 first = seen.wall if first is None else first

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,11 +52,18 @@ class Target:
     credentials: Credentials = field(repr=False)
     run_dir: Path | None = None
     """Its folder, where that is how it was found."""
+    lives: Callable[[Path], bool] = lambda _run_dir: True
+    """Whether a run lives in its folder, as the folder's lock tells. Blocks; raises OSError."""
 
     @property
     def is_over(self) -> bool:
-        """Whether its folder says that nobody answers any more."""
-        return self.run_dir is not None and not (self.run_dir / PRIVATE).exists()
+        """Whether its folder says that nobody answers any more, as after all of it was killed. Blocks."""
+        if self.run_dir is None:
+            return False
+        try:
+            return not ((self.run_dir / PRIVATE).exists() and self.lives(self.run_dir))
+        except OSError:
+            return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +71,7 @@ class Away:
     """The controller does not answer. What was last seen is all there is."""
 
     reason: str
+    """What it has answered instead; empty where it says nothing at all."""
     seconds: float
     """Since it was last heard of, or since the watch began."""
 
@@ -148,10 +156,11 @@ class Viewer:
                 taken: SnapshotTaken = await self.controller.call(WatchSnapshot(seen=seen))
                 snapshot = decode_snapshot(taken.snapshot) if taken.snapshot else None
             except (DeadlineExceeded, RemoteError, ProtocolError, msgspec.DecodeError) as error:
-                if self.target.is_over:
+                if await asyncio.to_thread(lambda: self.target.is_over):
                     return
-                yield Away(str(error), time.monotonic() - heard)
-                if not isinstance(error, DeadlineExceeded):
+                silent = isinstance(error, DeadlineExceeded)
+                yield Away("" if silent else str(error), time.monotonic() - heard)
+                if not silent:
                     # It has answered at once, and would again.
                     await asyncio.sleep(AGAIN_S)
                 continue

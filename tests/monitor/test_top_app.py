@@ -10,9 +10,10 @@ from textual.geometry import Region
 
 from asyncrl.errors import ActorFailed
 from asyncrl.monitor import recording as recorded
-from asyncrl.monitor.client import Away
+from asyncrl.monitor.client import Away, Target
 from asyncrl.monitor.recording import Recorder, segments
 from asyncrl.monitor.top import app as terminal
+from asyncrl.monitor.top import live
 from asyncrl.monitor.top.history import SHORTEST_S
 from asyncrl.monitor.top.model import build
 from asyncrl.monitor.top.replay import Replay, open_replay, recent_history
@@ -120,8 +121,32 @@ async def test_a_controller_that_is_away_is_shown_and_what_was_seen_stays():
         await asyncio.sleep(60)
 
     async with shown(Source(feed=feed)) as (app, pilot):
-        await until(pilot, "no answer for 12 s")
-        assert "step 50/100" in text_of(app)
+        await until(pilot, "no answer for 12 s, asked on")
+        text = text_of(app)
+        assert "step 50/100" in text and "? help  q quit  s sort" in text.splitlines()[-1]
+
+
+@pytest.mark.parametrize("recorded_s", [None, 103.0])
+@within_a_loop
+async def test_a_run_that_was_killed_as_a_whole_is_shown_as_what_it_is(tmp_path, monkeypatch, recorded_s):
+    run = Run(steps=1000)
+    if recorded_s is not None:
+        last = run.at(recorded_s)
+        Recorder(tmp_path, 1, 1 << 20).record(last.wall, msgspec.msgpack.encode(last))
+
+    async def watched(_target):
+        yield run.at(99.0)
+        yield run.at(100.0)
+        yield Away("", 8.0)
+
+    monkeypatch.setattr(live, "watch", watched)
+    target = Target(address="tcp://127.0.0.1:9", credentials=None, run_dir=tmp_path)
+    async with shown(Source(feed=lambda: live.follow(target))) as (app, pilot):
+        await until(pilot, "the run has ended")
+        await until(pilot, "failed: nothing is known after this, when it was running")
+        head = text_of(app).splitlines()[0]
+        assert "failed" in head and "running" not in head and "ETA –" in head
+        assert ("step 50/1000" if recorded_s is None else "step 51/1000") in head
 
 
 @within_a_loop

@@ -12,7 +12,8 @@ from asyncrl.monitor.top.panes.base import LEVELS, Choice, PaneName
 from asyncrl.monitor.top.replay import Replay
 from asyncrl.monitor.top.text import Glyphs, Line, length
 
-KEYS = "? help  q quit  s sort  / filter  space {space}"
+KEYS = ("? help", "q quit", "s sort", "/ filter", "space {space}")
+"""As many of them as there is room for."""
 
 
 def tabs(seen: PaneName) -> Line:
@@ -38,8 +39,9 @@ def status(*, note: str, frozen: bool, replay: Replay | None, over: str, away: A
         return [(note, "warn")]
     if frozen:
         return [("frozen, space goes on", "warn")]
+    said: Line
     if replay is not None:
-        said: Line = [("replay", "level")]
+        said = [("replay", "level")]
         if replay.note:
             said.append((f"  {replay.note}", "warn"))
         elif replay.at_end and replay.lives:
@@ -48,7 +50,8 @@ def status(*, note: str, frozen: bool, replay: Replay | None, over: str, away: A
     if over:
         return [(over, "warn")]
     if away is not None:
-        return [(f"no answer for {duration(away.seconds)}", "bad"), (f": {away.reason}", "dim")]
+        said = [(f"no answer for {duration(away.seconds)}", "bad"), (", asked on", "dim")]
+        return [*said, (f": {away.reason}", "dim")] if away.reason else said
     return [("live", "good")] if attached else [("attaching", "start")]
 
 
@@ -58,6 +61,7 @@ def foot(status: Line, choice: Choice, width: int, *, replay: bool) -> Line:
     if choice.level != LEVELS[0]:
         chosen.append(f"events: {choice.level}")
     line = [*status, (f"   {'   '.join(chosen)}", "warn")] if chosen else list(status)
-    keys = KEYS.format(space="play" if replay else "freeze")
-    room = width - length(line)
-    return [*line, (f"{keys:>{room}}", "dim")] if room >= len(keys) + 2 else line
+    keys, room = [key.format(space="play" if replay else "freeze") for key in KEYS], width - length(line)
+    while keys and len("  ".join(keys)) + 2 > room:
+        keys.pop()
+    return [*line, (f"{'  '.join(keys):>{room}}", "dim")] if keys else line

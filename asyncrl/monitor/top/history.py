@@ -27,12 +27,15 @@ class History:
         self._kept: deque[Snapshot] = deque()
 
     def add(self, snapshot: Snapshot) -> None:
-        """Take a snapshot. One that is not newer, or of another run or attempt, begins anew."""
+        """Take a snapshot. One of the same moment as the newest replaces it; one that is older, or of another run or
+        attempt, begins anew."""
         if self._kept:
             last = self._kept[-1]
             same = (last.run.run_id, last.run.attempt) == (snapshot.run.run_id, snapshot.run.attempt)
-            if not same or snapshot.wall <= last.wall:
+            if not same or snapshot.wall < last.wall:
                 self._kept.clear()
+            elif snapshot.wall == last.wall:
+                self._kept.pop()
         window = self.window_s(snapshot)
         # The last two may lie closer together: rates want recent ones, shares long ones.
         if len(self._kept) >= 3 and self._kept[-1].wall - self._kept[-3].wall < 2 * window / KEPT:

@@ -118,12 +118,23 @@ def _cut_short(last: Snapshot) -> Snapshot:
     """The end of a run of which the recording tells none."""
     run, actors = last.run, last.actors
     why = "it was killed, or told to end at once, or its host went down"
-    why = f"nothing is recorded after this, when it was {run.phase}: {why}; see logs/attempt_{run.attempt}"
+    why = f"nothing is known after this, when it was {run.phase}: {why}; see logs/attempt_{run.attempt}"
     return replace(
         last,
         run=replace(run, phase="failed", reason=why, stalled="", exit_code=1),
         actors=[replace(actor, condition="dead") for actor in actors],
     )
+
+
+def ending(run_dir: Path, seen: Snapshot | None) -> Snapshot | None:
+    """How a run that does not live has ended, as far as it is recorded or was ``seen``; None if neither. Blocks."""
+    last = seen
+    for _, body in reversed(read_latest(run_dir, 0.0)):
+        if (found := decode(body)) is not None:
+            if seen is None or (found.run.run_id == seen.run.run_id and found.wall > seen.wall):
+                last = found
+            break
+    return last if last is None or last.run.phase in OVER else _cut_short(last)
 
 
 def open_replay(run_dir: Path, *, lives: bool) -> Replay:
