@@ -280,7 +280,14 @@ class Top(App[int]):
     def on_pane_view_chosen(self, event: PaneView.Chosen) -> None:
         """Show an actor."""
         self.push_screen(
-            DetailScreen(event.key, lambda: self.document, self.source.run_dir, self.glyphs, ascii_only=self.ascii_only)
+            DetailScreen(
+                event.key,
+                lambda: self.document,
+                self.source.run_dir,
+                self.glyphs,
+                past=self.source.replay is not None,
+                ascii_only=self.ascii_only,
+            )
         )
 
     def on_pane_view_resized(self, event: PaneView.Resized) -> None:

@@ -44,7 +44,7 @@ def detail(document: Document, name: str, log: Sequence[str] | None, width: int,
     ] or [[("none", "dim")]]
     if log is not None:
         lines += [[], [("LOG, its last lines", "bold")]]
-        lines += [line for text in log for line in _log_lines(text, width)]
+        lines += [line for text in log for line in _log_lines(text, width)] or [[("none up to here", "dim")]]
     events = [event for event in document.events if (event.actor or CONTROLLER) == name][-EVENTS_SHOWN:]
     lines += [[], [("EVENTS, the newest first", "bold")]]
     for event in reversed(events):

@@ -68,11 +68,15 @@ class DetailScreen(Screen[None]):
         run_dir: Path | None,
         glyphs: Glyphs,
         *,
+        past: bool,
         ascii_only: bool,
     ) -> None:
+        """``past``: the document is of a moment that is over, as in a replay, and so the log is to be."""
         super().__init__()
         self._actor, self._document, self._run_dir, self._glyphs = actor, document, run_dir, glyphs
+        self._past = past
         self._log: Sequence[str] | None = None
+        self._log_until: float | None = None
         self._top = Block(ascii_only=ascii_only, id="name")
         self._view = PaneView(ascii_only=ascii_only, id="detail")
 
@@ -91,7 +95,8 @@ class DetailScreen(Screen[None]):
     def _read_log(self) -> None:
         document, actor = self._document(), self._actor
         if document is not None and self._run_dir is not None:
-            log = last_lines(self._run_dir, document.run.attempt, actor)
+            self._log_until = document.wall if self._past else None
+            log = last_lines(self._run_dir, document.run.attempt, actor, self._log_until)
             self.app.call_from_thread(self._take_log, actor, log)
 
     def _take_log(self, actor: str, log: list[str] | None) -> None:
@@ -103,6 +108,9 @@ class DetailScreen(Screen[None]):
         """Draw the newest document."""
         self._top.show([[(self._actor, "bold"), ("   esc back   n p another actor   ↑ ↓ scroll", "dim")]])
         document = self._document()
+        if document is not None and self._past and document.wall != self._log_until:
+            self._log_until = document.wall
+            self._read_log()
         if document is not None and self._view.size.width:
             self._view.show(detail(document, self._actor, self._log, self._view.room, self._glyphs))
 
