@@ -30,7 +30,7 @@ RUN is the folder of a run (or its name under runs/) on the host where its contr
 with --keys. Without RUN it is the newest run that lives under runs/.
 
 In the terminal ? shows the keys and q quits. Without a terminal it prints what --once prints. --json prints an object
-whose schema is docs/top.schema.json. After the end of a run --replay goes through what was recorded; with --once or
+whose schema is docs/top.schema.json. Both watch a run for up to 5 s first, since rates are taken over some time. After the end of a run --replay goes through what was recorded; with --once or
 --json it shows the end.
 
 Exit codes: 0 done, 1 the run does not answer or something cannot be read or written, 2 wrong usage or no such run,

@@ -104,6 +104,19 @@ def test_a_whole_run(run_dir, tmp_path):
     assert "learner.lr" in shown
 
 
+def test_means_are_over_the_time_of_all_steps_but_the_first_of_each_learner(run_dir, tmp_path):
+    def timed(number, seconds, rate, start=1):
+        return step(number, start, **{"time/step_s": seconds, "rollout/tokens_per_s": rate})
+
+    first = timed(1, 900.0, 1.0)
+    write_lines(run_dir, first)
+    shown = " ".join(written(run_dir, tmp_path).text)
+    assert "mean step" not in shown and "mean throughput" not in shown
+    write_lines(run_dir, first, timed(2, 1.0, 1000.0), timed(3, 3.0, 200.0), timed(4, 700.0, 1.0, start=2))
+    shown = " ".join(written(run_dir, tmp_path).text)
+    assert "mean step 2.00 s" in shown and "mean throughput 400 tokens/s" in shown
+
+
 def test_there_is_nothing_to_load_and_it_is_forbidden(run_dir, tmp_path):
     (run_dir / "config.json").write_text("{}")
     write_lines(run_dir, step(1), update(1))

@@ -186,6 +186,8 @@ async def test_a_trace_is_asked_for_and_what_came_of_it_is_said():
     async with shown(Source(history=known(Run().between()), trace=trace)) as (_, pilot):
         await pilot.press("t")
         await until(pilot, "trace: runs/x/trace/1.json")
+        await pilot.press("space")
+        await until(pilot, "frozen  trace: runs/x/trace/1.json")
     assert asked == [1]
 
 

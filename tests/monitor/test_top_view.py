@@ -15,6 +15,7 @@ from pictures import STATES, Run, empty
 from asyncrl.monitor import catalogue
 from asyncrl.monitor.metrics_file import number_in
 from asyncrl.monitor.top.bars import sparkline, state_bar
+from asyncrl.monitor.top.detail import detail
 from asyncrl.monitor.top.document import json_schema, to_json
 from asyncrl.monitor.top.history import KEPT, History
 from asyncrl.monitor.top.layout import BUCKETS_FRAME, MOST_BUCKETS, heights
@@ -26,6 +27,7 @@ from asyncrl.monitor.top.panes.rollouters import SORTS
 from asyncrl.monitor.top.pipeline import header, pipeline
 from asyncrl.monitor.top.plain import page
 from asyncrl.monitor.top.text import ASCII, UNICODE, columns, fit, length, plain, to_ascii, wrapped
+from asyncrl.snapshot import ActorView
 
 ROOT = Path(__file__).parents[2]
 
@@ -111,6 +113,22 @@ def test_a_healthy_run_in_numbers():
     assert [row.seconds for row in document.phases] == pytest.approx([0.5, 1.4, 0.1, 2.0])
 
 
+@pytest.mark.parametrize("step", [1, 7])
+def test_the_first_step_of_a_learner_foretells_nothing(step):
+    def told(*lines):
+        snapshot = Run().at(100.0)
+        train = [{"step": step + n, "start": start, "time/step_s": seconds} for n, (start, seconds) in enumerate(lines)]
+        run = msgspec.structs.replace(snapshot.run, step=train[-1]["step"])
+        return seen([msgspec.structs.replace(snapshot, train=train, run=run)])
+
+    document = told((1, 22.0))
+    assert document.run.step_s is None and document.run.eta_s is None and document.phases == []
+    assert next(stage for stage in document.stages if stage.stage == "learner").rate is None
+    assert "ETA –" in (text := page(document, 80, UNICODE)) and "only a first step is trained so far" in text
+    assert told((1, 22.0), (1, 2.0)).run.step_s == 2.0
+    assert told((1, 22.0), (1, 2.0), (2, 40.0), (2, 4.0)).run.step_s == 3.0
+
+
 def test_what_is_absent_is_null_and_shown_as_such():
     document = seen([empty()])
     assert document.run.tokens_per_s is None and document.run.eta_s is None
@@ -163,7 +181,7 @@ def test_a_step_in_the_mean_leaves_out_the_first_of_each_learner():
     assert document.stages[3].rate == pytest.approx(64 / 2.0)
     assert next(phase.seconds for phase in document.phases if phase.name == "step") == document.run.step_s
     alone = seen([msgspec.structs.replace(snapshot, train=lines[:1])])
-    assert alone.run.step_s == 500.0, "there is no other"
+    assert alone.run.step_s is None, "there is no other"
 
 
 def test_the_reward_pool_counts_tasks_and_the_run_samples():
@@ -347,6 +365,46 @@ def test_who_is_gone_comes_last_however_it_is_sorted():
     for descending in (False, True):
         choice = Choice(sort="tokens_per_s", descending=descending)
         assert pane("rollouters", document, choice, 80, UNICODE).keys[-1] == "rollouter/0"
+
+
+@pytest.mark.parametrize(
+    ("condition", "facts", "said"),
+    [
+        (
+            "absent",
+            {},
+            [
+                "condition absent   state –   for –   heard –",
+                "host –   pid –   restarts –   version –",
+                "processors –   memory –   event loop busy –   most late –",
+            ],
+        ),
+        (
+            "starting",
+            {"host": "node1", "pid": 9, "incarnation": 1, "heard_s": 1.0},
+            [
+                "condition starting   state –   for –   heard 1.0 s ago",
+                "host node1   pid 9   restarts 0   version –",
+                "processors –   memory –   event loop busy –   most late –",
+            ],
+        ),
+        (
+            "dead",
+            {"host": "node1", "pid": 9, "incarnation": 1, "state": "ready", "cpu": 0.5, "state_s": 3.0},
+            [
+                "condition dead   state ready   for 3.0 s   heard 0 s ago",
+                "host node1   pid 9   restarts 0   version –",
+                "processors –   memory –   event loop busy –   most late –",
+            ],
+        ),
+    ],
+)
+def test_what_an_actor_has_not_told_is_not_shown_as_0(condition, facts, said):
+    snapshot = Run().at(100.0)
+    actor = ActorView(**{"name": "rollouter/9", "host": "", "condition": condition} | facts)
+    document = seen([msgspec.structs.replace(snapshot, actors=[*snapshot.actors, actor])])
+    lines = [plain(line) for line in detail(document, "rollouter/9", None, 80, UNICODE).lines()]
+    assert lines[:3] == said
 
 
 def test_events_by_level():

@@ -36,7 +36,7 @@ def time_bar(replay: Replay, width: int, glyphs: Glyphs) -> Line:
 def status(*, note: str, frozen: bool, replay: Replay | None, over: str, away: Away | None, attached: bool) -> Line:
     """How what is seen is to be taken."""
     if note:
-        return [(note, "warn")]
+        return [("frozen  ", "bad"), (note, "warn")] if frozen else [(note, "warn")]
     if frozen:
         return [("frozen, space goes on", "warn")]
     said: Line

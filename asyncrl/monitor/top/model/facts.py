@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from asyncrl.monitor.metrics_file import number_in
+from asyncrl.monitor.metrics_file import number_in, without_first
 from asyncrl.monitor.rates import Interval, Shares, mean, time_mean, total
 from asyncrl.monitor.top.history import History
 from asyncrl.snapshot import ActorView, Resource, Snapshot
@@ -87,15 +87,8 @@ class Facts:
         return self.steps.shares(pairs)
 
     def step_mean(self, key: str) -> float | None:
-        """The mean over the newest steps. The first of a learner waits for engines and evaluations: it is left out."""
-        lines = self.snapshot.train
-        begins = [
-            line.get("step") == 1 or (number > 0 and line.get("start") != lines[number - 1].get("start"))
-            for number, line in enumerate(lines)
-        ]
-        newest = list(zip(lines, begins, strict=True))[-STEPS_FOR_MEANS:]
-        chosen = [line for line, first in newest if not first] or [line for line, _ in newest]
-        return mean(number_in(line, key) for line in chosen)
+        """The mean over the newest steps. None before the second of a learner."""
+        return mean(number_in(line, key) for line in without_first(self.snapshot.train)[-STEPS_FOR_MEANS:])
 
     def ledger_figure(self, name: str) -> float | None:
         """What the learner says now, or said with its last step."""
