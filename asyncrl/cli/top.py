@@ -20,6 +20,7 @@ from asyncrl.cli.which_run import PROGRAM, living_run, must_be_reachable, run_fo
 if TYPE_CHECKING:
     from asyncrl.monitor.client import Target
     from asyncrl.monitor.top.history import History
+    from asyncrl.monitor.top.replay import Replay
     from asyncrl.monitor.top.source import Source
 
 TRACE_S = 30.0
@@ -30,8 +31,9 @@ RUN is the folder of a run (or its name under runs/) on the host where its contr
 with --keys. Without RUN it is the newest run that lives under runs/.
 
 In the terminal ? shows the keys and q quits. Without a terminal it prints what --once prints. --json prints an object
-whose schema is docs/top.schema.json. Both watch a run for up to 5 s first, since rates are taken over some time. After the end of a run --replay goes through what was recorded; with --once or
---json it shows the end.
+whose schema is docs/top.schema.json. Both watch for
+5 s first, for rates, where no recording can be read: by HOST:PORT, and in the first seconds of a run. After the end of
+a run --replay goes through what was recorded; with --once or --json it shows the end.
 
 Exit codes: 0 done, 1 the run does not answer or something cannot be read or written, 2 wrong usage or no such run,
 130 Ctrl-C, 141 whoever reads what is printed reads no more.
@@ -162,7 +164,10 @@ def _replay(run_dir: Path, given: argparse.Namespace) -> int:
 
     from asyncrl.monitor.top.source import Source
 
-    return _show(Source(replay=replay, run_dir=run_dir))
+    def whole() -> Replay | None:
+        return None if is_living(run_dir) else open_replay(run_dir, lives=False)
+
+    return _show(Source(replay=replay, whole=whole, run_dir=run_dir))
 
 
 def _show(source: Source) -> int:

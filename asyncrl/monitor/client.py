@@ -2,8 +2,8 @@
 
 A run is found by its folder, on the host where its controller is, or by HOST:PORT and a folder with the keys of a
 viewer. Every question has a deadline; a controller that does not answer is said to be away and asked on, under the
-same address, where its successor comes up. Fails with UsageError where there is nothing to attach to, and with Refused
-where the controller wants none of us.
+same address, where its successor comes up. Fails with UsageError where there is nothing to attach to, with ActorFailed
+where too many watch, and with Refused where the controller wants none of us.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.errors import DeadlineExceeded, ProtocolError, Refused, RemoteError, UsageError
+from asyncrl.errors import ActorFailed, DeadlineExceeded, ProtocolError, Refused, RemoteError, UsageError
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.monitor import SnapshotTaken, WatchSnapshot
 from asyncrl.monitor.reach import split_address
@@ -172,15 +172,16 @@ class Viewer:
 
 
 async def watch(target: Target) -> AsyncIterator[Snapshot | Away]:
-    """``Viewer.snapshots`` on a connection of its own. Raises UsageError where the run refuses it."""
+    """``Viewer.snapshots`` on a connection of its own. Raises UsageError where the run refuses it, ActorFailed where as
+    many watch as may."""
     try:
         with Viewer(target) as viewer:
             async for seen in viewer.snapshots():
                 yield seen
     except Refused as error:
         if error.code == CROWDED:
-            raise UsageError(
-                f"{target.address}: the run lets watch {error.theirs}, and as many do: detach one, or wait"
+            raise ActorFailed(
+                CONTROLLER, f"{target.address}: the run lets watch {error.theirs}, and as many do: detach one, or wait"
             ) from None
         raise UsageError(
             f"{target.address}: these keys are not those of the run there ({error.code}: ours {error.ours}, theirs "

@@ -18,6 +18,7 @@ from typing import Any
 
 from asyncrl.errors import UsageError
 from asyncrl.monitor.metrics_file import Line, number_in, read_metrics, without_first
+from asyncrl.monitor.phase import phase_and_reason
 from asyncrl.monitor.recording import decode, read_bodies
 from asyncrl.monitor.utilisation import evenly, spans
 from asyncrl.snapshot import Event, Snapshot
@@ -138,7 +139,7 @@ def _phase(last: Snapshot | None, train: Sequence[Line], config: Mapping[str, An
         return html.escape(steps)
     run = last.run
     at = datetime.fromtimestamp(last.wall, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    said = [run.phase + (f" ({run.reason})" if run.reason else ""), steps, f"version {run.version}"]
+    said = [phase_and_reason(run.phase, run.exit_code, run.reason), steps, f"version {run.version}"]
     said += [f"attempt {run.attempt}", f"as of {at}"]
     return html.escape(" · ".join(said))
 

@@ -12,7 +12,7 @@ from every_message import EVERY_MESSAGE
 
 from asyncrl.config.load import validate_config
 from asyncrl.controller.actor import Controller
-from asyncrl.errors import Refused, RemoteError, UsageError
+from asyncrl.errors import ActorFailed, Refused, RemoteError, UsageError
 from asyncrl.launcher.folders import is_living, make_run_keyring
 from asyncrl.messages import Request
 from asyncrl.messages.actors import StopRun, WatchRun
@@ -141,7 +141,7 @@ def test_one_who_watches_too_many_is_told_so_and_disturbs_nobody(tmp_path, monke
                     await viewer.controller.call(WatchSnapshot())
                 with pytest.raises(Refused, match="at most 2 at once"):
                     await third.controller.call(WatchSnapshot())
-                with pytest.raises(UsageError, match="at most 2 at once, and as many do: detach one"):
+                with pytest.raises(ActorFailed, match="at most 2 at once, and as many do: detach one"):
                     await anext(watch(target))
                 assert len(actor._server._sessions) == 2
             monkeypatch.setattr(server, "UNUSED_S", 0.0)

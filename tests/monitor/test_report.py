@@ -14,6 +14,10 @@ from asyncrl.monitor import charts, report
 from asyncrl.monitor.metrics_file import read_metrics
 from asyncrl.monitor.recording import Recorder
 from asyncrl.monitor.report import write_report
+from asyncrl.monitor.top.history import History
+from asyncrl.monitor.top.model import build
+from asyncrl.monitor.top.plain import page
+from asyncrl.monitor.top.text import UNICODE
 from asyncrl.monitor.utilisation import evenly, spans
 from asyncrl.snapshot import Event, Resource
 
@@ -115,6 +119,23 @@ def test_means_are_over_the_time_of_all_steps_but_the_first_of_each_learner(run_
     write_lines(run_dir, first, timed(2, 1.0, 1000.0), timed(3, 3.0, 200.0), timed(4, 700.0, 1.0, start=2))
     shown = " ".join(written(run_dir, tmp_path).text)
     assert "mean step 2.00 s" in shown and "mean throughput 400 tokens/s" in shown
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "reason", "said"),
+    [
+        (130, "stopped by the launcher", "stopped: by the launcher · "),
+        (75, "preempted with a checkpoint of version 40", "preempted: with a checkpoint of version 40 · "),
+        (0, "", "done · "),
+    ],
+)
+def test_the_end_of_a_run_is_told_in_the_words_of_the_terminal(run_dir, tmp_path, exit_code, reason, said):
+    last = Run(phase="done", exit_code=exit_code, reason=reason).at(10)
+    record(run_dir, last)
+    assert said in " ".join(written(run_dir, tmp_path).text)
+    history = History()
+    history.add(last)
+    assert said.removesuffix(" · ") in page(build(history), 80, UNICODE)
 
 
 def test_there_is_nothing_to_load_and_it_is_forbidden(run_dir, tmp_path):

@@ -175,6 +175,18 @@ async def test_the_end_of_a_run_and_a_refusal_are_told():
         assert "step 50/100" in text_of(app)
 
 
+@pytest.mark.parametrize(("key", "code"), [("q", 0), ("ctrl+c", 130)])
+@within_a_loop
+async def test_whoever_interrupts_gets_the_exit_code_of_that(key, code):
+    async with shown(Source(history=known(Run().between()))) as (app, pilot):
+        await pilot.press("7", "enter")
+        await settled(pilot)
+        if key == "q":
+            await pilot.press("escape")
+        await pilot.press(key)
+    assert app.return_code == code
+
+
 @within_a_loop
 async def test_a_trace_is_asked_for_and_what_came_of_it_is_said():
     asked = []
@@ -210,6 +222,25 @@ async def test_what_is_said_of_a_trace_is_not_taken_away_with_what_was_said_of_t
         await written.put("trace: 2.json")
         await until(pilot, "trace: 2.json")
         await until(pilot, "live")
+
+
+@within_a_loop
+async def test_a_replay_learns_at_its_end_that_the_run_has_ended_meanwhile(monkeypatch):
+    monkeypatch.setattr(terminal, "LOOK_S", 0.05)
+    run, found = Run(steps=1000), []
+    entries = recording(run, 20)
+    replay = Replay(entries[:10], lives=True)
+    replay.jump(replay.end)
+
+    async with shown(Source(replay=replay, whole=lambda: found[0] if found else None)) as (app, pilot):
+        await until(pilot, "up to here; the run goes on")
+        found.append(Replay(entries))
+        async with asyncio.timeout(10.0):
+            while "the run goes on" in text_of(app):
+                await pilot.pause(0.05)
+        assert "9.0 s of 19 s" in text_of(app) and "running" in text_of(app), "it stays where it was"
+        replay.jump(replay.end)
+        await until(pilot, "failed: nothing is known after this")
 
 
 def test_a_replay_shows_the_same_however_one_comes_to_a_moment():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from asyncrl.monitor.bottleneck import kind_of
+from asyncrl.monitor.phase import phase_and_reason, phase_word
 from asyncrl.monitor.top.bars import level_bar, sparkline, state_bar
 from asyncrl.monitor.top.document import Document, RunRow, StageRow
 from asyncrl.monitor.top.numbers import count, duration, fixed, percent, rate
@@ -20,7 +21,6 @@ PHASE_STYLES: dict[str, Style] = {
     "preempted": "warn",
     "stalled": "bad",
 }
-PREEMPTED_EXIT_CODE = 75
 NAMES_SHOWN = 3
 ROOMY = 16
 """From this width on a stage has room for blanks."""
@@ -54,9 +54,7 @@ def said_phase(run: RunRow) -> str:
     """Where a run stands, in a word: one that ended before its last step is not done."""
     if run.phase == "running" and run.stalled:
         return "stalled"
-    if run.phase == "done" and run.exit_code:
-        return "preempted" if run.exit_code == PREEMPTED_EXIT_CODE else "stopped"
-    return run.phase
+    return phase_word(run.phase, run.exit_code)
 
 
 def _fitting(parts: list[Line], width: int) -> Line:
@@ -152,9 +150,9 @@ def verdict(document: Document, width: int, glyphs: Glyphs) -> list[Line]:
     run, found = document.run, document.bottleneck
     said: tuple[str, str, Style]
     if run.phase in ("done", "failed", "draining", "preempting"):
-        phase = said_phase(run)
         reason = run.reason or {"done": "all steps are trained"}.get(run.phase, "")
-        said = phase, reason.removeprefix(f"{phase} "), PHASE_STYLES[phase]
+        phase, _, why = phase_and_reason(run.phase, run.exit_code, reason).partition(": ")
+        said = phase, why, PHASE_STYLES[phase]
     elif run.stalled:
         said = "stalled", run.stalled, "bad"
     elif run.phase == "starting":

@@ -41,6 +41,12 @@ class Replay:
         self._shown = -1
         self._history = History()
 
+    def take(self, whole: Replay) -> None:
+        """Go on in ``whole``, a later look at the same recording, from where one is."""
+        self.lives, self.note = whole.lives, whole.note
+        self._walls, self._bodies = whole._walls, whole._bodies
+        self._shown = -1
+
     @property
     def begin(self) -> float:
         """Of the recording."""
