@@ -225,7 +225,8 @@ def _print(history: History, given: argparse.Namespace) -> int:
 
     unicode = _knows_unicode()
     columns = shutil.get_terminal_size((PAGE_COLUMNS, 24)).columns
-    sys.stdout.write(page(document, max(80, columns), UNICODE if unicode else ASCII, ascii_only=not unicode))
+    glyphs, whole = UNICODE if unicode else ASCII, not sys.stdout.isatty()
+    sys.stdout.write(page(document, max(80, columns), glyphs, ascii_only=not unicode, whole=whole))
     return 0
 
 

@@ -55,13 +55,30 @@ async def test_what_happened_to_the_run_as_a_whole_is_told_in_detail_by_the_cont
 @within_a_loop
 async def test_a_terminal_that_is_too_small_says_so_and_recovers():
     async with shown(Source(history=known(Run().between()))) as (app, pilot):
-        for columns, rows in ((40, 10), (80, 24), (200, 50), (59, 24), (80, 15)):
+        for columns, rows in ((40, 10), (80, 24), (200, 50), (20, 5), (59, 24), (80, 15)):
             await pilot.resize_terminal(columns, rows)
             await settled(pilot)
             text = text_of(app)
             small = columns < 60 or rows < 16
-            assert ("wants 80×24" in text) == small and ("step 50/100" in text) != small
-            assert not small or f"{columns}×{rows}" in text
+            assert ("needs 60×16" in text) == small and ("step 50/100" in text) != small
+            assert not small or f"{columns}×{rows}" in text or columns == 20
+
+
+@within_a_loop
+async def test_on_the_least_terminal_the_help_scrolls_and_the_chosen_tab_is_seen():
+    async with shown(Source(history=known(Run().between()))) as (app, pilot):
+        await pilot.resize_terminal(60, 16)
+        await pilot.press("7")
+        await until(pilot, "7 events")
+        await pilot.press("question_mark")
+        await until(pilot, "who waits on whom")
+        seen = text_of(app)
+        assert not any(line.rstrip(" │").endswith("…") for line in seen.splitlines())
+        assert "oldest: age of a trajectory" not in seen
+        for _ in range(40):
+            await pilot.press("down")
+        await until(pilot, "oldest: age of a trajectory")
+        assert "who waits on whom" not in text_of(app)
 
 
 @within_a_loop
@@ -240,6 +257,7 @@ async def test_a_replay_learns_at_its_end_that_the_run_has_ended_meanwhile(monke
                 await pilot.pause(0.05)
         assert "9.0 s of 19 s" in text_of(app) and "running" in text_of(app), "it stays where it was"
         replay.jump(replay.end)
+        app._draw()
         await until(pilot, "failed: nothing is known after this")
 
 

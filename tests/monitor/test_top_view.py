@@ -18,16 +18,16 @@ from asyncrl.monitor.top.bars import sparkline, state_bar
 from asyncrl.monitor.top.detail import detail
 from asyncrl.monitor.top.document import json_schema, to_json
 from asyncrl.monitor.top.history import KEPT, History
-from asyncrl.monitor.top.layout import BUCKETS_FRAME, MOST_BUCKETS, heights
+from asyncrl.monitor.top.layout import BUCKETS_FRAME, MOST_BUCKETS, RANKS_FRAME, heights, help_lines
 from asyncrl.monitor.top.model import build
 from asyncrl.monitor.top.numbers import count, duration, exact, size
 from asyncrl.monitor.top.panes import PANES, pane
 from asyncrl.monitor.top.panes.base import Choice
-from asyncrl.monitor.top.panes.rollouters import SORTS
+from asyncrl.monitor.top.panes.rollouters import SORTS, sorted_next
 from asyncrl.monitor.top.pipeline import header, pipeline
 from asyncrl.monitor.top.plain import page
 from asyncrl.monitor.top.text import ASCII, UNICODE, columns, fit, length, plain, to_ascii, wrapped
-from asyncrl.snapshot import ActorView
+from asyncrl.snapshot import ActorView, Event
 
 ROOT = Path(__file__).parents[2]
 
@@ -329,6 +329,48 @@ def test_staleness_is_shown_up_to_the_limit_however_large_that_is(most, last):
     assert f"of {most} " in page(document, 80, UNICODE)
 
 
+@pytest.mark.parametrize("width", [40, 56, 72, 100])
+def test_the_help_tells_the_same_at_every_width_and_is_cut_nowhere(width):
+    lines = help_lines(width, UNICODE.kinds)
+    assert max(map(len, lines)) <= width
+    words = sorted(" ".join(help_lines(72, UNICODE.kinds)).split())
+    assert sorted(" ".join(lines).split()) == words
+
+
+def test_a_stage_keeps_its_name_and_a_blank_before_the_arrow_on_a_small_terminal():
+    document = seen(Run(rollouters=64, hosts=1, dead=tuple(f"rollouter/{n}" for n in range(60))).between())
+    top, rates, *_ = map(plain, pipeline(document, 80, UNICODE))
+    assert "roll. ─── 4/64" in top
+    document = seen(Run(rollouters=64, hosts=1).between())
+    top, rates, *_ = map(plain, pipeline(document, 80, UNICODE))
+    assert "rollouters 64" in top and "56.2k tok/s   →" in rates
+    assert "56.2k tokens/s" in plain(pipeline(document, 120, UNICODE)[1])
+
+
+def test_by_what_is_sorted_is_seen_where_that_column_is_not():
+    document = seen(Run(engine={"waiting": 1.0}).between())
+    head = plain(pane("rollouters", document, Choice(), 78, UNICODE).head[0])
+    assert head.startswith("by host▴ ") and head.count("host") == 1
+    head = plain(pane("rollouters", document, Choice(), 120, UNICODE).head[0])
+    assert head.startswith("rollouter  host▴")
+
+
+def test_ranks_and_buckets_share_the_room_by_what_they_need():
+    def given(ranks, rows):
+        found = heights(seen(Run(ranks=ranks).between()), "wide", rows)
+        return found["learner"] - RANKS_FRAME, found["staleness"] - BUCKETS_FRAME
+
+    assert given(2, 40) == (2, 2) and given(1, 40) == (1, 3)
+    assert given(2, 50) == (2, 5) and given(8, 100) == (6, 5)
+
+
+def test_events_are_cut_where_a_terminal_ends_and_nowhere_else():
+    text = "worker 1 was killed: " + "timeout " * 40
+    document = seen(Run(events=[Event(number=1, wall=0.0, level="info", actor="", text=text)]).between())
+    assert text.strip() in page(document, 80, UNICODE, whole=True)
+    assert text.strip() not in (cut := page(document, 80, UNICODE)) and "…" in cut
+
+
 def test_the_pipeline_always_takes_seven_lines():
     for make in STATES.values():
         for width in (80, 200):
@@ -358,6 +400,14 @@ def test_sorting_and_filtering():
     assert "no rollouter matches xyz" in plain(pane("rollouters", document, Choice(needle="xyz"), 80, UNICODE).head[1])
     for sort in SORTS:
         assert sorted(key for key in keys(sort=sort) if key) == sorted(f"rollouter/{n}" for n in range(12))
+
+
+def test_every_number_is_sorted_from_the_largest_on_at_first():
+    choice, first = Choice(), {}
+    for _ in SORTS:
+        choice = sorted_next(choice)
+        first[choice.sort] = choice.descending
+    assert first == {sort: sort not in ("name", "host", "state") for sort in SORTS}
 
 
 def test_who_is_gone_comes_last_however_it_is_sorted():

@@ -193,7 +193,7 @@ class Top(App[int]):
             return
         self._header.show(header(document, wide, glyphs))
         self._pipeline.show(pipeline(document, wide, glyphs))
-        self._tab_line.show([tabs(self._seen)])
+        self._tab_line.show([tabs(self._seen, wide)])
         if self.source.replay is not None:
             self._time.show([time_bar(self.source.replay, wide, glyphs)])
         self._body.show(document, self._choice, glyphs, room(*self.size), self.size.height)
@@ -228,7 +228,7 @@ class Top(App[int]):
         self.action_pane((PANES.index(self._seen) + by) % len(PANES) + 1)
 
     def action_sort(self) -> None:
-        """Sort by the next column, the largest first where that is what one looks for."""
+        """Sort by the next column, numbers from the largest on."""
         self._choose(sorted_next(self._choice))
 
     def action_reverse(self) -> None:

@@ -16,12 +16,16 @@ KEYS = ("? help", "q quit", "s sort", "/ filter", "space {space}")
 """As many of them as there is room for."""
 
 
-def tabs(seen: PaneName) -> Line:
-    """The panes, of which one is seen."""
+def tabs(seen: PaneName, width: int) -> Line:
+    """The panes, of which one is seen; where there is no room for all of their names, that one's."""
     line: Line = []
     for number, name in enumerate(PANES, 1):
         line += [(f"{number} {name}", "chosen" if name == seen else "dim"), ("  ", "")]
-    return line
+    if length(line[:-1]) > width:
+        line = []
+        for number, name in enumerate(PANES, 1):
+            line += [(f"{number} {name}", "chosen") if name == seen else (f"{number}", "dim"), ("  ", "")]
+    return line[:-1]
 
 
 def time_bar(replay: Replay, width: int, glyphs: Glyphs) -> Line:

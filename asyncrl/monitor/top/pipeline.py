@@ -22,6 +22,8 @@ PHASE_STYLES: dict[str, Style] = {
     "stalled": "bad",
 }
 NAMES_SHOWN = 3
+SHORT = {"rollouters": "roll.", "dataloader": "data."}
+"""Where how many are there takes the room of the name."""
 ROOMY = 16
 """From this width on a stage has room for blanks."""
 
@@ -93,7 +95,9 @@ def _stage(stage: StageRow, document: Document, wide: int, glyphs: Glyphs) -> li
     if not there and stage.expected > 1:
         there = f"{stage.expected}"
     style: Style = "mark" if stage.bottleneck else "bold"
-    name = name[: wide - len(there) - bool(there)]
+    room = wide - len(there) - bool(there)
+    if len(name) > room:
+        name = name.replace(stage.stage, SHORT.get(stage.stage, stage.stage))[:room]
     fill = wide - len(name) - len(there) - bool(there)
     top: Line = [(name, style), (f" {rule * (fill - 1)}" if fill > 0 else "", "mark" if stage.bottleneck else "dim")]
     if there:
@@ -101,11 +105,17 @@ def _stage(stage: StageRow, document: Document, wide: int, glyphs: Glyphs) -> li
         top.append((f" {there}", "bad" if stage.actors < stage.expected and not over else "dim"))
     return [
         top,
-        [(f"{rate(stage.rate)} {stage.unit}/s", "")],
+        [(_rate(stage, wide), "")],
         [(_depth(stage, document), "")],
         _bar(stage, wide, glyphs),
         _state(stage, document),
     ]
+
+
+def _rate(stage: StageRow, wide: int) -> str:
+    """With a blank before the arrow."""
+    said = f"{rate(stage.rate)} {stage.unit}/s"
+    return said if len(said) < wide else said.replace("tokens/s", "tok/s")
 
 
 def _depth(stage: StageRow, document: Document) -> str:

@@ -13,9 +13,10 @@ from textual.screen import ModalScreen, Screen
 
 from asyncrl.monitor.top.detail import detail
 from asyncrl.monitor.top.document import Document
-from asyncrl.monitor.top.layout import HELP
+from asyncrl.monitor.top.layout import help_lines
 from asyncrl.monitor.top.log_tail import last_lines
-from asyncrl.monitor.top.text import Glyphs
+from asyncrl.monitor.top.panes.base import Pane
+from asyncrl.monitor.top.text import Glyphs, Line
 from asyncrl.monitor.top.widgets import Block, PaneView
 
 LOG_S = 2.0
@@ -27,7 +28,8 @@ class HelpScreen(ModalScreen[None]):
 
     CSS = """
     HelpScreen { align: center middle; }
-    #help { width: 76; height: 22; max-height: 100%; border: round #7aa2c4; background: #252b37; padding: 0 1; }
+    #help { width: 76; max-width: 100%; height: 22; max-height: 100%; scrollbar-size-vertical: 1;
+        border: round #7aa2c4; background: #252b37; padding: 0 1; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,question_mark,h,enter,space", "app.pop_screen", show=False)
@@ -36,16 +38,26 @@ class HelpScreen(ModalScreen[None]):
     def __init__(self, glyphs: Glyphs, *, ascii_only: bool) -> None:
         super().__init__()
         self._glyphs = glyphs
-        self._block = Block(ascii_only=ascii_only, id="help")
+        self._view = PaneView(ascii_only=ascii_only, id="help")
 
     def compose(self) -> ComposeResult:
         """See Screen."""
-        yield self._block
+        yield self._view
 
     def on_mount(self) -> None:
         """Draw."""
-        lines = HELP.format_map({str(kind): glyph for kind, glyph in self._glyphs.kinds.items()}).splitlines()
-        self._block.show([[(line, "")] for line in lines])
+        self._view.focus()
+        self.call_after_refresh(self.draw)
+
+    def draw(self) -> None:
+        """Draw for the width that there is."""
+        lines: list[Line] = [[(line, "")] for line in help_lines(self._view.room, self._glyphs.kinds)]
+        self._view.show(Pane([], [""] * len(lines), lambda number: lines[number]))
+
+    def on_pane_view_resized(self, event: PaneView.Resized) -> None:
+        """Draw for the new width."""
+        event.stop()
+        self.call_after_refresh(self.draw)
 
 
 class DetailScreen(Screen[None]):
