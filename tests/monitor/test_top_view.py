@@ -343,8 +343,8 @@ def test_a_stage_keeps_its_name_and_a_blank_before_the_arrow_on_a_small_terminal
     assert "roll. ─── 4/64" in top
     document = seen(Run(rollouters=64, hosts=1).between())
     top, rates, *_ = map(plain, pipeline(document, 80, UNICODE))
-    assert "rollouters  64" in top and "56.2k tok/s   →" in rates
-    assert "56.2k tokens/s" in plain(pipeline(document, 120, UNICODE)[1])
+    assert "rollouters  64" in top and "56.3k tok/s   →" in rates
+    assert "56.3k tokens/s" in plain(pipeline(document, 120, UNICODE)[1])
 
 
 def test_by_what_is_sorted_is_seen_where_that_column_is_not():
