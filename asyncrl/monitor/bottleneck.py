@@ -74,7 +74,7 @@ def by_kind(shares: Mapping[str, float]) -> dict[Kind, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """What is known of the stages over a window. An empty mapping or None is unknown."""
+    """What is known of the stages over a window; levels are means over it. An empty mapping or None is unknown."""
 
     running: bool = True
     window_s: float
