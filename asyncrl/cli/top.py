@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from asyncrl.monitor.printable import json_in_ascii, printable, say
 if TYPE_CHECKING:
     from asyncrl.monitor.client import Target
     from asyncrl.monitor.top.history import History
+    from asyncrl.monitor.top.replay import Replay
     from asyncrl.monitor.top.source import Source
 
 TRACE_S = 30.0
@@ -30,8 +32,9 @@ RUN is the folder of a run (or its name under runs/) on the host where its contr
 with --keys. Without RUN it is the newest run that lives under runs/.
 
 In the terminal ? shows the keys and q quits. Without a terminal it prints what --once prints. --json prints an object
-whose schema is docs/top.schema.json. After the end of a run --replay goes through what was recorded; with --once or
---json it shows the end.
+whose schema is docs/top.schema.json. Both watch for
+5 s first, for rates, where no recording can be read: by HOST:PORT, and in the first seconds of a run. After the end of
+a run --replay goes through what was recorded; with --once or --json it shows the end.
 
 Exit codes: 0 done, 1 the run does not answer or something cannot be read or written, 2 wrong usage or no such run,
 130 Ctrl-C, 141 whoever reads what is printed reads no more.
@@ -163,11 +166,13 @@ def _may_live(run_dir: Path) -> bool:
 def _watch(given: argparse.Namespace) -> int:
     import asyncio
 
-    from asyncrl.monitor.client import Viewer, find_target, watch
+    from asyncrl.launcher.folders import is_living
+    from asyncrl.monitor.client import Viewer, find_target
     from asyncrl.monitor.top.history import History
+    from asyncrl.monitor.top.live import follow
     from asyncrl.monitor.top.replay import recent_history
 
-    target = find_target(living_run(given.run), Path(given.keys) if given.keys else None)
+    target = replace(find_target(living_run(given.run), Path(given.keys) if given.keys else None), lives=is_living)
     if target.run_dir is None:
         must_be_reachable(target.address)
     history = recent_history(target.run_dir) if target.run_dir is not None else History()
@@ -183,7 +188,7 @@ def _watch(given: argparse.Namespace) -> int:
             written: TraceWritten = await viewer.controller.call(RequestTrace(), timeout=TRACE_S)
         return f"trace: {written.path}" if written.path else f"no trace: {written.error}"
 
-    return _show(Source(feed=lambda: watch(target), history=history, run_dir=target.run_dir, trace=trace))
+    return _show(Source(feed=lambda: follow(target), history=history, run_dir=target.run_dir, trace=trace))
 
 
 def _replay(run_dir: Path, given: argparse.Namespace) -> int:
@@ -198,7 +203,10 @@ def _replay(run_dir: Path, given: argparse.Namespace) -> int:
 
     from asyncrl.monitor.top.source import Source
 
-    return _show(Source(replay=replay, run_dir=run_dir))
+    def whole() -> Replay | None:
+        return None if _may_live(run_dir) else open_replay(run_dir, lives=False)
+
+    return _show(Source(replay=replay, whole=whole, run_dir=run_dir))
 
 
 def _show(source: Source) -> int:
@@ -217,15 +225,16 @@ async def _take_one(target: Target, history: History) -> None:
     import asyncio
 
     from asyncrl.errors import ActorFailed
-    from asyncrl.monitor.client import Away, watch
+    from asyncrl.monitor.client import Away
+    from asyncrl.monitor.top.live import follow
 
     first: float | None = None
     reason = f"{target.address} does not answer"
     try:
         async with asyncio.timeout(SNAPSHOT_S):
-            async for seen in watch(target):
+            async for seen in follow(target):
                 if isinstance(seen, Away):
-                    reason = seen.reason
+                    reason = seen.reason or reason
                     continue
                 history.add(seen)
                 first = seen.wall if first is None else first
@@ -255,7 +264,8 @@ def _print(history: History, given: argparse.Namespace) -> int:
 
     unicode = _knows_unicode()
     columns = shutil.get_terminal_size((PAGE_COLUMNS, 24)).columns
-    text = page(document, max(80, columns), UNICODE if unicode else ASCII, ascii_only=not unicode)
+    glyphs, whole = UNICODE if unicode else ASCII, not sys.stdout.isatty()
+    text = page(document, max(80, columns), glyphs, ascii_only=not unicode, whole=whole)
     say(text.removesuffix("\n"), sys.stdout)
     return 0
 

@@ -17,6 +17,7 @@ from asyncrl.controller.run_state import RunStateMachine
 from asyncrl.controller.sinks import are_wanted
 from asyncrl.controller.snapshots import Snapshots
 from asyncrl.messages.monitor import EventRecord, Heartbeat
+from asyncrl.monitor.phase import phase_and_reason
 from asyncrl.monitor.recording import Recorder
 from asyncrl.runtime.actor import Actor
 from asyncrl.runtime.registry import Registry
@@ -108,9 +109,11 @@ class Watching:
         if self._run.phase != self._phase:
             self._phase = self._run.phase
             outcome = self._run.outcome
-            why = f": {outcome.reason}" if outcome is not None and outcome.reason else ""
+            code, reason = (outcome.exit_code, outcome.reason) if outcome is not None else (0, "")
             failed = outcome is not None and bool(outcome.actor)
-            self.happened("error" if failed else "info", "", f"the run is {self._phase}{why}")
+            self.happened(
+                "error" if failed else "info", "", f"the run is {phase_and_reason(self._phase, code, reason)}"
+            )
 
     async def conclude(self) -> None:
         """Take the last snapshot, tell it to everybody who watches, and write it."""

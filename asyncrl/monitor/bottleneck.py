@@ -74,7 +74,7 @@ def by_kind(shares: Mapping[str, float]) -> dict[Kind, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """What is known of the stages over a window. An empty mapping or None is unknown."""
+    """What is known of the stages over a window; levels are means over it. An empty mapping or None is unknown."""
 
     running: bool = True
     window_s: float
@@ -156,8 +156,10 @@ def _occupied(kinds: Mapping[Kind, float]) -> float:
 
 
 def _does(shares: Mapping[str, float]) -> str:
+    """What is counted as occupied, and the most of it."""
     state = max((state for state in shares if kind_of(state) != "wait"), key=lambda state: shares[state])
-    return f"{state} {_percent(shares[state])} of the time"
+    whole, most = _percent(_occupied(by_kind(shares))), _percent(shares[state])
+    return f"{state} {most} of the time" if most == whole else f"busy {whole} of the time ({state} {most})"
 
 
 def _others(flow: Flow, *, but: str) -> str:

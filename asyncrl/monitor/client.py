@@ -2,22 +2,22 @@
 
 A run is found by its folder, on the host where its controller is, or by HOST:PORT and a folder with the keys of a
 viewer. Every question has a deadline; a controller that does not answer is said to be away and asked on, under the
-same address, where its successor comes up. Fails with UsageError where there is nothing to attach to, and with Refused
-where the controller wants none of us.
+same address, where its successor comes up. Fails with UsageError where there is nothing to attach to, with ActorFailed
+where too many watch, and with Refused where the controller wants none of us.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from asyncrl.errors import DeadlineExceeded, ProtocolError, Refused, RemoteError, UsageError
+from asyncrl.errors import ActorFailed, DeadlineExceeded, ProtocolError, Refused, RemoteError, UsageError
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.monitor import SnapshotTaken, WatchSnapshot
 from asyncrl.monitor.json_text import read_json_object
@@ -48,11 +48,18 @@ class Target:
     credentials: Credentials = field(repr=False)
     run_dir: Path | None = None
     """Its folder, where that is how it was found."""
+    lives: Callable[[Path], bool] = lambda _run_dir: True
+    """Whether a run lives in its folder, as the folder's lock tells. Blocks; raises OSError."""
 
     @property
     def is_over(self) -> bool:
-        """Whether its folder says that nobody answers any more."""
-        return self.run_dir is not None and not (self.run_dir / PRIVATE).exists()
+        """Whether its folder says that nobody answers any more, as after all of it was killed. Blocks."""
+        if self.run_dir is None:
+            return False
+        try:
+            return not ((self.run_dir / PRIVATE).exists() and self.lives(self.run_dir))
+        except OSError:
+            return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +67,7 @@ class Away:
     """The controller does not answer. What was last seen is all there is."""
 
     reason: str
+    """What it has answered instead; empty where it says nothing at all."""
     seconds: float
     """Since it was last heard of, or since the watch began."""
 
@@ -148,10 +156,11 @@ class Viewer:
                 taken: SnapshotTaken = await self.controller.call(WatchSnapshot(seen=seen))
                 snapshot = decode_snapshot(taken.snapshot) if taken.snapshot else None
             except (DeadlineExceeded, RemoteError, ProtocolError, msgspec.DecodeError) as error:
-                if self.target.is_over:
+                if await asyncio.to_thread(lambda: self.target.is_over):
                     return
-                yield Away(str(error), time.monotonic() - heard)
-                if not isinstance(error, DeadlineExceeded):
+                silent = isinstance(error, DeadlineExceeded)
+                yield Away("" if silent else str(error), time.monotonic() - heard)
+                if not silent:
                     # It has answered at once, and would again.
                     await asyncio.sleep(AGAIN_S)
                 continue
@@ -163,15 +172,16 @@ class Viewer:
 
 
 async def watch(target: Target) -> AsyncIterator[Snapshot | Away]:
-    """``Viewer.snapshots`` on a connection of its own. Raises UsageError where the run refuses it."""
+    """``Viewer.snapshots`` on a connection of its own. Raises UsageError where the run refuses it, ActorFailed where as
+    many watch as may."""
     try:
         with Viewer(target) as viewer:
             async for seen in viewer.snapshots():
                 yield seen
     except Refused as error:
         if error.code == CROWDED:
-            raise UsageError(
-                f"{target.address}: the run lets watch {error.theirs}, and as many do: detach one, or wait"
+            raise ActorFailed(
+                CONTROLLER, f"{target.address}: the run lets watch {error.theirs}, and as many do: detach one, or wait"
             ) from None
         raise UsageError(
             f"{target.address}: these keys are not those of the run there ({error.code}: ours {error.ours}, theirs "

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from asyncrl.monitor.metrics_line import Line, Standing, parse_line
 
-__all__ = ["Line", "is_voided", "number_in", "read_metrics"]
+__all__ = ["Line", "is_voided", "number_in", "read_metrics", "without_first"]
 
 
 def number_in(line: Line, key: str) -> float | None:
@@ -17,6 +18,12 @@ def number_in(line: Line, key: str) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
+
+
+def without_first(train: Sequence[Line]) -> list[Line]:
+    """Lines of kind train, in order, without the first of each learner: that step waits for engines and evaluations,
+    and tells nothing of the others. The first line of all is taken for such a one."""
+    return [line for before, line in pairwise(train) if line.get("start") == before.get("start")]
 
 
 def read_metrics(path: Path, kinds: Collection[str] | None = None, damaged: list[int] | None = None) -> list[Line]:

@@ -9,7 +9,8 @@ resource of which it is not known what it did before.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 
 from asyncrl.snapshot import ActorView, Histogram, Resource, Snapshot
 
@@ -98,6 +99,15 @@ def mean(values: Iterable[float | None]) -> float | None:
     """The mean of what is known; None if nothing is."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
+
+
+def time_mean(moments: Sequence[tuple[float, float | None]]) -> float | None:
+    """The mean over time of a level that is known at some of these (time, level), in order of time; None if at none."""
+    known = [(at, level) for at, level in moments if level is not None]
+    whole = known[-1][0] - known[0][0] if known else 0.0
+    if whole <= 0.0:
+        return mean(level for _, level in known)
+    return sum((later - at) * (level + then) / 2 for (at, level), (later, then) in pairwise(known)) / whole
 
 
 def median(values: Iterable[float | None]) -> float | None:

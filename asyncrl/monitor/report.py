@@ -18,9 +18,9 @@ from typing import Any
 
 from asyncrl.errors import UsageError
 from asyncrl.monitor.json_text import read_json_object
-from asyncrl.monitor.metrics_file import Line, read_metrics
+from asyncrl.monitor.metrics_file import Line, number_in, read_metrics, without_first
+from asyncrl.monitor.phase import phase_and_reason
 from asyncrl.monitor.recording import decode, read_bodies
-from asyncrl.monitor.top.pipeline import said_phase
 from asyncrl.monitor.top.replay import ended
 from asyncrl.monitor.user_file import check_writable, write_user_file
 from asyncrl.monitor.utilisation import evenly, spans
@@ -157,9 +157,7 @@ def _phase(last: Snapshot | None, train: Sequence[Line], config: Mapping[str, An
         return html.escape(steps)
     run = last.run
     at = datetime.fromtimestamp(last.wall, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    phase = said_phase(run)
-    reason = run.reason.removeprefix(f"{phase} ")
-    said = [phase + (f" ({reason})" if reason else ""), steps, f"version {run.version}"]
+    said = [phase_and_reason(run.phase, run.exit_code, run.reason), steps, f"version {run.version}"]
     said += [f"attempt {run.attempt}", f"as of {at}"]
     return html.escape(" · ".join(said))
 
@@ -173,10 +171,15 @@ def _figures(train: Sequence[Line]) -> str:
     rows: list[tuple[str, str]] = []
     if found := values("reward/mean"):
         rows.append(("reward, first → last", f"{found[0]:.3f} → {found[-1]:.3f}"))
-    if found := values("time/step_s"):
-        rows.append(("mean step", f"{mean(found):.2f} s"))
-    if found := values("rollout/tokens_per_s"):
-        rows.append(("mean throughput", f"{mean(found):,.0f} tokens/s"))
+    timed = [line for line in without_first(train) if (number_in(line, "time/step_s") or 0.0) > 0]
+    steps_s = [float(line["time/step_s"]) for line in timed]
+    rates = [number_in(line, "rollout/tokens_per_s") for line in timed]
+    if steps_s:
+        rows.append(("mean step", f"{mean(steps_s):.2f} s"))
+    # Tokens of all of these steps over the time of all of them.
+    if told := [(rate, step_s) for rate, step_s in zip(rates, steps_s, strict=True) if rate is not None]:
+        mean_rate = sum(rate * step_s for rate, step_s in told) / sum(step_s for _, step_s in told)
+        rows.append(("mean throughput", f"{mean_rate:,.0f} tokens/s"))
     if found := values("perf/overlap"):
         rows.append(("generation during training", f"{mean(found):.0%}"))
     if found := values("staleness/token_mean"):

@@ -156,7 +156,7 @@ def test_the_end_is_seen_and_recorded(tmp_path):
         seen = await until(viewer, lambda s: s.run.phase == "done")
         assert seen.run.reason == "enough"
         phases = [event.text for event in seen.events if event.text.startswith("the run is")]
-        assert phases == ["the run is running", "the run is draining: enough", "the run is done: enough"]
+        assert phases == ["the run is running", "the run is draining: enough", "the run is stopped: enough"]
         await asyncio.wait_for(asyncio.shield(cluster.main), 10)
         kept = read_recording(tmp_path)
         assert kept[-1].run.phase == "done"

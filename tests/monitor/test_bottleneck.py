@@ -58,7 +58,7 @@ def test_verdicts(name):
 
 def test_the_verdict_says_who_waits_how_much_for_what():
     said = find_bottleneck(flow(learner=BUSY_RANK)).why
-    assert said == "training 90 % of the time; rollouters wait 70 % for tickets"
+    assert said == "busy 95 % of the time (training 90 %); rollouters wait 70 % for tickets"
     said = find_bottleneck(flow(rollouters=BUSY_ENGINE)).why
     assert said == "generating 95 % of the time; the learner waits 70 % for groups"
     assert (

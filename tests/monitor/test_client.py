@@ -1,6 +1,8 @@
 """Viewers on real sockets, with and without CURVE: what they may, that none disturbs another, re-attachment."""
 
 import asyncio
+import dataclasses
+import fcntl
 import json
 import time
 from contextlib import asynccontextmanager
@@ -10,12 +12,12 @@ from every_message import EVERY_MESSAGE
 
 from asyncrl.config.load import validate_config
 from asyncrl.controller.actor import Controller
-from asyncrl.errors import Refused, RemoteError, UsageError
-from asyncrl.launcher.folders import make_run_keyring
+from asyncrl.errors import ActorFailed, Refused, RemoteError, UsageError
+from asyncrl.launcher.folders import is_living, make_run_keyring
 from asyncrl.messages import Request
 from asyncrl.messages.actors import StopRun, WatchRun
 from asyncrl.messages.monitor import MetricsLine, WatchSnapshot
-from asyncrl.monitor.client import Away, Viewer, find_target, watch
+from asyncrl.monitor.client import Away, Target, Viewer, find_target, watch
 from asyncrl.monitor.reach import why_unreachable
 from asyncrl.runtime import server
 from asyncrl.runtime.actor import CONTROLLER, ActorContext
@@ -140,7 +142,7 @@ def test_one_who_watches_too_many_is_told_so_and_disturbs_nobody(tmp_path, monke
                     await viewer.controller.call(WatchSnapshot())
                 with pytest.raises(Refused, match="at most 2 at once"):
                     await third.controller.call(WatchSnapshot())
-                with pytest.raises(UsageError, match="at most 2 at once, and as many do: detach one"):
+                with pytest.raises(ActorFailed, match="at most 2 at once, and as many do: detach one"):
                     await anext(watch(target))
                 assert len(actor._server._sessions) == 2
             monkeypatch.setattr(server, "UNUSED_S", 0.0)
@@ -208,6 +210,32 @@ def test_a_watch_ends_with_the_folder_of_its_run(tmp_path, monkeypatch):
             assert isinstance(one, Snapshot)
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_a_watch_ends_with_a_run_that_was_killed_as_a_whole(tmp_path, monkeypatch):
+    """Its folder is left behind, and nobody holds the lock of it."""
+    monkeypatch.setattr("asyncrl.monitor.client.ANSWER_S", 0.4)
+
+    async def scenario():
+        private = tmp_path / "private"
+        async with controller(tmp_path, config_with(False)):
+            with (private / "lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                news = watch(dataclasses.replace(find_target(str(tmp_path)), lives=is_living))
+                assert isinstance(await anext(news), Snapshot)
+        left = [one async for one in news]
+        assert all(isinstance(one, Snapshot | Away) for one in left)
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_a_run_whose_lock_cannot_be_looked_at_is_not_taken_to_have_ended(tmp_path):
+    def refuse(_path):
+        raise PermissionError
+
+    (tmp_path / "private").mkdir()
+    target = Target(address="tcp://127.0.0.1:9", credentials=None, run_dir=tmp_path, lives=refuse)
+    assert not target.is_over
 
 
 def test_by_address_with_keys_from_elsewhere(tmp_path):

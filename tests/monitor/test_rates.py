@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pictures import Run
 
-from asyncrl.monitor.rates import Interval, mean, total
+from asyncrl.monitor.rates import Interval, mean, time_mean, total
 from asyncrl.monitor.utilisation import spans
 from asyncrl.snapshot import ActorView, Histogram, Resource, RunView, Snapshot
 
@@ -42,6 +42,23 @@ def test_what_cannot_be_known_is_none_and_not_zero():
     assert Interval(None, snapshot(1.0, newer)).rate(newer, "rollout/sampled_tokens") is None
     assert total([None, None]) is None and total([None, 2.0]) == 2.0
     assert mean([None]) is None and mean([None, 2.0, 4.0]) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("moments", "found"),
+    [
+        ([], None),
+        ([(0.0, None)], None),
+        ([(5.0, 2.0)], 2.0),
+        ([(0.0, 0.0), (1.0, 2.0)], 1.0),
+        # However closely it is looked at.
+        ([(0.0, 0.0), (1.0, 2.0), (1.1, 2.0), (1.2, 2.0), (2.0, 2.0)], 1.5),
+        ([(0.0, 4.0), (1.0, None), (2.0, 6.0)], 5.0),
+        ([(0.0, None), (3.0, 6.0), (3.0, 8.0)], 7.0),
+    ],
+)
+def test_the_mean_of_a_level_over_time(moments, found):
+    assert time_mean(moments) == (None if found is None else pytest.approx(found))
 
 
 def test_a_successor_does_not_take_tokens_back():

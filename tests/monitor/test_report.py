@@ -18,7 +18,11 @@ from asyncrl.monitor.metrics_file import is_voided, read_metrics
 from asyncrl.monitor.metrics_line import Standing
 from asyncrl.monitor.report import write_report
 from asyncrl.monitor.states import STATES
+from asyncrl.monitor.top.history import History
+from asyncrl.monitor.top.model import build
+from asyncrl.monitor.top.plain import page
 from asyncrl.monitor.top.replay import open_replay
+from asyncrl.monitor.top.text import UNICODE
 from asyncrl.monitor.utilisation import evenly, spans
 from asyncrl.snapshot import Event, Resource
 
@@ -101,6 +105,36 @@ def test_a_whole_run(run_dir, tmp_path):
     shown = " ".join(page.text)
     assert "done · step 8 of 8" in shown and "0.100 → 0.800" in shown and "90%" in shown
     assert "learner.lr" in shown
+
+
+def test_means_are_over_the_time_of_all_steps_but_the_first_of_each_learner(run_dir, tmp_path):
+    def timed(number, seconds, rate, start=1):
+        return step(number, start, **{"time/step_s": seconds, "rollout/tokens_per_s": rate})
+
+    first = timed(1, 900.0, 1.0)
+    write_lines(run_dir, first)
+    shown = " ".join(written(run_dir, tmp_path).text)
+    assert "mean step" not in shown and "mean throughput" not in shown
+    write_lines(run_dir, first, timed(2, 1.0, 1000.0), timed(3, 3.0, 200.0), timed(4, 700.0, 1.0, start=2))
+    shown = " ".join(written(run_dir, tmp_path).text)
+    assert "mean step 2.00 s" in shown and "mean throughput 400 tokens/s" in shown
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "reason", "said"),
+    [
+        (130, "stopped by the launcher", "stopped: by the launcher · "),
+        (75, "preempted with a checkpoint of version 40", "preempted: with a checkpoint of version 40 · "),
+        (0, "", "done · "),
+    ],
+)
+def test_the_end_of_a_run_is_told_in_the_words_of_the_terminal(run_dir, tmp_path, exit_code, reason, said):
+    last = Run(phase="done", exit_code=exit_code, reason=reason).at(10)
+    record(run_dir, last)
+    assert said in " ".join(written(run_dir, tmp_path).text)
+    history = History()
+    history.add(last)
+    assert said.removesuffix(" · ") in page(build(history), 80, UNICODE)
 
 
 def test_there_is_nothing_to_load_and_it_is_forbidden(run_dir, tmp_path):
@@ -372,7 +406,7 @@ def test_a_run_that_was_killed_has_failed_in_the_report_as_in_a_replay(run_dir, 
     replay = open_replay(run_dir, lives=False)
     replay.jump(replay.end)
     last = replay.history().newest.run
-    assert f"{last.phase} ({last.reason}) · " in shown and last.phase == "failed" and "running ·" not in shown
+    assert f"{last.phase}: {last.reason} · " in shown and last.phase == "failed" and "running ·" not in shown
     out = tmp_path / "out.html"
     write_report(run_dir, out, lives=True)
     assert "running · " in " ".join(Page(out).text)
@@ -381,7 +415,7 @@ def test_a_run_that_was_killed_has_failed_in_the_report_as_in_a_replay(run_dir, 
 @pytest.mark.parametrize(("exit_code", "said"), [(130, "stopped"), (75, "preempted"), (0, "done")])
 def test_an_end_is_named_as_in_a_replay(run_dir, tmp_path, exit_code, said):
     record(run_dir, Run(phase="done", exit_code=exit_code, reason=f"{said} by somebody").at(40.0))
-    assert f"{said} (by somebody) · " in " ".join(written(run_dir, tmp_path).text)
+    assert f"{said}: by somebody · " in " ".join(written(run_dir, tmp_path).text)
 
 
 def test_recorded_times_that_are_none_are_passed_over(run_dir, tmp_path):

@@ -10,9 +10,11 @@ from textual.geometry import Region
 
 from asyncrl.errors import ActorFailed
 from asyncrl.monitor import recording as recorded
-from asyncrl.monitor.client import Away
+from asyncrl.monitor.client import Away, Target
 from asyncrl.monitor.recording import Recorder, segments
 from asyncrl.monitor.top import app as terminal
+from asyncrl.monitor.top import live
+from asyncrl.monitor.top.history import SHORTEST_S
 from asyncrl.monitor.top.model import build
 from asyncrl.monitor.top.replay import Replay, open_replay, recent_history
 from asyncrl.monitor.top.source import Source
@@ -53,13 +55,30 @@ async def test_what_happened_to_the_run_as_a_whole_is_told_in_detail_by_the_cont
 @within_a_loop
 async def test_a_terminal_that_is_too_small_says_so_and_recovers():
     async with shown(Source(history=known(Run().between()))) as (app, pilot):
-        for columns, rows in ((40, 10), (80, 24), (200, 50), (59, 24), (80, 15)):
+        for columns, rows in ((40, 10), (80, 24), (200, 50), (20, 5), (59, 24), (80, 15)):
             await pilot.resize_terminal(columns, rows)
             await settled(pilot)
             text = text_of(app)
             small = columns < 60 or rows < 16
-            assert ("wants 80×24" in text) == small and ("step 50/100" in text) != small
-            assert not small or f"{columns}×{rows}" in text
+            assert ("needs 60×16" in text) == small and ("step 50/100" in text) != small
+            assert not small or f"{columns}×{rows}" in text or columns == 20
+
+
+@within_a_loop
+async def test_on_the_least_terminal_the_help_scrolls_and_the_chosen_tab_is_seen():
+    async with shown(Source(history=known(Run().between()))) as (app, pilot):
+        await pilot.resize_terminal(60, 16)
+        await pilot.press("7")
+        await until(pilot, "7 events")
+        await pilot.press("question_mark")
+        await until(pilot, "who waits on whom")
+        seen = text_of(app)
+        assert not any(line.rstrip(" │").endswith("…") for line in seen.splitlines())
+        assert "oldest: age of a trajectory" not in seen
+        for _ in range(40):
+            await pilot.press("down")
+        await until(pilot, "oldest: age of a trajectory")
+        assert "who waits on whom" not in text_of(app)
 
 
 @within_a_loop
@@ -119,8 +138,32 @@ async def test_a_controller_that_is_away_is_shown_and_what_was_seen_stays():
         await asyncio.sleep(60)
 
     async with shown(Source(feed=feed)) as (app, pilot):
-        await until(pilot, "no answer for 12 s")
-        assert "step 50/100" in text_of(app)
+        await until(pilot, "no answer for 12 s, asked on")
+        text = text_of(app)
+        assert "step 50/100" in text and "? help  q quit  s sort" in text.splitlines()[-1]
+
+
+@pytest.mark.parametrize("recorded_s", [None, 103.0])
+@within_a_loop
+async def test_a_run_that_was_killed_as_a_whole_is_shown_as_what_it_is(tmp_path, monkeypatch, recorded_s):
+    run = Run(steps=1000)
+    if recorded_s is not None:
+        last = run.at(recorded_s)
+        Recorder(tmp_path, 1, 1 << 20).record(last.wall, msgspec.msgpack.encode(last))
+
+    async def watched(_target):
+        yield run.at(99.0)
+        yield run.at(100.0)
+        yield Away("", 8.0)
+
+    monkeypatch.setattr(live, "watch", watched)
+    target = Target(address="tcp://127.0.0.1:9", credentials=None, run_dir=tmp_path)
+    async with shown(Source(feed=lambda: live.follow(target))) as (app, pilot):
+        await until(pilot, "the run has ended")
+        await until(pilot, "failed: nothing is known after this, when it was running")
+        head = text_of(app).splitlines()[0]
+        assert "failed" in head and "running" not in head and "ETA –" in head
+        assert ("step 50/1000" if recorded_s is None else "step 51/1000") in head
 
 
 @within_a_loop
@@ -149,6 +192,18 @@ async def test_the_end_of_a_run_and_a_refusal_are_told():
         assert "step 50/100" in text_of(app)
 
 
+@pytest.mark.parametrize(("key", "code"), [("q", 0), ("ctrl+c", 130)])
+@within_a_loop
+async def test_whoever_interrupts_gets_the_exit_code_of_that(key, code):
+    async with shown(Source(history=known(Run().between()))) as (app, pilot):
+        await pilot.press("7", "enter")
+        await settled(pilot)
+        if key == "q":
+            await pilot.press("escape")
+        await pilot.press(key)
+    assert app.return_code == code
+
+
 @within_a_loop
 async def test_a_trace_is_asked_for_and_what_came_of_it_is_said():
     asked = []
@@ -160,6 +215,8 @@ async def test_a_trace_is_asked_for_and_what_came_of_it_is_said():
     async with shown(Source(history=known(Run().between()), trace=trace)) as (_, pilot):
         await pilot.press("t")
         await until(pilot, "trace: runs/x/trace/1.json")
+        await pilot.press("space")
+        await until(pilot, "frozen  trace: runs/x/trace/1.json")
     assert asked == [1]
 
 
@@ -184,6 +241,26 @@ async def test_what_is_said_of_a_trace_is_not_taken_away_with_what_was_said_of_t
         await until(pilot, "live")
 
 
+@within_a_loop
+async def test_a_replay_learns_at_its_end_that_the_run_has_ended_meanwhile(monkeypatch):
+    monkeypatch.setattr(terminal, "LOOK_S", 0.05)
+    run, found = Run(steps=1000), []
+    entries = recording(run, 20)
+    replay = Replay(entries[:10], lives=True)
+    replay.jump(replay.end)
+
+    async with shown(Source(replay=replay, whole=lambda: found[0] if found else None)) as (app, pilot):
+        await until(pilot, "up to here; the run goes on")
+        found.append(Replay(entries))
+        async with asyncio.timeout(10.0):
+            while "the run goes on" in text_of(app):
+                await pilot.pause(0.05)
+        assert "9.0 s of 19 s" in text_of(app) and "running" in text_of(app), "it stays where it was"
+        replay.jump(replay.end)
+        app._draw()
+        await until(pilot, "failed: nothing is known after this")
+
+
 def test_a_replay_shows_the_same_however_one_comes_to_a_moment():
     entries = recording(Run(), 100)
     jumped, played = Replay(entries), Replay(entries)
@@ -196,7 +273,7 @@ def test_a_replay_shows_the_same_however_one_comes_to_a_moment():
         newest = each.history().newest
         assert newest is not None and newest.wall == WALL + 100.0
         steps = each.history().steps()
-        assert steps is not None and steps.seconds == pytest.approx(10.0, abs=1.0)
+        assert steps is not None and steps.seconds == pytest.approx(SHORTEST_S, abs=1.0)
 
 
 def test_a_viewer_that_comes_knows_the_last_minutes_and_reads_no_more(tmp_path, monkeypatch):

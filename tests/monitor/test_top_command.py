@@ -200,7 +200,7 @@ ENDINGS = {
         {"phase": "failed", "exit_code": 1, "reason": "learner/0: out of memory"},
         "failed: learner/0: out of memory",
     ),
-    "cut short": ({}, "failed: nothing is recorded after this, when it was running: it was killed, or told to end"),
+    "cut short": ({}, "failed: nothing is known after this, when it was running: it was killed, or told to end"),
 }
 
 

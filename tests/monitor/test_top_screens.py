@@ -3,12 +3,14 @@
 ASYNCRL_UPDATE_SCREENS=1 writes the screens anew, to be read before they are committed.
 """
 
+import json
 import os
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 from driven import SIZES, known, recording, settled, shown, text_of, until, within_a_loop
-from pictures import STATES, Run
+from pictures import STATES, WALL, Run
 
 from asyncrl.monitor.top.replay import Replay
 from asyncrl.monitor.top.source import Source
@@ -84,6 +86,26 @@ async def test_an_actor_in_detail_with_its_awaits_and_its_log(tmp_path):
         await pilot.press("escape")
         await settled(pilot)
         assert "1 rollouters" in text_of(app)
+
+
+@within_a_loop
+async def test_in_a_replay_the_log_is_that_of_the_moment(tmp_path):
+    log = tmp_path / "logs" / "attempt_1" / "rollouter-0.log"
+    log.parent.mkdir(parents=True)
+    stamps = [datetime.fromtimestamp(WALL + 10 + second, UTC).isoformat() for second in (20, 60)]
+    log.write_text("".join(json.dumps({"event": f"event of {at}", "timestamp": at}) + "\n" for at in stamps))
+    replay = Replay(recording(Run(steps=1000), 120))
+    replay.playing = False
+    async with shown(Source(replay=replay, run_dir=tmp_path)) as (app, pilot):
+        await pilot.press("enter")
+        await until(pilot, "none up to here")
+        replay.jump(WALL + 10 + 30)
+        app._draw()
+        await until(pilot, f"event of {stamps[0][:19]}")
+        assert stamps[1][:19] not in text_of(app)
+        replay.jump(replay.end)
+        app._draw()
+        await until(pilot, f"event of {stamps[1][:19]}")
 
 
 @within_a_loop

@@ -16,17 +16,19 @@ from rich.cells import cell_len
 from asyncrl.monitor import catalogue
 from asyncrl.monitor.metrics_file import number_in
 from asyncrl.monitor.top.bars import sparkline, state_bar
+from asyncrl.monitor.top.detail import detail
 from asyncrl.monitor.top.document import json_schema, to_json
 from asyncrl.monitor.top.history import KEPT, History
-from asyncrl.monitor.top.layout import BUCKETS_FRAME, MOST_BUCKETS, heights
+from asyncrl.monitor.top.layout import BUCKETS_FRAME, MOST_BUCKETS, RANKS_FRAME, heights, help_lines
 from asyncrl.monitor.top.model import build
 from asyncrl.monitor.top.numbers import count, duration, exact, size
 from asyncrl.monitor.top.panes import PANES, pane
 from asyncrl.monitor.top.panes.base import Choice
-from asyncrl.monitor.top.panes.rollouters import SORTS
+from asyncrl.monitor.top.panes.rollouters import SORTS, sorted_next
 from asyncrl.monitor.top.pipeline import header, pipeline
 from asyncrl.monitor.top.plain import page
 from asyncrl.monitor.top.text import ASCII, UNICODE, columns, fit, length, plain, to_ascii, wrapped
+from asyncrl.snapshot import ActorView, Event
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,6 +63,39 @@ def test_a_planted_slow_stage_is_the_one_that_is_marked(stage):
     assert f"◆{marked[0]}" in text
 
 
+STEADY = {"engine": {"generating": 0.69, "waiting": 0.31}, "rank": {"training": 0.74, "waiting": 0.26}}
+SAWTEETH = {
+    "lag": [{"lag": n} for n in (0, 1, 2, 0, 0, 1)],
+    "trajectories with the reward": [{"scoring": n} for n in (0.0, 0.0, 40.0, 1.0)],
+    "room in the gate": [{"outstanding": n} for n in (20.0, 240.0)],
+    "the dataloader's event loop": [{"loop_busy": share} for share in (0.1, 0.9, 0.1, 0.2)],
+}
+
+
+@pytest.mark.parametrize("what", SAWTEETH)
+def test_the_mark_of_a_steady_run_stays_where_it_is_while_levels_swing_with_its_steps(what):
+    history, stages, swing = History(), [], SAWTEETH[what]
+    for n in range(120):
+        history.add(Run(step_s=1.7, **STEADY, **swing[n % len(swing)]).at(30.0 + 0.75 * n))
+        stages.append(build(history).bottleneck.stage)
+    assert set(stages[20:]) == {"gate"}
+
+
+def test_learner_and_engines_that_are_busy_in_turns_do_not_take_the_mark_from_one_another():
+    """A step takes 2.4 s: the learner waits at the beginning of it, and works 78 % of its time."""
+
+    def at(t):
+        waited = 0.52 * (t // 2.4) + min(0.52, t % 2.4)
+        rank = {"waiting": waited / t, "training": (t - waited) / t}
+        return Run(engine={"generating": 0.99, "waiting": 0.01}, rank=rank, step_s=2.4).at(t)
+
+    history, stages = History(), []
+    for n in range(120):
+        history.add(at(100.0 + 0.75 * n))
+        stages.append(build(history).bottleneck.stage)
+    assert set(stages[40:]) == {"rollouters"}
+
+
 # --- numbers ---
 
 
@@ -77,6 +112,22 @@ def test_a_healthy_run_in_numbers():
         assert sum(row.states.values()) == pytest.approx(1.0)
         assert row.lag == 0
     assert [row.seconds for row in document.phases] == pytest.approx([0.5, 1.4, 0.1, 2.0])
+
+
+@pytest.mark.parametrize("step", [1, 7])
+def test_the_first_step_of_a_learner_foretells_nothing(step):
+    def told(*lines):
+        snapshot = Run().at(100.0)
+        train = [{"step": step + n, "start": start, "time/step_s": seconds} for n, (start, seconds) in enumerate(lines)]
+        run = msgspec.structs.replace(snapshot.run, step=train[-1]["step"])
+        return seen([msgspec.structs.replace(snapshot, train=train, run=run)])
+
+    document = told((1, 22.0))
+    assert document.run.step_s is None and document.run.eta_s is None and document.phases == []
+    assert next(stage for stage in document.stages if stage.stage == "learner").rate is None
+    assert "ETA –" in (text := page(document, 80, UNICODE)) and "only a first step is trained so far" in text
+    assert told((1, 22.0), (1, 2.0)).run.step_s == 2.0
+    assert told((1, 22.0), (1, 2.0), (2, 40.0), (2, 4.0)).run.step_s == 3.0
 
 
 def test_what_is_absent_is_null_and_shown_as_such():
@@ -131,7 +182,7 @@ def test_a_step_in_the_mean_leaves_out_the_first_of_each_learner():
     assert document.stages[3].rate == pytest.approx(64 / 2.0)
     assert next(phase.seconds for phase in document.phases if phase.name == "step") == document.run.step_s
     alone = seen([msgspec.structs.replace(snapshot, train=lines[:1])])
-    assert alone.run.step_s == 500.0, "there is no other"
+    assert alone.run.step_s is None, "there is no other"
 
 
 def test_the_reward_pool_counts_tasks_and_the_run_samples():
@@ -279,6 +330,48 @@ def test_staleness_is_shown_up_to_the_limit_however_large_that_is(most, last):
     assert f"of {most} " in page(document, 80, UNICODE)
 
 
+@pytest.mark.parametrize("width", [40, 56, 72, 100])
+def test_the_help_tells_the_same_at_every_width_and_is_cut_nowhere(width):
+    lines = help_lines(width, UNICODE.kinds)
+    assert max(map(len, lines)) <= width
+    words = sorted(" ".join(help_lines(72, UNICODE.kinds)).split())
+    assert sorted(" ".join(lines).split()) == words
+
+
+def test_a_stage_keeps_its_name_and_a_blank_before_the_arrow_on_a_small_terminal():
+    document = seen(Run(rollouters=64, hosts=1, dead=tuple(f"rollouter/{n}" for n in range(60))).between())
+    top, rates, *_ = map(plain, pipeline(document, 80, UNICODE))
+    assert "roll. ─── 4/64" in top
+    document = seen(Run(rollouters=64, hosts=1).between())
+    top, rates, *_ = map(plain, pipeline(document, 80, UNICODE))
+    assert "rollouters  64" in top and "56.3k tok/s   →" in rates
+    assert "56.3k tokens/s" in plain(pipeline(document, 120, UNICODE)[1])
+
+
+def test_by_what_is_sorted_is_seen_where_that_column_is_not():
+    document = seen(Run(engine={"waiting": 1.0}).between())
+    head = plain(pane("rollouters", document, Choice(), 78, UNICODE).head[0])
+    assert head.startswith("by host▴ ") and head.count("host") == 1
+    head = plain(pane("rollouters", document, Choice(), 120, UNICODE).head[0])
+    assert head.startswith("rollouter  host▴")
+
+
+def test_ranks_and_buckets_share_the_room_by_what_they_need():
+    def given(ranks, rows):
+        found = heights(seen(Run(ranks=ranks).between()), "wide", rows)
+        return found["learner"] - RANKS_FRAME, found["staleness"] - BUCKETS_FRAME
+
+    assert given(2, 40) == (2, 2) and given(1, 40) == (1, 3)
+    assert given(2, 50) == (2, 5) and given(8, 100) == (6, 5)
+
+
+def test_events_are_cut_where_a_terminal_ends_and_nowhere_else():
+    text = "worker 1 was killed: " + "timeout " * 40
+    document = seen(Run(events=[Event(number=1, wall=0.0, level="info", actor="", text=text)]).between())
+    assert text.strip() in page(document, 80, UNICODE, whole=True)
+    assert text.strip() not in (cut := page(document, 80, UNICODE)) and "…" in cut
+
+
 def test_the_pipeline_always_takes_seven_lines():
     for make in STATES.values():
         for width in (80, 200):
@@ -310,11 +403,59 @@ def test_sorting_and_filtering():
         assert sorted(key for key in keys(sort=sort) if key) == sorted(f"rollouter/{n}" for n in range(12))
 
 
+def test_every_number_is_sorted_from_the_largest_on_at_first():
+    choice, first = Choice(), {}
+    for _ in SORTS:
+        choice = sorted_next(choice)
+        first[choice.sort] = choice.descending
+    assert first == {sort: sort not in ("name", "host", "state") for sort in SORTS}
+
+
 def test_who_is_gone_comes_last_however_it_is_sorted():
     document = seen(Run(rollouters=4, hosts=1, dead=("rollouter/0",)).between())
     for descending in (False, True):
         choice = Choice(sort="tokens_per_s", descending=descending)
         assert pane("rollouters", document, choice, 80, UNICODE).keys[-1] == "rollouter/0"
+
+
+@pytest.mark.parametrize(
+    ("condition", "facts", "said"),
+    [
+        (
+            "absent",
+            {},
+            [
+                "condition absent   state –   for –   heard –",
+                "host –   pid –   restarts –   version –",
+                "processors –   memory –   event loop busy –   most late –",
+            ],
+        ),
+        (
+            "starting",
+            {"host": "node1", "pid": 9, "incarnation": 1, "heard_s": 1.0},
+            [
+                "condition starting   state –   for –   heard 1.0 s ago",
+                "host node1   pid 9   restarts 0   version –",
+                "processors –   memory –   event loop busy –   most late –",
+            ],
+        ),
+        (
+            "dead",
+            {"host": "node1", "pid": 9, "incarnation": 1, "state": "ready", "cpu": 0.5, "state_s": 3.0},
+            [
+                "condition dead   state ready   for 3.0 s   heard 0 s ago",
+                "host node1   pid 9   restarts 0   version –",
+                "processors –   memory –   event loop busy –   most late –",
+            ],
+        ),
+    ],
+)
+def test_what_an_actor_has_not_told_is_not_shown_as_0(condition, facts, said):
+    snapshot = Run().at(100.0)
+    actor = ActorView(**{"name": "rollouter/9", "host": "", "condition": condition} | facts)
+    document = seen([msgspec.structs.replace(snapshot, actors=[*snapshot.actors, actor])])
+    lines = [plain(line) for line in detail(document, "rollouter/9", None, 80, UNICODE).lines()]
+    assert lines[:3] == said
 
 
 def test_events_by_level():

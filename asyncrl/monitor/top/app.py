@@ -6,8 +6,10 @@ new snapshot is drawn at most every DRAW_S. A feed that fails is shown as such, 
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import ClassVar
 
@@ -31,6 +33,7 @@ from asyncrl.monitor.top.panes import PANES
 from asyncrl.monitor.top.panes.base import LEVELS, Choice, PaneName
 from asyncrl.monitor.top.panes.rollouters import sorted_next
 from asyncrl.monitor.top.pipeline import header, pipeline
+from asyncrl.monitor.top.replay import Replay
 from asyncrl.monitor.top.screens import DetailScreen, HelpScreen
 from asyncrl.monitor.top.source import Feed, Source
 from asyncrl.monitor.top.text import ASCII, UNICODE
@@ -38,6 +41,8 @@ from asyncrl.monitor.top.widgets import Block, PaneView
 
 DRAW_S = 0.75
 TICK_S = 0.25
+LOOK_S = 2.0
+"""How often it is looked whether a run has ended, at the end of its replay."""
 NOTE_S = 8.0
 """How long it is told what came of a trace."""
 
@@ -98,6 +103,8 @@ class Top(App[int]):
         self.set_interval(TICK_S, self._tick)
         if self.source.feed is not None:
             self._follow(self.source.feed)
+        if self.source.replay is not None and self.source.replay.lives and self.source.whole is not None:
+            self._await_end(self.source.replay, self.source.whole)
         self._draw()
 
     def on_resize(self, event: Resize) -> None:
@@ -140,6 +147,21 @@ class Top(App[int]):
         self._stale = True
         self._tick()
 
+    @work
+    async def _await_end(self, replay: Replay, whole: Callable[[], Replay | None]) -> None:
+        """Where a replay ends before the run: look from time to time whether that has ended too."""
+        while replay.lives:
+            await asyncio.sleep(LOOK_S)
+            if not replay.at_end:
+                continue
+            try:
+                found = await asyncio.to_thread(whole)
+            except (AsyncRLError, OSError):
+                continue
+            if found is not None:
+                replay.take(found)
+                self._draw()
+
     def _tick(self) -> None:
         replay = self.source.replay
         if replay is not None:
@@ -171,7 +193,7 @@ class Top(App[int]):
             return
         self._header.show(header(document, wide, glyphs))
         self._pipeline.show(pipeline(document, wide, glyphs))
-        self._tab_line.show([tabs(self._seen)])
+        self._tab_line.show([tabs(self._seen, wide)])
         if self.source.replay is not None:
             self._time.show([time_bar(self.source.replay, wide, glyphs)])
         self._body.show(document, self._choice, glyphs, room(*self.size), self.size.height)
@@ -192,6 +214,10 @@ class Top(App[int]):
 
     # --- keys ---
 
+    def action_interrupt(self) -> None:
+        """Quit, as whoever is interrupted does."""
+        self.exit(return_code=130)
+
     def action_pane(self, number: int) -> None:
         """Show or focus a pane."""
         self._seen = PANES[number - 1]
@@ -202,7 +228,7 @@ class Top(App[int]):
         self.action_pane((PANES.index(self._seen) + by) % len(PANES) + 1)
 
     def action_sort(self) -> None:
-        """Sort by the next column, the largest first where that is what one looks for."""
+        """Sort by the next column, numbers from the largest on."""
         self._choose(sorted_next(self._choice))
 
     def action_reverse(self) -> None:
@@ -280,7 +306,14 @@ class Top(App[int]):
     def on_pane_view_chosen(self, event: PaneView.Chosen) -> None:
         """Show an actor."""
         self.push_screen(
-            DetailScreen(event.key, lambda: self.document, self.source.run_dir, self.glyphs, ascii_only=self.ascii_only)
+            DetailScreen(
+                event.key,
+                lambda: self.document,
+                self.source.run_dir,
+                self.glyphs,
+                past=self.source.replay is not None,
+                ascii_only=self.ascii_only,
+            )
         )
 
     def on_pane_view_resized(self, event: PaneView.Resized) -> None:

@@ -9,7 +9,8 @@ from asyncrl.monitor.bottleneck import by_kind, kind_of
 from asyncrl.monitor.json_text import from_json
 from asyncrl.monitor.top.bars import state_bar
 from asyncrl.monitor.top.document import Document
-from asyncrl.monitor.top.numbers import count, duration, fixed, percent, size
+from asyncrl.monitor.top.model.facts import GONE
+from asyncrl.monitor.top.numbers import ABSENT, count, duration, fixed, percent, size
 from asyncrl.monitor.top.panes.base import Pane, said_state
 from asyncrl.monitor.top.panes.events import CONTROLLER, LEVEL_STYLES
 from asyncrl.monitor.top.text import Glyphs, Line, Style, columns, joined, length, wrapped
@@ -44,7 +45,7 @@ def detail(document: Document, name: str, log: Sequence[str] | None, width: int,
     ] or [[("none", "dim")]]
     if log is not None:
         lines += [[], [("LOG, its last lines", "bold")]]
-        lines += [line for text in log for line in _log_lines(text, width)]
+        lines += [line for text in log for line in _log_lines(text, width)] or [[("none up to here", "dim")]]
     events = [event for event in document.events if (event.actor or CONTROLLER) == name][-EVENTS_SHOWN:]
     lines += [[], [("EVENTS, the newest first", "bold")]]
     for event in reversed(events):
@@ -64,23 +65,33 @@ def detail(document: Document, name: str, log: Sequence[str] | None, width: int,
 
 def _facts(actor: ActorView) -> list[Line]:
     state = said_state(actor.condition, actor.state, actor.awaiting)
+    # Without a heartbeat nothing is known of it, and of what it takes of its host nothing once it is gone.
+    told, known = bool(actor.state), actor.condition != "absent"
+    there = told and actor.condition not in GONE
+    heard = f"{duration(actor.heard_s)} ago" if known else ABSENT
     pairs: list[Line] = [
         [("condition ", "dim"), (actor.condition, state[1] if state[1] == "bad" else "")],
         [("state ", "dim"), (f"{actor.state} {actor.awaiting}".strip() or "–", "")],
-        [("for ", "dim"), (duration(actor.state_s), "")],
-        [("heard ", "dim"), (f"{duration(actor.heard_s)} ago", "warn" if actor.heard_s > 10 else "")],
+        [("for ", "dim"), (duration(actor.state_s if told else None), "")],
+        [("heard ", "dim"), (heard, "warn" if actor.heard_s > 10 else "")],
     ]
     place: list[Line] = [
         [("host ", "dim"), (actor.host or "–", "")],
         [("pid ", "dim"), (str(actor.pid or "–"), "")],
-        [("restarts ", "dim"), (str(actor.restarts), "warn" if actor.restarts else "")],
+        [("restarts ", "dim"), (str(actor.restarts) if known else ABSENT, "warn" if actor.restarts else "")],
         [("version ", "dim"), (str(actor.version) if actor.version >= 0 else "–", "")],
     ]
     load: list[Line] = [
-        [("processors ", "dim"), (fixed(actor.cpu), "")],
-        [("memory ", "dim"), (size(actor.rss_bytes or None), "")],
-        [("event loop busy ", "dim"), (percent(actor.loop_busy), "warn" if actor.loop_busy > 0.8 else "")],
-        [("most late ", "dim"), (duration(actor.loop_lag_s), "warn" if actor.loop_lag_s > 0.5 else "")],
+        [("processors ", "dim"), (fixed(actor.cpu if there else None), "")],
+        [("memory ", "dim"), (size(actor.rss_bytes or None if there else None), "")],
+        [
+            ("event loop busy ", "dim"),
+            (percent(actor.loop_busy if there else None), "warn" if there and actor.loop_busy > 0.8 else ""),
+        ],
+        [
+            ("most late ", "dim"),
+            (duration(actor.loop_lag_s if there else None), "warn" if there and actor.loop_lag_s > 0.5 else ""),
+        ],
     ]
     gpus: list[Line] = [
         [

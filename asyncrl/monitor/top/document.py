@@ -26,7 +26,8 @@ class RunRow(Struct, frozen=True, kw_only=True):
     name: str
     run_id: str
     phase: str
-    """starting, running, preempting, draining, done or failed."""
+    """starting, running, preempting, draining, done or failed; one that was stopped or preempted is done, and its
+    ``exit_code`` is not 0."""
     attempt: Count
     age_s: float
     step: Count

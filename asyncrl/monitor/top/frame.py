@@ -12,15 +12,20 @@ from asyncrl.monitor.top.panes.base import LEVELS, Choice, PaneName
 from asyncrl.monitor.top.replay import Replay
 from asyncrl.monitor.top.text import Glyphs, Line, length
 
-KEYS = "? help  q quit  s sort  / filter  space {space}"
+KEYS = ("? help", "q quit", "s sort", "/ filter", "space {space}")
+"""As many of them as there is room for."""
 
 
-def tabs(seen: PaneName) -> Line:
-    """The panes, of which one is seen."""
+def tabs(seen: PaneName, width: int) -> Line:
+    """The panes, of which one is seen; where there is no room for all of their names, that one's."""
     line: Line = []
     for number, name in enumerate(PANES, 1):
         line += [(f"{number} {name}", "chosen" if name == seen else "dim"), ("  ", "")]
-    return line
+    if length(line[:-1]) > width:
+        line = []
+        for number, name in enumerate(PANES, 1):
+            line += [(f"{number} {name}", "chosen") if name == seen else (f"{number}", "dim"), ("  ", "")]
+    return line[:-1]
 
 
 def time_bar(replay: Replay, width: int, glyphs: Glyphs) -> Line:
@@ -35,11 +40,12 @@ def time_bar(replay: Replay, width: int, glyphs: Glyphs) -> Line:
 def status(*, note: str, frozen: bool, replay: Replay | None, over: str, away: Away | None, attached: bool) -> Line:
     """How what is seen is to be taken."""
     if note:
-        return [(note, "warn")]
+        return [("frozen  ", "bad"), (note, "warn")] if frozen else [(note, "warn")]
     if frozen:
         return [("frozen, space goes on", "warn")]
+    said: Line
     if replay is not None:
-        said: Line = [("replay", "level")]
+        said = [("replay", "level")]
         if replay.note:
             said.append((f"  {replay.note}", "warn"))
         elif replay.at_end and replay.lives:
@@ -48,7 +54,8 @@ def status(*, note: str, frozen: bool, replay: Replay | None, over: str, away: A
     if over:
         return [(over, "warn")]
     if away is not None:
-        return [(f"no answer for {duration(away.seconds)}", "bad"), (f": {away.reason}", "dim")]
+        said = [(f"no answer for {duration(away.seconds)}", "bad"), (", asked on", "dim")]
+        return [*said, (f": {away.reason}", "dim")] if away.reason else said
     return [("live", "good")] if attached else [("attaching", "start")]
 
 
@@ -58,6 +65,7 @@ def foot(status: Line, choice: Choice, width: int, *, replay: bool) -> Line:
     if choice.level != LEVELS[0]:
         chosen.append(f"events: {choice.level}")
     line = [*status, (f"   {'   '.join(chosen)}", "warn")] if chosen else list(status)
-    keys = KEYS.format(space="play" if replay else "freeze")
-    room = width - length(line)
-    return [*line, (f"{keys:>{room}}", "dim")] if room >= len(keys) + 2 else line
+    keys, room = [key.format(space="play" if replay else "freeze") for key in KEYS], width - length(line)
+    while keys and len("  ".join(keys)) + 2 > room:
+        keys.pop()
+    return [*line, (f"{'  '.join(keys):>{room}}", "dim")] if keys else line

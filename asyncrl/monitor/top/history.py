@@ -6,6 +6,7 @@ who waits on whom. Snapshots are thinned: about KEPT are held.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 from asyncrl.monitor.metrics_file import number_in
@@ -14,7 +15,7 @@ from asyncrl.snapshot import Snapshot
 
 RATES_S = 10.0
 STEPS = 4
-SHORTEST_S = 10.0
+SHORTEST_S = 20.0
 LONGEST_S = 600.0
 KEPT = 120
 
@@ -26,12 +27,15 @@ class History:
         self._kept: deque[Snapshot] = deque()
 
     def add(self, snapshot: Snapshot) -> None:
-        """Take a snapshot. One that is not newer, or of another run or attempt, begins anew."""
+        """Take a snapshot. One of the same moment as the newest replaces it; one that is older, or of another run or
+        attempt, begins anew."""
         if self._kept:
             last = self._kept[-1]
             same = (last.run.run_id, last.run.attempt) == (snapshot.run.run_id, snapshot.run.attempt)
-            if not same or snapshot.wall <= last.wall:
+            if not same or snapshot.wall < last.wall:
                 self._kept.clear()
+            elif snapshot.wall == last.wall:
+                self._kept.pop()
         window = self.window_s(snapshot)
         # The last two may lie closer together: rates want recent ones, shares long ones.
         if len(self._kept) >= 3 and self._kept[-1].wall - self._kept[-3].wall < 2 * window / KEPT:
@@ -42,9 +46,11 @@ class History:
 
     @staticmethod
     def window_s(snapshot: Snapshot) -> float:
-        """Seconds that shares are taken over: a few steps."""
+        """Seconds that shares are taken over: a few steps, and whole ones, so that these are seen evenly."""
         step_s = median(number_in(line, "time/step_s") for line in snapshot.train[-STEPS:])
-        return min(LONGEST_S, max(SHORTEST_S, STEPS * (step_s or 0.0)))
+        if step_s is None or step_s <= 0.0:
+            return SHORTEST_S
+        return min(LONGEST_S, step_s * max(STEPS, math.ceil(SHORTEST_S / step_s)))
 
     @property
     def newest(self) -> Snapshot | None:
@@ -57,9 +63,21 @@ class History:
 
     def steps(self) -> Interval | None:
         """For shares; None when there is one snapshot alone."""
-        return self._since(self.window_s(self._kept[-1])) if len(self._kept) > 1 else None
+        window = self.window()
+        return Interval(window[0], window[-1]) if len(window) > 1 else None
+
+    def window(self) -> list[Snapshot]:
+        """The snapshots from one end of ``steps`` to the other, oldest first; there must be one."""
+        return self._back(self.window_s(self._kept[-1]))
 
     def _since(self, seconds: float) -> Interval:
-        newest = self._kept[-1]
-        older = next((each for each in reversed(self._kept) if each.wall <= newest.wall - seconds), self._kept[0])
-        return Interval(older, newest)
+        return Interval(self._back(seconds)[0], self._kept[-1])
+
+    def _back(self, seconds: float) -> list[Snapshot]:
+        """The newest, and those before it up to the first that is older by so much."""
+        found: list[Snapshot] = []
+        for each in reversed(self._kept):
+            found.append(each)
+            if each.wall <= self._kept[-1].wall - seconds:
+                break
+        return found[::-1]

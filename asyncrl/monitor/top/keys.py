@@ -8,7 +8,7 @@ from asyncrl.monitor.top.panes import PANES
 
 KEYS: list[BindingType] = [
     Binding("q", "quit", show=False),
-    Binding("ctrl+c", "quit", show=False, priority=True),
+    Binding("ctrl+c", "interrupt", show=False, priority=True),
     Binding("question_mark,h", "help", show=False),
     Binding("s", "sort", show=False),
     Binding("r", "reverse", show=False),

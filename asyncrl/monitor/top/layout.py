@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
+from asyncrl.monitor.bottleneck import Kind
 from asyncrl.monitor.top.document import Document
 from asyncrl.monitor.top.panes.base import PaneName
 from asyncrl.monitor.top.panes.staleness import buckets
+from asyncrl.monitor.top.text import wrapped
 
 WIDE = (150, 40)
 """From this width and height on all panes are seen at once."""
@@ -49,28 +52,29 @@ PaneView { padding: 0 1; background: #1c2029; scrollbar-size-vertical: 1; scroll
 .wide #reward, .wide #ledger { width: 1fr; height: 1fr; }
 """
 
+HELP_WIDTH, HELP_LEFT = 72, 39
 HELP = """\
  who waits on whom
    The stage marked with a diamond sets the pace; the line below the
    pipeline says why. Bars split all time by what it was spent on:
    {work} work   {weights} weights   {upkeep} checkpoints   {start} starting   {wait} waiting
 
- 1 … 7, tab     panes                  s   sort by the next column
- ↑ ↓ enter      an actor in detail,    r   the other way round
-                n p: the next ones     /   filter, esc shows all again
- space          freeze, go on          t   have a trace written
- l              level of events        q   quit; the run does not notice
+ 1 … 7, tab     panes\ts   sort by the next column
+ ↑ ↓ enter      an actor in detail,\tr   the other way round
+                n p: the next ones\t/   filter, esc shows all again
+ space          freeze, go on\tt   have a trace written
+ l              level of events\tq   quit; the run does not notice
 
  in a replay
- ← →            one snapshot           < >  a twentieth of it
- space          play, stop             - +  slower, faster
+ ← →            one snapshot\t< >  a twentieth of it
+ space          play, stop\t- +  slower, faster
 
- flight: trajectories in a rollouter   wait: of these not in the engine
+ flight: trajectories in a rollouter\twait: of these not in the engine
  v, lag: weights served, and how many versions behind
- rst: restarts of process and engine   oldest: age of a trajectory"""
+ rst: restarts of process and engine\toldest: age of a trajectory"""
 
 TOO_SMALL = """\
-asyncrl-top wants 80×24, and at least {width}×{height}:
+needs {width}×{height}, better 80×24:
 this terminal is {columns}×{rows}. Make it larger, or
 print everything once: asyncrl-top RUN --once
 q quits; the run does not notice"""
@@ -87,7 +91,23 @@ def heights(document: Document, room: Room, rows: int) -> dict[PaneName, int | s
     """Of the panes whose height depends on what is in them, where all panes are seen."""
     if room != "wide":
         return {"learner": "1fr", "staleness": "1fr"}
-    free = rows - TAKEN
-    ranks = max(1, min(MOST_RANKS, len(document.ranks), free // 2 - RANKS_FRAME))
-    shown = min(MOST_BUCKETS, buckets(document.staleness), free - RANKS_FRAME - ranks - BUCKETS_FRAME)
-    return {"learner": RANKS_FRAME + ranks, "staleness": BUCKETS_FRAME + shown}
+    free = rows - TAKEN - RANKS_FRAME - BUCKETS_FRAME
+    wanted = min(MOST_BUCKETS, buckets(document.staleness))
+    # Half of the room, and what the other does not need.
+    ranks = max(1, min(MOST_RANKS, len(document.ranks), max(free // 2, free - wanted)))
+    return {"learner": RANKS_FRAME + ranks, "staleness": BUCKETS_FRAME + min(wanted, free - ranks)}
+
+
+def help_lines(width: int, kinds: Mapping[Kind, str]) -> list[str]:
+    """What the keys are; in one column where there is no room for two."""
+    text = HELP.format_map({str(kind): glyph for kind, glyph in kinds.items()})
+    if width >= HELP_WIDTH:
+        return [
+            f"{left:<{HELP_LEFT}}{right}" for left, _, right in (line.partition("\t") for line in text.splitlines())
+        ]
+    found: list[str] = []
+    for part in text.split("\n\n"):
+        lines = [line.partition("\t") for line in part.splitlines()]
+        both = [*(left for left, _, _ in lines), *(f" {right}" for _, _, right in lines if right)]
+        found += [*(each for line in both for each in wrapped(line, width)), ""]
+    return found[:-1]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from asyncrl.errors import PREEMPTED_EXIT_CODE
 from asyncrl.monitor.bottleneck import kind_of
+from asyncrl.monitor.phase import phase_and_reason, phase_word
 from asyncrl.monitor.top.bars import level_bar, sparkline, state_bar
 from asyncrl.monitor.top.document import Document, RunRow, StageRow
 from asyncrl.monitor.top.numbers import count, duration, fixed, percent, rate
 from asyncrl.monitor.top.table import NARROW
 from asyncrl.monitor.top.text import Glyphs, Line, Style, fit, joined, length, wrapped
-from asyncrl.snapshot import RunView
 
 PHASE_STYLES: dict[str, Style] = {
     "starting": "start",
@@ -23,6 +22,8 @@ PHASE_STYLES: dict[str, Style] = {
     "stalled": "bad",
 }
 NAMES_SHOWN = 3
+SHORT = {"rollouters": "roll.", "dataloader": "data."}
+"""Where how many are there takes the room of the name."""
 ROOMY = 16
 """From this width on a stage has room for blanks."""
 
@@ -30,7 +31,7 @@ ROOMY = 16
 def header(document: Document, width: int, glyphs: Glyphs) -> list[Line]:
     """Two lines: where the run stands, and what it does a second."""
     run = document.run
-    phase = said_phase(run)
+    phase = _said_phase(run)
     first: list[Line] = [
         [(run.name, "bold")],
         [(phase, PHASE_STYLES.get(phase, ""))],
@@ -51,13 +52,11 @@ def header(document: Document, width: int, glyphs: Glyphs) -> list[Line]:
     return [fit(_fitting(first, width), width), fit(_fitting(second, width), width)]
 
 
-def said_phase(run: RunRow | RunView) -> str:
+def _said_phase(run: RunRow) -> str:
     """Where a run stands, in a word: one that ended before its last step is not done."""
     if run.phase == "running" and run.stalled:
         return "stalled"
-    if run.phase == "done" and run.exit_code:
-        return "preempted" if run.exit_code == PREEMPTED_EXIT_CODE else "stopped"
-    return run.phase
+    return phase_word(run.phase, run.exit_code)
 
 
 def _fitting(parts: list[Line], width: int) -> Line:
@@ -96,7 +95,9 @@ def _stage(stage: StageRow, document: Document, wide: int, glyphs: Glyphs) -> li
     if not there and stage.expected > 1:
         there = f"{stage.expected}"
     style: Style = "mark" if stage.bottleneck else "bold"
-    name = name[: wide - len(there) - bool(there)]
+    room = wide - len(there) - bool(there)
+    if len(name) > room:
+        name = name.replace(stage.stage, SHORT.get(stage.stage, stage.stage))[:room]
     fill = wide - len(name) - len(there) - bool(there)
     top: Line = [(name, style), (f" {rule * (fill - 1)}" if fill > 0 else "", "mark" if stage.bottleneck else "dim")]
     if there:
@@ -104,11 +105,17 @@ def _stage(stage: StageRow, document: Document, wide: int, glyphs: Glyphs) -> li
         top.append((f" {there}", "bad" if stage.actors < stage.expected and not over else "dim"))
     return [
         top,
-        [(f"{rate(stage.rate)} {stage.unit}/s", "")],
+        [(_rate(stage, wide), "")],
         [(_depth(stage, document), "")],
         _bar(stage, wide, glyphs),
         _state(stage, document),
     ]
+
+
+def _rate(stage: StageRow, wide: int) -> str:
+    """With a blank before the arrow."""
+    said = f"{rate(stage.rate)} {stage.unit}/s"
+    return said if len(said) < wide else said.replace("tokens/s", "tok/s")
 
 
 def _depth(stage: StageRow, document: Document) -> str:
@@ -153,9 +160,9 @@ def verdict(document: Document, width: int, glyphs: Glyphs) -> list[Line]:
     run, found = document.run, document.bottleneck
     said: tuple[str, str, Style]
     if run.phase in ("done", "failed", "draining", "preempting"):
-        phase = said_phase(run)
         reason = run.reason or {"done": "all steps are trained"}.get(run.phase, "")
-        said = phase, reason.removeprefix(f"{phase} "), PHASE_STYLES[phase]
+        phase, _, why = phase_and_reason(run.phase, run.exit_code, reason).partition(": ")
+        said = phase, why, PHASE_STYLES[phase]
     elif run.stalled:
         said = "stalled", run.stalled, "bad"
     elif run.phase == "starting":

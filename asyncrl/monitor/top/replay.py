@@ -40,6 +40,12 @@ class Replay:
         self._shown = -1
         self._history = History()
 
+    def take(self, whole: Replay) -> None:
+        """Go on in ``whole``, a later look at the same recording, from where one is."""
+        self.lives, self.note = whole.lives, whole.note
+        self._walls, self._bodies = whole._walls, whole._bodies
+        self._shown = -1
+
     @property
     def begin(self) -> float:
         """Of the recording."""
@@ -119,12 +125,23 @@ def ended(last: Snapshot, *, lives: bool) -> Snapshot:
     if lives or run.phase in OVER:
         return last
     why = "it was killed, or told to end at once, or its host went down"
-    why = f"nothing is recorded after this, when it was {run.phase}: {why}; see logs/attempt_{run.attempt}"
+    why = f"nothing is known after this, when it was {run.phase}: {why}; see logs/attempt_{run.attempt}"
     return replace(
         last,
         run=replace(run, phase="failed", reason=why, stalled="", exit_code=1),
         actors=[replace(actor, condition="dead") for actor in actors],
     )
+
+
+def ending(run_dir: Path, seen: Snapshot | None) -> Snapshot | None:
+    """How a run that does not live has ended, as far as it is recorded or was ``seen``; None if neither. Blocks."""
+    last = seen
+    for _, body in reversed(read_latest(run_dir, 0.0)):
+        if (found := decode(body)) is not None:
+            if seen is None or (found.run.run_id == seen.run.run_id and found.wall > seen.wall):
+                last = found
+            break
+    return None if last is None else ended(last, lives=False)
 
 
 def open_replay(run_dir: Path, *, lives: bool) -> Replay:

@@ -13,9 +13,10 @@ from textual.screen import ModalScreen, Screen
 
 from asyncrl.monitor.top.detail import detail
 from asyncrl.monitor.top.document import Document
-from asyncrl.monitor.top.layout import HELP
+from asyncrl.monitor.top.layout import help_lines
 from asyncrl.monitor.top.log_tail import last_lines
-from asyncrl.monitor.top.text import Glyphs
+from asyncrl.monitor.top.panes.base import Pane
+from asyncrl.monitor.top.text import Glyphs, Line
 from asyncrl.monitor.top.widgets import Block, PaneView
 
 LOG_S = 2.0
@@ -27,7 +28,8 @@ class HelpScreen(ModalScreen[None]):
 
     CSS = """
     HelpScreen { align: center middle; }
-    #help { width: 76; height: 22; max-height: 100%; border: round #7aa2c4; background: #252b37; padding: 0 1; }
+    #help { width: 76; max-width: 100%; height: 22; max-height: 100%; scrollbar-size-vertical: 1;
+        border: round #7aa2c4; background: #252b37; padding: 0 1; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,question_mark,h,enter,space", "app.pop_screen", show=False)
@@ -36,16 +38,26 @@ class HelpScreen(ModalScreen[None]):
     def __init__(self, glyphs: Glyphs, *, ascii_only: bool) -> None:
         super().__init__()
         self._glyphs = glyphs
-        self._block = Block(ascii_only=ascii_only, id="help")
+        self._view = PaneView(ascii_only=ascii_only, id="help")
 
     def compose(self) -> ComposeResult:
         """See Screen."""
-        yield self._block
+        yield self._view
 
     def on_mount(self) -> None:
         """Draw."""
-        lines = HELP.format_map({str(kind): glyph for kind, glyph in self._glyphs.kinds.items()}).splitlines()
-        self._block.show([[(line, "")] for line in lines])
+        self._view.focus()
+        self.call_after_refresh(self.draw)
+
+    def draw(self) -> None:
+        """Draw for the width that there is."""
+        lines: list[Line] = [[(line, "")] for line in help_lines(self._view.room, self._glyphs.kinds)]
+        self._view.show(Pane([], [""] * len(lines), lambda number: lines[number]))
+
+    def on_pane_view_resized(self, event: PaneView.Resized) -> None:
+        """Draw for the new width."""
+        event.stop()
+        self.call_after_refresh(self.draw)
 
 
 class DetailScreen(Screen[None]):
@@ -68,11 +80,15 @@ class DetailScreen(Screen[None]):
         run_dir: Path | None,
         glyphs: Glyphs,
         *,
+        past: bool,
         ascii_only: bool,
     ) -> None:
+        """``past``: the document is of a moment that is over, as in a replay, and so the log is to be."""
         super().__init__()
         self._actor, self._document, self._run_dir, self._glyphs = actor, document, run_dir, glyphs
+        self._past = past
         self._log: Sequence[str] | None = None
+        self._log_until: float | None = None
         self._top = Block(ascii_only=ascii_only, id="name")
         self._view = PaneView(ascii_only=ascii_only, id="detail")
 
@@ -91,7 +107,8 @@ class DetailScreen(Screen[None]):
     def _read_log(self) -> None:
         document, actor = self._document(), self._actor
         if document is not None and self._run_dir is not None:
-            log = last_lines(self._run_dir, document.run.attempt, actor)
+            self._log_until = document.wall if self._past else None
+            log = last_lines(self._run_dir, document.run.attempt, actor, self._log_until)
             self.app.call_from_thread(self._take_log, actor, log)
 
     def _take_log(self, actor: str, log: list[str] | None) -> None:
@@ -103,6 +120,9 @@ class DetailScreen(Screen[None]):
         """Draw the newest document."""
         self._top.show([[(self._actor, "bold"), ("   esc back   n p another actor   ↑ ↓ scroll", "dim")]])
         document = self._document()
+        if document is not None and self._past and document.wall != self._log_until:
+            self._log_until = document.wall
+            self._read_log()
         if document is not None and self._view.size.width:
             self._view.show(detail(document, self._actor, self._log, self._view.room, self._glyphs))
 

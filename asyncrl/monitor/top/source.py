@@ -22,6 +22,8 @@ class Source:
     replay: Replay | None = None
     history: History = field(default_factory=History)
     """What is known before the first snapshot comes."""
+    whole: Callable[[], Replay | None] | None = None
+    """The recording once more, as a whole, when the run has ended; None before. Blocks; raises UsageError, OSError."""
     run_dir: Path | None = None
     """Where logs are, if they can be read."""
     trace: Callable[[], Awaitable[str]] | None = None

@@ -75,6 +75,9 @@ class Table:
             return fit(found, width)
 
         titles: list[Cell] = [(self._title(column), "dim") for column in self.columns]
+        hidden = [i for i, column in enumerate(self.columns) if column.key == self.sorted_by and i not in shown]
+        if hidden and self.sorted_by:
+            titles[shown[0]] = (f"by {self._title(self.columns[hidden[0]])}", "dim")
         return line_of(titles), lambda number: line_of(self.rows[number].cells)
 
     def _width(self, number: int) -> int:

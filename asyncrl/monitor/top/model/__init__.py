@@ -18,7 +18,7 @@ def build(history: History) -> Document:
     facts = Facts(snapshot, history)
     rollouters = [rollouter(facts, actor) for actor in facts.of("rollouter")]
     pool, prompts, updates = reward(facts), ledger(facts), weights(facts, rollouters)
-    verdict = bottleneck(facts, rollouters, pool, prompts)
+    verdict = bottleneck(facts, pool, prompts)
     return Document(
         wall=snapshot.wall,
         window_s=facts.window_s,

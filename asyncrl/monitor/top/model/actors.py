@@ -5,15 +5,14 @@ from __future__ import annotations
 from asyncrl.monitor.metrics_file import number_in
 from asyncrl.monitor.top.document import RankRow, RollouterRow
 from asyncrl.monitor.top.model.facts import GONE, Facts
-from asyncrl.snapshot import ActorView
+from asyncrl.snapshot import ActorView, RunView
 
 
 def rollouter(facts: Facts, actor: ActorView) -> RollouterRow:
     """A rollouter and its engine."""
     figures, gone = actor.figures, actor.condition in GONE
     in_flight = None if gone else figures.get("rollout/in_flight")
-    version = figures.get("rollout/served_version")
-    version = actor.version if version is None else int(version)
+    version = served_version(actor)
     state, awaiting, state_s = _present(actor)
     return RollouterRow(
         name=actor.name,
@@ -27,8 +26,8 @@ def rollouter(facts: Facts, actor: ActorView) -> RollouterRow:
         waiting=None if gone else figures.get("rollout/waiting"),
         tokens_per_s=None if gone else facts.recent.rate(actor, "rollout/sampled_tokens"),
         kv_use=None if gone else figures.get("rollout/kv_use"),
-        version=None if gone or version < 0 else version,
-        lag=None if gone or version < 0 else max(0, facts.run.version - version),
+        version=None if gone else version,
+        lag=None if gone else versions_behind(facts.run, actor),
         restarts=actor.restarts + int(figures.get("rollout/engine_restarts", 0)),
         oldest_s=figures.get("rollout/oldest_s") if in_flight else None,
     )
@@ -53,6 +52,18 @@ def rank(facts: Facts, actor: ActorView) -> RankRow:
         gpu_bytes=sum(gpu.memory_bytes for gpu in actor.gpus) if actor.gpus and not gone else None,
         gpu_total_bytes=sum(gpu.memory_total_bytes for gpu in actor.gpus) if actor.gpus and not gone else None,
     )
+
+
+def served_version(actor: ActorView) -> int | None:
+    """Of the weights that a rollouter's engine serves; None before the first."""
+    version = int(actor.figures.get("rollout/served_version", actor.version))
+    return version if version >= 0 else None
+
+
+def versions_behind(run: RunView, actor: ActorView) -> int | None:
+    """How many versions a rollouter's engine serves less than the newest; None before its first."""
+    version = served_version(actor)
+    return None if version is None else max(0, run.version - version)
 
 
 def _present(actor: ActorView) -> tuple[str, str, float]:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from asyncrl.monitor.metrics_file import number_in
-from asyncrl.monitor.rates import Interval, Shares, mean, total
+from asyncrl.monitor.metrics_file import number_in, without_first
+from asyncrl.monitor.rates import Interval, Shares, mean, time_mean, total
 from asyncrl.monitor.top.history import History
 from asyncrl.snapshot import ENDING, OVER, ActorView, Resource, Snapshot
 
 STEPS_FOR_MEANS = 8
 GONE = frozenset({"absent", "dead", "lost"})
+
+
+def living_in(snapshot: Snapshot, role: str) -> list[ActorView]:
+    """The actors of a role that are not gone."""
+    return [each for each in snapshot.actors if each.name.partition("/")[0] == role and each.condition not in GONE]
+
+
+def level_in(snapshot: Snapshot, role: str, figure: str) -> float | None:
+    """A gauge, added up over them."""
+    return total(actor.figures.get(figure) for actor in living_in(snapshot, role))
 
 
 class Facts:
@@ -25,6 +35,8 @@ class Facts:
         self.steps = steps or Interval(None, snapshot)
         """For shares."""
         self.window_s = 0.0 if steps is None else steps.seconds
+        self.window = history.window()
+        """The snapshots that shares are taken over, oldest first."""
         self.by_role: dict[str, list[ActorView]] = {}
         for actor in snapshot.actors:
             self.by_role.setdefault(actor.name.partition("/")[0], []).append(actor)
@@ -41,11 +53,15 @@ class Facts:
 
     def living(self, role: str) -> list[ActorView]:
         """Those that are not gone."""
-        return [actor for actor in self.of(role) if actor.condition not in GONE]
+        return living_in(self.snapshot, role)
 
     def level(self, role: str, figure: str) -> float | None:
         """A gauge, added up."""
-        return total(actor.figures.get(figure) for actor in self.living(role))
+        return level_in(self.snapshot, role, figure)
+
+    def over_window(self, level: Callable[[Snapshot], float | None]) -> float | None:
+        """The mean of a level over the time that shares are taken over: it may swing with every step."""
+        return time_mean([(each.wall, level(each)) for each in self.window])
 
     def counted(self, role: str, figure: str) -> float | None:
         """A counter, added up."""
@@ -67,15 +83,8 @@ class Facts:
         return self.steps.shares(pairs)
 
     def step_mean(self, key: str) -> float | None:
-        """The mean over the newest steps. The first of a learner waits for engines and evaluations: it is left out."""
-        lines = self.snapshot.train
-        begins = [
-            line.get("step") == 1 or (number > 0 and line.get("start") != lines[number - 1].get("start"))
-            for number, line in enumerate(lines)
-        ]
-        newest = list(zip(lines, begins, strict=True))[-STEPS_FOR_MEANS:]
-        chosen = [line for line, first in newest if not first] or [line for line, _ in newest]
-        return mean(number_in(line, key) for line in chosen)
+        """The mean over the newest steps. None before the second of a learner."""
+        return mean(number_in(line, key) for line in without_first(self.snapshot.train)[-STEPS_FOR_MEANS:])
 
     def ledger_figure(self, name: str) -> float | None:
         """What the learner says now, or said with its last step."""

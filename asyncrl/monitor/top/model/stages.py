@@ -8,16 +8,17 @@ from typing import Any
 from asyncrl.monitor.bottleneck import Flow, Stage, Verdict, by_kind, find_bottleneck
 from asyncrl.monitor.rates import Shares, mean, total
 from asyncrl.monitor.top.document import LedgerView, RewardView, RollouterRow, StageRow, WeightsView
-from asyncrl.monitor.top.model.facts import GONE, Facts
-from asyncrl.snapshot import OVER
+from asyncrl.monitor.top.model.actors import versions_behind
+from asyncrl.monitor.top.model.facts import GONE, Facts, level_in, living_in
+from asyncrl.snapshot import OVER, Snapshot
 
 OPEN = 0.5
 """Below this share of what the gate admits it is not what anybody waits for."""
 
 
-def bottleneck(facts: Facts, rollouters: Sequence[RollouterRow], reward: RewardView, ledger: LedgerView) -> Verdict:
-    """Who waits on whom."""
-    dataloader = next(iter(facts.living("dataloader")), None)
+def bottleneck(facts: Facts, reward: RewardView, ledger: LedgerView) -> Verdict:
+    """Who waits on whom. Levels are means over the time of the shares: they swing with every step, and the verdict is
+    not to."""
     return find_bottleneck(
         Flow(
             running=facts.run.phase == "running" and not facts.run.stalled,
@@ -25,10 +26,10 @@ def bottleneck(facts: Facts, rollouters: Sequence[RollouterRow], reward: RewardV
             rollouters=facts.states("rollouter"),
             reward=reward.states,
             learner=_learner(facts),
-            dataloader_busy=dataloader.loop_busy if dataloader is not None else None,
-            generating=total(row.in_flight for row in rollouters),
-            at_reward=facts.level("rollouter", "rollout/scoring"),
-            lag=mean(row.lag for row in rollouters),
+            dataloader_busy=facts.over_window(lambda each: total(a.loop_busy for a in living_in(each, "dataloader"))),
+            generating=facts.over_window(lambda each: level_in(each, "rollouter", "rollout/in_flight")),
+            at_reward=facts.over_window(lambda each: level_in(each, "rollouter", "rollout/scoring")),
+            lag=facts.over_window(_lag),
             gate_open=_gate_open(facts),
             exhausted=facts.run.steps > 0
             and (ledger.outstanding or 0.0) >= (facts.run.steps - facts.run.step) * facts.run.groups_per_step,
@@ -42,15 +43,18 @@ def _learner(facts: Facts) -> Shares:
 
 
 def _gate_open(facts: Facts) -> bool | None:
-    """Whether there was much room at both ends of the window."""
+    """Whether there was much room all the time."""
     full: list[float] = []
-    for actor in facts.living("dataloader"):
-        for view in (actor, facts.steps.before(actor)):
-            out, most = (view.figures.get(f"tickets/{name}") if view else None for name in ("outstanding", "gate"))
-            if out is None or not most:
-                return None
-            full.append(out / most)
-    return max(full) < OPEN if full else None
+    for each in facts.window:
+        out, most = (level_in(each, "dataloader", f"tickets/{name}") for name in ("outstanding", "gate"))
+        if out is None or not most:
+            return None
+        full.append(out / most)
+    return max(full) < OPEN
+
+
+def _lag(snapshot: Snapshot) -> float | None:
+    return mean(versions_behind(snapshot.run, actor) for actor in living_in(snapshot, "rollouter"))
 
 
 def stages(

@@ -31,7 +31,7 @@ def _step(document: Document) -> Line:
     """How long a step takes, and what of it each phase."""
     seconds = {phase.name: phase.seconds for phase in document.phases}
     if not seconds:
-        return [("no step is trained so far", "dim")]
+        return [("only a first step is trained so far" if document.run.step else "no step is trained so far", "dim")]
     whole = seconds.pop("step", None)
     phases: list[Line] = [
         [(f"{name} ", "dim"), (duration(each), ""), (f" {percent(each / whole)}" if whole else "", "dim")]

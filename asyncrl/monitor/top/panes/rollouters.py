@@ -29,6 +29,8 @@ ROLLOUTERS = (
     Column(title="rst", right=True, width=3, drop=2, key="restarts"),
     Column(title="oldest", right=True, width=6, drop=1, key="oldest_s"),
 )
+WORDS = ("name", "host", "state")
+"""Sorted upwards at first; numbers downwards."""
 SORTS = tuple(column.key for column in ROLLOUTERS if column.key)
 
 
@@ -56,9 +58,9 @@ def rollouters(document: Document, choice: Choice, width: int, glyphs: Glyphs) -
 
 
 def sorted_next(choice: Choice) -> Choice:
-    """Sorted by the next column, the largest first where that is what one looks for."""
+    """Sorted by the next column: words from the first on, numbers from the largest."""
     sort = SORTS[(SORTS.index(choice.sort) + 1) % len(SORTS)]
-    return replace(choice, sort=sort, descending=sort not in ("name", "host", "state", "version", "tokens_per_s"))
+    return replace(choice, sort=sort, descending=sort not in WORDS)
 
 
 def _short(name: str) -> str:

@@ -1,0 +1,18 @@
+"""How a run stands, and how it ended, in the same words wherever it is told. Pure."""
+
+from __future__ import annotations
+
+from asyncrl.errors import PREEMPTED_EXIT_CODE
+
+
+def phase_word(phase: str, exit_code: int) -> str:
+    """Its phase in a word: a run that ended before its last step was stopped or preempted, and is not done."""
+    if phase == "done" and exit_code:
+        return "preempted" if exit_code == PREEMPTED_EXIT_CODE else "stopped"
+    return phase
+
+
+def phase_and_reason(phase: str, exit_code: int, reason: str) -> str:
+    """The same with why, where that is known: ``stopped: by the launcher``."""
+    word = phase_word(phase, exit_code)
+    return f"{word}: {reason.removeprefix(f'{word} ')}" if reason else word
