@@ -343,7 +343,7 @@ class Controller(Actor):
     @handler
     async def watch_snapshot(self, request: WatchSnapshot, caller: Caller) -> SnapshotTaken:
         """Parked until there is a newer snapshot of the run."""
-        return await self._watching.watch(request, caller.park_s)
+        return await self._watching.watch(request, caller)
 
     # --- the timeline ---
 

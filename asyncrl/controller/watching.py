@@ -17,7 +17,7 @@ from asyncrl.controller.run_state import RunStateMachine
 from asyncrl.controller.snapshots import Snapshots
 from asyncrl.messages.monitor import EventRecord, Heartbeat, SnapshotTaken, WatchSnapshot
 from asyncrl.monitor.recording import Recorder
-from asyncrl.runtime.actor import Actor
+from asyncrl.runtime.actor import Actor, Caller
 from asyncrl.runtime.registry import Registry
 from asyncrl.snapshot import Snapshot
 
@@ -85,9 +85,9 @@ class Watching:
             tasks.create_task(self._look_around())
             tasks.create_task(self._look_at_disk())
 
-    async def watch(self, request: WatchSnapshot, park_s: float) -> SnapshotTaken:
+    async def watch(self, request: WatchSnapshot, caller: Caller) -> SnapshotTaken:
         """See Snapshots."""
-        return await self._snapshots.watch(request, park_s)
+        return await self._snapshots.watch(request, caller)
 
     def happened(self, level: str, actor: str, text: str) -> None:
         """Something that is worth knowing of the run; level is info, warning or error."""

@@ -24,7 +24,7 @@ from asyncrl.errors import AsyncRLError, ProtocolError
 from asyncrl.messages import Message
 from asyncrl.runtime.deadlines import Deadlines
 from asyncrl.runtime.endpoint import CREDIT, Endpoint, size_of
-from asyncrl.runtime.handlers import Caller, Handler, handlers_of
+from asyncrl.runtime.handlers import Caller, Connection, Handler, handlers_of
 from asyncrl.runtime.roster import LAUNCHER
 from asyncrl.wire.envelope import (
     PROTOCOL_VERSION,
@@ -48,6 +48,8 @@ SHARED = {LAUNCHER: 64, VIEWER: 32}
 """Connections of the names that any number of commands, and of those who watch, share. None makes way while in use."""
 UNUSED_S = 30.0
 """Silence after which such a connection without a call in flight is not in use: commands end without a word."""
+VIEWER_CREDIT = 16
+"""CREDIT of one who watches: it has one question at a time, and each that is parked costs something at every event."""
 CROWDED = "connections"
 """Code of the refusal of one more."""
 MAX_NAMES = 16384
@@ -58,6 +60,9 @@ LONGEST_CALL_S = 7 * 86400.0
 """A caller that wants to wait longer is answered as if this were its deadline."""
 LONGEST_ERROR = 16384
 """Characters. What is wrong with a message may be as long as the message."""
+LONGEST_SAID = 200
+"""Characters of what somebody who is refused, or asks for what there is not, said of himself: it may be as long as he
+likes, and he need not read what he is answered."""
 
 
 @dataclass(slots=True)
@@ -68,9 +73,15 @@ class _Session:
     limit: int
     heard: float
     """When anything came from it last (s)."""
+    connection: Connection = field(default_factory=Connection)
     running: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
     stored: dict[int, list[Any]] = field(default_factory=dict)
     """Replies to calls that may not be repeated, until the caller has them."""
+
+    @property
+    def credit(self) -> int:
+        """Calls that it may leave unanswered."""
+        return VIEWER_CREDIT if self.name == VIEWER else CREDIT
 
 
 class CallServer:
@@ -202,7 +213,7 @@ class CallServer:
             name=self._endpoint.name,
             incarnation=self._endpoint.incarnation,
             max_message_bytes=self._endpoint.max_message_bytes,
-            credit=CREDIT,
+            credit=self._sessions[routing_id].credit,
         )
         self._send(routing_id, Kind.WELCOME, "Welcome", header.id, self._endpoint.codec.encode(welcome))
 
@@ -246,7 +257,7 @@ class CallServer:
             if header.id in session.stored:
                 self._transmit(session.routing_id, session.stored[header.id])
                 return
-        if len(session.running) >= CREDIT or len(session.stored) >= MAX_STORED:
+        if len(session.running) >= session.credit or len(session.stored) >= MAX_STORED:
             self._error(session.routing_id, header, "over_credit", "too many calls unanswered", retryable=True)
             return
         found = self._handlers.get(header.type)
@@ -255,11 +266,13 @@ class CallServer:
                 session.routing_id,
                 header,
                 "unknown_type",
-                f"{self._endpoint.name} does not serve {header.type}",
+                f"{self._endpoint.name} does not serve {header.type[:LONGEST_SAID]}",
             )
             return
         if session.name == VIEWER and not found.for_viewers:
-            self._error(session.routing_id, header, "forbidden", f"{VIEWER} only watches: no {header.type}")
+            self._error(
+                session.routing_id, header, "forbidden", f"{VIEWER} only watches: no {header.type[:LONGEST_SAID]}"
+            )
             return
         try:
             request = self._endpoint.codec.decode(found.request, frames[1], frames[2:])
@@ -268,7 +281,7 @@ class CallServer:
             self._error(session.routing_id, header, "invalid", str(error))
             return
         deadline = self._loop.time() + min(header.deadline_ms / 1000, LONGEST_CALL_S)
-        caller = Caller(session.name, session.incarnation, header.param_version, deadline)
+        caller = Caller(session.name, session.incarnation, header.param_version, deadline, session.connection)
         if found.is_async:
             task = self._endpoint.spawn(self._run_call(session, header, found, request, caller))
             session.running[header.id] = task
@@ -334,7 +347,7 @@ class CallServer:
             self._endpoint.count(REFUSED)
             return
         message = self._endpoint.codec.decode(found.request, frames[1], frames[2:])
-        caller = Caller(session.name, session.incarnation, header.param_version, self._loop.time())
+        caller = Caller(session.name, session.incarnation, header.param_version, self._loop.time(), session.connection)
         try:
             found.function(message, caller)
         except Exception as error:
@@ -374,7 +387,7 @@ class CallServer:
 
     def _refuse(self, routing_id: bytes, id: int, code: str, ours: str, theirs: str) -> None:
         self._endpoint.count(REFUSED)
-        body = Refuse(code=code, ours=ours, theirs=theirs)
+        body = Refuse(code=code, ours=ours[:LONGEST_SAID], theirs=theirs[:LONGEST_SAID])
         self._send(routing_id, Kind.REFUSE, "Refuse", id, self._endpoint.codec.encode(body))
 
     def _send(self, routing_id: bytes, kind: Kind, type: str, in_reply_to: int, frames: list[Any]) -> None:

@@ -1,15 +1,18 @@
 """What the controller shows of a run: to whom, how often, and whether it adds up."""
 
 import asyncio
+import math
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from test_controller_actor import CONFIG, is_parked, run
 
 from asyncrl.config.load import validate_config
 from asyncrl.controller import actor as actor_module
 from asyncrl.controller.picture import Constants, view_actors
-from asyncrl.controller.snapshots import SNAPSHOT_S
+from asyncrl.controller.snapshots import SNAPSHOT_S, Given
 from asyncrl.launcher.link import ControllerLink
 from asyncrl.messages.actors import ActorEnded, ActorRecord, StopRun
 from asyncrl.messages.monitor import EventRecord, Heartbeat, MetricsLine, RequestTrace, ResourceRecord, WatchSnapshot
@@ -124,6 +127,57 @@ def test_a_viewer_waits_for_another_snapshot_and_gets_each_once(tmp_path):
         later, _ = await look(viewers[1], number)
         assert later > number and loop.time() - began < 4 * SNAPSHOT_S
         assert (await call).number == later
+
+    run(tmp_path, scenario)
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 100.0), st.integers(-1, 10)), max_size=200))
+def test_who_does_not_show_that_it_has_read_is_given_less_and_less(questions):
+    """Whatever it asks, when and how often."""
+    given, now, number = Given(), 0.0, 1 << 60
+    for pause_s, lie in questions:
+        now += pause_s
+        given.heard(lie)
+        if given.may_have_more(now):
+            number += 1 << 10
+            given.give(number, now)
+            assert not given.may_have_more(now + 0.99 * SNAPSHOT_S)
+        assert len(given.unread) <= 2 + math.log2(max(1.0, now / SNAPSHOT_S))
+
+
+@given(st.lists(st.integers(1, 5), max_size=20))
+def test_who_reads_waits_for_nothing(pauses):
+    """Even after it has lost some."""
+    given, now, number = Given(), 0.0, 0
+    for lost in pauses:
+        for _ in range(lost):
+            number += 1
+            given.give(number, now)
+        before = list(given.unread)
+        given.heard(before[0])
+        assert given.unread == before[1:]
+        given.heard(number)
+        assert given.unread == [] and given.may_have_more(now)
+
+
+def test_numbers_of_snapshots_cannot_be_guessed(tmp_path):
+    async def scenario(cluster):
+        viewer, number, steps = cluster.caller(VIEWER), -1, []
+        for _ in range(4):
+            later, _ = await look(viewer, number)
+            steps.append(later - number)
+            number = later
+        assert all(step > 0 for step in steps) and len(set(steps[1:])) == 3
+
+    run(tmp_path, scenario)
+
+
+def test_who_got_nothing_is_not_told_that_it_has_seen_something(tmp_path):
+    async def scenario(cluster):
+        viewer = cluster.caller(VIEWER)
+        await look(viewer)
+        taken = await viewer.call(WatchSnapshot(seen=-1), timeout=0.2)
+        assert (taken.number, taken.snapshot) == (-1, b"")
 
     run(tmp_path, scenario)
 
