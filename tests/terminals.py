@@ -62,6 +62,13 @@ class Terminal:
             time.sleep(0.1)
         return seen
 
+    def until_gone(self, text, within_s=60.0):
+        """Wait until it holds ``text`` no more."""
+        end = time.monotonic() + within_s
+        while text in (seen := self.text()):
+            assert time.monotonic() < end, f"{text!r} stays:\n{seen}"
+            time.sleep(0.1)
+
     def ended(self, within_s=30.0):
         """Wait until the command is over, and tmux with it."""
         end = time.monotonic() + within_s

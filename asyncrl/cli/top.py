@@ -14,10 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from asyncrl.monitor.top.history import History
+from asyncrl.cli.which_run import PROGRAM, living_run, must_be_reachable, run_folder
 
-PROGRAM = "asyncrl-top"
+if TYPE_CHECKING:
+    from asyncrl.monitor.client import Target
+    from asyncrl.monitor.top.history import History
+    from asyncrl.monitor.top.source import Source
+
 TRACE_S = 30.0
 """Longest wait for a trace, whose last parts the controller awaits for less than half of it."""
 DESCRIPTION = "See what a run does, and who waits on whom. Attaching and detaching does nothing to the run."
@@ -30,13 +33,19 @@ whose schema is docs/top.schema.json. After the end of a run --replay goes throu
 --json it shows the end.
 
 Exit codes: 0 done, 1 the run does not answer or something cannot be read or written, 2 wrong usage or no such run,
-130 Ctrl-C.
+130 Ctrl-C, 141 whoever reads what is printed reads no more.
 """
-RUNS = "runs"
-REACH_S = 20.0
+SNAPSHOT_S = 20.0
 """Longest wait for a first snapshot that is to be printed."""
-RATES_S = 5.0
+SHORTEST_S = 5.0
 """Rates and shares that are to be printed are taken over at least so long."""
+EXCLUDED = {
+    "once": ("json",),
+    "replay": ("keys",),
+    "report": ("once", "json", "keys"),
+    "explain": ("once", "json", "keys"),
+}
+"""Flags that would change nothing beside another."""
 PAGE_COLUMNS = 120
 """Of a page that goes to no terminal."""
 
@@ -57,8 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: list[str]) -> int:
     parser = _parser()
     given = parser.parse_args(argv)
-    if given.once and given.json:
-        parser.error("--once and --json exclude each other")
+    for one, others in EXCLUDED.items():
+        for other in others:
+            if all(getattr(given, each) not in (None, False) for each in (one, other)):
+                parser.error(f"--{one} and --{other} exclude each other")
 
     from asyncrl.errors import AsyncRLError, UsageError
 
@@ -66,16 +77,16 @@ def _main(argv: list[str]) -> int:
         if given.explain is not None:
             from asyncrl.monitor.story import explain
 
-            print(explain(_folder(given.run, "--explain"), given.explain))
+            print(explain(run_folder(given.run, "--explain"), given.explain))
             return 0
         if given.report is not None:
             from asyncrl.monitor.report import write_report
 
-            write_report(_folder(given.run, "--report"), Path(given.report))
+            write_report(run_folder(given.run, "--report"), Path(given.report))
             print(given.report)
             return 0
         if given.replay:
-            return _replay(_folder(given.run, "--replay"), given)
+            return _replay(run_folder(given.run, "--replay"), given)
         return _watch(given)
     except UsageError as error:
         return _complain(str(error), 2)
@@ -106,103 +117,33 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-# --- which run ---
-
-
-def _folder(run: str | None, flag: str) -> Path:
-    """The folder of a run, living or not; without RUN that of the newest. Raises UsageError."""
-    from asyncrl.errors import UsageError
-
-    if run is not None:
-        path = _named(run)
-        if path is None:
-            raise UsageError(f"{run}: no such folder; {flag} wants the folder of a run")
-        return path
-    found = _runs()
-    if not found:
-        raise UsageError(f"there is no run under {Path(RUNS).absolute()}; name the folder of one")
-    return found[0]
-
-
-def _named(run: str) -> Path | None:
-    return next((path for path in (Path(run), Path(RUNS) / run) if path.is_dir()), None)
-
-
-def _runs() -> list[Path]:
-    """The run folders under runs/, the newest first."""
-    try:
-        found = [path for path in Path(RUNS).iterdir() if (path / "config.json").is_file()]
-    except OSError:
-        return []
-    return sorted(found, key=lambda path: (path / "config.json").stat().st_mtime, reverse=True)
-
-
-def _living(run: str | None) -> str:
-    """What to attach to. Raises UsageError, which says what there is instead."""
-    from asyncrl.errors import UsageError
-    from asyncrl.launcher.folders import is_living
-
-    if run is None:
-        found = _runs()
-        living = next((path for path in found if is_living(path)), None)
-        if living is not None:
-            return str(living)
-        if not found:
-            raise UsageError(f"no run lives under {Path(RUNS).absolute()}; name its folder, or HOST:PORT with --keys")
-        raise UsageError(f"no run lives under {RUNS}; to see the last one again: {PROGRAM} {found[0]} --replay")
-    path = _named(run)
-    if path is None:
-        if ":" in run:
-            return run
-        raise UsageError(f"{run}: no such run folder, none of that name under {RUNS}, and not HOST:PORT")
-    if not (path / "config.json").is_file():
-        raise UsageError(f"{path}: this is not the folder of a run (it has no config.json)")
-    if not is_living(path):
-        raise UsageError(f"{path}: the run has ended; to see it again: {PROGRAM} {path} --replay")
-    return str(path)
-
-
-def _must_be_reachable(address: str) -> None:
-    """Somebody listens there. Raises ActorFailed: an address that was typed wrong is known at once."""
-    from asyncrl.errors import ActorFailed
-    from asyncrl.monitor.reach import why_unreachable
-
-    if why := why_unreachable(address):
-        hint = "that run has ended, or it is at another address, which RUN/private/controller.json on its head tells"
-        raise ActorFailed("controller/0", f"{address}: {why}; {hint}")
-
-
 # --- what is shown ---
 
 
 def _watch(given: argparse.Namespace) -> int:
     import asyncio
 
-    from asyncrl.monitor.client import Target, Viewer, find_target, watch
+    from asyncrl.monitor.client import Viewer, find_target, watch
     from asyncrl.monitor.top.history import History
     from asyncrl.monitor.top.replay import recent_history
 
-    target: Target = find_target(_living(given.run), Path(given.keys) if given.keys else None)
+    target = find_target(living_run(given.run), Path(given.keys) if given.keys else None)
     if target.run_dir is None:
-        _must_be_reachable(target.address)
+        must_be_reachable(target.address)
     history = recent_history(target.run_dir) if target.run_dir is not None else History()
     if not _wants_terminal(given):
         asyncio.run(_take_one(target, history))
         return _print(history, given)
 
     from asyncrl.messages.monitor import RequestTrace, TraceWritten
-    from asyncrl.monitor.top.app import Top
     from asyncrl.monitor.top.source import Source
-
-    _heed_colourless_terminals()
 
     async def trace() -> str:
         with Viewer(target) as viewer:
             written: TraceWritten = await viewer.controller.call(RequestTrace(), timeout=TRACE_S)
         return f"trace: {written.path}" if written.path else f"no trace: {written.error}"
 
-    source = Source(feed=lambda: watch(target), history=history, run_dir=target.run_dir, trace=trace)
-    return _show(Top(source, ascii_only=not _knows_unicode()))
+    return _show(Source(feed=lambda: watch(target), history=history, run_dir=target.run_dir, trace=trace))
 
 
 def _replay(run_dir: Path, given: argparse.Namespace) -> int:
@@ -210,41 +151,39 @@ def _replay(run_dir: Path, given: argparse.Namespace) -> int:
     from asyncrl.monitor.top.replay import open_replay
 
     replay = open_replay(run_dir, lives=is_living(run_dir))
-    if replay.note and not _wants_terminal(given):
-        print(f"{PROGRAM}: {run_dir}: {replay.note}", file=sys.stderr)
     if not _wants_terminal(given):
+        if replay.note:
+            print(f"{PROGRAM}: {run_dir}: {replay.note}", file=sys.stderr)
         replay.jump(replay.end)
         return _print(replay.history(), given)
 
-    from asyncrl.monitor.top.app import Top
     from asyncrl.monitor.top.source import Source
 
-    _heed_colourless_terminals()
-    return _show(Top(Source(replay=replay, run_dir=run_dir), ascii_only=not _knows_unicode()))
+    return _show(Source(replay=replay, run_dir=run_dir))
 
 
-def _show(app: object) -> int:
+def _show(source: Source) -> int:
     from asyncrl.monitor.top.app import Top
 
-    assert isinstance(app, Top)
+    _heed_colourless_terminals()
+    app = Top(source, ascii_only=not _knows_unicode())
     app.run()
     if app.failure is not None:
         raise app.failure
     return app.return_code or 0
 
 
-async def _take_one(target: object, history: History) -> None:
-    """Add snapshots until there are rates. Raises DeadlineExceeded when none comes."""
+async def _take_one(target: Target, history: History) -> None:
+    """Add snapshots until there are rates. Raises ActorFailed when none comes."""
     import asyncio
 
     from asyncrl.errors import ActorFailed
-    from asyncrl.monitor.client import Away, Target, watch
+    from asyncrl.monitor.client import Away, watch
 
-    assert isinstance(target, Target)
     first: float | None = None
     reason = f"{target.address} does not answer"
     try:
-        async with asyncio.timeout(REACH_S):
+        async with asyncio.timeout(SNAPSHOT_S):
             async for seen in watch(target):
                 if isinstance(seen, Away):
                     reason = seen.reason
@@ -252,13 +191,13 @@ async def _take_one(target: object, history: History) -> None:
                 history.add(seen)
                 first = seen.wall if first is None else first
                 steps = history.steps()
-                if steps is not None and steps.seconds >= RATES_S:
+                if steps is not None and steps.seconds >= SHORTEST_S:
                     return
     except TimeoutError:
         pass
     if first is None:
         why = "it is frozen or being started again, or these keys are of another run, which under CURVE gets no answer"
-        raise ActorFailed("controller/0", f"{target.address} gives no snapshot for {REACH_S:g} s: {why} ({reason})")
+        raise ActorFailed("controller/0", f"{target.address} gives no snapshot for {SNAPSHOT_S:g} s: {why} ({reason})")
 
 
 def _print(history: History, given: argparse.Namespace) -> int:

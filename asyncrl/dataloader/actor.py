@@ -41,6 +41,7 @@ from asyncrl.messages.learner import Held, Holds
 from asyncrl.messages.rollouter import OpenTickets, TicketsHeld
 from asyncrl.monitor.story_log import GRANTED, ORPHANED, RETURNED, SETTLED
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
+from asyncrl.runtime.away import log_away
 from asyncrl.runtime.parking import ParkingLot
 from asyncrl.tokenizer import Tokenizer, load_tokenizer
 
@@ -163,7 +164,7 @@ class Dataloader(Actor):
             try:
                 held: Held = await self.peer(LEARNER).call(Holds(uids=orphans))
             except WireError as error:
-                self.log.warning("learner is away", error=str(error))
+                log_away(self.log, "learner", error)
                 self._orphaned.set()
                 await asyncio.sleep(AWAY_S)
                 continue
@@ -248,11 +249,14 @@ class Dataloader(Actor):
         return tickets
 
     async def _ask_rollouter(self, name: str) -> Answer | None:
-        call = self.peer(name).call(OpenTickets(learner=self._learner), timeout=self._patience_s)
+        peer = self.peer(name)
+        call = peer.call(OpenTickets(learner=self._learner), timeout=self._patience_s)
         try:
             tickets: TicketsHeld = await call
         except WireError as error:
-            self.log.warning("rollouter counts as holding nothing", rollouter=name, error=str(error))
+            # One that has yet to start is what every run begins with.
+            tell = self.log.warning if peer.known else self.log.info
+            tell("rollouter counts as holding nothing", rollouter=name, error=str(error))
             return None
         return Answer(call.answered_by, tickets)
 

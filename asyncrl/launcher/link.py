@@ -12,6 +12,7 @@ from asyncrl.launcher.hostspec import private_name
 from asyncrl.messages.actors import ActorEnded, ActorStarted, EndNoted, RunState, StopRun, WatchRun
 from asyncrl.messages.hosts import HostLeft
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext
+from asyncrl.runtime.away import log_away
 from asyncrl.runtime.endpoint import new_incarnation
 from asyncrl.wire.keys import load_credentials
 from asyncrl.wire.zeromq import ZmqTransport
@@ -62,7 +63,7 @@ class ControllerLink(Actor):
             try:
                 state: RunState = await call
             except (DeadlineExceeded, RemoteError) as error:
-                self.log.warning("controller is away", error=str(error))
+                log_away(self.log, "controller", error)
                 if isinstance(error, DeadlineExceeded):
                     self._on_silent()
                 await asyncio.sleep(RETRY_S)

@@ -39,6 +39,7 @@ from asyncrl.messages.monitor import MetricsLine, ResourceRecord
 from asyncrl.monitor.story_log import EVALUATED, NOT_TRAINED, RESTORED, TAKEN
 from asyncrl.monitor.trace import CHECKPOINTS, PHASES, STEPS, Track
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller, handler
+from asyncrl.runtime.away import log_away
 
 PARAMETER_SERVER, RANK_0 = "parameter_server/0", "learner/0"
 
@@ -435,7 +436,7 @@ class Learner(Actor):
                 try:
                     await self.peer(CONTROLLER).call(request)
                 except DeadlineExceeded as error:
-                    self.log.warning("controller is away", error=str(error))
+                    log_away(self.log, "controller", error)
                 else:
                     return
 

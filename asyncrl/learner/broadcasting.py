@@ -37,6 +37,7 @@ from asyncrl.messages.weights import (
     Manifest,
     Probe,
 )
+from asyncrl.runtime.away import log_away
 
 AWAY_S = 0.5
 """Pause before a parameter server that did not answer is asked again."""
@@ -251,7 +252,7 @@ class Broadcaster:
                 if isinstance(error, RemoteError) and not (error.retryable or error.code == "deadline"):
                     self._log.error("broadcast is refused", request=what, error=str(error))
                     return None
-                self._log.warning("parameter server is away", request=what, error=str(error))
+                log_away(self._log, "parameter server", error, request=what)
                 await asyncio.sleep(AWAY_S)
 
     async def _on_thread(self, work: Callable[[], Any]) -> Any:

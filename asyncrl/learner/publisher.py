@@ -23,6 +23,7 @@ from asyncrl.errors import DeadlineExceeded, RemoteError
 from asyncrl.learner.publication import Publication
 from asyncrl.messages import Request
 from asyncrl.messages.weights import KeepPublished, Publish, Published
+from asyncrl.runtime.away import log_away
 
 AWAY_S = 0.5
 """Pause before a parameter server that did not answer is asked again."""
@@ -119,7 +120,7 @@ class Publisher:
         except (DeadlineExceeded, RemoteError) as error:
             if isinstance(error, RemoteError) and not (error.retryable or error.code == "deadline"):
                 raise
-            self._log.warning("parameter server is away", error=str(error))
+            log_away(self._log, "parameter server", error)
             await asyncio.sleep(AWAY_S)
             return None
 

@@ -22,6 +22,7 @@ from asyncrl.learner.intake import Intake
 from asyncrl.messages import Request
 from asyncrl.messages.dataloader import Restored, Resumed, Supply, WatchSupply
 from asyncrl.runtime.awaits import Awaits
+from asyncrl.runtime.away import log_away
 
 DATALOADER = "dataloader/0"
 AWAY_S = 0.5
@@ -89,7 +90,7 @@ class SupplyLine:
                     try:
                         resumed: Resumed = await self._call(self._message())
                     except DeadlineExceeded as error:
-                        self._log.warning("dataloader is away", error=str(error))
+                        log_away(self._log, "dataloader", error)
                     except RemoteError as error:
                         if error.code == RunChanged.code:
                             raise ConfigError([error.message]) from error
@@ -178,5 +179,5 @@ class SupplyLine:
         if isinstance(error, RemoteError) and error.code == RestoreNeeded.code:
             await self.restore()
             return
-        self._log.warning("dataloader is away", error=str(error))
+        log_away(self._log, "dataloader", error)
         await asyncio.sleep(AWAY_S)

@@ -12,11 +12,13 @@ steps, with the share of time in which the resources of a stage (ranks, workers,
 3. When nobody is saturated, everybody waits at some time, and what they wait for is the rule that couples them. If most
    of the trajectories in flight sit with the reward, its latency is what all wait for. If engines that wait for tickets
    serve older weights than there are, admission waits for the weights. If the gate has room all the time, prompts do
-   not come fast enough. Else it is the gate: with a larger staleness.max the stages would wait less.
+   not come fast enough. Else it is the gate: with a larger staleness.max the stages would wait less. When all prompts
+   that are left to be trained are under way, they wait for the end, and no stage is named.
 4. Nothing is said of less than MIN_WINDOW_S, of a run that is not running, and when there is nothing to go by.
 
 Shares of a stage are taken over the time of all of its resources; whoever is dead has none, and starting counts as
-occupied, since others wait for it just so.
+occupied, since others wait for it just so. Those of the learner are of rank 0: what the other ranks do they do because
+it wants that, and their waiting for it tells nothing of whether it waits for groups.
 """
 
 from __future__ import annotations
@@ -30,9 +32,8 @@ MIN_WINDOW_S = 3.0
 WAITS = 0.05
 """A share of waiting that is worth a word."""
 
-StageName = Literal["gate", "dataloader", "rollouters", "reward", "learner", "weights"]
-STAGES: tuple[StageName, ...] = ("dataloader", "rollouters", "reward", "learner", "weights")
-"""In the order of flow. The gate is the dataloader's."""
+Stage = Literal["dataloader", "rollouters", "reward", "learner", "weights"]
+"""In the order of flow."""
 
 Kind = Literal["work", "weights", "upkeep", "start", "wait"]
 KINDS: tuple[Kind, ...] = ("work", "weights", "upkeep", "start", "wait")
@@ -84,7 +85,7 @@ class Flow:
     dataloader_busy: float | None = None
     """Share in which its event loop used a processor."""
     generating: float | None = None
-    """Trajectories in the engines."""
+    """Trajectories that are leased and not generated so far, those that wait for an engine included."""
     at_reward: float | None = None
     """Trajectories that are being scored, or wait for it."""
     lag: float | None = None
@@ -97,9 +98,10 @@ class Flow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """``stage`` is None when nothing can be said; ``why`` is a sentence for people either way."""
+    """Who waits on whom: ``stage`` is null when nothing can be said; ``why`` is a sentence for people either way."""
 
-    stage: StageName | None
+    stage: Literal["gate", Stage] | None
+    """The gate is the dataloader's."""
     why: str
 
 
@@ -132,20 +134,21 @@ def _saturated(flow: Flow) -> Verdict | None:
 
 
 def _nobody(flow: Flow) -> Verdict:
-    others = _others(flow, but="dataloader").removeprefix("; ")
     if flow.exhausted:
         return Verdict(stage=None, why="the last prompts are under way")
     at_reward, generating = flow.at_reward, flow.generating
     if at_reward is not None and generating is not None and at_reward > generating:
         why = f"{at_reward:.0f} of {at_reward + generating:.0f} trajectories are with it"
         return Verdict(stage="reward", why=f"{why}{_others(flow, but='reward')}")
+    # Neither the rollouters nor the learner are saturated: both of them wait.
+    others = _others(flow, but="dataloader").removeprefix("; ")
     if flow.lag is not None and flow.lag >= 1.0:
         return Verdict(stage="weights", why=f"engines are {flow.lag:.1f} versions behind; {others}")
     if flow.gate_open:
-        return Verdict(stage="dataloader", why=f"the gate is open, but no tickets come; {others}".removesuffix("; "))
+        return Verdict(stage="dataloader", why=f"the gate is open, but no tickets come; {others}")
     if flow.gate_open is None:
-        return Verdict(stage=None, why=f"nothing is known of the gate; {others}".removesuffix("; "))
-    return Verdict(stage="gate", why=f"it is closed: {others}" if others else "it is closed")
+        return Verdict(stage=None, why=f"nothing is known of the gate; {others}")
+    return Verdict(stage="gate", why=f"it is closed: {others}")
 
 
 def _occupied(kinds: Mapping[Kind, float]) -> float:

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 Line = Mapping[str, Any]
+
+
+def number_in(line: Line, key: str) -> float | None:
+    """A finite number in a line; None where there is none: JSON as Python writes it knows NaN and Infinity too."""
+    value = line.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
 
 
 def read_metrics(path: Path, kinds: Collection[str] | None = None) -> list[Line]:

@@ -1,8 +1,9 @@
 """What happened between two snapshots: rates of counters, shares of states. Pure.
 
 An actor's figures are as old as its last heartbeat, so a rate divides by the time between the two heartbeats and not
-by that between the snapshots. Invariant: what cannot be known is None, never 0: a figure that is absent, an actor that
-has not been heard in between. An actor that was started again since the older snapshot counts from its own start.
+by that between the snapshots. Invariant: what cannot be known is None or left out, never 0: the rate of a figure that
+is absent, of an actor that has not been heard in between or was started again since the older snapshot; the shares of a
+resource of which it is not known what it did before.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ class Interval:
     those of whole lives."""
 
     def __init__(self, older: Snapshot | None, newer: Snapshot) -> None:
-        self.newer = newer
         self.seconds = 0.0 if older is None else max(0.0, newer.wall - older.wall)
         self._older = {} if older is None else {actor.name: actor for actor in older.actors}
 
@@ -30,32 +30,24 @@ class Interval:
         found = self._older.get(actor.name)
         return found if found is not None and found.incarnation == actor.incarnation else None
 
-    def increase(self, actor: ActorView, figure: str) -> float | None:
-        """By how much a counter has grown."""
-        value, before = actor.figures.get(figure), self.before(actor)
-        if value is None:
-            return None
-        if before is None:
-            return None if actor.name not in self._older else value
-        return max(0.0, value - before.figures.get(figure, 0.0))
-
-    def heard_between_s(self, actor: ActorView) -> float:
-        """Seconds between the heartbeats that the two snapshots know of."""
-        before = self.before(actor)
-        return 0.0 if before is None else self.seconds - actor.heard_s + before.heard_s
-
     def rate(self, actor: ActorView, figure: str) -> float | None:
-        """Increase of a counter a second."""
-        seconds = self.heard_between_s(actor)
-        increase = self.increase(actor, figure)
-        return None if increase is None or seconds <= 0.1 else increase / seconds
+        """Increase of a counter a second, between the heartbeats that the two snapshots know of."""
+        value, before = actor.figures.get(figure), self.before(actor)
+        if value is None or before is None:
+            return None
+        seconds = self.seconds - actor.heard_s + before.heard_s
+        return max(0.0, value - before.figures.get(figure, 0.0)) / seconds if seconds > 0.1 else None
 
     def total_rate(self, actors: Iterable[ActorView], figure: str) -> float | None:
         """Sum over those for which there is a rate; None if there is none."""
         return total(self.rate(actor, figure) for actor in actors)
 
     def seconds_by_state(self, actor: ActorView, resource: Resource) -> dict[str, float]:
-        """Seconds that a resource spent in each state meanwhile; since its start, if that was later."""
+        """Seconds that a resource spent in each state meanwhile; since its start, if that was later.
+
+        One of which the older snapshot tells nothing, and that is older than that, was starting at first. What then
+        does not fit in between is of a time that nothing is known of: such a resource has no seconds here.
+        """
         before = self.before(actor)
         earlier: Mapping[str, float] = {}
         if before is not None:
@@ -64,8 +56,12 @@ class Interval:
         # since a heartbeat for the state of then, and the next one may know better.
         if sum(resource.seconds.values()) < sum(earlier.values()) - 1e-6:
             earlier = {}
-        found = {state: seconds - earlier.get(state, 0.0) for state, seconds in resource.seconds.items()}
-        return {state: seconds for state, seconds in found.items() if seconds > 1e-9}
+        if not earlier and 0.0 < self.seconds < (age := sum(resource.seconds.values())):
+            left = max(0.0, resource.seconds.get("starting", 0.0) - (age - self.seconds))
+            cut = {**resource.seconds, "starting": left}
+            # But for rounding.
+            return _spent(cut) if sum(cut.values()) <= self.seconds + 1e-6 else {}
+        return _spent({state: seconds - earlier.get(state, 0.0) for state, seconds in resource.seconds.items()})
 
     def shares(self, resources: Iterable[tuple[ActorView, Resource]]) -> Shares:
         """Shares of states over all the time of these resources; empty when no time has passed."""
@@ -86,6 +82,10 @@ class Interval:
             return after
         counts = [max(0, new - old) for new, old in zip(after.counts, earlier.counts, strict=True)]
         return Histogram(counts, max(0.0, after.sum - earlier.sum))
+
+
+def _spent(seconds: dict[str, float]) -> dict[str, float]:
+    return {state: each for state, each in seconds.items() if each > 1e-9}
 
 
 def total(values: Iterable[float | None]) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-REACH_S = 4.0
+CONNECT_S = 4.0
 """Longest wait for a connection."""
 
 
@@ -17,14 +17,14 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def why_unreachable(address: str) -> str:
-    """Empty if somebody takes connections there; else what is wrong. Blocks for at most about REACH_S."""
+    """Empty if somebody takes connections there; else what is wrong. Blocks for at most about CONNECT_S."""
     host, port = split_address(address)
     try:
-        with socket.create_connection((host, port), timeout=REACH_S):
+        with socket.create_connection((host, port), timeout=CONNECT_S):
             return ""
     except socket.gaierror as error:
         return f"the host {host} is not known here ({error.strerror})"
     except TimeoutError:
-        return f"no connection within {REACH_S:g} s: the host is down, or a firewall drops what is sent to that port"
+        return f"no connection within {CONNECT_S:g} s: the host is down, or a firewall drops what is sent to that port"
     except OSError as error:
         return f"nobody listens there ({error.strerror})"

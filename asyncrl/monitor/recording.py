@@ -152,6 +152,18 @@ def read_bodies(run_dir: Path, damaged: list[Path] | None = None) -> Iterator[tu
                 yield wall, body
 
 
+def read_latest(run_dir: Path, seconds: float) -> list[tuple[float, bytes]]:
+    """As ``read_bodies``, of the last ``seconds`` and as far as the segments go that these begin in; older ones are not
+    read."""
+    found: dict[float, bytes] = {}
+    for segment in reversed(segments(run_dir)):
+        entries = list(_entries(segment.path))
+        found.update(entries)
+        if entries and entries[0][0] < max(found) - seconds:
+            break
+    return sorted(found.items())
+
+
 def decode(body: bytes) -> Snapshot | None:
     """A recorded snapshot; None where it is not one of a schema that is known here."""
     try:

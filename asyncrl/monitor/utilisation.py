@@ -42,21 +42,13 @@ def _span(older: Snapshot, newer: Snapshot) -> Span:
     for actor in newer.actors:
         for resource in actor.resources:
             held = sums.setdefault(kind_of(resource), {})
-            for state, seconds in _within(interval.seconds_by_state(actor, resource), interval.seconds).items():
+            for state, seconds in interval.seconds_by_state(actor, resource).items():
                 held[state] = held.get(state, 0.0) + seconds
     shares: dict[str, Shares] = {}
     for kind, held in sums.items():
         if whole := sum(held.values()):
             shares[kind] = {state: seconds / whole for state, seconds in held.items()}
     return Span(older.wall, newer.wall, shares)
-
-
-def _within(seconds: dict[str, float], span_s: float) -> dict[str, float]:
-    """Of a resource that is first heard of in this span, no more than fits into it; it was starting at first."""
-    before_s = max(0.0, sum(seconds.values()) - span_s)
-    if before_s and "starting" in seconds:
-        return seconds | {"starting": max(0.0, seconds["starting"] - before_s)}
-    return seconds
 
 
 def kind_of(resource: Resource) -> str:

@@ -35,6 +35,7 @@ from asyncrl.rollouter.slots import Slots
 from asyncrl.rollouter.spool import Spool
 from asyncrl.rollouter.updates import UpdateFollower
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
+from asyncrl.runtime.away import log_away
 from asyncrl.tokenizer import Tokenizer, load_tokenizer
 
 T = TypeVar("T")
@@ -161,9 +162,10 @@ class Rollouter(Actor):
         self._preempted = True
         self._room.set()
         self._ask_again.set()
-        for task in self._running:
-            if self._ungenerated[task.get_name()]:
-                task.cancel()
+        given_up = [task for task in self._running if self._ungenerated[task.get_name()]]
+        for task in given_up:
+            task.cancel()
+        self.tasks.create_task(self._return_ungenerated(given_up), name="return what is not generated")
 
     def asked_to_leave(self, within_s: float) -> None:
         """Ask for nothing more; end once what is begun is delivered, or when the time is over."""
@@ -171,7 +173,7 @@ class Rollouter(Actor):
         self._room.set()
         self._ask_again.set()
         # A call that is cancelled may be granted something all the same.
-        self.tasks.create_task(self._give_back([], holding=list(self._held)), name="say leaving")
+        self.tasks.create_task(self._give_back([], holding=list(self._held), leaving=True), name="say leaving")
         self.tasks.create_task(self._finish(within_s), name="finish")
 
     async def _finish(self, within_s: float) -> None:
@@ -186,17 +188,30 @@ class Rollouter(Actor):
             await self._spool.close(remove=self.draining)
         await self._host.close()
 
+    async def _return_ungenerated(self, given_up: list[asyncio.Task[None]]) -> None:
+        """Of a run that makes way: its learner waits for whatever is out, what nobody has taken in included."""
+        if given_up:
+            await asyncio.wait(given_up)
+        uids = [task.get_name() for task in given_up]
+        holding = [uid for uid in self._held if uid not in uids]
+        if await self._give_back(uids, holding=holding, leaving=True):
+            for uid in uids:
+                del self._held[uid], self._ungenerated[uid], self._leased[uid]
+
     async def _return_held(self) -> None:
         # While the run goes on the learner is asked about the rest: it may just be taking in what is generated.
-        await self._give_back([uid for uid in self._held if self._ungenerated[uid] or not self._leaves], holding=[])
+        uids = [uid for uid in self._held if self._ungenerated[uid] or not self._leaves]
+        await self._give_back(uids, holding=[], leaving=self._leaves)
 
-    async def _give_back(self, uids: list[str], holding: list[str]) -> None:
-        request = ReturnTickets(uids=uids, leaving=self._leaves, holding=holding)
+    async def _give_back(self, uids: list[str], *, holding: list[str], leaving: bool) -> bool:
+        request = ReturnTickets(uids=uids, leaving=leaving, holding=holding)
         try:
-            await self.peer(DATALOADER).call(request, timeout=GIVE_BACK_S if self._leaves else AWAY_S * 2)
+            await self.peer(DATALOADER).call(request, timeout=GIVE_BACK_S if leaving else AWAY_S * 2)
         except WireError as error:
             # The dataloader drains after us; without it the leases end with this incarnation.
             self.log.warning("tickets not returned", error=str(error))
+            return False
+        return True
 
     def resources(self) -> list[ResourceRecord]:
         return [self.states.record("engine")]
@@ -248,7 +263,7 @@ class Rollouter(Actor):
             # grant, and numbers its own from what it was told is seen.
             return leased if call.answered_by >= self._dataloader else None
         except (DeadlineExceeded, RemoteError) as error:
-            self.log.warning("dataloader is away", error=str(error))
+            log_away(self.log, "dataloader", error)
             await asyncio.sleep(AWAY_S)
             return None
         finally:

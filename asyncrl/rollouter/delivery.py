@@ -18,6 +18,7 @@ from asyncrl.errors import DeadlineExceeded, RemoteError
 from asyncrl.messages.groups import Group
 from asyncrl.messages.learner import Deliver
 from asyncrl.runtime.awaits import Awaits
+from asyncrl.runtime.away import log_away
 from asyncrl.runtime.peer import Peer
 
 AWAY_S = 0.5
@@ -57,7 +58,7 @@ class Delivery:
         try:
             await call
         except DeadlineExceeded as error:
-            self._log.warning("learner is away", uid=uid, error=str(error))
+            log_away(self._log, "learner", error, uid=uid)
             return False
         except RemoteError as error:
             if not error.retryable:

@@ -50,6 +50,7 @@ from asyncrl.rollouter.drift import Drift
 from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.fetch import fetch
 from asyncrl.runtime.awaits import Awaits
+from asyncrl.runtime.away import log_away
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.supervision import RestartBudget
 from asyncrl.weights.broadcast import Broadcast
@@ -353,7 +354,7 @@ class UpdateFollower:
         try:
             return await self._call(request)
         except (DeadlineExceeded, RemoteError) as error:
-            self._log.warning("parameter server is away", error=str(error))
+            log_away(self._log, "parameter server", error)
             await asyncio.sleep(AWAY_S)
             return None
 

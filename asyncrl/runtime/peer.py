@@ -178,6 +178,11 @@ class Peer:
             if tell and future.sent and self.ready and self._client is not None:
                 self._client.send([self._endpoint.header(Kind.CANCEL, "", in_reply_to=future.id), b"\xc0"])
 
+    @property
+    def known(self) -> bool:
+        """Whether the registry has told of a living actor of this name."""
+        return self._record is not None
+
     # --- the connection ---
 
     def _connect(self) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 from asyncrl.errors import AsyncRLError, ProtocolError
 from asyncrl.messages import Message
+from asyncrl.runtime.away import CANCELLED
 from asyncrl.runtime.deadlines import Deadlines
 from asyncrl.runtime.endpoint import CREDIT, Endpoint, size_of
 from asyncrl.runtime.handlers import Caller, Connection, Handler, handlers_of
@@ -333,10 +334,10 @@ class CallServer:
         self._deadlines.remove(task, tick)
         del session.running[header.id]
         if task.cancelled():
-            code, message = "cancelled", "the call was cancelled"
+            code, message = CANCELLED, "the call was cancelled"
             if task in self._expired:
                 code, message = "deadline", "the handler ran past the caller's deadline"
-            self._error(session.routing_id, header, code, message, retryable=code == "cancelled")
+            self._error(session.routing_id, header, code, message, retryable=code == CANCELLED)
         self._expired.discard(task)
 
     def _on_cast(self, session: _Session, header: Header, frames: Frames) -> None:

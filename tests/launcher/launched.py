@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,11 @@ def end_marked(mark: object) -> None:
         time.sleep(0.01)
 
 
-def wait_until(condition: Any, what: str) -> Any:
+def wait_until(condition: Any, what: str | Callable[[], str]) -> Any:
+    """What the condition gives once that is something; ``what`` is waited for."""
     until = time.monotonic() + WAIT_S
     while not (found := condition()):
-        assert time.monotonic() < until, f"waited {WAIT_S:g} s for {what}"
+        assert time.monotonic() < until, f"waited {WAIT_S:g} s for {what if isinstance(what, str) else what()}"
         time.sleep(0.03)
     return found
 

@@ -20,6 +20,15 @@ def trained_once(run):
     return len(uids), len(set(uids))
 
 
+def troubles(run, attempt):
+    """What any actor logged as warning or error in an attempt."""
+    found = []
+    for path in sorted((run.run_dir / "logs" / f"attempt_{attempt}").iterdir()):
+        lines = [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{")]
+        found += [line for line in lines if line["level"] in ("warning", "error")]
+    return found
+
+
 def test_training_goes_on_while_the_controller_is_away(launch):
     run = launch("--learner.steps", "100")
     run.wait_to_show("step 8/")
@@ -43,10 +52,12 @@ def test_a_preempted_run_is_resumed_where_it_stopped(launch):
     assert code == 75, shown
     left = CheckpointFolder(run.run_dir / "checkpoints").newest()
     assert run.steps() == list(range(1, left.step + 1))
+    assert troubles(run, 1) == [], "it waited for nothing in vain"
     again = launch("--resume", "auto")
     code, shown = again.end()
     assert code == 0, shown
     assert f"resuming {run.run_dir} from version {left.version}, step {left.step}: {left.path}" in shown
+    assert troubles(again, 2) == [], "whoever ends before others is no trouble to them"
     assert again.steps() == list(range(1, STEPS + 1))
     groups, different = trained_once(again)
     assert groups == different > 0

@@ -101,5 +101,5 @@ def test_a_stage_that_was_made_slow_is_the_one_that_is_marked(launch, tmp_path, 
         # Twice in a row: not while the queues still fill.
         return len(seen) > 1 and seen[-1][0] == seen[-2][0] is not None
 
-    wait_until(named, f"a verdict; so far {seen}")
+    wait_until(named, lambda: f"a verdict; so far {seen}")
     assert seen[-1][0] == stage, seen

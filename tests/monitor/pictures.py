@@ -156,6 +156,7 @@ class Run:
             figures={
                 "rollout/in_flight": 16.0 - index % 3,
                 "rollout/waiting": float(index % 3),
+                "rollout/trajectories": 64.0 * t,
                 "rollout/sampled_tokens": (850.0 + 10 * (index % 7)) * t,
                 "rollout/scoring": self.scoring,
                 "rollout/kv_use": 0.42 + 0.01 * (index % 9),

@@ -1,10 +1,12 @@
 """Who is named as the one that all wait for."""
 
+from typing import get_args
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.monitor.bottleneck import KIND_OF, SATURATED, STAGES, Flow, by_kind, find_bottleneck
+from asyncrl.monitor.bottleneck import KIND_OF, SATURATED, Flow, Stage, by_kind, find_bottleneck
 from asyncrl.monitor.states import STATES
 
 IDLE_ENGINE = {"generating": 0.3, "waiting": 0.7}
@@ -91,7 +93,7 @@ def test_whoever_is_named_as_saturated_is_the_last_that_is(rollouters, reward, l
             for stage, each in (("rollouters", rollouters), ("reward", reward), ("learner", learner))
         },
     }
-    last = next((stage for stage in reversed(STAGES) if occupied.get(stage, 0.0) >= SATURATED), None)
+    last = next((stage for stage in reversed(get_args(Stage)) if occupied.get(stage, 0.0) >= SATURATED), None)
     assert found == (last or "gate") or (found == "weights" and last in ("learner", "rollouters"))
 
 

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from pictures import Run
 
 from asyncrl.monitor.rates import Interval, mean, total
+from asyncrl.monitor.utilisation import spans
 from asyncrl.snapshot import ActorView, Histogram, Resource, RunView, Snapshot
 
 
@@ -44,10 +45,7 @@ def test_what_cannot_be_known_is_none_and_not_zero():
 
 
 def test_a_successor_does_not_take_tokens_back():
-    older, newer = actor(1000.0), actor(50.0, incarnation=2)
-    interval = Interval(snapshot(0.0, older), snapshot(10.0, newer))
-    assert interval.increase(newer, "rollout/sampled_tokens") == 50.0
-    assert interval.rate(newer, "rollout/sampled_tokens") is None, "when it started is not known"
+    assert rate(actor(1000.0), actor(50.0, incarnation=2)) is None, "when it started is not known"
 
 
 def test_shares_are_those_of_the_time_in_between():
@@ -65,6 +63,31 @@ def test_a_resource_that_was_replaced_inside_its_actor_begins_at_nothing():
     older, newer = actor(seconds={"generating": 100.0}), actor(seconds={"generating": 3.0, "waiting": 1.0})
     interval = Interval(snapshot(0.0, older), snapshot(4.0, newer))
     assert interval.shares([(newer, newer.resources[0])]) == {"generating": 0.75, "waiting": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "found"),
+    [
+        ({"starting": 1.0, "generating": 36_000.0}, {}),
+        ({"generating": 36_000.0}, {}),
+        ({"starting": 30.0, "generating": 1.5}, {"starting": 0.5, "generating": 1.5}),
+        ({"starting": 30.0, "generating": 2.0}, {"generating": 2.0}),
+        ({"starting": 1.0, "generating": 0.5}, {"starting": 1.0, "generating": 0.5}),
+    ],
+)
+@pytest.mark.parametrize("before", [(), (actor(seconds={"generating": 9e9}),)], ids=["absent", "another one"])
+def test_of_a_resource_that_was_not_known_before_nothing_is_told_that_does_not_fit(before, seconds, found):
+    newer = actor(seconds=seconds, incarnation=2)
+    interval = Interval(snapshot(0.0, *before), snapshot(2.0, newer))
+    assert interval.seconds_by_state(newer, newer.resources[0]) == pytest.approx(found)
+    assert sum(interval.shares([(newer, newer.resources[0])]).values()) == pytest.approx(1.0 if found else 0.0)
+
+
+def test_a_span_in_which_an_old_engine_appears_tells_of_the_others_alone():
+    old, new = actor(seconds={"generating": 36_000.0}), actor(seconds={"waiting": 5.0}, name="rollouter/1")
+    later = actor(seconds={"waiting": 7.0}, name="rollouter/1")
+    (span,) = spans([snapshot(0.0, new), snapshot(2.0, old, later)])
+    assert span.shares == {"engine": {"waiting": 1.0}}
 
 
 def test_histograms_are_subtracted():

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from asyncrl.monitor import recording
-from asyncrl.monitor.recording import Recorder, read_recording, segments
+from asyncrl.monitor.recording import Recorder, read_bodies, read_latest, read_recording, segments
 from asyncrl.snapshot import ActorView, RunView, Snapshot
 
 
@@ -57,6 +57,27 @@ def test_a_long_run_stays_there_as_a_whole_within_its_bounds(tmp_path):
     gaps = [later - earlier for earlier, later in zip(kept, kept[1:], strict=False)]
     assert gaps[-1] == 1, "the newest is kept as it was recorded"
     assert max(gaps) <= 1500 / 4, "no stretch of the run is gone"
+
+
+def test_the_latest_are_read_without_what_lies_before_them(tmp_path, monkeypatch):
+    recorder = Recorder(tmp_path, 1, 1 << 16)
+    for number in range(300):
+        put(recorder, number, size=9)
+    paths = [segment.path for segment in segments(tmp_path)]
+    # A writer that died while it thinned has left some twice.
+    both = [entry for path in paths[-3:-1] for entry in recording._entries(path)]
+    paths[-3].write_bytes(b"".join(msgspec.msgpack.encode(entry) for entry in both[::2]))
+    opened = []
+    entries = recording._entries
+    monkeypatch.setattr(recording, "_entries", lambda path, *rest: opened.append(path) or entries(path, *rest))
+    every = list(read_bodies(tmp_path))
+    for seconds in (0.0, 2.0, 40.0, 1e9):
+        opened.clear()
+        found = read_latest(tmp_path, seconds)
+        assert found == sorted(every)[-len(found) :]
+        assert found[0][0] < 1299.0 - seconds or len(opened) == len(paths)
+        assert (len(opened) < len(paths) / 2) == (seconds < 1e9)
+    assert read_latest(tmp_path / "nowhere", 5.0) == []
 
 
 @pytest.mark.parametrize("cut", [1, 7, 30])

@@ -1,98 +1,24 @@
-"""The terminal of asyncrl-top, driven by keys: its screens over recorded states are compared as text.
-
-ASYNCRL_UPDATE_SCREENS=1 writes the screens anew, to be read before they are committed.
-"""
+"""The terminal of asyncrl-top, driven by keys and by what comes in."""
 
 import asyncio
-import functools
-import os
-import time
-from contextlib import asynccontextmanager
-from pathlib import Path
 
 import msgspec
 import pytest
-import zstandard
-from pictures import STATES, WALL, Run
+from driven import known, recording, settled, shown, text_of, until, within_a_loop
+from pictures import WALL, Run
+from textual.geometry import Region
 
 from asyncrl.errors import ActorFailed
+from asyncrl.monitor import recording as recorded
 from asyncrl.monitor.client import Away
-from asyncrl.monitor.top.app import Top
-from asyncrl.monitor.top.history import History
-from asyncrl.monitor.top.replay import Replay
+from asyncrl.monitor.recording import Recorder, segments
+from asyncrl.monitor.top import app as terminal
+from asyncrl.monitor.top.model import build
+from asyncrl.monitor.top.replay import Replay, open_replay, recent_history
 from asyncrl.monitor.top.source import Source
 from asyncrl.snapshot import Event
 
-
-def within_a_loop(test):
-    """A test that is a coroutine."""
-
-    @functools.wraps(test)
-    def run(*args, **kwargs):
-        return asyncio.run(test(*args, **kwargs))
-
-    return run
-
-
-SCREENS = Path(__file__).parent / "screens"
-SIZES = {"80x24": (80, 24), "200x50": (200, 50)}
-
-
-@pytest.fixture(autouse=True)
-def _utc(monkeypatch):
-    monkeypatch.setenv("TZ", "UTC")
-    time.tzset()
-    yield
-    monkeypatch.undo()
-    time.tzset()
-
-
-def known(snapshots):
-    history = History()
-    for snapshot in snapshots:
-        history.add(snapshot)
-    return history
-
-
-def text_of(app):
-    strips = app.screen._compositor.render_strips()
-    return "\n".join(strip.text.rstrip() for strip in strips) + "\n"
-
-
-@asynccontextmanager
-async def shown(source, size="80x24", **options):
-    app = Top(source, **options)
-    async with app.run_test(size=SIZES[size]) as pilot:
-        await settled(pilot)
-        yield app, pilot
-
-
-async def settled(pilot):
-    """Until two looks show the same."""
-    before = None
-    for _ in range(40):
-        await pilot.pause(0.05)
-        text = text_of(pilot.app)
-        if text == before:
-            return
-        before = text
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("state", STATES)
-@within_a_loop
-async def test_screens(state, size):
-    async with shown(Source(history=known(STATES[state]())), size) as (app, _):
-        text = text_of(app)
-    compare(f"{state}-{size}", text)
-
-
-@within_a_loop
-async def test_screen_of_a_terminal_in_between():
-    async with shown(Source(history=known(Run(ranks=4, gpus=True).between()))) as (app, pilot):
-        await pilot.resize_terminal(150, 40)
-        await settled(pilot)
-        compare("between-150x40", text_of(app))
+pytestmark = pytest.mark.usefixtures("utc")
 
 
 @within_a_loop
@@ -102,58 +28,6 @@ async def test_tokens_beyond_the_limit_are_shown_as_late():
         await settled(pilot)
         text = text_of(app)
     assert "late 3" in text and "late 4" in text and "late 2" not in text and "late 1 of 64 groups" in text
-
-
-@pytest.mark.parametrize("key", ["2", "3", "4", "5", "6", "7", "question_mark"])
-@within_a_loop
-async def test_panes_on_a_small_terminal(key):
-    async with shown(Source(history=known(Run(ranks=4, gpus=True).between()))) as (app, pilot):
-        await pilot.press(key)
-        await settled(pilot)
-        text = text_of(app)
-    compare(f"pane-{key}-80x24", text)
-
-
-@within_a_loop
-async def test_a_terminal_that_knows_ascii_alone():
-    async with shown(Source(history=known(Run().between())), ascii_only=True) as (app, _):
-        text = text_of(app)
-    assert text.isascii()
-    compare("ascii-80x24", text)
-
-
-def compare(name, text):
-    path = SCREENS / f"{name}.txt"
-    if os.environ.get("ASYNCRL_UPDATE_SCREENS"):
-        path.write_text(text)
-    assert text == path.read_text(), f"{path} differs; ASYNCRL_UPDATE_SCREENS=1 writes it anew"
-
-
-@within_a_loop
-async def test_an_actor_in_detail_with_its_awaits_and_its_log(tmp_path):
-    log = tmp_path / "logs" / "attempt_1" / "rollouter-2.log"
-    log.parent.mkdir(parents=True)
-    log.write_text('{"event": "engine is up", "level": "info", "timestamp": "2026-01-02T03:04:05Z", "gpu": 3}\nplain\n')
-    async with shown(Source(history=known(Run().between()), run_dir=tmp_path)) as (app, pilot):
-        # The headings of hosts are passed over: the entries are node0, 0, 1, node1, 2.
-        await pilot.press("down", "down", "enter")
-        await until(pilot, "engine is up")
-        text = text_of(app)
-        assert "rollouter/2" in text and "dataloader/0  Lease" in text and "(idle)" in text
-        assert "03:04:05  info      engine is up gpu=3" in text and "plain" in text
-        compare("detail-80x24", text)
-        await pilot.press("n")
-        await until(pilot, "rollouter/3")
-        await settled(pilot)
-        assert "engine is up" not in text_of(app), "the log of another actor"
-        for _ in range(3):
-            await pilot.press("n")
-        await until(pilot, "learner/0")
-        await pilot.press("p")
-        await until(pilot, "dataloader/0   esc")
-        await pilot.press("escape")
-        await settled(pilot)
-        assert "1 rollouters" in text_of(app)
 
 
 @pytest.mark.parametrize(
@@ -218,6 +92,7 @@ async def test_it_follows_freezes_and_goes_on():
     async def feed():
         while True:
             yield run.at(await gate.get())
+            gate.task_done()
 
     async with shown(Source(feed=feed)) as (app, pilot):
         assert "waiting for the run" in text_of(app) and "attaching" in text_of(app)
@@ -225,9 +100,13 @@ async def test_it_follows_freezes_and_goes_on():
         await until(pilot, "step 50/1000")
         assert "live" in text_of(app)
         await pilot.press("space")
+        await until(pilot, "frozen")
         await gate.put(200.0)
-        await pilot.pause(1.2)
-        assert "step 50/1000" in text_of(app) and "frozen" in text_of(app)
+        async with asyncio.timeout(10.0):
+            await gate.join()
+        await pilot.press("s")
+        await until(pilot, "state▴")
+        assert "step 50/1000" in text_of(app) and "frozen" in text_of(app), "what is drawn anew is what was seen"
         await pilot.press("space")
         await until(pilot, "step 100/1000")
 
@@ -270,12 +149,6 @@ async def test_the_end_of_a_run_and_a_refusal_are_told():
         assert "step 50/100" in text_of(app)
 
 
-async def until(pilot, text, within=10.0):
-    async with asyncio.timeout(within):
-        while text not in text_of(pilot.app):
-            await pilot.pause(0.05)
-
-
 @within_a_loop
 async def test_a_trace_is_asked_for_and_what_came_of_it_is_said():
     asked = []
@@ -290,36 +163,25 @@ async def test_a_trace_is_asked_for_and_what_came_of_it_is_said():
     assert asked == [1]
 
 
-def recording(run, seconds):
-    compress = zstandard.ZstdCompressor().compress
-    return [
-        (snapshot.wall, compress(msgspec.msgpack.encode(snapshot)))
-        for snapshot in (run.at(10.0 + second) for second in range(seconds))
-    ]
-
-
 @within_a_loop
-async def test_replay_with_a_time_bar():
-    replay = Replay(recording(Run(steps=1000), 120))
-    replay.playing = False
-    async with shown(Source(replay=replay)) as (app, pilot):
-        text = text_of(app)
-        assert "step 5/1000" in text and "0 s of 1m59s" in text and "paused" in text
-        await pilot.press("right", "right")
+async def test_what_is_said_of_a_trace_is_not_taken_away_with_what_was_said_of_the_one_before(monkeypatch):
+    monkeypatch.setattr(terminal, "NOTE_S", 0.3)
+    written, later = asyncio.Queue(), asyncio.Event()
+    async with shown(Source(history=known(Run().between()), trace=written.get)) as (app, pilot):
+        await pilot.press("t")
+        await written.put("trace: 1.json")
+        await until(pilot, "trace: 1.json")
+        await pilot.press("t")
+        await until(pilot, "the trace is being written")
+        # It is over after whatever was to be over by now.
+        app.set_timer(2 * terminal.NOTE_S, later.set)
+        async with asyncio.timeout(10.0):
+            await later.wait()
         await settled(pilot)
-        assert "2.0 s of 1m59s" in text_of(app) and "step 6/1000" in text_of(app)
-        await pilot.press(*[">"] * 10)
-        await settled(pilot)
-        text = text_of(app)
-        assert "1m02s of 1m59s" in text and "step 35/1000" in text
-        assert "86% generating" in text, "shares are there right after a jump"
-        compare("replay-80x24", text)
-        await pilot.press("left")
-        await settled(pilot)
-        assert "1m00s of 1m59s" in text_of(app)
-        await pilot.press("plus", "plus", "plus", "space")
-        await until(pilot, "1m59s of 1m59s")
-        await until(pilot, "paused")
+        assert "the trace is being written" in text_of(app)
+        await written.put("trace: 2.json")
+        await until(pilot, "trace: 2.json")
+        await until(pilot, "live")
 
 
 def test_a_replay_shows_the_same_however_one_comes_to_a_moment():
@@ -337,14 +199,43 @@ def test_a_replay_shows_the_same_however_one_comes_to_a_moment():
         assert steps is not None and steps.seconds == pytest.approx(10.0, abs=1.0)
 
 
+def test_a_viewer_that_comes_knows_the_last_minutes_and_reads_no_more(tmp_path, monkeypatch):
+    recorder, run = Recorder(tmp_path, 1, 1 << 20), Run(rollouters=32, steps=100_000)
+    for second in range(0, 6000, 10):
+        snapshot = run.at(float(second))
+        recorder.record(snapshot.wall, msgspec.msgpack.encode(snapshot))
+    whole = open_replay(tmp_path, lives=True)
+    whole.jump(whole.end)
+    oldest = segments(tmp_path)[0].path
+    read = []
+    entries = recorded._entries
+    monkeypatch.setattr(recorded, "_entries", lambda path, *rest: read.append(path) or entries(path, *rest))
+    assert build(recent_history(tmp_path)) == build(whole.history())
+    assert read and oldest not in read
+    assert recent_history(tmp_path / "nowhere").newest is None
+
+
 @within_a_loop
-async def test_only_lines_that_changed_are_drawn_again():
+async def test_lines_that_changed_are_drawn_again_and_no_others():
     history = known(Run(rollouters=40, hosts=1, steps=100_000).between())
     async with shown(Source(history=history), "200x50") as (app, pilot):
-        view = app._panes["rollouters"]
+        view = app._body.panes["rollouters"]
         drawn = []
         refresh = view.refresh
-        view.refresh = lambda *regions, **options: (drawn.extend(regions), refresh(*regions, **options))[1]
+        view.refresh = lambda *regions, **options: (drawn.append(regions), refresh(*regions, **options))[1]
         app._draw()
         await settled(pilot)
-        assert not drawn
+        assert drawn == []
+        newest = history.newest
+        actors = [
+            msgspec.structs.replace(actor, figures=actor.figures | {"rollout/in_flight": 999.0})
+            if actor.name == "rollouter/7"
+            else actor
+            for actor in newest.actors
+        ]
+        history.add(msgspec.structs.replace(newest, wall=newest.wall + 0.001, actors=actors))
+        app._draw()
+        await settled(pilot)
+        # Below the titles.
+        assert drawn == [(Region(0, 1 + 7, view.size.width, 1),)]
+        assert "999" in text_of(app)

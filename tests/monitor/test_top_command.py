@@ -113,6 +113,12 @@ def test_what_it_says_when_there_is_nothing_to_see(ended, tmp_path, complains):
         (("nowhere", "--replay"), tmp_path, 2, "no such folder"),
         (("trial", "--once", "--json"), tmp_path, 2, "exclude each other"),
         (("trial", "--replay", "--report", "x.html"), tmp_path, 2, "not allowed with"),
+        *(
+            (("trial", *words, *flag), tmp_path, 2, f"{words[0]} and {flag[0]} exclude each other")
+            for words in (("--report", "x.html"), ("--explain", "p-1"))
+            for flag in (("--once",), ("--json",), ("--keys", "keys"))
+        ),
+        (("trial", "--replay", "--keys", "keys"), tmp_path, 2, "--replay and --keys exclude each other"),
         (("trial", "--fast"), tmp_path, 2, "unrecognized arguments: --fast"),
     ]
     for words, cwd, code, text in cases:
@@ -230,7 +236,7 @@ def test_a_private_folder_of_somebody_else_is_named(ended, tmp_path, monkeypatch
     def refuse(_run):
         raise PermissionError(13, "Permission denied", str(ended / "private"))
 
-    monkeypatch.setattr(command, "_living", refuse)
+    monkeypatch.setattr(command, "living_run", refuse)
     assert command.main(["trial"]) == 1
     assert "permission denied; a run is watched by the user who started it" in capsys.readouterr().err
 
@@ -255,7 +261,7 @@ def test_a_replay_in_a_real_terminal(ended, tmp_path, columns, rows):
         terminal.press("?")
         terminal.until("who waits on whom")
         terminal.press("Escape")
-        time.sleep(0.3)
+        terminal.until_gone("who waits on whom")
         terminal.press("q")
         terminal.ended()
 

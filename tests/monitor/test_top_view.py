@@ -1,6 +1,7 @@
 """What asyncrl-top shows of snapshots: numbers, panes, plain text, JSON."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -12,9 +13,11 @@ from hypothesis import strategies as st
 from pictures import STATES, Run, empty
 
 from asyncrl.monitor import catalogue
+from asyncrl.monitor.metrics_file import number_in
 from asyncrl.monitor.top.bars import sparkline, state_bar
 from asyncrl.monitor.top.document import json_schema, to_json
 from asyncrl.monitor.top.history import KEPT, History
+from asyncrl.monitor.top.layout import BUCKETS_FRAME, MOST_BUCKETS, heights
 from asyncrl.monitor.top.model import build
 from asyncrl.monitor.top.numbers import count, duration, exact, size
 from asyncrl.monitor.top.panes import PANES, pane
@@ -22,8 +25,7 @@ from asyncrl.monitor.top.panes.base import Choice
 from asyncrl.monitor.top.panes.rollouters import SORTS
 from asyncrl.monitor.top.pipeline import header, pipeline
 from asyncrl.monitor.top.plain import page
-from asyncrl.monitor.top.text import ASCII, UNICODE, fit, length, plain, to_ascii, wrapped
-from asyncrl.snapshot import ActorView, Snapshot
+from asyncrl.monitor.top.text import ASCII, UNICODE, columns, fit, length, plain, to_ascii, wrapped
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,7 +69,8 @@ def test_a_healthy_run_in_numbers():
     assert (run.step, run.steps, run.version) == (50, 100, 50)
     assert run.eta_s == pytest.approx(100.0)
     assert run.tokens_per_s == pytest.approx(850 + 860 + 870 + 880)
-    assert run.samples_per_s == pytest.approx(255)
+    assert run.samples_per_s == pytest.approx(256)
+    assert document.reward.rate == pytest.approx(255)
     assert document.ledger.outstanding == 200 and document.ledger.gate == 256
     for row in document.rollouters:
         assert sum(row.states.values()) == pytest.approx(1.0)
@@ -130,6 +133,51 @@ def test_a_step_in_the_mean_leaves_out_the_first_of_each_learner():
     assert alone.run.step_s == 500.0, "there is no other"
 
 
+def test_the_reward_pool_counts_tasks_and_the_run_samples():
+    document = seen(Run().between())
+    (stage,) = [row for row in document.stages if row.stage == "reward"]
+    assert (stage.unit, stage.depth_unit) == ("tasks", "tasks")
+    text = page(document, 80, UNICODE)
+    assert "samples/s 256 " in text and "255 tasks/s" in text and "tasks/s   255" in text
+
+
+def test_the_box_of_the_learner_and_the_verdict_are_both_of_rank_0():
+    """However many ranks follow it."""
+    snapshots = Run(ranks=8, rank={"training": 0.95, "waiting": 0.05}).between()
+    for snapshot in snapshots:
+        for actor in snapshot.actors:
+            for resource in actor.resources:
+                if actor.name.startswith("learner/") and actor.name != "learner/0":
+                    whole = sum(resource.seconds.values())
+                    resource.seconds.clear()
+                    resource.seconds.update({"training": 0.6 * whole, "following": 0.4 * whole})
+    document = seen(snapshots)
+    (box,) = [row for row in document.stages if row.stage == "learner"]
+    assert box.states == pytest.approx({"training": 0.95, "waiting": 0.05}) and box.resources == 8
+    assert document.bottleneck.stage == "learner" and document.bottleneck.why.startswith("training 95 % of the time")
+    assert document.ranks[1].states == pytest.approx({"training": 0.6, "following": 0.4})
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, True, "0.5", None])
+def test_a_figure_that_is_no_number_is_absent(value):
+    assert number_in({"x": value}, "x") is None and number_in({}, "x") is None
+    snapshot = Run().at(100.0)
+    lines = [line | {"reward/mean": value, "time/step_s": value, "time/train_s": value} for line in snapshot.train]
+    evals = [{"kind": "eval", "step": 0, "eval/heldout/mean": value}]
+    document = seen([msgspec.structs.replace(snapshot, train=lines, evals=evals)])
+    assert document.run.rewards == [] and document.run.evals == {} and document.run.step_s is None
+    text = page(document, 80, UNICODE)
+    assert "reward – " in text and "step – " in text
+    assert number_in({"x": 2}, "x") == 2.0
+
+
+def test_a_gate_of_which_nothing_is_told_is_not_known():
+    snapshot = Run().at(100.0)
+    for actor in snapshot.actors:
+        actor.figures.pop("tickets/gate", None)
+    assert seen([snapshot]).ledger.gate is None
+
+
 def test_nothing_in_flight_has_no_age():
     snapshot = Run(rollouters=1).at(50.0)
     actors = [
@@ -189,16 +237,45 @@ def test_the_schema_that_is_documented_is_the_one_that_is_used():
 # --- drawing ---
 
 
-@pytest.mark.parametrize("width", [40, 80, 96, 103, 200])
+@pytest.mark.parametrize("width", [80, 81, 96, 103, 150, 200])
 @pytest.mark.parametrize("state", STATES)
-def test_every_line_of_every_pane_has_the_width_that_it_is_drawn_for(state, width):
+def test_every_line_of_every_pane_fits_the_width_that_it_is_drawn_for(state, width):
     document = seen(STATES[state]())
     for glyphs in (UNICODE, ASCII):
         for line in (*header(document, width, glyphs), *pipeline(document, width, glyphs)):
             assert length(line) <= width
         for name in PANES:
             for line in pane(name, document, Choice(), width, glyphs).lines():
-                assert length(fit(line, width)) == width
+                assert length(line) <= width, (name, plain(line))
+
+
+@given(st.text(max_size=300), st.integers(0, 50))
+def test_a_line_is_cut_or_padded_to_a_width(text, width):
+    assert length(fit([(text[:9], "bold"), (text[9:], "")], width)) == width
+
+
+@given(st.lists(st.tuples(st.text("ab", max_size=20), st.text("01", max_size=9)), min_size=1), st.integers(1, 120))
+def test_columns_fit_unless_one_alone_does_not(pairs, width):
+    items = [(name, value, "") for name, value in pairs]
+    one = max(len(name) for name, _ in pairs) + 2 + max(len(value) for _, value in pairs)
+    for right in (False, True):
+        lines = columns(items, width, most=3, right=right)
+        assert all(length(line) <= max(one, width) for line in lines)
+        assert len(lines) >= len(items) / 3
+        shown = [line[i : i + 2] for line in lines for i in range(0, len(line), 3)]
+        assert sorted((a.rstrip(), b.strip()) for (a, _), (b, _) in shown) == sorted(pairs)
+
+
+@pytest.mark.parametrize(
+    ("most", "last"), [(8, "8"), (9, "9–12"), (12, "9–12"), (16, "13–16"), (32, "17–32"), (40, "33+")]
+)
+def test_staleness_is_shown_up_to_the_limit_however_large_that_is(most, last):
+    document = seen(Run(staleness_max=most).between())
+    lines = [plain(line) for line in pane("staleness", document, Choice(), 80, UNICODE).lines()]
+    assert lines[-1].split()[0] == last and not any("late" in line for line in lines[2:])
+    shown = heights(document, "wide", 100)["staleness"] - BUCKETS_FRAME
+    assert shown == min(len(lines) - 2, MOST_BUCKETS)
+    assert f"of {most} " in page(document, 80, UNICODE)
 
 
 def test_the_pipeline_always_takes_seven_lines():
@@ -305,4 +382,3 @@ def test_a_document_keeps_every_actor_for_the_detail_view():
     snapshot = Run().at(50.0)
     document = seen([snapshot])
     assert document.actors == snapshot.actors
-    assert all(isinstance(actor, ActorView) for actor in document.actors) and isinstance(snapshot, Snapshot)

@@ -227,8 +227,12 @@ def test_a_preempted_rollouter_delivers_what_is_generated_and_returns_the_rest(m
                 life.rollouter.preempted()
                 asked = len(dataloader.asked)
                 dataloader.grant("0-3")
+                # At once, as the learner waits for whatever is out; with all that may still be delivered.
+                await life.until(lambda: life.held == {"0-1"})
+                assert (dataloader.returned, dataloader.partings) == (["0-2"], [["0-1"]])
+                assert [held.uid for held in life.open_tickets(1).tickets] == ["0-1"]
                 learner.open.set()
-                await life.until(lambda: life.held == {"0-2"})
+                await life.until(lambda: not life.held)
                 await asyncio.sleep(0.05)
                 assert len(dataloader.asked) == asked
                 await life.drain()

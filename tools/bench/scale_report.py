@@ -128,7 +128,7 @@ def _report_cost(report: Report, meanwhile: Interval, last: Snapshot) -> None:
         if beating is not None:
             found = (meanwhile.histogram(actor, name) for name in actor.histograms if name not in COUNTED_AT_ONCE)
             observed = sum(sum(histogram.counts) for histogram in found if histogram is not None)
-            shares[actor.name] = beating + observed * OBSERVED_S / meanwhile.heard_between_s(actor)
+            shares[actor.name] = beating + observed * OBSERVED_S / meanwhile.seconds
     most = max(shares, key=lambda name: shares[name])
     typical = sorted(shares.values())[len(shares) // 2]
     costs = {"observe_s": _time_of(_observing()), "enter_s": _time_of(_entering())}

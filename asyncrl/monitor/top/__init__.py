@@ -2,5 +2,5 @@
 
 One direction: snapshots → Document (numbers: document.py, made by model/) → styled lines (panes/, pipeline.py,
 detail.py, frame.py) → a terminal (app.py), plain text (plain.py) or, straight from the Document, JSON. Only app.py,
-keys.py, screens.py and widgets.py import Textual.
+body.py, keys.py, screens.py and widgets.py import Textual.
 """

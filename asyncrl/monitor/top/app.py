@@ -14,21 +14,22 @@ from typing import ClassVar
 from textual import work
 from textual.app import App, ComposeResult
 from textual.binding import BindingType
-from textual.containers import Horizontal, Vertical
 from textual.events import Key, Resize
 from textual.geometry import Size
+from textual.timer import Timer
 from textual.widgets import Input
 
 from asyncrl.errors import AsyncRLError
 from asyncrl.monitor.client import Away
+from asyncrl.monitor.top.body import Body
 from asyncrl.monitor.top.document import Document
 from asyncrl.monitor.top.frame import foot, status, tabs, time_bar
 from asyncrl.monitor.top.keys import KEYS
-from asyncrl.monitor.top.layout import CSS, LEAST, TOO_SMALL, heights, room
+from asyncrl.monitor.top.layout import CSS, LEAST, TOO_SMALL, room
 from asyncrl.monitor.top.model import build
-from asyncrl.monitor.top.panes import PANES, pane, title
+from asyncrl.monitor.top.panes import PANES
 from asyncrl.monitor.top.panes.base import LEVELS, Choice, PaneName
-from asyncrl.monitor.top.panes.rollouters import SORTS
+from asyncrl.monitor.top.panes.rollouters import sorted_next
 from asyncrl.monitor.top.pipeline import header, pipeline
 from asyncrl.monitor.top.screens import DetailScreen, HelpScreen
 from asyncrl.monitor.top.source import Feed, Source
@@ -37,6 +38,8 @@ from asyncrl.monitor.top.widgets import Block, PaneView
 
 DRAW_S = 0.75
 TICK_S = 0.25
+NOTE_S = 8.0
+"""How long it is told what came of a trace."""
 
 
 class Top(App[int]):
@@ -63,6 +66,8 @@ class Top(App[int]):
         self._over = ""
         """Why nothing more comes."""
         self._note = ""
+        self._note_timer: Timer | None = None
+        """Takes the note away."""
         self._drawn_at = 0.0
         self._stale = False
         """There is something that is not drawn."""
@@ -70,30 +75,18 @@ class Top(App[int]):
         self._header, self._pipeline, self._time, self._tab_line, self._foot, self._small = (
             Block(ascii_only=ascii_only, id=name) for name in ("header", "pipeline", "time", "tabs", "foot", "small")
         )
-        self._panes = {name: PaneView(ascii_only=ascii_only, id=name, classes="pane") for name in PANES}
+        self._body = Body(ascii_only=ascii_only)
         self._filter = Input(id="filter", placeholder="filter: part of a name, host, state or text")
 
     # --- the screen ---
 
     def compose(self) -> ComposeResult:
         """See App."""
-
-        panes = self._panes
         yield self._header
         yield self._pipeline
         yield self._time
         yield self._tab_line
-        with Horizontal(id="body"):
-            with Vertical(id="left"):
-                yield panes["rollouters"]
-                yield panes["events"]
-            with Vertical(id="right"):
-                yield panes["learner"]
-                yield panes["weights"]
-                yield panes["staleness"]
-                with Horizontal(id="pair"):
-                    yield panes["reward"]
-                    yield panes["ledger"]
+        yield self._body
         yield self._filter
         yield self._foot
         yield self._small
@@ -120,13 +113,9 @@ class Top(App[int]):
             base.set_class(each == found, each)
         said = TOO_SMALL.format(width=LEAST[0], height=LEAST[1], columns=columns, rows=rows)
         self._small.show([[(line, "")] for line in said.splitlines()])
-        for name in PANES:
-            self._panes[name].set_class(name == self._seen, "seen")
-        base.query_one("#left").set_class(self._seen in ("rollouters", "events"), "seen")
-        base.query_one("#right").set_class(self._seen not in ("rollouters", "events"), "seen")
-        base.query_one("#pair").set_class(self._seen in ("reward", "ledger"), "seen")
+        self._body.see(self._seen)
         if self.screen is base:
-            self._panes[self._seen].focus()
+            self._body.panes[self._seen].focus()
         self.call_after_refresh(self._draw)
 
     # --- what comes in ---
@@ -185,13 +174,7 @@ class Top(App[int]):
         self._tab_line.show([tabs(self._seen)])
         if self.source.replay is not None:
             self._time.show([time_bar(self.source.replay, wide, glyphs)])
-        for known, height in heights(document, room(*self.size), self.size.height).items():
-            self.query_one(f"#{known}").styles.height = height
-        for name in PANES:
-            view = self._panes[name]
-            if view.display and view.size.width:
-                view.show(pane(name, document, self._choice, view.room, glyphs))
-                view.border_title = f"{PANES.index(name) + 1} {title(name, document, self._choice)}"
+        self._body.show(document, self._choice, glyphs, room(*self.size), self.size.height)
         if self.screen_stack and isinstance(self.screen, DetailScreen):
             self.screen.draw()
 
@@ -220,9 +203,7 @@ class Top(App[int]):
 
     def action_sort(self) -> None:
         """Sort by the next column, the largest first where that is what one looks for."""
-        sort = SORTS[(SORTS.index(self._choice.sort) + 1) % len(SORTS)]
-        descending = sort not in ("name", "host", "state", "version", "tokens_per_s")
-        self._choose(replace(self._choice, sort=sort, descending=descending))
+        self._choose(sorted_next(self._choice))
 
     def action_reverse(self) -> None:
         """Sort the other way round."""
@@ -257,7 +238,7 @@ class Top(App[int]):
 
     def _end_filter(self, needle: str) -> None:
         self._filter.display = False
-        self._panes[self._seen].focus()
+        self._body.panes[self._seen].focus()
         self._choose(replace(self._choice, needle=needle))
 
     def _choose(self, choice: Choice) -> None:
@@ -269,11 +250,8 @@ class Top(App[int]):
         replay = self.source.replay
         if replay is None:
             self._frozen = not self._frozen
-        elif replay.at_end and not replay.playing:
-            replay.jump(replay.begin)
-            replay.playing = True
         else:
-            replay.playing = not replay.playing
+            replay.play_or_stop()
         self._draw()
 
     def action_step(self, by: int) -> None:
@@ -313,17 +291,19 @@ class Top(App[int]):
     async def action_trace(self) -> None:
         """Have a trace written."""
         if self.source.trace is None:
-            self._note = "a trace needs a living run"
-        else:
-            self._note = "the trace is being written"
-            self._draw_foot()
-            try:
-                self._note = await self.source.trace()
-            except AsyncRLError as error:
-                self._note = f"no trace: {error}"
-        self._draw_foot()
-        self.set_timer(8.0, self._forget_note)
+            self._say("a trace needs a living run", NOTE_S)
+            return
+        self._say("the trace is being written")
+        try:
+            said = await self.source.trace()
+        except AsyncRLError as error:
+            said = f"no trace: {error}"
+        self._say(said, NOTE_S)
 
-    def _forget_note(self) -> None:
-        self._note = ""
+    def _say(self, note: str, seconds: float | None = None) -> None:
+        """At the foot, for so long or until something else is said."""
+        if self._note_timer is not None:
+            self._note_timer.stop()
+        self._note = note
+        self._note_timer = self.set_timer(seconds, lambda: self._say("")) if seconds is not None else None
         self._draw_foot()

@@ -12,7 +12,7 @@ from asyncrl.monitor.top.document import Document
 from asyncrl.monitor.top.numbers import count, duration, fixed, percent, size
 from asyncrl.monitor.top.panes.base import Pane, said_state
 from asyncrl.monitor.top.panes.events import CONTROLLER, LEVEL_STYLES
-from asyncrl.monitor.top.text import Glyphs, Line, joined, length, wrapped
+from asyncrl.monitor.top.text import Glyphs, Line, Style, columns, joined, length, wrapped
 from asyncrl.snapshot import ActorView, Resource
 
 EVENTS_SHOWN = 20
@@ -54,8 +54,11 @@ def detail(document: Document, name: str, log: Sequence[str] | None, width: int,
             lines.append([(lead, "dim"), (text, LEVEL_STYLES.get(event.level, ""))])
     if not events:
         lines.append([("none", "dim")])
-    if actor.figures:
-        lines += [[], [("FIGURES", "bold")], *_columns(actor, width)]
+    figures: list[tuple[str, str, Style]] = [
+        (name, _figure(name, value), "") for name, value in sorted(actor.figures.items())
+    ]
+    if figures:
+        lines += [[], [("FIGURES", "bold")], *columns(figures, width, right=True)]
     return Pane([], [""] * len(lines), lambda number: lines[number])
 
 
@@ -103,20 +106,6 @@ def _resource(resource: Resource, width: int, glyphs: Glyphs) -> list[Line]:
         if length(lines[-1]) + len(text) > width:
             lines.append([(" " * beside, "")])
         lines[-1].append((text, "dim" if kind_of(state) == "wait" else ""))
-    return lines
-
-
-def _columns(actor: ActorView, width: int) -> list[Line]:
-    items = [(name, _figure(name, value)) for name, value in sorted(actor.figures.items())]
-    name_wide, value_wide = max(len(name) for name, _ in items), max(len(value) for _, value in items)
-    across = max(1, width // (name_wide + value_wide + 6))
-    down = -(-len(items) // across)
-    lines: list[Line] = []
-    for i in range(down):
-        line: Line = []
-        for name, value in items[i::down]:
-            line += [(f"{name:<{name_wide}}  ", "dim"), (f"{value:>{value_wide}}    ", "")]
-        lines.append(line)
     return lines
 
 

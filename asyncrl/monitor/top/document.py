@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 
+from asyncrl.monitor.bottleneck import Kind, Stage, Verdict
 from asyncrl.snapshot import ActorView, Count, Event
 
 SCHEMA = 1
-Stage = Literal["dataloader", "rollouters", "reward", "learner", "weights"]
-Kind = Literal["work", "weights", "upkeep", "start", "wait"]
 
 
 class RunRow(Struct, frozen=True, kw_only=True):
@@ -40,7 +39,7 @@ class RunRow(Struct, frozen=True, kw_only=True):
     tokens_per_s: float | None = None
     """Sampled."""
     samples_per_s: float | None = None
-    """Scored."""
+    """Trajectories generated to their end."""
     reward: float | None = None
     """Mean of the newest step."""
     rewards: list[float] = []
@@ -54,13 +53,6 @@ class RunRow(Struct, frozen=True, kw_only=True):
     stalled: str = ""
     """The watchdog's report, while it holds."""
     disk_free_bytes: Count | None = None
-
-
-class Bottleneck(Struct, frozen=True, kw_only=True):
-    """Who waits on whom; see monitor/bottleneck.py."""
-
-    stage: Literal["gate", "dataloader", "rollouters", "reward", "learner", "weights"] | None
-    why: str
 
 
 class StageRow(Struct, frozen=True, kw_only=True):
@@ -80,7 +72,7 @@ class StageRow(Struct, frozen=True, kw_only=True):
     depth_limit: float | None = None
     depth_unit: str
     states: dict[str, float] = {}
-    """Shares of the time of all of its resources by state; they add up to 1."""
+    """Shares of the time of all of its resources by state, of the learner of that of rank 0; they add up to 1."""
     kinds: dict[Kind, float] = {}
     """The same by what the state is to the flow."""
     bottleneck: bool = False
@@ -194,7 +186,7 @@ class RewardView(Struct, frozen=True, kw_only=True):
 
     workers: Count = 0
     rate: float | None = None
-    """Trajectories a second."""
+    """Tasks a second, as everything here counts tasks: completions, or groups of them under a group reward."""
     queued: float | None = None
     running: float | None = None
     p50_s: float | None = None
@@ -229,7 +221,7 @@ class Document(Struct, frozen=True, kw_only=True):
     window_s: float
     """Over which shares are taken; 0 for the whole life of each resource."""
     run: RunRow
-    bottleneck: Bottleneck
+    bottleneck: Verdict
     stages: list[StageRow]
     rollouters: list[RollouterRow]
     ranks: list[RankRow]

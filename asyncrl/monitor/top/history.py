@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from asyncrl.monitor.metrics_file import number_in
 from asyncrl.monitor.rates import Interval, median
 from asyncrl.snapshot import Snapshot
 
@@ -42,7 +43,7 @@ class History:
     @staticmethod
     def window_s(snapshot: Snapshot) -> float:
         """Seconds that shares are taken over: a few steps."""
-        step_s = median(line.get("time/step_s") for line in snapshot.train[-STEPS:])
+        step_s = median(number_in(line, "time/step_s") for line in snapshot.train[-STEPS:])
         return min(LONGEST_S, max(SHORTEST_S, STEPS * (step_s or 0.0)))
 
     @property

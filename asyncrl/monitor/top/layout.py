@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from asyncrl.monitor.top.document import Document
+from asyncrl.monitor.top.panes.base import PaneName
+from asyncrl.monitor.top.panes.staleness import buckets
 
 WIDE = (150, 40)
 """From this width and height on all panes are seen at once."""
@@ -81,13 +83,11 @@ def room(width: int, height: int) -> Room:
     return "wide" if width >= WIDE[0] and height >= WIDE[1] else "narrow"
 
 
-def heights(document: Document, room: Room, rows: int) -> dict[str, int | str]:
+def heights(document: Document, room: Room, rows: int) -> dict[PaneName, int | str]:
     """Of the panes whose height depends on what is in them, where all panes are seen."""
     if room != "wide":
         return {"learner": "1fr", "staleness": "1fr"}
     free = rows - TAKEN
     ranks = max(1, min(MOST_RANKS, len(document.ranks), free // 2 - RANKS_FRAME))
-    view = document.staleness
-    last = max((i for counts in (view.tokens, view.groups) for i, n in enumerate(counts) if n), default=0)
-    buckets = min(MOST_BUCKETS, max(last, view.max) + 1, free - RANKS_FRAME - ranks - BUCKETS_FRAME)
-    return {"learner": RANKS_FRAME + ranks, "staleness": BUCKETS_FRAME + buckets}
+    shown = min(MOST_BUCKETS, buckets(document.staleness), free - RANKS_FRAME - ranks - BUCKETS_FRAME)
+    return {"learner": RANKS_FRAME + ranks, "staleness": BUCKETS_FRAME + shown}

@@ -45,8 +45,6 @@ def duration(seconds: float | None) -> str:
     """850 µs, 12 ms, 1.2 s, 12 s, 3m20s, 2h05m, 3d04h."""
     if seconds is None:
         return ABSENT
-    if seconds == float("inf"):
-        return "long"
     if seconds < 0.001:
         return f"{seconds * 1e6:.0f} µs" if seconds else "0 s"
     if seconds < 0.9995:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from asyncrl.monitor.top.document import Document
 from asyncrl.monitor.top.panes import PANES, pane, title
-from asyncrl.monitor.top.panes.base import Choice
+from asyncrl.monitor.top.panes.base import Choice, PaneName
 from asyncrl.monitor.top.pipeline import header, pipeline
 from asyncrl.monitor.top.text import Glyphs, Line, plain, to_ascii
 
-EVENTS_SHOWN = 20
-UPDATES_SHOWN = 8
+MOST_SHOWN: dict[PaneName, int] = {"events": 20, "weights": 8}
+"""Entries of panes that may have many."""
 
 
 def page(document: Document, width: int, glyphs: Glyphs, *, ascii_only: bool = False) -> str:
@@ -18,8 +18,6 @@ def page(document: Document, width: int, glyphs: Glyphs, *, ascii_only: bool = F
     lines: list[Line] = [*header(document, width, glyphs), [], *pipeline(document, width, glyphs)]
     for name in PANES:
         drawn = pane(name, document, choice, width, glyphs)
-        most = {"events": EVENTS_SHOWN, "weights": UPDATES_SHOWN}.get(name, len(drawn.keys))
-        entries = [drawn.line(number) for number in range(min(most, len(drawn.keys)))]
-        lines += [[], [(title(name, document, choice).upper(), "bold")], *drawn.head, *entries]
+        lines += [[], [(title(name, document, choice).upper(), "bold")], *drawn.lines(MOST_SHOWN.get(name))]
     text = "\n".join(plain(line).rstrip() for line in lines) + "\n"
     return to_ascii(text) if ascii_only else text

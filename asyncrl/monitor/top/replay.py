@@ -13,7 +13,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from asyncrl.errors import UsageError
-from asyncrl.monitor.recording import FOLDER, decode, read_bodies
+from asyncrl.monitor.recording import FOLDER, decode, read_bodies, read_latest
 from asyncrl.monitor.top.history import LONGEST_S, History
 from asyncrl.monitor.top.model.facts import OVER
 from asyncrl.snapshot import Snapshot
@@ -61,6 +61,12 @@ class Replay:
         if self.playing:
             self.position = min(self.end, self.position + seconds * self.speed)
             self.playing = not self.at_end
+
+    def play_or_stop(self) -> None:
+        """The other of both; at the end from the beginning."""
+        if self.at_end and not self.playing:
+            self.jump(self.begin)
+        self.playing = not self.playing
 
     def jump(self, position: float) -> None:
         """Go there."""
@@ -135,9 +141,9 @@ def open_replay(run_dir: Path, *, lives: bool) -> Replay:
 
 def recent_history(run_dir: Path) -> History:
     """What was recorded of the last minutes, so that a viewer that has just come knows shares at once."""
-    try:
-        replay = open_replay(run_dir, lives=True)
-    except UsageError:
+    entries = read_latest(run_dir, LONGEST_S)
+    if not entries:
         return History()
+    replay = Replay(entries, lives=True)
     replay.jump(replay.end)
     return replay.history()

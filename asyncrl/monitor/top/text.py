@@ -16,6 +16,8 @@ from asyncrl.monitor.top.numbers import ABSENT
 Style = Literal[
     "", "dim", "bold", "good", "warn", "bad", "mark", "work", "weights", "upkeep", "start", "wait", "level", "chosen"
 ]
+GAP = 4
+"""Blanks between two columns."""
 Span = tuple[str, Style]
 Line = list[Span]
 
@@ -106,6 +108,28 @@ def joined(parts: Sequence[Line], between: str = "   ") -> Line:
         if part:
             found += [(between, ""), *part] if found else part
     return found
+
+
+def columns(
+    items: Sequence[tuple[str, str, Style]], width: int, *, most: int | None = None, right: bool = False
+) -> list[Line]:
+    """(name, value, its style), at least one, in as many columns as there is room for, or ``most``, filled downwards.
+
+    ``right``: values end at the same place, and do not begin there.
+    """
+    name_wide = max(len(name) for name, _, _ in items)
+    value_wide = max(len(value) for _, value, _ in items)
+    across = max(1, (width + GAP) // (name_wide + 2 + value_wide + GAP))
+    down = -(-len(items) // (across if most is None else min(across, most)))
+    lines: list[Line] = []
+    for i in range(down):
+        line: Line = []
+        for name, value, style in items[i::down]:
+            shown = f"{value:>{value_wide}}" if right else f"{value:<{value_wide}}"
+            between: Line = [(" " * GAP, "")] if line else []
+            line += [*between, (f"{name:<{name_wide}}  ", "dim"), (shown, style)]
+        lines.append(line)
+    return lines
 
 
 def wrapped(text: str, width: int) -> list[str]:

@@ -34,7 +34,6 @@ STYLES: dict[Style, RichStyle] = {
     "chosen": RichStyle(color="#f0a060", bold=True, underline=True),
 }
 CURSOR = RichStyle(reverse=True)
-PLAIN = RichStyle()
 
 
 def to_strip(line: Line, width: int, base: RichStyle, *, ascii_only: bool, cursor: bool = False) -> Strip:

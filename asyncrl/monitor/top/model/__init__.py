@@ -22,7 +22,7 @@ def build(history: History) -> Document:
     return Document(
         wall=snapshot.wall,
         window_s=facts.window_s,
-        run=run_row(facts, rollouters, pool),
+        run=run_row(facts, rollouters),
         bottleneck=verdict,
         stages=stages(facts, verdict, rollouters, pool, updates, prompts),
         rollouters=rollouters,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from asyncrl.monitor.metrics_file import number_in
 from asyncrl.monitor.top.document import RankRow, RollouterRow
-from asyncrl.monitor.top.model.facts import GONE, Facts, number_in
+from asyncrl.monitor.top.model.facts import GONE, Facts
 from asyncrl.snapshot import ActorView
 
 

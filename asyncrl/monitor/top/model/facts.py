@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from asyncrl.monitor.metrics_file import number_in
 from asyncrl.monitor.rates import Interval, Shares, mean, total
 from asyncrl.monitor.top.history import History
 from asyncrl.snapshot import ActorView, Resource, Snapshot
@@ -89,9 +90,3 @@ class Facts:
         """Groups in the learner's buffer."""
         told = total(actor.figures.get("buffer/groups") for actor in self.living("learner")[:1])
         return told if told is not None or self.run.phase in OVER else number_in(self.last, "buffer/groups")
-
-
-def number_in(line: Mapping[str, Any], key: str) -> float | None:
-    """A number in a line of metrics.jsonl; None if there is none."""
-    value = line.get(key)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

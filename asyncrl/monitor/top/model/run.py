@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from asyncrl.monitor.metrics_file import number_in
 from asyncrl.monitor.rates import total
-from asyncrl.monitor.top.document import PhaseRow, RewardView, RollouterRow, RunRow
-from asyncrl.monitor.top.model.facts import Facts, number_in
+from asyncrl.monitor.top.document import PhaseRow, RollouterRow, RunRow
+from asyncrl.monitor.top.model.facts import Facts
 
 REWARDS = 40
 PHASES = (
@@ -17,7 +18,7 @@ PHASES = (
 )
 
 
-def run_row(facts: Facts, rollouters: Sequence[RollouterRow], reward: RewardView) -> RunRow:
+def run_row(facts: Facts, rollouters: Sequence[RollouterRow]) -> RunRow:
     """Where it stands, and what it does a second."""
     run, train = facts.run, facts.snapshot.train
     step_s = facts.step_mean("time/step_s")
@@ -37,14 +38,14 @@ def run_row(facts: Facts, rollouters: Sequence[RollouterRow], reward: RewardView
         step_s=step_s,
         eta_s=eta_s,
         tokens_per_s=total(row.tokens_per_s for row in rollouters),
-        samples_per_s=reward.rate,
+        samples_per_s=facts.rate("rollouter", "rollout/trajectories"),
         reward=rewards[-1] if rewards else None,
         rewards=rewards,
         evals={
-            key.removeprefix("eval/").removesuffix("/mean"): float(value)
+            key.removeprefix("eval/").removesuffix("/mean"): value
             for line in facts.snapshot.evals
-            for key, value in line.items()
-            if key.startswith("eval/") and key.endswith("/mean") and isinstance(value, int | float)
+            for key in line
+            if key.startswith("eval/") and key.endswith("/mean") and (value := number_in(line, key)) is not None
         },
         reason=run.reason,
         exit_code=run.exit_code,

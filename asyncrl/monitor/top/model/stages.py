@@ -5,33 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from asyncrl.monitor.bottleneck import Flow, by_kind, find_bottleneck
-from asyncrl.monitor.rates import mean, total
-from asyncrl.monitor.top.document import (
-    Bottleneck,
-    LedgerView,
-    RewardView,
-    RollouterRow,
-    Stage,
-    StageRow,
-    WeightsView,
-)
+from asyncrl.monitor.bottleneck import Flow, Stage, Verdict, by_kind, find_bottleneck
+from asyncrl.monitor.rates import Shares, mean, total
+from asyncrl.monitor.top.document import LedgerView, RewardView, RollouterRow, StageRow, WeightsView
 from asyncrl.monitor.top.model.facts import GONE, OVER, Facts
 
 OPEN = 0.5
 """Below this share of what the gate admits it is not what anybody waits for."""
 
 
-def bottleneck(facts: Facts, rollouters: Sequence[RollouterRow], reward: RewardView, ledger: LedgerView) -> Bottleneck:
+def bottleneck(facts: Facts, rollouters: Sequence[RollouterRow], reward: RewardView, ledger: LedgerView) -> Verdict:
     """Who waits on whom."""
     dataloader = next(iter(facts.living("dataloader")), None)
-    verdict = find_bottleneck(
+    return find_bottleneck(
         Flow(
             running=facts.run.phase == "running" and not facts.run.stalled,
             window_s=facts.window_s if facts.steps.seconds else facts.run.age_s,
             rollouters=facts.states("rollouter"),
             reward=reward.states,
-            learner=facts.shares(facts.of("learner")[:1]),
+            learner=_learner(facts),
             dataloader_busy=dataloader.loop_busy if dataloader is not None else None,
             generating=total(row.in_flight for row in rollouters),
             at_reward=facts.level("rollouter", "rollout/scoring"),
@@ -41,7 +33,11 @@ def bottleneck(facts: Facts, rollouters: Sequence[RollouterRow], reward: RewardV
             and (ledger.outstanding or 0.0) >= (facts.run.steps - facts.run.step) * facts.run.groups_per_step,
         )
     )
-    return Bottleneck(stage=verdict.stage, why=verdict.why)
+
+
+def _learner(facts: Facts) -> Shares:
+    """Of rank 0: the others follow it."""
+    return facts.shares(facts.of("learner")[:1])
 
 
 def _gate_open(facts: Facts) -> bool | None:
@@ -58,7 +54,7 @@ def _gate_open(facts: Facts) -> bool | None:
 
 def stages(
     facts: Facts,
-    bottleneck: Bottleneck,
+    bottleneck: Verdict,
     rollouters: Sequence[RollouterRow],
     reward: RewardView,
     weights: WeightsView,
@@ -105,14 +101,14 @@ def stages(
             "reward",
             reward.states,
             rate=reward.rate,
-            unit="samples",
+            unit="tasks",
             depth=total((reward.queued, reward.running)),
-            depth_unit="samples",
+            depth_unit="tasks",
         ),
         row(
             "learner",
             "learner",
-            facts.states("learner"),
+            _learner(facts),
             rate=_trained_per_s(facts),
             unit="groups",
             depth=ledger.buffered,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asyncrl.monitor.catalogue import EDGES, quantile
+from asyncrl.monitor.metrics_file import number_in
 from asyncrl.monitor.top.document import (
     LedgerView,
     RewardView,
@@ -13,7 +14,7 @@ from asyncrl.monitor.top.document import (
     UpdateRow,
     WeightsView,
 )
-from asyncrl.monitor.top.model.facts import Facts, number_in
+from asyncrl.monitor.top.model.facts import Facts
 
 
 def weights(facts: Facts, rollouters: Sequence[RollouterRow]) -> WeightsView:
@@ -87,14 +88,7 @@ def ledger(facts: Facts) -> LedgerView:
         filtered=facts.ledger_figure("ledger/filtered"),
         quarantined=facts.ledger_figure("ledger/quarantined"),
         outstanding=facts.level("dataloader", "tickets/outstanding"),
-        gate=_gate(facts),
+        gate=facts.level("dataloader", "tickets/gate"),
         buffered=facts.buffered(),
         groups_per_step=facts.run.groups_per_step,
     )
-
-
-def _gate(facts: Facts) -> float | None:
-    told, limit = facts.level("dataloader", "tickets/gate"), facts.level("dataloader", "staleness/limit")
-    if told is not None or limit is None or not facts.run.groups_per_step:
-        return told
-    return (limit + 1) * facts.run.groups_per_step

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from asyncrl.monitor.bottleneck import kind_of
-from asyncrl.monitor.top.text import Line, Span, Style
+from asyncrl.monitor.top.text import Line, Span, Style, columns
 
 PaneName = Literal["rollouters", "learner", "weights", "staleness", "reward", "ledger", "events"]
 LEVELS = ("info", "warning", "error")
@@ -37,9 +37,9 @@ class Pane:
     about: str = ""
     """The actor that it is about as a whole."""
 
-    def lines(self) -> list[Line]:
-        """All of it."""
-        return [*self.head, *(self.line(number) for number in range(len(self.keys)))]
+    def lines(self, most: int | None = None) -> list[Line]:
+        """All of it, or no more than so many entries."""
+        return [*self.head, *(self.line(number) for number in range(len(self.keys[:most])))]
 
 
 def matches(choice: Choice, *texts: str) -> bool:
@@ -71,14 +71,5 @@ def said_state(condition: str, state: str, awaiting: str) -> Span:
 
 def facts(known: Sequence[tuple[str, str, Style]], bars: Sequence[Line], width: int, about: str) -> Pane:
     """Names and values in as many columns as there is room for, filled downwards, below ``bars``."""
-    name_wide = max(len(name) for name, _, _ in known)
-    value_wide = max(len(value) for _, value, _ in known)
-    across = max(1, min(3, (width + 4) // (name_wide + value_wide + 6)))
-    down = -(-len(known) // across)
-    lines: list[Line] = [*bars]
-    for i in range(down):
-        line: Line = []
-        for name, value, style in known[i::down]:
-            line += [(f"{name:<{name_wide}}  ", "dim"), (f"{value:<{value_wide}}    ", style)]
-        lines.append(line)
+    lines = [*bars, *columns(known, width, most=3)]
     return Pane([], [""] * len(lines), lambda number: lines[number], about)

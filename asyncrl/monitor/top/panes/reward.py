@@ -11,12 +11,12 @@ from asyncrl.monitor.top.text import Glyphs
 
 
 def reward(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pane:
-    """What it does a second, what it has at hand, and what went wrong."""
+    """Tasks: what it does of them a second, what it has at hand, and what went wrong."""
     view = document.reward
     busy = by_kind(view.states).get("work")
     return facts(
         [
-            ("rate", f"{rate(view.rate)}/s", ""),
+            ("tasks/s", rate(view.rate), ""),
             ("workers", f"{view.workers or count(None)}", ""),
             ("at work", percent(busy), ""),
             ("running", count(view.running), ""),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from asyncrl.monitor.bottleneck import by_kind
@@ -52,6 +53,12 @@ def rollouters(document: Document, choice: Choice, width: int, glyphs: Glyphs) -
         said = f"no rollouter matches {choice.needle}" if document.rollouters else "no rollouter is known so far"
         return Pane([head, [(said, "dim")]])
     return Pane([head], ["" if row.heading else row.key for row in rows], line)
+
+
+def sorted_next(choice: Choice) -> Choice:
+    """Sorted by the next column, the largest first where that is what one looks for."""
+    sort = SORTS[(SORTS.index(choice.sort) + 1) % len(SORTS)]
+    return replace(choice, sort=sort, descending=sort not in ("name", "host", "state", "version", "tokens_per_s"))
 
 
 def _short(name: str) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from asyncrl.monitor.top.bars import level_bar
-from asyncrl.monitor.top.document import Document
+from asyncrl.monitor.top.document import Document, StalenessView
 from asyncrl.monitor.top.numbers import count, fixed, percent
 from asyncrl.monitor.top.panes.base import Choice, Pane
 from asyncrl.monitor.top.text import Glyphs, Line, Style, joined
@@ -31,9 +32,14 @@ def staleness(document: Document, choice: Choice, width: int, glyphs: Glyphs) ->
         return Pane([head], about="learner/0")
     wide = max(6, min(32, (width - FIGURES) // 2))
     titles: Line = [(f"{'versions':>{LABEL}}  {'tokens':<{wide + 12}}{'groups':<{wide + 10}}", "dim")]
-    last = max((i for counts in (view.tokens, view.groups) for i, n in enumerate(counts) if n), default=0)
-    lines = [_bucket_line(document, i, wide, glyphs) for i in range(max(last, view.max) + 1)]
+    lines = [_bucket_line(document, i, wide, glyphs) for i in range(buckets(view))]
     return Pane([head, titles], [""] * len(lines), lambda number: lines[number], "learner/0")
+
+
+def buckets(view: StalenessView) -> int:
+    """How many are shown: up to the last that holds something, and up to that of staleness.max."""
+    held = max((i for counts in (view.tokens, view.groups) for i, n in enumerate(counts) if n), default=0)
+    return max(held, bisect_left(view.edges, view.max)) + 1
 
 
 def _bucket_line(document: Document, index: int, wide: int, glyphs: Glyphs) -> Line:

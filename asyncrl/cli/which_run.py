@@ -1,0 +1,74 @@
+"""Which run is meant: a folder, a name under runs/, HOST:PORT, or the newest.
+
+Importing it loads nothing beyond the standard library. Fails with UsageError, which says what there is instead.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PROGRAM = "asyncrl-top"
+RUNS = "runs"
+
+
+def run_folder(run: str | None, flag: str) -> Path:
+    """The folder of a run, living or not; without RUN that of the newest. Raises UsageError."""
+    from asyncrl.errors import UsageError
+
+    if run is not None:
+        path = _named(run)
+        if path is None:
+            raise UsageError(f"{run}: no such folder; {flag} wants the folder of a run")
+        return path
+    found = _runs()
+    if not found:
+        raise UsageError(f"there is no run under {Path(RUNS).absolute()}; name the folder of one")
+    return found[0]
+
+
+def _named(run: str) -> Path | None:
+    return next((path for path in (Path(run), Path(RUNS) / run) if path.is_dir()), None)
+
+
+def _runs() -> list[Path]:
+    """The run folders under runs/, the newest first."""
+    try:
+        found = [path for path in Path(RUNS).iterdir() if (path / "config.json").is_file()]
+    except OSError:
+        return []
+    return sorted(found, key=lambda path: (path / "config.json").stat().st_mtime, reverse=True)
+
+
+def living_run(run: str | None) -> str:
+    """What to attach to. Raises UsageError, which says what there is instead."""
+    from asyncrl.errors import UsageError
+    from asyncrl.launcher.folders import is_living
+
+    if run is None:
+        found = _runs()
+        living = next((path for path in found if is_living(path)), None)
+        if living is not None:
+            return str(living)
+        if not found:
+            raise UsageError(f"no run lives under {Path(RUNS).absolute()}; name its folder, or HOST:PORT with --keys")
+        raise UsageError(f"no run lives under {RUNS}; to see the last one again: {PROGRAM} {found[0]} --replay")
+    path = _named(run)
+    if path is None:
+        if ":" in run:
+            return run
+        raise UsageError(f"{run}: no such run folder, none of that name under {RUNS}, and not HOST:PORT")
+    if not (path / "config.json").is_file():
+        raise UsageError(f"{path}: this is not the folder of a run (it has no config.json)")
+    if not is_living(path):
+        raise UsageError(f"{path}: the run has ended; to see it again: {PROGRAM} {path} --replay")
+    return str(path)
+
+
+def must_be_reachable(address: str) -> None:
+    """Somebody listens there. Raises ActorFailed: an address that was typed wrong is known at once."""
+    from asyncrl.errors import ActorFailed
+    from asyncrl.monitor.reach import why_unreachable
+
+    if why := why_unreachable(address):
+        hint = "that run has ended, or it is at another address, which RUN/private/controller.json on its head tells"
+        raise ActorFailed("controller/0", f"{address}: {why}; {hint}")

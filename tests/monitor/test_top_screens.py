@@ -1,0 +1,110 @@
+"""The screens of asyncrl-top over recorded states, compared as text.
+
+ASYNCRL_UPDATE_SCREENS=1 writes the screens anew, to be read before they are committed.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+from driven import SIZES, known, recording, settled, shown, text_of, until, within_a_loop
+from pictures import STATES, Run
+
+from asyncrl.monitor.top.replay import Replay
+from asyncrl.monitor.top.source import Source
+
+pytestmark = pytest.mark.usefixtures("utc")
+SCREENS = Path(__file__).parent / "screens"
+
+
+def compare(name, text):
+    path = SCREENS / f"{name}.txt"
+    if os.environ.get("ASYNCRL_UPDATE_SCREENS"):
+        path.write_text(text)
+    assert text == path.read_text(), f"{path} differs; ASYNCRL_UPDATE_SCREENS=1 writes it anew"
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("state", STATES)
+@within_a_loop
+async def test_screens(state, size):
+    async with shown(Source(history=known(STATES[state]())), size) as (app, _):
+        text = text_of(app)
+    compare(f"{state}-{size}", text)
+
+
+@within_a_loop
+async def test_screen_of_a_terminal_in_between():
+    async with shown(Source(history=known(Run(ranks=4, gpus=True).between()))) as (app, pilot):
+        await pilot.resize_terminal(150, 40)
+        await settled(pilot)
+        compare("between-150x40", text_of(app))
+
+
+@pytest.mark.parametrize("key", ["2", "3", "4", "5", "6", "7", "question_mark"])
+@within_a_loop
+async def test_panes_on_a_small_terminal(key):
+    async with shown(Source(history=known(Run(ranks=4, gpus=True).between()))) as (app, pilot):
+        await pilot.press(key)
+        await settled(pilot)
+        text = text_of(app)
+    compare(f"pane-{key}-80x24", text)
+
+
+@within_a_loop
+async def test_a_terminal_that_knows_ascii_alone():
+    async with shown(Source(history=known(Run().between())), ascii_only=True) as (app, _):
+        text = text_of(app)
+    assert text.isascii()
+    compare("ascii-80x24", text)
+
+
+@within_a_loop
+async def test_an_actor_in_detail_with_its_awaits_and_its_log(tmp_path):
+    log = tmp_path / "logs" / "attempt_1" / "rollouter-2.log"
+    log.parent.mkdir(parents=True)
+    log.write_text('{"event": "engine is up", "level": "info", "timestamp": "2026-01-02T03:04:05Z", "gpu": 3}\nplain\n')
+    async with shown(Source(history=known(Run().between()), run_dir=tmp_path)) as (app, pilot):
+        # The headings of hosts are passed over: the entries are node0, 0, 1, node1, 2.
+        await pilot.press("down", "down", "enter")
+        await until(pilot, "engine is up")
+        text = text_of(app)
+        assert "rollouter/2" in text and "dataloader/0  Lease" in text and "(idle)" in text
+        assert "03:04:05  info      engine is up gpu=3" in text and "plain" in text
+        compare("detail-80x24", text)
+        await pilot.press("n")
+        await until(pilot, "rollouter/3")
+        await settled(pilot)
+        assert "engine is up" not in text_of(app), "the log of another actor"
+        for _ in range(3):
+            await pilot.press("n")
+        await until(pilot, "learner/0")
+        await pilot.press("p")
+        await until(pilot, "dataloader/0   esc")
+        await pilot.press("escape")
+        await settled(pilot)
+        assert "1 rollouters" in text_of(app)
+
+
+@within_a_loop
+async def test_replay_with_a_time_bar():
+    replay = Replay(recording(Run(steps=1000), 120))
+    replay.playing = False
+    async with shown(Source(replay=replay)) as (app, pilot):
+        text = text_of(app)
+        assert "step 5/1000" in text and "0 s of 1m59s" in text and "paused" in text
+        await pilot.press("right", "right")
+        await settled(pilot)
+        assert "2.0 s of 1m59s" in text_of(app) and "step 6/1000" in text_of(app)
+        await pilot.press(*[">"] * 10)
+        await settled(pilot)
+        text = text_of(app)
+        assert "1m02s of 1m59s" in text and "step 35/1000" in text
+        assert "86% generating" in text, "shares are there right after a jump"
+        compare("replay-80x24", text)
+        await pilot.press("left")
+        await settled(pilot)
+        assert "1m00s of 1m59s" in text_of(app)
+        await pilot.press("plus", "plus", "plus", "space")
+        await until(pilot, "1m59s of 1m59s")
+        await until(pilot, "paused")
