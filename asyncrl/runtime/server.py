@@ -61,9 +61,6 @@ LONGEST_CALL_S = 7 * 86400.0
 """A caller that wants to wait longer is answered as if this were its deadline."""
 LONGEST_ERROR = 16384
 """Characters. What is wrong with a message may be as long as the message."""
-LONGEST_SAID = 200
-"""Characters of what somebody who is refused, or asks for what there is not, said of himself: it may be as long as he
-likes, and he need not read what he is answered."""
 
 
 @dataclass(slots=True)
@@ -267,13 +264,11 @@ class CallServer:
                 session.routing_id,
                 header,
                 "unknown_type",
-                f"{self._endpoint.name} does not serve {header.type[:LONGEST_SAID]}",
+                f"{self._endpoint.name} does not serve {header.type}",
             )
             return
         if session.name == VIEWER and not found.for_viewers:
-            self._error(
-                session.routing_id, header, "forbidden", f"{VIEWER} only watches: no {header.type[:LONGEST_SAID]}"
-            )
+            self._error(session.routing_id, header, "forbidden", f"{VIEWER} only watches: no {header.type}")
             return
         try:
             request = self._endpoint.codec.decode(found.request, frames[1], frames[2:])
@@ -388,7 +383,7 @@ class CallServer:
 
     def _refuse(self, routing_id: bytes, id: int, code: str, ours: str, theirs: str) -> None:
         self._endpoint.count(REFUSED)
-        body = Refuse(code=code, ours=ours[:LONGEST_SAID], theirs=theirs[:LONGEST_SAID])
+        body = Refuse(code=code, ours=ours, theirs=theirs)
         self._send(routing_id, Kind.REFUSE, "Refuse", id, self._endpoint.codec.encode(body))
 
     def _send(self, routing_id: bytes, kind: Kind, type: str, in_reply_to: int, frames: list[Any]) -> None:

@@ -343,22 +343,6 @@ def test_a_call_is_parked_no_longer_than_the_server_allows(alone):
     alone(main)
 
 
-def test_i6_what_is_said_at_length_is_not_repeated_at_length(alone):
-    """Who is answered need not read it."""
-    long = "x" * 500_000
-
-    async def main(_server, _owner, knocker):
-        own = knocker.guise
-        knocker.send(own.hello(2, run_id=long))
-        knocker.send(own.hello(3, name=long))
-        knocker.send(own.call(long, {}, 4))
-        answers = await heard(knocker, 3)
-        assert knocker.codes == {"run_id", "name", "unknown_type"}
-        assert all(len(value) < 1000 for _, body in answers for value in body.values() if isinstance(value, str))
-
-    alone(main)
-
-
 def test_i6_calls_beyond_the_credit_and_storms_of_cancels_leave_nothing_behind(alone, monkeypatch):
     monkeypatch.setattr(serving, "CREDIT", 50)
 
