@@ -21,7 +21,8 @@ from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
 from asyncrl.controller.coming_and_going import MEMBERS_FILE, ComingAndGoing
 from asyncrl.controller.hosts import Hosts
 from asyncrl.controller.oversight import Oversight
-from asyncrl.controller.recent_lines import RecentLines
+from asyncrl.controller.picture import LONGEST_TEXT
+from asyncrl.controller.recent_lines import RecentLines, is_proper
 from asyncrl.controller.run_state import RunStateMachine
 from asyncrl.controller.sinks import FLUSH_S, FLUSH_SHARE, start_sinks
 from asyncrl.controller.traces import Traces, remove_unfinished
@@ -241,8 +242,10 @@ class Controller(Actor):
             if caller.name in self._registry.entries:
                 self.counters.add("heartbeats/ignored")
             return
-        self._registry.entries[caller.name].version = caller.param_version
-        self._watching.told(caller.name, request.events)
+        entry = self._registry.entries[caller.name]
+        entry.version = caller.param_version
+        self.counters["heartbeats/left_out"] = self._registry.left_out
+        self._watching.told(caller.name, entry.heartbeat.events if entry.heartbeat is not None else ())
 
     @handler
     async def resolve(self, request: Resolve, caller: Caller) -> Resolved:
@@ -271,6 +274,12 @@ class Controller(Actor):
     @handler
     def metrics_line(self, request: MetricsLine, caller: Caller) -> None:
         """Keep a line for whoever watches; the oldest goes when there are too many."""
+        if not is_proper(request.line):
+            self.counters.add("lines/refused")
+            if self.counters["lines/refused"] == 1:
+                said = str(request.line)[:LONGEST_TEXT]
+                self.log.warning("a line of metrics is refused, as others may be", by=caller.name, line=said)
+            return
         if self._sinks is not None:
             self._sinks.line(request.line)
         self._watching.lines.add(request.line)

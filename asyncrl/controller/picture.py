@@ -31,6 +31,8 @@ from asyncrl.snapshot import (
 SILENT_BEATS = 4
 """Heartbeats that are missed before an actor is said to be silent."""
 LONGEST_TEXT = 500
+MOST_EVALS = 64
+"""Evaluations of which the newest line is kept; those of a run are fewer."""
 
 
 @dataclass(slots=True)
@@ -51,7 +53,9 @@ class Lines:
                 self.updates.append(line)
             case "eval":
                 names = {key.split("/")[1] for key in line if key.startswith("eval/") and key.count("/") > 1}
-                self.evals[min(names, default="")] = line
+                name = min(names, default="")
+                if name in self.evals or len(self.evals) < MOST_EVALS:
+                    self.evals[name] = line
 
     def _void(self, line: dict[str, Any]) -> None:
         """A learner that goes on from a checkpoint trains some steps again: they are not to be here twice."""

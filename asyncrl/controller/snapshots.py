@@ -56,12 +56,15 @@ class Given:
 
 
 class Snapshots:
-    """``take`` makes one; ``record`` is given each that is due to be kept, encoded, every ``record_s``."""
+    """``take`` makes one; ``record`` is given each that is due to be kept, encoded, every ``record_s``; ``failed`` why
+    one could not be made: then the one before is the newest.
+    """
 
     def __init__(
         self,
         take: Callable[[], Awaitable[Snapshot]],
         record: Callable[[float, bytes], None],
+        failed: Callable[[Exception], None],
         *,
         record_s: float,
         number: int,
@@ -69,6 +72,7 @@ class Snapshots:
     ) -> None:
         """``number`` is above all that an earlier controller has given."""
         self._take, self._record, self._record_s, self._now = take, record, record_s, now
+        self._failed = failed
         self._encoder = msgspec.msgpack.Encoder()
         self._viewers = ParkingLot()
         self._given: WeakKeyDictionary[Connection, Given] = WeakKeyDictionary()
@@ -131,8 +135,15 @@ class Snapshots:
 
     async def _take_one(self, *, record: bool) -> None:
         began = self._now()
-        snapshot = await self._take()
-        self._newest = self._encoder.encode(snapshot)
+        try:
+            snapshot = await self._take()
+            self._newest = self._encoder.encode(snapshot)
+        except Exception as error:
+            # Whatever it is that an actor said, nobody who watches ends a run.
+            self._at = self._now()
+            self._recorded = self._at if record else self._recorded
+            self._failed(error)
+            return
         self._number += 1 + secrets.randbelow(LARGEST_STEP)
         self._at = self._now()
         self.taken += 1

@@ -25,6 +25,8 @@ ACTORS_AT_ONCE = 64
 """Looked at before the event loop may do something else."""
 DISK_S = 10.0
 """How often the disk is looked at."""
+LAST_WALL = 253_402_300_799.0
+"""Unix time (s) of the last second of the year 9999: what is not before it is no time that can be shown."""
 LAST_WRITE_S = 0.5
 """Longest that the end of the run waits for its last snapshot to be written."""
 
@@ -73,6 +75,7 @@ class Watching:
         self._snapshots = Snapshots(
             self._take,
             self._record,
+            self._failed,
             record_s=config.monitor.record_s,
             number=context.incarnation,
             now=actor.clock.now,
@@ -99,7 +102,8 @@ class Watching:
         for event in events:
             if event.number > entry.event:
                 entry.event = event.number
-                self._events.add(event.wall, event.level, actor, event.text)
+                wall = event.wall if 0.0 <= event.wall <= LAST_WALL else self._actor.clock.wall()
+                self._events.add(wall, event.level, actor, event.text)
 
     def changed(self) -> None:
         """The state of the run may be another one."""
@@ -165,6 +169,11 @@ class Watching:
             self._actor.counters.add("snapshots/lost")
             if self._actor.counters["snapshots/lost"] == 1:
                 self._actor.log.warning("snapshots cannot be recorded", error=str(error))
+
+    def _failed(self, error: Exception) -> None:
+        self._actor.counters.add("snapshots/failed")
+        if self._actor.counters["snapshots/failed"] == 1:
+            self._actor.log.error("no snapshot of the run can be made", exc_info=error)
 
     def _look_at_self(self) -> None:
         """What an actor would tell the controller."""

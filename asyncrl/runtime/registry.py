@@ -22,6 +22,7 @@ import msgspec
 from asyncrl.errors import Refused
 from asyncrl.messages.actors import ActorRecord, Condemned, Dead
 from asyncrl.messages.monitor import Heartbeat, ResourceRecord
+from asyncrl.runtime.intake import take_in
 from asyncrl.runtime.supervision import is_gang, role_of
 from asyncrl.snapshot import Histogram
 
@@ -71,13 +72,15 @@ class Entry:
     event: int = 0
     """Number of the newest of its events that was heard."""
 
-    def merge(self, beat: Heartbeat, now: float) -> None:
-        """Take in what a heartbeat says anew."""
+    def merge(self, beat: Heartbeat, now: float) -> int:
+        """Take in what a heartbeat says anew; how many of its facts are left out."""
+        beat, left_out = take_in(beat, self.figures, self.histograms, self.resources)
         self.heartbeat, self.beaten = beat, now
         self.figures.update(beat.counters)
         self.histograms.update(beat.histograms)
         for resource in beat.resources:
             self.resources[resource.name] = HeardResource(resource, now)
+        return left_out
 
     @property
     def heard_of(self) -> bool:
@@ -95,6 +98,8 @@ class Registry:
     """Entries by actor name."""
 
     entries: dict[str, Entry] = field(default_factory=dict)
+    left_out: int = 0
+    """Facts of heartbeats that were not taken in."""
     _broken: dict[str, tuple[int, str]] = field(default_factory=dict)
     """For the role of a gang: who started before this incarnation is to be started again, and why."""
     _looked: float = 0.0
@@ -129,7 +134,7 @@ class Registry:
             return False
         if last is None or beat.progress != last.progress:
             entry.progressed = now
-        entry.merge(beat, now)
+        self.left_out += entry.merge(beat, now)
         entry.heard, entry.spoken = now, True
         return True
 

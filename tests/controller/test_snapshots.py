@@ -11,7 +11,8 @@ from test_controller_actor import CONFIG, is_parked, run
 
 from asyncrl.config.load import validate_config
 from asyncrl.controller import actor as actor_module
-from asyncrl.controller.picture import Constants, view_actors
+from asyncrl.controller import watching as watching_module
+from asyncrl.controller.picture import MOST_EVALS, Constants, Lines, view_actors
 from asyncrl.controller.snapshots import SNAPSHOT_S, Given
 from asyncrl.launcher.link import ControllerLink
 from asyncrl.messages.actors import ActorEnded, ActorRecord, StopRun
@@ -94,6 +95,83 @@ def test_what_is_not_said_again_stays_as_it_was(tmp_path):
         assert of(seen, "reward/0").figures == {} and of(seen, "reward/0").resources == []
 
     run(tmp_path, scenario)
+
+
+NONSENSE = [
+    beat(2, counters={"learner/step": math.nan}),
+    beat(2, counters={"learner/step": math.inf}),
+    beat(2, counters={"learner/step": -1e300}),
+    beat(2, state_s=math.nan, cpu=math.nan),
+    MetricsLine(line={"kind": "train", "step": "three"}),
+    MetricsLine(line={"kind": "train", "step": math.nan}),
+    MetricsLine(line={"kind": "train", "step": 1 << 63}),
+    MetricsLine(line={"kind": "train", "step": -1}),
+    MetricsLine(line={"kind": "train", "step": True}),
+    MetricsLine(line={"kind": "train", "step": 5, "start": "late"}),
+    MetricsLine(line={"kind": "train"}),
+    MetricsLine(line={"kind": "train", "step": 5, "long": "x" * (1 << 19)}),
+    MetricsLine(line={"kind": ["train"], "step": None}),
+]
+
+
+@pytest.mark.parametrize("said", NONSENSE, ids=lambda said: str(said)[:60])
+def test_whatever_the_learner_says_the_controller_goes_on(tmp_path, said):
+    async def scenario(cluster):
+        viewer, learner = cluster.caller(VIEWER), cluster.caller("learner/0")
+        await cluster.register("learner/0")
+        await cast(learner, beat(1, counters={"learner/step": 2.0}))
+        await cast(learner, said)
+        await cast(learner, MetricsLine(line={"kind": "train", "step": 4}))
+        seen = await until(viewer, lambda s: s.train)
+        assert (seen.run.step, [line["step"] for line in seen.train]) == (4, [4])
+        counters = cluster.controller.counters
+        dropped = counters.get("lines/refused", 0) + counters["heartbeats/left_out"]
+        assert dropped == (2 if said is NONSENSE[3] else 1)
+        assert not cluster.main.done()
+
+    run(tmp_path, scenario)
+
+
+def test_a_picture_that_cannot_be_made_ends_nothing(tmp_path, monkeypatch):
+    asked = []
+
+    def fail(*_args, **_facts):
+        asked.append("once more")
+        raise ValueError("something that nobody thought of")
+
+    async def scenario(cluster):
+        viewer = cluster.caller(VIEWER)
+        monkeypatch.setattr(watching_module, "take_picture", fail)
+        await viewer.call(WatchSnapshot(seen=-1), timeout=0.5)
+        while len(asked) < 4:
+            await asyncio.sleep(0.005)
+        assert cluster.controller.counters["snapshots/failed"] >= 3
+        monkeypatch.undo()
+        assert (await until(viewer, lambda s: True)).run.phase == "starting"
+        assert not cluster.main.done()
+
+    run(tmp_path, scenario, validate_config(CONFIG.model_dump() | {"monitor": {"record_s": 0.05}}))
+
+
+@pytest.mark.parametrize("wall", [math.nan, math.inf, -1.0, 1e18])
+def test_an_event_at_no_time_happened_when_it_was_heard_of(tmp_path, wall):
+    async def scenario(cluster):
+        viewer, actor = cluster.caller(VIEWER), cluster.caller("reward/0")
+        await cluster.register("reward/0")
+        await cast(actor, beat(1, events=[EventRecord(1, wall, "error", "event")]))
+        seen = await until(viewer, lambda s: any(event.text == "event" for event in s.events))
+        (event,) = (event for event in seen.events if event.text == "event")
+        assert seen.wall - 60 < event.wall <= seen.wall
+
+    run(tmp_path, scenario)
+
+
+def test_evaluations_are_kept_for_no_more_names_than_a_run_has():
+    lines = Lines()
+    for number in range(10_000):
+        lines.add({"kind": "eval", f"eval/{number}/mean": 1.0})
+        lines.add({"kind": "eval", "eval/0/mean": float(number)})
+    assert len(lines.evals) == MOST_EVALS and lines.evals["0"]["eval/0/mean"] == 9999.0
 
 
 def test_an_event_that_is_told_twice_is_one(tmp_path):
