@@ -69,6 +69,8 @@ class Entry:
     """Its counters and gauges, of all its heartbeats."""
     histograms: dict[str, Histogram] = field(default_factory=dict)
     resources: dict[str, HeardResource] = field(default_factory=dict)
+    stayed: float = 0.0
+    """When a heartbeat last said of its resources that those that it left out are where they were (s)."""
     event: int = 0
     """Number of the newest of its events that was heard."""
 
@@ -80,7 +82,13 @@ class Entry:
         self.histograms.update(beat.histograms)
         for resource in beat.resources:
             self.resources[resource.name] = HeardResource(resource, now)
+        if not beat.held_back:
+            self.stayed = now
         return left_out
+
+    def since_s(self, resource: HeardResource) -> float:
+        """Seconds for which a resource is known to have stayed where it told that it was."""
+        return max(0.0, self.stayed - resource.heard)
 
     @property
     def heard_of(self) -> bool:

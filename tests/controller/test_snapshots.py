@@ -86,9 +86,10 @@ def test_what_is_not_said_again_stays_as_it_was(tmp_path):
         assert there.histograms == {"reward/run_s": Histogram([1], 0.5)}
         assert (there.cpu, there.rss_bytes) == (0.25, 99)
         (resource,) = there.resources
-        # Its time goes on though it says nothing.
-        assert resource.state_s > 2.0
-        assert sum(resource.seconds.values()) == pytest.approx(4.0 + resource.state_s - 2.0)
+        # Its time goes on though it says nothing: as long as it is heard of, and up to then it is known where it was.
+        assert resource.state_s == pytest.approx(2.0 + there.heard_s + resource.since_s)
+        assert resource.since_s > 0.0
+        assert sum(resource.spent.values()) == pytest.approx(4.0 + resource.since_s)
         # Another incarnation begins anew.
         await cluster.register("reward/0", incarnation=2)
         seen = await until(viewer, lambda s: of(s, "reward/0").incarnation == 2)
@@ -333,7 +334,8 @@ def test_who_is_lost_with_its_host_does_not_go_on_in_its_last_state(lost):
     constants = Constants(name="r", run_id="1", attempt=1, steps=9, staleness_max=1, groups_per_step=1, heartbeat_s=1e6)
     (view,) = view_actors(constants, registry, ["rollouter/0"], "controller/0", 70.0)
     assert view.condition == ("lost" if lost else "ready")
-    assert view.resources[0].seconds == {"generating": 2.0 if lost else 62.0}
+    assert view.resources[0].state_s == (2.0 if lost else 62.0)
+    assert view.resources[0].spent == {"generating": 2.0}
 
 
 def test_an_agent_has_no_timeline_and_is_not_warned_of_that(tmp_path):
