@@ -6,9 +6,9 @@ folder, where the node agent finds it. Everything that is decided is decided in 
 changed. It ends by itself once the state of the run is final. What an actor of an older incarnation says is
 refused.
 
-It keeps nothing but its address, the list of hosts, and who has joined and left: a successor binds the same address, is
-told everything else anew by the actors and agents that come back to it, knows by the list who may not, and numbers its
-states above all that were seen before.
+It keeps nothing but its address, the list of hosts, who has joined and left, and the recorded snapshots: a successor
+binds the same address, is told everything else anew by the actors and agents that come back to it, knows by the list
+who may not, numbers its states above all that were seen before, and shows the events and lines that were recorded.
 """
 
 from __future__ import annotations
@@ -87,6 +87,8 @@ class Controller(Actor):
         self._hosts = Hosts(self.config.supervision.host_lost_s, self.config.supervision.heartbeat_s, CONTROLLER)
         self._hosts_changed = asyncio.Event()
         self._lines = RecentLines()
+        self._restarts = 0
+        """How often a controller of this attempt of the run was started again."""
         self._watching = Watching(
             self,
             self._registry,
@@ -147,13 +149,16 @@ class Controller(Actor):
         earlier = read_address_file(self._address_file)
         self._hosts.recall(earlier.get("hosts", {}), self.clock.now())
         self._watching.began = min(self._watching.began, earlier.get("began", self._watching.began))
+        if earlier:
+            self._restarts = earlier.get("restarts", 0) + 1
+            self._watching.succeed(self._restarts, await asyncio.to_thread(self._watching.recall))
         await self._write_address_file()
         self._sinks = start_sinks(self.context, self.counters, self.log)
 
     async def _write_address_file(self) -> None:
         hosts = self._hosts.describe()
         said = {"address": self.address, "incarnation": self.context.incarnation, "hosts": hosts}
-        text = json.dumps(said | {"began": self._watching.began})
+        text = json.dumps(said | {"began": self._watching.began, "restarts": self._restarts})
         await asyncio.to_thread(write_atomically, str(self._address_file), text)
 
     async def _keep_hosts(self) -> None:

@@ -69,6 +69,11 @@ class Lines:
             self.train.extend(kept)
 
     @property
+    def all(self) -> tuple[Iterable[dict[str, Any]], ...]:
+        """By kind, the oldest first."""
+        return self.train, self.updates, self.evals.values()
+
+    @property
     def step(self) -> int:
         """Of the newest."""
         return int(self.train[-1].get("step", 0)) if self.train else 0
@@ -80,11 +85,24 @@ class Events:
 
     kept: deque[Event] = field(default_factory=lambda: deque(maxlen=EVENTS))
     _number: int = 0
+    _recalled: frozenset[tuple[str, float, str]] = frozenset()
 
     def add(self, wall: float, level: str, actor: str, text: str) -> None:
         """Something happened at ``wall`` (Unix, s)."""
         self._number += 1
         self.kept.append(Event(number=self._number, wall=wall, level=level, actor=actor, text=text[:LONGEST_TEXT]))
+
+    def recall(self, earlier: Iterable[Event]) -> None:
+        """What an earlier controller knew, before all that happened since."""
+        since = list(self.kept)
+        self.kept.clear()
+        for event in (*earlier, *since):
+            self.add(event.wall, event.level, event.actor, event.text)
+        self._recalled = frozenset((event.actor, event.wall, event.text) for event in earlier)
+
+    def is_recalled(self, wall: float, actor: str, text: str) -> bool:
+        """Whether an actor tells what it has told an earlier controller."""
+        return (actor, wall, text[:LONGEST_TEXT]) in self._recalled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,11 +12,14 @@ import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
+
 from asyncrl.controller.picture import Constants, Events, Lines, take_picture, view_actors, view_self
+from asyncrl.controller.recent_lines import is_proper
 from asyncrl.controller.run_state import RunStateMachine
 from asyncrl.controller.snapshots import Snapshots
 from asyncrl.messages.monitor import EventRecord, Heartbeat, SnapshotTaken, WatchSnapshot
-from asyncrl.monitor.recording import Recorder
+from asyncrl.monitor.recording import Recorder, last_recorded
 from asyncrl.runtime.actor import Actor, Caller
 from asyncrl.runtime.registry import Registry
 from asyncrl.snapshot import Snapshot
@@ -63,6 +66,7 @@ class Watching:
         self.lines = Lines()
         self._events = Events()
         self._phase = run.phase
+        self._restarts = 0
         self._own: Heartbeat | None = None
         self._own_event = 0
         """Number of the newest of the controller's own events."""
@@ -103,7 +107,24 @@ class Watching:
             if event.number > entry.event:
                 entry.event = event.number
                 wall = event.wall if 0.0 <= event.wall <= LAST_WALL else self._actor.clock.wall()
-                self._events.add(wall, event.level, actor, event.text)
+                if not self._events.is_recalled(wall, actor, event.text):
+                    self._events.add(wall, event.level, actor, event.text)
+
+    def recall(self) -> Snapshot | None:
+        """The newest snapshot that an earlier controller of this attempt has recorded. Blocks."""
+        found = last_recorded(self._actor.context.run_dir, self._constants.attempt)
+        return found if found is not None and found.run.run_id == self._constants.run_id else None
+
+    def succeed(self, restarts: int, earlier: Snapshot | None) -> None:
+        """Go on from what an earlier controller has left; this one is the ``restarts``-th after the first."""
+        self._restarts = restarts
+        if earlier is not None:
+            self._events.recall(earlier.events)
+            lines, self.lines = self.lines, Lines()
+            for known in (earlier.train, earlier.updates, earlier.evals, *lines.all):
+                for line in filter(is_proper, known):
+                    self.lines.add(line)
+        self.happened("warning", self._actor.name, "was started again: the one before it has died")
 
     def changed(self) -> None:
         """The state of the run may be another one."""
@@ -133,7 +154,9 @@ class Watching:
             self._look_at_self()
         assert self._own is not None
         now, wall = actor.clock.now(), actor.clock.wall()
-        views = [view_self(actor.record(), self._own, self._registry, constants, now)]
+        # It has the keys of its first start at each.
+        record = msgspec.structs.replace(actor.record(), attempt=self._restarts)
+        views = [view_self(record, self._own, self._registry, constants, now)]
         for view in view_actors(constants, self._registry, self._run.expected, actor.name, now, self._is_gone):
             views.append(view)
             if len(views) % ACTORS_AT_ONCE == 0:

@@ -1,7 +1,7 @@
 """The file in which a controller says where it is, to its node agent and to its successor.
 
-``{"address": ..., "incarnation": ..., "hosts": ..., "began": Unix time}`` in the run's private folder. A reader sees a
-whole file, an older one or none.
+``{"address": ..., "incarnation": ..., "hosts": ..., "began": Unix time, "restarts": of the controller}`` in the run's
+private folder. A reader sees a whole file, an older one or none.
 """
 
 from __future__ import annotations

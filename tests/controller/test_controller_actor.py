@@ -128,7 +128,7 @@ def test_it_leaves_its_address_for_the_agent(tmp_path):
         path = tmp_path / "private" / "controller.json"
         said = json.loads(path.read_text())
         assert said.pop("began") == pytest.approx(cluster.controller.clock.wall(), abs=60)
-        assert said == {"address": cluster.controller.address, "incarnation": 7, "hosts": {}}
+        assert said == {"address": cluster.controller.address, "incarnation": 7, "hosts": {}, "restarts": 0}
         assert path.stat().st_mode & 0o077 == 0
         assert [p.name for p in path.parent.iterdir()] == ["controller.json"]
 

@@ -4,6 +4,7 @@ import asyncio
 import math
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +19,7 @@ from asyncrl.launcher.link import ControllerLink
 from asyncrl.messages.actors import ActorEnded, ActorRecord, StopRun
 from asyncrl.messages.monitor import EventRecord, Heartbeat, MetricsLine, RequestTrace, ResourceRecord, WatchSnapshot
 from asyncrl.monitor.client import decode_snapshot
-from asyncrl.monitor.recording import read_recording
+from asyncrl.monitor.recording import Recorder, read_recording
 from asyncrl.runtime.registry import Registry
 from asyncrl.snapshot import UPDATE_LINES, Histogram
 from asyncrl.wire.keys import VIEWER
@@ -375,3 +376,79 @@ def test_a_successor_goes_on_where_the_recording_ended(tmp_path):
         assert after.run.age_s > before.run.age_s
 
     run(tmp_path, scenario)
+
+
+RECORDED = {"record_s": 0.02}
+
+
+async def recorded(run_dir, condition):
+    """Until there are a few of such snapshots, so that the newest may be lost."""
+    while sum(bool(condition(snapshot)) for snapshot in read_recording(run_dir)) < 3:
+        await asyncio.sleep(0.01)
+
+
+def texts(snapshot):
+    return [(event.actor, event.text) for event in snapshot.events]
+
+
+@pytest.mark.parametrize("damage", ["none", "torn", "unreadable"])
+def test_a_successor_knows_what_happened_before_and_says_that_it_is_one(tmp_path, damage):
+    async def scenario(cluster):
+        learner, actor = cluster.caller("learner/0"), cluster.caller("reward/0")
+        for name in ("learner/0", "reward/0"):
+            await cluster.register(name, attempt=2)
+        await cast(actor, beat(1, events=[EventRecord(1, 5.0, "error", "first"), EventRecord(2, 6.0, "error", "last")]))
+        for step in (1, 2):
+            await cast(learner, MetricsLine(line={"kind": "train", "step": step, "start": 1, "reward/mean": step / 4}))
+        await cast(learner, MetricsLine(line={"kind": "update", "replica": "rollouter/0"}))
+        await cast(learner, MetricsLine(line={"kind": "eval", "eval/held/mean": 0.5}))
+        await recorded(tmp_path, lambda s: s.evals and ("reward/0", "last") in texts(s))
+        await cluster.die()
+        newest = sorted((tmp_path / "monitor").iterdir())[-1]
+        if damage == "torn":
+            newest.write_bytes(newest.read_bytes()[:-3])
+        elif damage == "unreadable":
+            newest.write_bytes(b"\xc1" + newest.read_bytes())
+        await cluster.start(9)
+        viewer, actor, learner = cluster.caller(VIEWER), cluster.caller("reward/0"), cluster.caller("learner/0")
+        await cluster.register("reward/0", attempt=2)
+        # It cannot know who has heard its last event.
+        again, new = EventRecord(2, 6.0, "error", "last"), EventRecord(3, 7.0, "error", "new")
+        await cast(actor, beat(2, events=[again, new]))
+        await cast(learner, MetricsLine(line={"kind": "train", "step": 3, "start": 1}))
+        seen = await until(viewer, lambda s: ("reward/0", "new") in texts(s) and s.train)
+        own = ("controller/0", "was started again: the one before it has died")
+        assert of(seen, "controller/0").restarts == 1 and of(seen, "reward/0").restarts == 2
+        if damage == "unreadable":
+            assert texts(seen).count(own) == 1 and [line["step"] for line in seen.train] == [3]
+            return
+        told = [text for text in texts(seen) if text[0] in ("reward/0", "controller/0")]
+        assert told == [("reward/0", "first"), ("reward/0", "last"), own, ("reward/0", "new")]
+        assert [event.number for event in seen.events] == sorted({event.number for event in seen.events})
+        assert [(line["step"], line.get("reward/mean")) for line in seen.train] == [(1, 0.25), (2, 0.5), (3, None)]
+        assert (len(seen.updates), len(seen.evals)) == (1, 1)
+        # And it is recorded, for whoever looks later.
+        await recorded(tmp_path, lambda s: own in texts(s) and ("reward/0", "first") in texts(s))
+        await cluster.die()
+        await cluster.start(11)
+        seen = await until(cluster.caller(VIEWER), lambda s: texts(s).count(own) == 2)
+        assert of(seen, "controller/0").restarts == 2 and ("reward/0", "first") in texts(seen)
+
+    run(tmp_path, scenario, validate_config(CONFIG.model_dump() | {"monitor": RECORDED}))
+
+
+def test_a_successor_takes_over_nothing_of_another_run(tmp_path):
+    async def scenario(cluster):
+        cluster.controller._watching.happened("warning", "reward/0", "something")
+        await recorded(tmp_path, lambda s: ("reward/0", "something") in texts(s))
+        await cluster.die()
+        [*_, last] = read_recording(tmp_path)
+        for path in (tmp_path / "monitor").iterdir():
+            path.unlink()
+        another = msgspec.structs.replace(last, run=msgspec.structs.replace(last.run, run_id="another"))
+        Recorder(tmp_path, last.run.attempt, 1 << 20).record(last.wall, msgspec.msgpack.encode(another))
+        await cluster.start(9)
+        _, seen = await look(cluster.caller(VIEWER))
+        assert ("reward/0", "something") not in texts(seen) and seen.events
+
+    run(tmp_path, scenario, validate_config(CONFIG.model_dump() | {"monitor": RECORDED}))
