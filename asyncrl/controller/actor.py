@@ -14,8 +14,9 @@ who may not, numbers its states above all that were seen before, and shows the e
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
+
+import msgspec
 
 from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
 from asyncrl.controller.coming_and_going import MEMBERS_FILE, ComingAndGoing
@@ -56,7 +57,7 @@ from asyncrl.messages.monitor import (
 )
 from asyncrl.monitor.sinks.feed import SinkFeed
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller, handler
-from asyncrl.runtime.address_file import ADDRESS_FILE, read_address_file, write_atomically
+from asyncrl.runtime.address_file import ADDRESS_FILE, AddressFile, read_address_file, write_atomically
 from asyncrl.runtime.parking import ParkingLot
 from asyncrl.runtime.registry import Registry
 from asyncrl.runtime.roster import LAUNCHER
@@ -138,6 +139,7 @@ class Controller(Actor):
             tell=self._tell,
             changed=self._registry_changed,
         )
+        self._earlier = self._predecessor()
         # Before the first bind: who has joined knows the address, and knocks as soon as it is there.
         self._members.recall()
         self.roster.take_in(self._members.members)
@@ -146,19 +148,23 @@ class Controller(Actor):
         """Leave the address where the agent looks for it."""
         self._run.checkpoint = await asyncio.to_thread(self._newest_checkpoint)
         await asyncio.to_thread(remove_unfinished, self.context.run_dir)
-        earlier = read_address_file(self._address_file)
-        self._hosts.recall(earlier.get("hosts", {}), self.clock.now())
-        self._watching.began = min(self._watching.began, earlier.get("began", self._watching.began))
-        if earlier:
-            self._restarts = earlier.get("restarts", 0) + 1
+        if (earlier := self._earlier) is not None:
+            self._hosts.recall(earlier.hosts, self.clock.now())
+            self._watching.began = min(self._watching.began, earlier.began)
+            self._restarts = earlier.restarts + 1
             self._watching.succeed(self._restarts, await asyncio.to_thread(self._watching.recall))
         await self._write_address_file()
         self._sinks = start_sinks(self.context, self.counters, self.log)
 
     async def _write_address_file(self) -> None:
-        hosts = self._hosts.describe()
-        said = {"address": self.address, "incarnation": self.context.incarnation, "hosts": hosts}
-        text = json.dumps(said | {"began": self._watching.began, "restarts": self._restarts})
+        said = AddressFile(
+            address=self.address,
+            incarnation=self.context.incarnation,
+            hosts=self._hosts.describe(),
+            began=self._watching.began,
+            restarts=self._restarts,
+        )
+        text = msgspec.json.encode(said).decode()
         await asyncio.to_thread(write_atomically, str(self._address_file), text)
 
     async def _keep_hosts(self) -> None:
@@ -177,10 +183,22 @@ class Controller(Actor):
 
     def _bind_address(self) -> str:
         """Where an earlier incarnation was, or as configured."""
-        if earlier := read_address_file(self._address_file).get("address"):
-            return str(earlier)
+        if self._earlier is not None and self._earlier.address:
+            return self._earlier.address
         network = self.config.network
         return f"tcp://{self.context.host}:{network.controller_port or network.ports}"
+
+    def _predecessor(self) -> AddressFile | None:
+        """What an earlier controller of this attempt of the run has left; None if this is the first one."""
+        try:
+            found = read_address_file(self._address_file)
+        except ValueError as error:
+            self.log.warning("what the last controller kept is lost, its list of hosts included", error=str(error))
+            found = AddressFile(address="")
+        if self.context.address:
+            # Where everybody looks for it.
+            return msgspec.structs.replace(found or AddressFile(address=""), address=self.context.address)
+        return found
 
     def _newest_checkpoint(self) -> int:
         try:

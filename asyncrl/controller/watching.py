@@ -112,7 +112,11 @@ class Watching:
 
     def recall(self) -> Snapshot | None:
         """The newest snapshot that an earlier controller of this attempt has recorded. Blocks."""
-        found = last_recorded(self._actor.context.run_dir, self._constants.attempt)
+        try:
+            found = last_recorded(self._actor.context.run_dir, self._constants.attempt)
+        except OSError as error:
+            self._actor.log.warning("what was recorded cannot be read", error=str(error))
+            return None
         return found if found is not None and found.run.run_id == self._constants.run_id else None
 
     def succeed(self, restarts: int, earlier: Snapshot | None) -> None:
