@@ -34,6 +34,11 @@ from __future__ import annotations
 
 from typing import Any
 
+STOPPED_EXIT_CODE = 130
+"""Of a run that was ended before its last step, as by Ctrl-C."""
+PREEMPTED_EXIT_CODE = 75
+"""Of a run that made way, and left a checkpoint from which it can be resumed."""
+
 
 class AsyncRLError(Exception):
     """Root of all exceptions of this package."""

@@ -2,8 +2,8 @@
 
 Built by the controller from heartbeats, kept in the run folder, sent to whoever watches. All times are durations in
 seconds, except ``wall`` (Unix time, s). Counters and the seconds of a state are cumulative since the start of an
-actor's incarnation; a rate is the difference of two snapshots over the difference of their ``wall`` (rates.py of
-the monitor). Names of figures are those of docs/metrics.md.
+actor's incarnation; a rate divides by the time between the heartbeats that brought its figures (``heard_s``), not
+by that between two ``wall`` (rates.py of the monitor). Names of figures are those of docs/metrics.md.
 
 Invariant: fields are added, never given another meaning; whatever breaks a reader of an older snapshot raises SCHEMA.
 """
@@ -15,6 +15,10 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 SCHEMA = 1
+OVER = frozenset({"done", "failed"})
+"""Phases of a run in which nothing goes on."""
+ENDING = OVER | {"draining"}
+"""Phases in which actors end because they are told to."""
 Count = Annotated[int, Meta(ge=0)]
 
 

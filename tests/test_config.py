@@ -72,6 +72,13 @@ def test_every_problem_is_reported_at_once():
         ({"data": {"source": "reasoning_gym"}}, "data.task: is required"),
         ({"staleness": {"max": -1}}, "staleness.max: input should be greater than or equal to 0"),
         ({"learner": {"lr": float("nan")}}, "learner.lr: input should be"),
+        ({"trace": {"window_s": True}}, "trace.window_s: input should be a valid number (got True)"),
+        ({"run": {"seed": "7"}}, "run.seed: input should be a valid integer (got '7')"),
+        (
+            {"sinks": {"prometheus": True}},
+            "sinks.prometheus: is a table (got True); its keys are sinks.prometheus.enabled, sinks.prometheus.host",
+        ),
+        ({"eval": {"held": 3}}, "eval.held: is a table (got 3); its keys are eval.held.data,"),
     ],
 )
 def test_what_does_not_fit_together_is_named(tree, problem):

@@ -1,4 +1,4 @@
-"""Reading traces in tests: checked against the schema, by actor and track."""
+"""Traces in tests: made on a clock of their own; read by actor and track, checked against the schema."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from typing import Any
 
 import jsonschema
 
+from asyncrl.monitor.trace import Trace
+
+WALL = 1_700_000_000.123_456_7
+"""Unix time (s) when the clock of a trace is at 0."""
 SCHEMA = json.loads((Path(__file__).parent / "monitor" / "chrome_trace.schema.json").read_text())
 
 
@@ -27,6 +31,25 @@ class Span:
         """Microseconds that both last."""
         assert self.end is not None and other.end is not None
         return max(0, min(self.end, other.end) - max(self.began, other.began))
+
+
+class Time:
+    """A clock that is set."""
+
+    def __init__(self) -> None:
+        self.seconds = 12.5
+
+    def now(self) -> float:
+        return self.seconds
+
+    def wall(self) -> float:
+        return WALL + self.seconds
+
+
+def make_trace(window_s: float = 300.0, kept: int = 100) -> tuple[Time, Trace]:
+    """With its clock."""
+    time = Time()
+    return time, Trace(time.now, time.wall, window_s=window_s, kept=kept)
 
 
 def load(path: Path) -> dict[str, dict[str, list[Span]]]:

@@ -106,6 +106,11 @@ class CheckpointFolder:
                     raise
         raise CheckpointError(str(self.folder), f"its newest checkpoint was gone each of the {LOOKS} times it was read")
 
+    def of_version(self, version: int) -> Found | None:
+        """The complete checkpoint of a version, the last that was written of it. Raises CheckpointError."""
+        names = [name for name in self._complete_names() if name[0] == version]
+        return self.at(self.folder / max(names)[-1]) if names else None
+
     def at(self, path: Path) -> Found:
         """The complete checkpoint of that name. Raises CheckpointError if it is none."""
         name = _NAME.match(path.name)

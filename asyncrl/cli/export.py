@@ -1,14 +1,110 @@
-"""asyncrl-export."""
+"""asyncrl-export: a checkpoint of a run as a model that transformers and vLLM load.
+
+Importing this module, ``--help`` and wrong usage load nothing beyond the standard library.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asyncrl.checkpoint.folder import CheckpointFolder
+    from asyncrl.checkpoint.retention import Found
+    from asyncrl.config import Config
+
+PROGRAM = "asyncrl-export"
+DESCRIPTION = "Write the weights of a run's checkpoint as a Hugging Face model. The run may be going on meanwhile."
+EPILOG = """\
+RUN is a run folder, or a name under runs/. OUT must not be there yet, or be empty; it is there when all of it is.
+
+Exit codes: 0 done, 1 the checkpoint is damaged or OUT cannot be written, 2 wrong usage, no such run or no such
+checkpoint, 78 the model of the configuration is not there or is another one, 130 Ctrl-C.
+"""
+RUNS = Path("runs")
 
 
-def main() -> int:
-    """Say that the command is not there yet."""
-    print("asyncrl-export is not there yet", file=sys.stderr)
-    return 2
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    from asyncrl.errors import AsyncRLError, ConfigError, UsageError
+
+    given = _parser().parse_args(argv)
+    try:
+        version = _export(given)
+    except KeyboardInterrupt:
+        return _complain("ended by SIGINT", 130)
+    except (ConfigError, UsageError) as error:
+        return _complain(str(error), error.exit_code)
+    except (AsyncRLError, OSError) as error:
+        return _complain(str(error), 1)
+    print(f"version {version}: {given.out}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", help="folder of a run, living or not")
+    parser.add_argument("out", metavar="OUT", type=Path, help="folder to write")
+    parser.add_argument("--version", metavar="N", type=int, help="of this version of the weights (the newest there is)")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], help="of the weights (learner.dtype; auto: float32)"
+    )
+    parser.add_argument("--model", metavar="PATH", help="the model that the run began with, if model.path has moved")
+    return parser
+
+
+def _export(given: argparse.Namespace) -> int:
+    """Returns the version. Raises AsyncRLError or OSError."""
+    from asyncrl.errors import UsageError
+
+    if given.out.exists() and (not given.out.is_dir() or any(given.out.iterdir())):
+        raise UsageError(f"{given.out}: it is there already; name a folder that is not")
+    config, checkpoints, found = _find(given.run, given.version)
+
+    from asyncrl.learner.export_checkpoint import export_checkpoint
+
+    model = config.model if given.model is None else config.model.model_copy(update={"path": given.model})
+    chosen = given.dtype or ("bfloat16" if config.learner.dtype == "bfloat16" else "float32")
+    export_checkpoint(checkpoints, found, model, given.out, chosen)
+    return found.version
+
+
+def _find(run: str, version: int | None) -> tuple[Config, CheckpointFolder, Found]:
+    """Raises UsageError, ConfigError or CheckpointError."""
+    from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
+    from asyncrl.config.load import config_from_json
+    from asyncrl.errors import UsageError
+
+    run_dir = next((path for path in (Path(run), RUNS / run) if (path / "config.json").is_file()), None)
+    if run_dir is None:
+        raise UsageError(f"{run}: no run folder (it has no config.json), and none of that name under {RUNS}")
+    try:
+        config = config_from_json((run_dir / "config.json").read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UsageError(f"{run_dir / 'config.json'}: cannot be read: {error}") from error
+    if config.learner.backend == "sim":
+        raise UsageError(f"{run_dir}: its learner is simulated; there are no weights")
+    checkpoints = CheckpointFolder(checkpoint_dir(config, run_dir))
+    found = checkpoints.newest() if version is None else checkpoints.of_version(version)
+    if found is None:
+        of = "" if version is None else f" of version {version}"
+        raise UsageError(f"{checkpoints.folder}: holds no complete checkpoint{of}")
+    return config, checkpoints, found
+
+
+def _complain(problem: str, exit_code: int) -> int:
+    print(f"{PROGRAM}: {problem}", file=sys.stderr)
+    return exit_code
 
 
 if __name__ == "__main__":

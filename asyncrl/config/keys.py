@@ -47,6 +47,9 @@ def describe(path: tuple[str, ...], item: Any) -> str:
         return f"{key}: unknown key" + (f"; did you mean {near[0]}?" if near else "")
     if item["type"] == "missing":
         return f"{key}: is required"
+    if item["type"] == "model_type":
+        keys = ", ".join(f"{key}.{each}" for each in _siblings((*path, "")))
+        return f"{key}: is a table (got {item['input']!r}); its keys are {keys}"
     message = item["msg"][0].lower() + item["msg"][1:]
     return f"{key}: {message} (got {item['input']!r})"
 

@@ -6,13 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from asyncrl.config.section import NonNegative, Seconds, Section
+from asyncrl.config.section import NonNegative, Section
 
 
 class TraceConfig(Section):
     """The timeline of the run: what every actor did when, for Perfetto (docs/timeline.md)."""
 
-    window_s: Annotated[float, Field(ge=0)] = 300.0
+    window_s: Annotated[float, Field(ge=0, le=86400.0)] = 300.0
     """What is kept of the past, in seconds; 0 keeps nothing, and no trace is written."""
 
 
@@ -52,7 +52,7 @@ class SinksConfig(Section):
 class MonitorConfig(Section):
     """What is kept of the run for those who look at it later."""
 
-    record_s: Seconds = 2.0
+    record_s: Annotated[float, Field(ge=0.01, allow_inf_nan=False)] = 2.0
     """How often a snapshot of the run is recorded in monitor/, for a replay."""
     record_bytes: NonNegative = 256 << 20
     """Largest size of the recording; past it the past is kept more coarsely. 0 records nothing."""

@@ -13,10 +13,14 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class Section(BaseModel):
-    """A table of the configuration: immutable, closed to unknown keys, documented by the docstring of each field."""
+    """A table of the configuration: immutable, closed to unknown keys, documented by the docstring of each field.
+
+    Strict: a number is no bool, and no text.
+    """
 
     model_config = ConfigDict(
         extra="forbid",
+        strict=True,
         frozen=True,
         use_attribute_docstrings=True,
         protected_namespaces=(),

@@ -128,7 +128,7 @@ class LearnerConfig(Section):
     """Schedule after the warm-up."""
     min_lr_ratio: Fraction = 0.0
     """Learning rate at the end of the decay, as a share of the peak."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
     """Betas of AdamW."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Weight decay of AdamW."""

@@ -14,6 +14,7 @@ who may not, numbers its states above all that were seen before, and shows the e
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -56,8 +57,9 @@ from asyncrl.messages.monitor import (
     WatchSnapshot,
 )
 from asyncrl.monitor.sinks.feed import SinkFeed
+from asyncrl.monitor.whole import replace_whole
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller, handler
-from asyncrl.runtime.address_file import ADDRESS_FILE, AddressFile, read_address_file, write_atomically
+from asyncrl.runtime.address_file import ADDRESS_FILE, AddressFile, read_address_file
 from asyncrl.runtime.parking import ParkingLot
 from asyncrl.runtime.registry import Registry
 from asyncrl.runtime.roster import LAUNCHER
@@ -124,7 +126,7 @@ class Controller(Actor):
             peers=lambda: self.roster.peers,
             take_in=self.take_in,
             tell=self._members_changed,
-            write=write_atomically,
+            write=partial(replace_whole, private=True),
             path=self._address_file.with_name(MEMBERS_FILE),
             now=self.clock.now,
             log=self.log,
@@ -165,7 +167,7 @@ class Controller(Actor):
             restarts=self._restarts,
         )
         text = msgspec.json.encode(said).decode()
-        await asyncio.to_thread(write_atomically, str(self._address_file), text)
+        await asyncio.to_thread(replace_whole, self._address_file, text, private=True)
 
     async def _keep_hosts(self) -> None:
         """For a successor, which is not told of a host that is lost."""
@@ -375,7 +377,7 @@ class Controller(Actor):
     @handler
     async def watch_snapshot(self, request: WatchSnapshot, caller: Caller) -> SnapshotTaken:
         """Parked until there is a newer snapshot of the run."""
-        return await self._watching.watch(request, caller)
+        return await self._watching.snapshots.watch(request, caller)
 
     # --- the timeline ---
 

@@ -48,7 +48,7 @@ class ComingAndGoing:
         peers: Callable[[], dict[str, list[str]]],
         take_in: Callable[[Members], None],
         tell: Callable[[], None],
-        write: Callable[[str, str], None],
+        write: Callable[[Path, str], None],
         path: Path,
         now: Callable[[], float],
         log: FilteringBoundLogger,
@@ -113,7 +113,7 @@ class ComingAndGoing:
         text = json.dumps(membership.describe())
         while True:
             try:
-                await asyncio.to_thread(self._write, str(self._path), text)
+                await asyncio.to_thread(self._write, self._path, text)
                 break
             except OSError as error:
                 self._log.error("members are not kept, so nobody is told", error=str(error))

@@ -15,6 +15,7 @@ from typing import Any
 from asyncrl.controller.run_state import RunStateMachine
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.monitor import Heartbeat
+from asyncrl.monitor.metrics_file import is_voided
 from asyncrl.runtime.registry import Entry, HeardResource, Registry
 from asyncrl.runtime.supervision import ROLES, role_of
 from asyncrl.snapshot import (
@@ -62,11 +63,11 @@ class Lines:
 
     def _void(self, line: dict[str, Any]) -> None:
         """A learner that goes on from a checkpoint trains some steps again: they are not to be here twice."""
-        start, step = line.get("start", 0), line.get("step", 0)
-        if self.train and start != self.train[-1].get("start", 0):
-            kept = [other for other in self.train if other.get("step", 0) < step]
-            self.train.clear()
-            self.train.extend(kept)
+        for lines in (self.train, self.updates):
+            kept = [other for other in lines if not is_voided(other, line)]
+            lines.clear()
+            lines.extend(kept)
+        self.evals = {name: other for name, other in self.evals.items() if not is_voided(other, line)}
 
     @property
     def all(self) -> tuple[Iterable[dict[str, Any]], ...]:

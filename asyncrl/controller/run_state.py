@@ -20,11 +20,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
+from asyncrl.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE
 from asyncrl.messages.actors import Condemned, Dead, Leaving, RunPhase, Stuck
 from asyncrl.runtime.supervision import (
-    PREEMPTED_EXIT_CODE,
     ROLES,
-    STOPPED_EXIT_CODE,
     UNHEALABLE_EXITS,
     describe_exit,
     drain_rank,
@@ -32,6 +31,7 @@ from asyncrl.runtime.supervision import (
     is_replicated,
     role_of,
 )
+from asyncrl.snapshot import OVER
 
 DRAIN_SHARES: dict[int, float] = {1: 0.5, 2: 0.2, 3: 0.25}
 """The share of ``drain_s`` that each rank has; what is left is the controller's own."""
@@ -120,7 +120,7 @@ class RunStateMachine:
     @property
     def final(self) -> bool:
         """Whether nothing more can change."""
-        return self.phase in ("done", "failed")
+        return self.phase in OVER
 
     def ready(self, names: Iterable[str], now: float) -> bool:
         """``names`` are all the actors that are ready now."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from structlog.typing import FilteringBoundLogger
 
+from asyncrl.config.monitor import SinksConfig
 from asyncrl.monitor.sinks.feed import SinkFeed
 from asyncrl.monitor.sinks.records import PrometheusSetup, Setup, WandbSetup
 from asyncrl.runtime.actor import ActorContext
@@ -16,11 +17,16 @@ LAST_WORDS_S = 0.5
 """Time that their process has beyond that of its sinks, to end by itself."""
 
 
+def are_wanted(sinks: SinksConfig) -> bool:
+    """Whether any is configured."""
+    return sinks.tensorboard or sinks.wandb.mode != "off" or sinks.prometheus.enabled
+
+
 def start_sinks(context: ActorContext, counters: dict[str, float], log: FilteringBoundLogger) -> SinkFeed | None:
     """The feed of the sinks of this run; None if it has none."""
     sinks = context.config.sinks
     wandb, prometheus = sinks.wandb, sinks.prometheus
-    if not (sinks.tensorboard or wandb.mode != "off" or prometheus.enabled):
+    if not are_wanted(sinks):
         return None
     setup = Setup(
         run_dir=str(context.run_dir.absolute()),

@@ -1,7 +1,8 @@
 """When a snapshot of the run is taken, and who gets it: those who watch, and the recording.
 
-While nobody watches, snapshots are taken only as often as they are recorded. Each is encoded once. Invariant: what a
-viewer is answered is never older than SNAPSHOT_S when it asks for the first time, and never the one it has seen.
+While nobody watches, snapshots are taken only as often as they are recorded, and none where none is. Each is encoded
+once. Invariant: what a viewer is answered is never older than SNAPSHOT_S when it asks for the first time, and never the
+one it has seen.
 
 Whoever asks need not read: what ZeroMQ holds for a connection grows with each answer. So a viewer has to show that it
 has read the last one, by its number, which nobody can guess; otherwise it waits for the next one, twice as long each
@@ -11,6 +12,7 @@ time. Invariant: in a time T a connection is given, beyond those that it has rea
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -56,8 +58,8 @@ class Given:
 
 
 class Snapshots:
-    """``take`` makes one; ``record`` is given each that is due to be kept, encoded, every ``record_s``; ``failed`` why
-    one could not be made: then the one before is the newest.
+    """``take`` makes one; ``record`` is given each that is due to be kept, encoded, every ``record_s``: with None only
+    those that somebody else has taken for it; ``failed`` why one could not be made: then the one before is the newest.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class Snapshots:
         record: Callable[[float, bytes], None],
         failed: Callable[[Exception], None],
         *,
-        record_s: float,
+        record_s: float | None,
         number: int,
         now: Callable[[], float],
     ) -> None:
@@ -78,9 +80,9 @@ class Snapshots:
         self._given: WeakKeyDictionary[Connection, Given] = WeakKeyDictionary()
         self._number = number
         self._newest = b""
-        self._at = float("-inf")
-        self._asked = float("-inf")
-        self._recorded = float("-inf")
+        self._at = -math.inf
+        self._asked = -math.inf
+        self._recorded = -math.inf
         self._wanted = asyncio.Event()
         self._taking = asyncio.Lock()
         self.taken = 0
@@ -93,16 +95,16 @@ class Snapshots:
     async def run(self) -> None:
         """Take snapshots until cancelled."""
         while True:
-            due = self._recorded + self._record_s
+            due = self._record_due
             if self._is_watched:
                 due = min(due, self._at + SNAPSHOT_S)
             self._wanted.clear()
             try:
-                async with asyncio.timeout(max(0.0, due - self._now())):
+                async with asyncio.timeout(None if due == math.inf else max(0.0, due - self._now())):
                     await self._wanted.wait()
                 continue
             except TimeoutError:
-                await self.take(record=self._now() >= self._recorded + self._record_s)
+                await self.take(record=self._now() >= self._record_due)
 
     async def watch(self, request: WatchSnapshot, caller: Caller) -> SnapshotTaken:
         """Answer a viewer, once there is another snapshot than it has seen or its time is over."""
@@ -152,6 +154,10 @@ class Snapshots:
         if record:
             self._recorded = self._at
             self._record(snapshot.wall, self._newest)
+
+    @property
+    def _record_due(self) -> float:
+        return math.inf if self._record_s is None else self._recorded + self._record_s
 
     @property
     def _is_watched(self) -> bool:

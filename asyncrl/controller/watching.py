@@ -2,7 +2,7 @@
 
 Invariant: nothing here holds up the run. Snapshots are written by a thread of their own, one at a time; what it cannot
 write, or not in time, is lost and counted. The disk is looked at by another thread, which may wait for a file system
-that does not answer.
+that does not answer; nobody waits for that thread, the end of the controller included.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import msgspec
 from asyncrl.controller.picture import Constants, Events, Lines, take_picture, view_actors, view_self
 from asyncrl.controller.recent_lines import is_proper
 from asyncrl.controller.run_state import RunStateMachine
+from asyncrl.controller.sinks import are_wanted
 from asyncrl.controller.snapshots import Snapshots
-from asyncrl.messages.monitor import EventRecord, Heartbeat, SnapshotTaken, WatchSnapshot
+from asyncrl.messages.monitor import EventRecord, Heartbeat
 from asyncrl.monitor.recording import Recorder, last_recorded
-from asyncrl.runtime.actor import Actor, Caller
+from asyncrl.runtime.actor import Actor
 from asyncrl.runtime.registry import Registry
 from asyncrl.snapshot import Snapshot
 
@@ -73,28 +74,29 @@ class Watching:
         self._disk_free = 0
         self._recorder = Recorder(context.run_dir, self._constants.attempt, config.monitor.record_bytes)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
+        self._disk_thread = ThreadPoolExecutor(1, thread_name_prefix="disk")
+        """Not the event loop's own, which is waited for at the end of the loop."""
         self._writing: asyncio.Future[None] | None = None
         self._is_over = False
         """Whether the last snapshot was taken."""
-        self._snapshots = Snapshots(
+        self.snapshots = Snapshots(
             self._take,
             self._record,
             self._failed,
-            record_s=config.monitor.record_s,
+            record_s=config.monitor.record_s if config.monitor.record_bytes or are_wanted(config.sinks) else None,
             number=context.incarnation,
             now=actor.clock.now,
         )
 
     async def run(self) -> None:
         """Until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._snapshots.run())
-            tasks.create_task(self._look_around())
-            tasks.create_task(self._look_at_disk())
-
-    async def watch(self, request: WatchSnapshot, caller: Caller) -> SnapshotTaken:
-        """See Snapshots."""
-        return await self._snapshots.watch(request, caller)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self.snapshots.run())
+                tasks.create_task(self._look_around())
+                tasks.create_task(self._look_at_disk())
+        finally:
+            self._disk_thread.shutdown(wait=False, cancel_futures=True)
 
     def happened(self, level: str, actor: str, text: str) -> None:
         """Something that is worth knowing of the run; level is info, warning or error."""
@@ -143,7 +145,7 @@ class Watching:
         """Take the last snapshot, tell it to everybody who watches, and write it."""
         self._look_at_self()
         await self._written()
-        await self._snapshots.take(record=True)
+        await self.snapshots.take(record=True)
         self._is_over = True
         await self._written()
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -213,17 +215,18 @@ class Watching:
     async def _look_around(self) -> None:
         while True:
             counters = self._actor.counters
-            counters["snapshots/bytes"] = self._snapshots.bytes
-            counters["snapshots/take_s"] = self._snapshots.take_s
-            counters["snapshots/taken"] = self._snapshots.taken
+            counters["snapshots/bytes"] = self.snapshots.bytes
+            counters["snapshots/take_s"] = self.snapshots.take_s
+            counters["snapshots/taken"] = self.snapshots.taken
             counters["snapshots/recorded_bytes"] = self._recorder.size
             self._look_at_self()
             await asyncio.sleep(self._actor.config.supervision.heartbeat_s)
 
     async def _look_at_disk(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
             try:
-                found = await asyncio.to_thread(os.statvfs, self._actor.context.run_dir)
+                found = await loop.run_in_executor(self._disk_thread, os.statvfs, self._actor.context.run_dir)
                 self._disk_free = found.f_bavail * found.f_frsize
             except OSError:
                 self._disk_free = 0

@@ -26,7 +26,7 @@ import msgspec
 
 from asyncrl.config import Config
 from asyncrl.config.load import config_from_json
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE, AsyncRLError
 from asyncrl.launcher.child import Child
 from asyncrl.launcher.folders import PART
 from asyncrl.launcher.host import Host
@@ -60,7 +60,7 @@ from asyncrl.monitor.logging import configure_logging, get_logger, listen, write
 from asyncrl.runtime.address_file import ADDRESS_FILE, read_address_file
 from asyncrl.runtime.endpoint import new_incarnation
 from asyncrl.runtime.heartbeat import HeartbeatThread
-from asyncrl.runtime.supervision import PREEMPTED_EXIT_CODE, ROLES, STOPPED_EXIT_CODE, role_of
+from asyncrl.runtime.supervision import ROLES, role_of
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 """The guard starts the agent with these blocked, until it can handle them."""

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from asyncrl.config.operation import SupervisionConfig
-from asyncrl.errors import ActorFailed
+from asyncrl.errors import PREEMPTED_EXIT_CODE, ActorFailed
 from asyncrl.launcher.instructions import (
     Announce,
     AskStop,
@@ -34,7 +34,7 @@ from asyncrl.launcher.instructions import (
 from asyncrl.messages.actors import RunState
 from asyncrl.runtime.actor import CONTROLLER
 from asyncrl.runtime.registry import FIRST_WORD_S
-from asyncrl.runtime.supervision import PREEMPTED_EXIT_CODE, UNHEALABLE_EXITS, Restart, Supervisor, describe_exit
+from asyncrl.runtime.supervision import UNHEALABLE_EXITS, Restart, Supervisor, describe_exit
 
 NEVER_RAN_GRACE_S = 1.0
 """A run that never got going has nothing worth waiting for."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -199,10 +200,13 @@ def summarise(lines: Iterable[Line], run_dir: Path, log_dir: Path, steps: int) -
         ("samples", run_dir / "samples"),
         ("checkpoints", run_dir / "checkpoints"),
         ("model", run_dir / "export"),
+        ("trace", run_dir / "trace"),
         ("logs", log_dir),
     ):
         if place.exists():
             rows.append((label, str(place)))
+    if (run_dir / "monitor").exists():
+        rows.append(("replay", f"asyncrl-top {shlex.quote(str(run_dir))} --replay, or --report FILE.html"))
     width = max(len(label) for label, _ in rows)
     return [f"{label:<{width}}  {text}" for label, text in rows]
 

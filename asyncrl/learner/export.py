@@ -87,10 +87,15 @@ class _Writer:
 
     def _write(self) -> None:
         self._files.append(list(self._held))
+        path = self._folder / _part(len(self._files))
+        path.touch()
+        permissions = path.stat().st_mode
         try:
-            save_file(self._held, self._folder / _part(len(self._files)), metadata={"format": "pt"})
+            save_file(self._held, path, metadata={"format": "pt"})
         except SafetensorError as error:
             raise OSError(f"{self._folder}: {error}") from error
+        # safetensors leaves it to its owner alone; who serves the model may be somebody else.
+        path.chmod(permissions)
         self._bytes += self._held_bytes
         self._held, self._held_bytes = {}, 0
 

@@ -125,6 +125,15 @@ def gather_buckets(
             yield found
 
 
+def whole_buckets(policy: Policy, *, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
+    """What ``gather_buckets`` gives on rank 0, of a model that is whole in this process; a layer at a time."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    for unit in _units(policy, dtype):
+        cast = {name: weight.to(_published(weight, dtype)) for name, weight in unit.weights.items()}
+        yield revert_weight_conversion(policy.model, cast)
+
+
 def _units(policy: Policy, dtype: torch.dtype) -> list[_Unit]:
     """What is published, in the order of the checkpoint."""
     model: Any = policy.model

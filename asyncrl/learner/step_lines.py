@@ -118,10 +118,10 @@ class StepLines:
         """Until all lines are written, with the updates that ended after the last step."""
         await self._steps.join()
         _, updates = self._generation.take()
-        await self._write_updates(updates)
+        await self._write_updates(updates, self._written)
 
-    async def _write_updates(self, updates: list[tuple[str, UpdateTimes]]) -> None:
-        lines = [update_line(*update) for update in updates]
+    async def _write_updates(self, updates: list[tuple[str, UpdateTimes]], step: int) -> None:
+        lines = [update_line(*update) | {"step": step} for update in updates]
         await self._write(lambda: self._records.metrics(*lines))
         # Whoever watches sees no more of them anyway.
         self._tell_lines(lines[-UPDATE_LINES:])
@@ -143,7 +143,7 @@ class StepLines:
             "perf/overlap": self._generation.overlap(step.train_began, step.train_ended),
             **update_metrics([times for _, times in updates]),
         }
-        await self._write_updates(updates)
+        await self._write_updates(updates, line["step"])
         await self.emit(line)
         kept = step.groups[: self._samples_per_step]
         await self._write(partial(self._records.samples, line["step"], line["weights/version"], kept))

@@ -68,7 +68,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     awaits: Annotated[list[AwaitRecord], Meta(max_length=8)] = []
     """What it waits for, the oldest first."""
     counters: dict[str, float] = {}
-    """Counters and gauges; names, kinds and units are in monitor/catalogue.py."""
+    """Counters and gauges; names, kinds and units are in monitor/catalogue_table.py."""
     histograms: dict[str, Histogram] = {}
     """Counts by the buckets of the catalogue."""
     resources: list[ResourceRecord] = []

@@ -10,12 +10,11 @@ import html
 import math
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import Any
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from asyncrl.monitor.metrics_file import Line
+from asyncrl.monitor.metrics_file import Line, number_in
 from asyncrl.monitor.utilisation import KINDS, Span
 
 MOST_POINTS = 2000
@@ -43,7 +42,7 @@ def text(value: object) -> str:
 
 def series(lines: Sequence[Line], key: str, *, by: str = "step", join: Callable[[list[float]], float] = max) -> Points:
     """The finite values of ``key``; None of those that are absent. Thinned by ``join``."""
-    points = [(float(line[by]), float(line[key])) for line in lines if _is_number(line.get(key)) and by in line]
+    points = [(float(line[by]), y) for line in lines if (y := number_in(line, key)) is not None and by in line]
     width = math.ceil(len(points) / MOST_POINTS) or 1
     bins = [points[at : at + width] for at in range(0, len(points), width)]
     return [bin[-1][0] for bin in bins], [join([y for _, y in bin]) for bin in bins]
@@ -115,9 +114,9 @@ def step_breakdown(train: Sequence[Line]) -> go.Figure | None:
     figure = _figure("seconds")
     rows = []
     for line in train:
-        if _is_number(line.get(STEP)):
-            parts = {name: float(line.get(f"time/{name}_s") or 0.0) for name in PARTS if name != "other"}
-            rows.append({"step": line["step"], **parts, "other": max(0.0, line[STEP] - sum(parts.values()))})
+        if (step_s := number_in(line, STEP)) is not None:
+            parts = {name: number_in(line, f"time/{name}_s") or 0.0 for name in PARTS if name != "other"}
+            rows.append({"step": line["step"], **parts, "other": max(0.0, step_s - sum(parts.values()))})
     for name, colour in PARTS.items():
         x, y = series(rows, name, join=mean)
         if any(y):
@@ -223,10 +222,6 @@ def _style(figure: go.Figure, height: int = 340, *, titled: bool = False) -> Non
 
 def _unless_empty(figure: go.Figure) -> go.Figure | None:
     return figure if figure.data else None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _state_order(state: str) -> tuple[int, str]:

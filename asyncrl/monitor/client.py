@@ -27,7 +27,7 @@ from asyncrl.runtime.endpoint import Endpoint
 from asyncrl.runtime.peer import Peer
 from asyncrl.runtime.roster import CONTROLLER
 from asyncrl.runtime.server import CROWDED
-from asyncrl.snapshot import Snapshot
+from asyncrl.snapshot import OVER, Snapshot
 from asyncrl.wire.keys import VIEWER, VIEWER_INCARNATION, Credentials, load_credentials
 from asyncrl.wire.zeromq import ZmqTransport
 
@@ -37,8 +37,6 @@ ANSWER_S = 8.0
 AGAIN_S = 1.0
 """After an answer that is none."""
 LARGEST_BYTES = 1 << 28
-FINAL = frozenset({"done", "failed"})
-"""Phases after which nothing more comes."""
 
 decode_snapshot = msgspec.msgpack.Decoder(Snapshot).decode
 """A snapshot from its MessagePack. Raises msgspec.DecodeError."""
@@ -158,7 +156,7 @@ class Viewer:
             seen, heard = taken.number, time.monotonic()
             if snapshot is not None:
                 yield snapshot
-                if snapshot.run.phase in FINAL:
+                if snapshot.run.phase in OVER:
                     return
 
 

@@ -23,8 +23,10 @@ def check_name(name: str, kind: str = "") -> None:
     """Raise AssertionError for a name that is not declared, as ``kind`` if that is given, where ``strict`` is set."""
     if strict:
         metric = find(name)
-        assert metric is not None, f"{name} is not in monitor/catalogue.py"
-        assert not kind or kind in metric.kinds, f"{name} is {metric.kinds} in monitor/catalogue.py and not {kind}"
+        assert metric is not None, f"{name} is not in monitor/catalogue_table.py"
+        assert not kind or kind in metric.kinds, (
+            f"{name} is {metric.kinds} in monitor/catalogue_table.py and not {kind}"
+        )
 
 
 class Figures(dict[str, float]):

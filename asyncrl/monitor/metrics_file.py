@@ -1,4 +1,4 @@
-"""Reading metrics.jsonl, whoever wrote it and however that ended."""
+"""Reading metrics.jsonl, whoever wrote it and however that ended, and what its lines say."""
 
 from __future__ import annotations
 
@@ -20,11 +20,9 @@ def number_in(line: Line, key: str) -> float | None:
 
 
 def read_metrics(path: Path, kinds: Collection[str] | None = None) -> list[Line]:
-    """The lines of a metrics file that tell of the run as it stands; none if there is no such file.
+    """The lines of a metrics file that tell of the run as it stands (is_voided); none if there is no such file.
 
-    ``kinds`` are those wanted, all without it: updates are many in a large run. A learner that was started again goes
-    on from its checkpoint: its first step voids what its predecessors wrote of the same step and later ones. A torn
-    last line is left out.
+    ``kinds`` are those wanted, all without it: updates are many in a large run. A torn last line is left out.
     """
     if not path.exists():
         return []
@@ -38,10 +36,19 @@ def read_metrics(path: Path, kinds: Collection[str] | None = None) -> list[Line]
                 continue
             if not isinstance(line, dict):
                 continue
-            start, step = line.get("start", 0), line.get("step", 0)
-            if line.get("kind") == "train" and start > newest:
-                newest = start
-                found = [other for other in found if other.get("start", 0) == start or other.get("step", 0) < step]
+            if line.get("kind") == "train" and line.get("start", 0) > newest:
+                newest = line["start"]
+                found = [other for other in found if not is_voided(other, line)]
             if kinds is None or line.get("kind") in kinds:
                 found.append(line)
     return found
+
+
+def is_voided(line: Line, by: Line) -> bool:
+    """Whether ``line``, of any kind, tells of what was undone, by the line ``by`` of a step.
+
+    A learner that was started again goes on from its checkpoint: its first step voids what its predecessors told of the
+    same step and later ones.
+    """
+    goes_back = by.get("kind") == "train" and by.get("start", 0) > line.get("start", 0)
+    return bool(goes_back and line.get("step", 0) >= by.get("step", 0))

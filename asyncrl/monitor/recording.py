@@ -23,7 +23,7 @@ import msgspec
 import zstandard
 
 from asyncrl.monitor.whole import append_whole
-from asyncrl.snapshot import Snapshot
+from asyncrl.snapshot import SCHEMA, Snapshot
 
 FOLDER = "monitor"
 LARGEST_SNAPSHOT_BYTES = 1 << 28
@@ -134,13 +134,6 @@ def _append(path: Path, body: bytes) -> None:
         os.close(descriptor)
 
 
-def read_recording(run_dir: Path) -> Iterator[Snapshot]:
-    """Every recorded snapshot, in order of time."""
-    for _, body in read_bodies(run_dir):
-        if (snapshot := decode(body)) is not None:
-            yield snapshot
-
-
 def read_bodies(run_dir: Path, damaged: list[Path] | None = None) -> Iterator[tuple[float, bytes]]:
     """(wall, snapshot as ``decode`` takes it), in order of time: what a time bar holds of a long recording.
 
@@ -181,9 +174,10 @@ def decode(body: bytes) -> Snapshot | None:
     """A recorded snapshot; None where it is not one of a schema that is known here."""
     try:
         plain = zstandard.ZstdDecompressor().decompress(body, max_output_size=LARGEST_SNAPSHOT_BYTES)
-        return _decoder.decode(plain)
+        snapshot = _decoder.decode(plain)
     except (zstandard.ZstdError, msgspec.DecodeError):
         return None
+    return snapshot if snapshot.schema == SCHEMA else None
 
 
 def _entries(path: Path, damaged: list[Path] | None = None) -> Iterator[tuple[float, bytes]]:
@@ -196,8 +190,8 @@ def _entries(path: Path, damaged: list[Path] | None = None) -> Iterator[tuple[fl
                         yield wall, body
                     case _:
                         break
-    except msgpack.OutOfData:
-        # The end, or what a writer that died has left.
+    except (msgpack.OutOfData, FileNotFoundError):
+        # The end, or what a writer that died has left; or one that lives has thinned the segment away.
         return
     except (OSError, msgpack.UnpackException, ValueError):
         pass

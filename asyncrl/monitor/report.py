@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import html
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -20,6 +19,7 @@ from asyncrl.errors import UsageError
 from asyncrl.monitor.metrics_file import Line, read_metrics
 from asyncrl.monitor.recording import decode, read_bodies
 from asyncrl.monitor.utilisation import evenly, spans
+from asyncrl.monitor.whole import replace_whole
 from asyncrl.snapshot import Event, Snapshot
 
 MOST_SNAPSHOTS = 240
@@ -52,14 +52,7 @@ def write_report(run_dir: Path, out: Path) -> None:
         raise UsageError(f"{run_dir} is not a run folder: it holds no config.json")
     if find_spec("plotly") is None:
         raise UsageError("a report needs plotly; pip install 'asyncrl[report]'")
-    page = _page(run_dir)
-    new = out.with_name(out.name + ".new")
-    try:
-        new.write_text(page, encoding="utf-8")
-        os.replace(new, out)
-    except OSError:
-        new.unlink(missing_ok=True)
-        raise
+    replace_whole(out, _page(run_dir))
 
 
 def _page(run_dir: Path) -> str:

@@ -26,7 +26,7 @@ class SampleAccount:
         self.uid = uid
         self.sample = sample
         self.events: list[list[Any]] = []
-        """[seconds, what, facts ...]; see monitor/story.py, which reads them."""
+        """[seconds, what, facts ...]; see monitor/story_words.py, which reads them."""
         self.left_out = 0
         self._elapsed = elapsed
         self._begun = False

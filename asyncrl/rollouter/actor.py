@@ -341,13 +341,13 @@ class Rollouter(Actor):
         # The longest that an honest queue can take: everything in flight ahead of this one, at its full time.
         queue = rollout.concurrency * max(replicas, rollout.replicas) / reward.workers
         began = self.clock.now()
-        self._scoring += 1
+        self._scoring += len(request.completions)
         try:
             scores: Scores = await self.peer(REWARD).call(
                 request, timeout=self.config.network.call_timeout_s + (1 + queue) * reward.timeout_s
             )
         finally:
-            self._scoring -= 1
+            self._scoring -= len(request.completions)
         self.histograms.observe("rollout/reward_s", self.clock.now() - began)
         return scores
 

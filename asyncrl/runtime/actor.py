@@ -131,7 +131,7 @@ class Actor:
             spawn=self._spawn,
         )
         self.counters = self._endpoint.counters
-        """Counters and gauges by their names; see monitor/catalogue.py."""
+        """Counters and gauges by their names; see monitor/catalogue_table.py."""
         self.histograms = self._endpoint.histograms
         self.events = Events(self.clock.wall)
         """Warnings and errors that the controller is to hear of."""

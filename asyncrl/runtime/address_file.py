@@ -6,7 +6,6 @@ ValueError, which names it, for one that is damaged.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import msgspec
@@ -35,11 +34,3 @@ def read_address_file(path: Path) -> AddressFile | None:
         return None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} does not say where the controller is: {error}") from None
-
-
-def write_atomically(path: str, text: str) -> None:
-    """Replace a file that nobody but its owner may read."""
-    descriptor = os.open(path + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
-    os.replace(path + ".new", path)

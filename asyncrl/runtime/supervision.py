@@ -12,10 +12,6 @@ import signal
 from collections import deque
 from dataclasses import dataclass, field
 
-STOPPED_EXIT_CODE = 130
-"""Exit code of a run that was ended before its last step, as by Ctrl-C."""
-PREEMPTED_EXIT_CODE = 75
-"""Exit code of a run that made way, and left a checkpoint from which it can be resumed."""
 LONGEST_BACKOFF_S = 60.0
 UNHEALABLE_EXITS = frozenset({2, 78})
 """Exit codes of wrong usage and wrong configuration or data: a restart meets the same."""

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from cluster.launches import WAIT_S, Command, Launch, left, process
 from cluster.netns import Cluster, wait_until
+from recordings import read_recording
 from trace_files import generation, load
 
 from asyncrl.monitor.metrics_file import read_metrics
-from asyncrl.monitor.recording import read_recording
 from asyncrl.monitor.story import explain
 from tools.chaos.audit import Expected, audit
 
@@ -135,7 +135,7 @@ def test_a_host_joins_serves_and_leaves_while_the_run_goes_on(cluster, folder):
     assert set(taken) == {"stream"}
     assert run.events("rollouter-2", "nothing more is begun")[0]["unfinished"] == 0
     # It was watched and recorded like the others, for as long as it was there.
-    recorded = list(read_recording(run.run_dir))
+    recorded = read_recording(run.run_dir)
     there = [{actor.name: actor for actor in snapshot.actors} for snapshot in recorded]
     guests = {"agent/2", "rollouter/2"}
     # Nobody knows its host before it has spoken itself.

@@ -70,7 +70,7 @@ async def leave_far(cluster):
 
 async def shown(cluster):
     """Names of the actors in a new snapshot."""
-    await cluster.controller._watching._snapshots.take()
+    await cluster.controller._watching.snapshots.take()
     taken = await cluster.caller(VIEWER).call(WatchSnapshot())
     return {actor.name for actor in decode_snapshot(taken.snapshot).actors}
 

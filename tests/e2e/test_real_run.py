@@ -13,11 +13,11 @@ import psutil
 import pytest
 import torch
 from ledgers import assert_ledgers_add_up
+from recordings import read_recording
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from trace_files import generation, load
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from asyncrl.monitor.recording import read_recording
 from asyncrl.monitor.story import explain, read_story
 
 STEPS = 8

@@ -7,7 +7,7 @@ import pytest
 
 from asyncrl.launcher.progress import CLEAR_LINE, Progress, describe_step, summarise
 from asyncrl.launcher.spec import MetricsEvent, MovingEvent, RestartEvent, StacksEvent, StateEvent, StuckEvent
-from asyncrl.monitor.metrics_file import read_metrics
+from asyncrl.monitor.metrics_file import is_voided, read_metrics
 
 
 class Terminal(io.StringIO):
@@ -24,6 +24,9 @@ LINE = {
     "rollout/tokens_per_s": 1234.5,
     "time/step_s": 1.0,
 }
+
+KINDS = ("train", "update", "eval")
+TRAIN = {"kind": "train"}
 
 
 def test_a_step_in_a_few_words():
@@ -140,6 +143,7 @@ def test_a_reader_that_is_gone_ends_nothing(tmp_path):
 def run_dir(tmp_path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "export").mkdir()
+    (tmp_path / "monitor").mkdir()
     return tmp_path
 
 
@@ -157,6 +161,7 @@ def test_the_summary(run_dir):
         f"run folder  {run_dir}",
         f"model       {run_dir / 'export'}",
         f"logs        {run_dir / 'logs'}",
+        f"replay      asyncrl-top {run_dir} --replay, or --report FILE.html",
     ]
 
 
@@ -188,6 +193,23 @@ def test_what_a_restored_learner_does_again_counts_once(tmp_path):
         ("train", 5, 2),
     ]
     assert [line["step"] for line in read_metrics(path, ("eval",))] == [4]
+
+
+@pytest.mark.parametrize(
+    ("line", "by", "voided"),
+    [
+        *(({"kind": kind, "step": 5, "start": 1}, TRAIN | {"step": 5, "start": 2}, True) for kind in KINDS),
+        *(({"kind": kind, "step": 6, "start": 1}, TRAIN | {"step": 5, "start": 3}, True) for kind in KINDS),
+        *(({"kind": kind, "step": 4, "start": 1}, TRAIN | {"step": 5, "start": 2}, False) for kind in KINDS),
+        *(({"kind": kind, "step": 6, "start": 2}, TRAIN | {"step": 5, "start": 2}, False) for kind in KINDS),
+        *(({"kind": kind, "step": 6, "start": 2}, TRAIN | {"step": 5, "start": 1}, False) for kind in KINDS),
+        # The evaluation at a step may be told before its line.
+        *((TRAIN | {"step": 5, "start": 1}, {"kind": kind, "step": 5, "start": 2}, False) for kind in KINDS[1:]),
+        ({"step": 1}, TRAIN | {"step": 1}, False),
+    ],
+)
+def test_what_a_step_voids(line, by, voided):
+    assert is_voided(line, by) == voided
 
 
 STUCK = [

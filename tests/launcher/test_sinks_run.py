@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 from launched import command_line, wait_until
 from sim_runs import STEPS
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard_files import steps
 
 ALL = ("--sinks.tensorboard", "true", "--sinks.prometheus.enabled", "true", "--sinks.wandb.mode", "offline")
 
@@ -22,13 +22,6 @@ ALL = ("--sinks.tensorboard", "true", "--sinks.prometheus.enabled", "true", "--s
 def below(run, title):
     """Pid of the first process of the run whose title begins so."""
     return wait_until(lambda: next((p for p, words in run.processes().items() if title in words), 0), title)
-
-
-def wrote(run):
-    """Steps that TensorBoard shows."""
-    found = EventAccumulator(str(run.run_dir / "tensorboard"), size_guidance={"scalars": 0})
-    found.Reload()
-    return [event.step for event in found.Scalars("reward/mean")]
 
 
 def logged(run, attempt=1):
@@ -72,7 +65,7 @@ def test_a_run_does_not_notice_that_its_sinks_are_killed_and_their_clients_block
         ended_well(run, known)
     assert logged(run)["ended"]["counters"]["sinks/restarts"] == 1
     assert not address.exists()
-    assert wrote(run)[-1] == STEPS
+    assert steps(run.run_dir)[-1] == STEPS
 
 
 def test_a_run_ends_in_time_though_its_sinks_stand_still(launch):
@@ -103,7 +96,7 @@ def test_a_run_does_not_notice_that_the_disk_of_wandb_is_full(launch):
         assert shutil.disk_usage(folder).free == 0
     finally:
         subprocess.run(["umount", folder], check=True)
-    assert wrote(run) == list(range(1, STEPS + 1))
+    assert steps(run.run_dir) == list(range(1, STEPS + 1))
     assert logged(run)["ended"]["counters"]["sinks/restarts"] == 0
 
 
@@ -113,13 +106,17 @@ def test_a_resumed_run_goes_on_in_its_sinks(launch):
     run.process.send_signal(signal.SIGTERM)
     code, shown = run.end()
     assert code == 75, shown
-    wandb_id = (run.run_dir / "monitor" / "wandb.json").read_bytes()
+    kept = (run.run_dir / "monitor" / "wandb.json").read_bytes()
     again = launch(*ALL, "--resume", "auto")
-    known = {}
-    ended_well(again, known)
-    assert wrote(again) == list(range(1, STEPS + 1))
-    assert (run.run_dir / "monitor" / "wandb.json").read_bytes() == wandb_id
-    assert {path.suffixes[-1] for path in run.run_dir.glob("wandb/offline-run-*/*.wandb")} == {".wandb"}
+    again.wait_to_show(f"/{STEPS}  version ")
+    below(again, "asyncrl sinks")
+    below(again, "wandb-core")
+    ended_well(again, again.processes())
+    assert steps(again.run_dir) == list(range(1, STEPS + 1))
+    assert (run.run_dir / "monitor" / "wandb.json").read_bytes() == kept
+    # One file of each attempt, both of the same W&B run.
+    written = [path.name for path in run.run_dir.glob("wandb/offline-run-*/*.wandb")]
+    assert written == [f"run-{json.loads(kept)['id']}.wandb"] * 2
 
 
 def test_a_sink_whose_package_is_missing_is_refused_before_anything_starts(tmp_path):

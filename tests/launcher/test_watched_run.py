@@ -7,10 +7,10 @@ import signal
 import pytest
 from launched import wait_until
 from ledgers import assert_ledgers_add_up
+from recordings import read_recording
 from sim_runs import Run
 
 from asyncrl.monitor.client import find_target, watch
-from asyncrl.monitor.recording import read_recording
 from asyncrl.snapshot import Snapshot
 
 STEPS = 80
@@ -46,7 +46,7 @@ def watched(tmp_path_factory):
         for pid in run.processes() if run.process.poll() is None else ():
             os.kill(pid, signal.SIGKILL)
         run.process.wait()
-    return run, [one for one in seen if isinstance(one, Snapshot)], list(read_recording(run.run_dir))
+    return run, [one for one in seen if isinstance(one, Snapshot)], read_recording(run.run_dir)
 
 
 def test_the_ledgers_of_all_serial_resources_add_up(watched):

@@ -262,6 +262,7 @@ def test_publication_and_export_are_what_save_pretrained_would_write(ranks, tied
         "model.safetensors",
         "tokenizer.json",
     ]
+    assert len({p.stat().st_mode for p in target.iterdir()}) == 1, "whoever may read one of them may read all"
     model = transformers.AutoModelForCausalLM.from_pretrained(target)
     assert str(model.dtype) == f"torch.{dtype}"
     twin = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=model.dtype)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import threading
 import time
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from asyncrl.monitor.sinks.records import Setup
 from asyncrl.snapshot import ActorView, Histogram, Resource, RunView, Snapshot
 
 LOG = structlog.get_logger()
+NET_S = 60.0
+"""For what must come to pass."""
 
 
 def train(step, start=1, **figures):
@@ -75,12 +78,30 @@ def feeding(setup, **options):
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
-def wait_for(what, timeout=60.0):
+def wait_for(what, timeout=NET_S):
     until = time.monotonic() + timeout
     while not (found := what()):
         assert time.monotonic() < until, what
         time.sleep(0.02)
     return found
+
+
+@contextlib.contextmanager
+def standing_still(pid):
+    """What is done within is done while this process does nothing: who waits for it, waits for ever."""
+    process = psutil.Process(pid)
+    process.suspend()
+    wait_for(lambda: process.status() == psutil.STATUS_STOPPED)
+    yield
+    assert process.status() == psutil.STATUS_STOPPED
+
+
+def ends(what, *args):
+    """Do it, in a thread of its own, for it may hang."""
+    thread = threading.Thread(target=what, args=args, daemon=True)
+    thread.start()
+    thread.join(NET_S)
+    assert not thread.is_alive(), f"{what} has not ended after {NET_S:g} s"
 
 
 def address_of(run_dir):

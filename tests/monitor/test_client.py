@@ -129,7 +129,7 @@ def test_who_asks_and_does_not_read_fills_no_memory_and_others_are_served(tmp_pa
                     if id % (asked // 5) == 0:
                         assert isinstance(await anext(news), Snapshot)
                         seen += 1
-                    sizes.append(actor._watching._snapshots.bytes)
+                    sizes.append(actor._watching.snapshots.bytes)
                 while len(sent.get(b"silent", ())) < asked:
                     await asyncio.sleep(0.01)
                 given = [size for size in sent[b"silent"] if size > min(filter(None, sizes)) / 2]
@@ -241,7 +241,7 @@ def test_a_controller_that_answers_at_once_that_it_cannot_is_not_asked_at_full_s
             async def fail(request, caller):
                 raise ValueError("no snapshot")
 
-            actor._watching.watch = fail
+            actor._watching.snapshots.watch = fail
             began = time.monotonic()
             news = watch(find_target(str(tmp_path)))
             seen = [await anext(news) for _ in range(4)]

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.monitor import metrics
-from asyncrl.monitor.catalogue import EDGES, METRICS, document, find, quantile
+from asyncrl.monitor.catalogue import EDGES, document, find, quantile
+from asyncrl.monitor.catalogue_table import METRICS
 from asyncrl.monitor.metrics import Figures, Histograms
 
 ROOT = Path(__file__).parents[2]

@@ -1,14 +1,13 @@
 """The recording of a run: bounded, whole, and readable whatever became of its writer."""
 
-import contextlib
-import resource
-
 import msgspec
 import pytest
+from disks import room_for
+from recordings import read_recording
 
 from asyncrl.monitor import recording
-from asyncrl.monitor.recording import Recorder, read_bodies, read_latest, read_recording, segments
-from asyncrl.snapshot import ActorView, RunView, Snapshot
+from asyncrl.monitor.recording import Recorder, read_bodies, read_latest, segments
+from asyncrl.snapshot import SCHEMA, ActorView, RunView, Snapshot
 
 
 def picture(number, size=0):
@@ -32,7 +31,7 @@ def test_what_was_recorded_is_read(tmp_path):
     recorder = Recorder(tmp_path, 1, 1 << 20)
     for number in range(5):
         put(recorder, number, size=3)
-    assert list(read_recording(tmp_path))[2] == picture(2, 3)
+    assert read_recording(tmp_path)[2] == picture(2, 3)
     assert steps(tmp_path) == [0, 1, 2, 3, 4]
 
 
@@ -97,19 +96,23 @@ def test_a_snapshot_of_another_schema_is_passed_over(tmp_path):
     recorder = Recorder(tmp_path, 1, 1 << 20)
     put(recorder, 0)
     recorder.record(1.0, msgspec.msgpack.encode({"schema": 2, "planets": 8}))
+    # It may look like one of ours and mean something else.
+    recorder.record(2.0, msgspec.msgpack.encode(msgspec.structs.replace(picture(7), schema=SCHEMA + 1)))
     put(recorder, 1)
     assert steps(tmp_path) == [0, 1]
 
 
-@contextlib.contextmanager
-def room_for(size):
-    """No file may grow beyond this: what is taken off one may be written again, as on a full disk."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+def test_a_segment_that_is_thinned_away_while_it_is_read_is_not_damaged(tmp_path):
+    """As by the run that goes on."""
+    for attempt in (1, 2, 3):
+        put(Recorder(tmp_path, attempt, 1 << 20), attempt)
+    damaged, second = [], segments(tmp_path)[1].path
+    bodies = recording.read_bodies(tmp_path, damaged)
+    read = [next(bodies)[0]]
+    # What is read next was listed before.
+    second.unlink()
+    read += [wall for wall, _ in bodies]
+    assert (read, damaged) == ([1001.0, 1003.0], [])
 
 
 @pytest.mark.parametrize("size", [0, 5000])

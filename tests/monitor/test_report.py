@@ -8,12 +8,13 @@ import msgspec
 import pytest
 from pictures import WALL, Run
 from plotly.offline import get_plotlyjs
+from recordings import record
 
 from asyncrl.errors import UsageError
 from asyncrl.monitor import charts, report
 from asyncrl.monitor.metrics_file import read_metrics
-from asyncrl.monitor.recording import Recorder
 from asyncrl.monitor.report import write_report
+from asyncrl.monitor.states import STATES
 from asyncrl.monitor.utilisation import evenly, spans
 from asyncrl.snapshot import Event, Resource
 
@@ -53,12 +54,6 @@ def run_dir(tmp_path):
 
 def write_lines(run_dir, *lines):
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def record(run_dir, *snapshots):
-    recorder = Recorder(run_dir, 1, 1 << 20)
-    for snapshot in snapshots:
-        recorder.record(snapshot.wall, msgspec.msgpack.encode(snapshot))
 
 
 class Page(html.parser.HTMLParser):
@@ -239,6 +234,11 @@ def test_a_state_that_a_heartbeat_corrects_does_not_count_a_whole_life_again():
     ]
     found = spans([msgspec.structs.replace(Run().at(t), actors=actors[t // 2]) for t in (0, 2)])
     assert found[0].shares == {"engine": {"generating": 1.0}}
+
+
+def test_every_state_has_a_colour():
+    resources = {state for kind, states in STATES.items() if kind != "actor" for state in states}
+    assert set(charts.STATE_COLOURS) == resources
 
 
 def test_a_line_that_a_dead_writer_left_is_not_read(tmp_path):

@@ -4,22 +4,16 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 
 import psutil
 import pytest
-from sinks_cases import LOG, address_of, encoded, feeding, setup, snapshot, train, wait_for
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from sinks_cases import LOG, address_of, encoded, ends, feeding, setup, snapshot, standing_still, train, wait_for
+from tensorboard_files import steps
 
+from asyncrl.monitor.sinks import records
 from asyncrl.monitor.sinks.feed import MOST_RESTARTS, SinkFeed
 from asyncrl.monitor.sinks.records import PrometheusSetup
-
-
-def steps(run_dir):
-    found = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0})
-    found.Reload()
-    return [event.step for event in found.Scalars("reward/mean")] if found.Tags()["scalars"] else []
 
 
 def life(feed, but=0):
@@ -81,21 +75,71 @@ def test_a_process_that_stands_still_delays_nobody_and_is_killed_at_the_end(tmp_
     with feeding(setup(tmp_path, tensorboard=True), room=50) as (feed, counters):
         feed.line(train(1))
         taken(tmp_path, 1)
-        psutil.Process(feed.pid).suspend()
+        sinks = psutil.Process(feed.pid)
         large = {"kind": "train", "step": 2, "text": "x" * (1 << 16)}
-        slowest = 0.0
-        for _ in range(200):
-            began = time.monotonic()
-            feed.line(large)
-            slowest = max(slowest, time.monotonic() - began)
-        assert counters["sinks/dropped"] > 50
-        assert slowest < 5.0, "it waited for the process"
+
+        def feed_many():
+            for _ in range(200):
+                feed.line(large)
+
+        with standing_still(sinks.pid):
+            ends(feed_many)
+            assert counters["sinks/dropped"] > 50
+        # Nobody lets it go on.
         held = len(feed._queue)
-        began = time.monotonic()
-        feed.close(0.5)
-        assert time.monotonic() - began < 20.0
-        assert feed.pid == 0
+        ends(feed.close, 0.5)
+        assert feed.pid == 0 and not feed._thread.is_alive() and not sinks.is_running()
         assert counters["sinks/dropped"] >= 50 + held
+
+
+def begin_a_line_that_is_too_long_for_the_socket(feed, run_dir):
+    """To a process that stands still."""
+    feed.line(train(1))
+    taken(run_dir, 1)
+    psutil.Process(feed.pid).suspend()
+    feed.line(train(2) | {"text": "x" * (8 << 20)})
+    wait_for(lambda: not feed._queue and feed._sending)
+
+
+def test_a_line_that_is_being_sent_when_the_time_is_up_is_counted(tmp_path):
+    with feeding(setup(tmp_path, tensorboard=True)) as (feed, counters):
+        begin_a_line_that_is_too_long_for_the_socket(feed, tmp_path)
+        feed.close(0.2)
+        assert counters == {"sinks/dropped": 1, "sinks/lost": 0, "sinks/restarts": 0}
+
+
+def test_a_line_that_is_being_sent_when_the_process_dies_is_counted_once(tmp_path):
+    with feeding(setup(tmp_path, tensorboard=True), first_pause_s=0.05) as (feed, counters):
+        begin_a_line_that_is_too_long_for_the_socket(feed, tmp_path)
+        os.kill(feed.pid, signal.SIGKILL)
+        wait_for(lambda: counters["sinks/restarts"] == 1)
+        feed.line(train(3))
+        taken(tmp_path, 3)
+        feed.close(30.0)
+        assert counters == {"sinks/dropped": 1, "sinks/lost": 0, "sinks/restarts": 1}
+    assert steps(tmp_path) == [1, 3]
+
+
+def test_a_process_that_says_what_cannot_be_is_started_again(tmp_path, monkeypatch):
+    """The feed goes on: a record that is too long is one that it cannot read, as any other nonsense."""
+    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 16)
+    with feeding(setup(tmp_path, tensorboard=True, prometheus=PrometheusSetup("127.0.0.1", 0)), first_pause_s=0.05) as (
+        feed,
+        counters,
+    ):
+        # What it says of the address of its endpoint is longer.
+        wait_for(lambda: counters["sinks/restarts"] >= 1)
+        monkeypatch.undo()
+        feed.line(train(1))
+        taken(tmp_path, 1)
+        assert not feed._given_up
+
+
+@pytest.mark.parametrize("data", [b"\xc1", b"\xa1x", b"\xda\xff\xff" + bytes(40)], ids=["unused", "text", "long"])
+def test_bytes_that_are_no_record_and_records_that_are_too_long_are_a_value_error(monkeypatch, data):
+    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 32)
+    with pytest.raises(ValueError):  # noqa: PT011
+        list(records.Stream(records.Report).feed(data))
 
 
 def test_of_snapshots_only_the_newest_waits(tmp_path):

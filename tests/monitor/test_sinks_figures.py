@@ -6,11 +6,17 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from sinks_cases import evaluation, snapshot, train, update
 
 from asyncrl.monitor import catalogue
-from asyncrl.monitor.sinks.exposition import families_of, prometheus_name
+from asyncrl.monitor.catalogue_table import METRICS
+from asyncrl.monitor.sinks.exposition import GAUGES, _Families, families_of, prometheus_name
 from asyncrl.monitor.sinks.figures import Steps, numbers, run_figures, update_numbers
+from asyncrl.snapshot import Histogram
+
+HEARD = ("counter", "gauge", "histogram")
+"""Kinds of what comes with heartbeats."""
 
 
 def test_only_finite_numbers_are_figures():
@@ -35,6 +41,8 @@ def test_the_run_in_figures():
         ([train(4), update(5), train(5)], [(4, True), (5, False), (5, False)]),
         # A learner went on from its checkpoint of step 3.
         ([train(5), train(4, start=2), train(5, start=2)], [(5, True), (4, True), (5, False)]),
+        # One that ended after the last step is told with that.
+        ([train(4), update(5) | {"step": 4}], [(4, True), (4, False)]),
         ([evaluation(0), train(1)], [(0, False), (1, True)]),
     ],
 )
@@ -87,3 +95,50 @@ def test_kinds_and_descriptions_are_those_of_the_catalogue():
     assert found["asyncrl_actor_rollout_sampled_tokens"].kind == "counter"
     assert found["asyncrl_actor_rollout_response_tokens"].kind == "histogram"
     assert found["asyncrl_reward_mean"].text == catalogue.find("reward/mean").text
+
+
+def everything():
+    """(lines, snapshot) with every figure that the catalogue knows, all of them with one actor."""
+    names = [metric.name.replace("*", "made") for metric in METRICS]
+    lines = [
+        {"kind": kind, "replica": "rollouter/0"} | dict.fromkeys(names, 1.0) for kind in ("train", "eval", "update")
+    ]
+    (actor,) = snapshot().actors
+    heard = {kind: [metric for metric in METRICS if kind in metric.kinds] for kind in HEARD}
+    actor = replace(
+        actor,
+        figures={metric.name: 1.0 for kind in ("counter", "gauge") for metric in heard[kind]},
+        histograms={metric.name: Histogram([1] * (len(metric.edges) + 1), 1.0) for metric in heard["histogram"]},
+    )
+    return lines, replace(snapshot(), actors=[actor])
+
+
+def test_whatever_is_measured_reaches_prometheus_as_what_it_is():
+    found = families_of(*everything())
+    for metric in METRICS:
+        for kind in set(metric.kinds) & set(HEARD):
+            family = found[prometheus_name(f"actor/{metric.name}")]
+            assert family.kind == kind
+            assert len(family.histograms if kind == "histogram" else family.values) == 1
+
+
+def test_no_two_figures_become_one_name():
+    (actor,) = everything()[1].actors
+    names = ["up", "restarts", *(name for name, _ in GAUGES.values()), *actor.figures, *actor.histograms]
+    assert len({prometheus_name(f"actor/{name}") for name in names}) == len(names)
+    found = families_of(*everything())
+    # As they are exposed, where counters and the parts of a histogram get an ending.
+    endings = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
+    exposed = [name + ending for name, family in found.items() for ending in endings[family.kind]]
+    assert len(set(exposed)) == len(exposed)
+
+
+def test_a_name_of_two_kinds_is_a_mistake_of_ours():
+    """Else the one would hide the other."""
+    first, second = _Families(), _Families()
+    first.add("actor/loop_lag_s", 1.0, "")
+    with pytest.raises(AssertionError, match="histogram"):
+        first.add_histogram("actor/loop/lag_s", Histogram([0] * 15, 0.0), catalogue.find("loop/lag_s"))
+    second.add("a/b", 1.0, "")
+    with pytest.raises(AssertionError, match="counter"):
+        second.add("a_b", 1.0, "", kind="counter")

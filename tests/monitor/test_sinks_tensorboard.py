@@ -1,21 +1,14 @@
 """Event files, as TensorBoard's own reader sees them."""
 
-import resource
 from pathlib import Path
 
 import pytest
+from disks import room_for
 from sinks_cases import encoded, evaluation, feeding, setup, snapshot, train, update
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard_files import scalars
 
 from asyncrl.monitor.sinks.records import Line
 from asyncrl.monitor.sinks.tensorboard import TensorBoardSink
-
-
-def read(run_dir):
-    """(step, value) by tag."""
-    found = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0})
-    found.Reload()
-    return {tag: [(e.step, round(e.value, 6)) for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
 
 
 @pytest.fixture
@@ -38,7 +31,7 @@ def test_what_the_process_of_the_sinks_writes_is_read_back(tmp_path):
             feed.line(line)
         feed.close(30.0)
         assert counters == {"sinks/dropped": 0, "sinks/lost": 0, "sinks/restarts": 0}
-    found = read(tmp_path)
+    found = scalars(tmp_path)
     assert found["reward/mean"] == [(1, 0.01), (2, 0.02)]
     assert found["eval/gsm/mean"] == [(1, 0.5)]
     assert found["update/rollouter-0/stall_s"] == [(2, 0.25)]
@@ -49,7 +42,7 @@ def test_what_the_process_of_the_sinks_writes_is_read_back(tmp_path):
 def test_steps_that_a_learner_does_again_count_once(sink, tmp_path):
     write(sink, *(train(step) for step in range(1, 7)), evaluation(6))
     write(sink, *(train(step, start=2, reward__mean=0.9) for step in (4, 5)))
-    found = read(tmp_path)
+    found = scalars(tmp_path)
     assert found["reward/mean"] == [(1, 0.01), (2, 0.02), (3, 0.03), (4, 0.9), (5, 0.9)]
     assert found["eval/gsm/mean"] == []
 
@@ -63,22 +56,17 @@ def test_a_resumed_run_goes_on_in_another_file(sink, tmp_path):
     write(resumed, *(train(step, start=2) for step in range(5, 9)))
     resumed.close()
     assert len(list((tmp_path / "tensorboard").iterdir())) == 2
-    assert [step for step, _ in read(tmp_path)["reward/mean"]] == list(range(1, 9))
+    assert [step for step, _ in scalars(tmp_path)["reward/mean"]] == list(range(1, 9))
 
 
 def test_a_disk_that_fills_up_costs_whole_events_only(sink, tmp_path):
     write(sink, train(1))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     size = sink._path.stat().st_size
     # The beginning of the next event finds room.
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, limits[1]))
-    try:
-        with pytest.raises(OSError, match="too large"):
-            write(sink, train(2))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with room_for(size + 20), pytest.raises(OSError, match="too large"):
+        write(sink, train(2))
     assert sink._path.stat().st_size == size
     sink.close()
     sink.open()
     write(sink, train(3))
-    assert read(tmp_path)["reward/mean"] == [(1, 0.01), (3, 0.03)]
+    assert scalars(tmp_path)["reward/mean"] == [(1, 0.01), (3, 0.03)]

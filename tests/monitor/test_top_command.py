@@ -17,10 +17,10 @@ import jsonschema
 import msgspec
 import pytest
 from pictures import WALL, Run
+from recordings import record
 from terminals import Terminal
 
 from asyncrl.cli import top as command
-from asyncrl.monitor.recording import Recorder
 from asyncrl.monitor.top.document import json_schema
 from asyncrl.wire.keys import VIEWER, create_credentials
 
@@ -56,12 +56,6 @@ def ended(tmp_path):
 
 
 WIDE = {"rollouters": 64, "hosts": 4}
-
-
-def record(run_dir, *snapshots):
-    recorder = Recorder(run_dir, 1, 1 << 24)
-    for snapshot in snapshots:
-        recorder.record(snapshot.wall, msgspec.msgpack.encode(snapshot))
 
 
 def test_help_and_printing_load_no_terminal_and_help_loads_nothing():

@@ -3,15 +3,18 @@
 import asyncio
 
 import pytest
+from harness import Net
 from inprocess import sim_config
+from rollouter_cases import Dataloader, Learner, living
 from test_messages import make_group
 
 from asyncrl.errors import DeadlineExceeded, RemoteError
-from asyncrl.messages.reward import Scores
+from asyncrl.messages.reward import Completion, Score, Scores
 from asyncrl.rollouter.account import GroupAccount
 from asyncrl.rollouter.episodes import TrajectoryFailed
 from asyncrl.rollouter.groups import GroupRunner
 from asyncrl.runtime.clock import LoopClock, run_virtual
+from asyncrl.runtime.server import Caller, handler
 
 SAMPLES = 4
 
@@ -143,3 +146,34 @@ def test_a_reward_pool_that_is_away_is_no_reward_of_zero():
 
     group = run(Away())
     assert "waited" in group.failure
+
+
+@pytest.mark.parametrize("count", [1, SAMPLES])
+def test_what_is_with_the_reward_pool_is_counted_in_trajectories(tmp_path, count):
+    """As what is generated is: a group reward has them all in one call."""
+
+    class Pool:
+        def __init__(self):
+            self.came, self.answers = asyncio.Event(), asyncio.Event()
+
+        @handler
+        async def score(self, request: Score, caller: Caller) -> Scores:
+            self.came.set()
+            await self.answers.wait()
+            return Scores(rewards=[1.0] * count, components=[{}] * count, run_s=0.0)
+
+    async def main():
+        pool, completion = Pool(), Completion(text="x", finish_reason="stop", tokens=1)
+        async with asyncio.timeout(30), Net(memory=True) as net:
+            for name, served in (("dataloader/0", Dataloader()), ("learner/0", Learner()), ("reward/0", pool)):
+                net.serve(served, name, 1)
+            async with living(net, tmp_path) as life:
+                request = Score(uid="0-1", prompt="", row={}, completions=[completion] * count)
+                call = asyncio.create_task(life.rollouter._call_reward(request))
+                await pool.came.wait()
+                assert life.rollouter.figures()["rollout/scoring"] == count
+                pool.answers.set()
+                await call
+                assert life.rollouter.figures()["rollout/scoring"] == 0
+
+    asyncio.run(main())

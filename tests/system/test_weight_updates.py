@@ -8,6 +8,7 @@ import pytest
 from inprocess import System, sim_config
 from structlog.testing import capture_logs
 
+from asyncrl.monitor.metrics_file import read_metrics
 from asyncrl.weights.segments import Segment
 
 TRANSPORTS = ["shm", "stream", "gloo"]
@@ -66,6 +67,12 @@ def test_every_replica_is_updated_by_the_chosen_transport(tmp_path, transport):
     assert {line["weights/transport"] for line in first} == {"shm" if transport == "shm" else "stream"}
     later = [line["weights/transport"] for line in updates if line["weights/version"] > 0]
     assert later.count(transport) >= 20
+    # Each is told with the line of the step in which it ended; those after the last step with that step.
+    told = read_metrics(system.run_dir / "metrics.jsonl", ("train", "update"))
+    steps = [line["step"] for line in told if line["kind"] == "train"]
+    for at, line in enumerate(told):
+        following = (other["step"] for other in told[at:] if other["kind"] == "train")
+        assert line["step"] == next(following, steps[-1])
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -220,9 +220,7 @@ def load(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, rank
     def check() -> TrainerContents:
         contents = read_trainer_contents(folder)
         for name in sorted(contents.files)[ranks.rank :: ranks.world_size]:
-            problem = difference(folder / name, contents.files[name])
-            if problem is not None:
-                raise CheckpointError(str(folder / name), problem)
+            _check(folder / name, contents)
         return contents
 
     contents = _together(folder, check, ranks, "the check of a checkpoint")
@@ -232,7 +230,25 @@ def load(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, rank
     return contents.steps
 
 
-def _read(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load_weights(folder: Path, policy: nn.Module) -> None:
+    """One process alone, in which the model is whole: put back the weights and nothing else. Raises CheckpointError."""
+
+    def read() -> None:
+        contents = read_trainer_contents(folder)
+        for name in contents.files:
+            _check(folder / name, contents)
+        _read(folder, policy, None)
+
+    _guard(folder, read)
+
+
+def _check(path: Path, contents: TrainerContents) -> None:
+    problem = difference(path, contents.files[path.name])
+    if problem is not None:
+        raise CheckpointError(str(path), problem)
+
+
+def _read(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     reader = FileSystemReader(folder)
     metadata = reader.read_metadata()
     there = metadata.state_dict_metadata
@@ -247,6 +263,8 @@ def _read(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer) -> 
         if saved != parameter.shape:
             reason = f"is of another model: {name} is {list(saved)}, and {list(parameter.shape)} in the model"
             raise CheckpointError(str(folder), reason)
+        if optimizer is None:
+            continue
         optimizer.state.pop(parameter, None)
         if f"{MOMENTS[0]}/{name}" in there:
             optimizer.state[parameter] = {
@@ -263,12 +281,12 @@ def _read(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer) -> 
         reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
-def _tensors(policy: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """What is saved, by name: views of the live tensors."""
+def _tensors(policy: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+    """What is saved, by name: views of the live tensors; without an optimizer the weights alone."""
     found: dict[str, Tensor] = {}
     for name, parameter in policy.named_parameters():
         found[f"{WEIGHTS}/{name}"] = parameter.detach()
-        state = optimizer.state.get(parameter, {})
+        state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
         assert not state or sorted(state) == sorted(MOMENTS)
         found |= {f"{key}/{name}": state[key] for key in MOMENTS if key in state}
     return found

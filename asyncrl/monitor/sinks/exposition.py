@@ -2,7 +2,8 @@
 
 A name of ours becomes one of the Prometheus grammar: ``reward/mean`` is ``asyncrl_reward_mean``. What distinguishes
 things of one kind is a label: the actor and its host, the replica of an update, the evaluation, the component of a
-reward. Two names that become the same are one; the last counts. Kinds and descriptions are those of the catalogue.
+reward. Kinds and descriptions are those of the catalogue. Invariant: what has one name is of one kind; of two
+names of a run's own that become the same the last counts.
 """
 
 from __future__ import annotations
@@ -13,20 +14,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.monitor import catalogue
+from asyncrl.monitor.catalogue_table import Metric
 from asyncrl.monitor.sinks.figures import numbers, run_figures
 from asyncrl.snapshot import ActorView, Histogram, Snapshot
 
 Labels = tuple[tuple[str, str], ...]
 COMPONENT = "reward/component/"
 GAUGES = {
-    "version": "newest weights that it knows of",
-    "heard_s": "age of its last heartbeat",
-    "loop_lag_s": "largest lag of its event loop since the last heartbeat",
-    "loop_busy": "share of time in which its event loop's thread used a processor",
-    "cpu": "processors used by it and its children",
-    "rss_bytes": "memory of it and its children",
+    "version": ("version", "newest weights that it knows of"),
+    "heard_s": ("heard_s", "age of its last heartbeat"),
+    # Beside the histogram loop/lag_s.
+    "loop_lag_s": ("loop_lag_max_s", "largest lag of its event loop since the last heartbeat"),
+    "loop_busy": ("loop_busy", "share of time in which its event loop's thread used a processor"),
+    "cpu": ("cpu", "processors used by it and its children"),
+    "rss_bytes": ("rss_bytes", "memory of it and its children"),
 }
-"""Fields of an ActorView."""
+"""By field of an ActorView: under which name, and what it says."""
 
 
 @dataclass(slots=True)
@@ -69,14 +72,19 @@ class _Families:
         self.by_name: dict[str, Family] = {}
 
     def add(self, name: str, value: float, text: str, *, kind: str = "gauge", **labels: str) -> None:
-        family = self.by_name.setdefault(prometheus_name(name), Family(kind, text))
+        family = self._family(name, Family(kind, text))
         family.values[tuple(sorted(labels.items()))] = float(value)
 
-    def add_histogram(self, name: str, value: Histogram, metric: catalogue.Metric, **labels: str) -> None:
+    def add_histogram(self, name: str, value: Histogram, metric: Metric, **labels: str) -> None:
         if len(value.counts) == len(metric.edges) + 1:
             made = Family("histogram", metric.text, edges=metric.edges)
-            family = self.by_name.setdefault(prometheus_name(name), made)
+            family = self._family(name, made)
             family.histograms[tuple(sorted(labels.items()))] = value
+
+    def _family(self, name: str, made: Family) -> Family:
+        family = self.by_name.setdefault(prometheus_name(name), made)
+        assert family.kind == made.kind, f"{name} is a {made.kind}, and its name that of a {family.kind}"
+        return family
 
 
 def _add_line(found: _Families, line: Mapping[str, Any]) -> None:
@@ -99,8 +107,8 @@ def _add_actor(found: _Families, actor: ActorView) -> None:
     who = {"actor": actor.name, "host": actor.host}
     found.add("actor/up", actor.condition == "ready", "whether it is ready", **who)
     found.add("actor/restarts", actor.restarts, "of the actor", kind="counter", **who)
-    for name, text in GAUGES.items():
-        found.add(f"actor/{name}", getattr(actor, name), text, **who)
+    for field_name, (name, text) in GAUGES.items():
+        found.add(f"actor/{name}", getattr(actor, field_name), text, **who)
     for name, value in actor.figures.items():
         metric = catalogue.find(name)
         kind = "counter" if metric is not None and "counter" in metric.kinds else "gauge"

@@ -3,8 +3,8 @@
 ``line`` and ``picture`` never wait. The thread starts the process, writes what it takes, starts it again when it has
 died, a bounded number of times with growing pauses, and ends it: at the end of the run it has a limited time to bring
 out what it holds, after which it is killed with all that it has started. Of snapshots only the newest waits; of lines,
-what finds no room, or nobody, is dropped and counted. Nothing here fails the caller; a process that cannot be started
-is one that has died.
+what finds no room, or nobody who takes all of it, is dropped and counted. Nothing here fails the caller; a process that
+cannot be started is one that has died.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ class SinkFeed:
         """The newest, while it waits."""
         self._last_picture: Picture | None = None
         """That was handed on: a process that is started again begins with it."""
+        self._sending: Record | None = None
+        """Of which a part is with the process at most."""
         self._lock = threading.Lock()
         self._reported = Report()
         """By the process that lives."""
@@ -179,6 +181,9 @@ class SinkFeed:
                 code = self._end(process)
                 self.pid = 0
                 self._log.debug("process of the sinks has ended", exit_code=code)
+                # No process has all of it.
+                self._count(DROPPED, isinstance(self._sending, Line))
+                self._sending = None
 
     def _serve(self, connection: socket.socket) -> str:
         """Talk to the process until one of the two ends it."""
@@ -191,8 +196,10 @@ class SinkFeed:
             self._picture = self._picture or self._last_picture
         closed = False
         while True:
-            if not outgoing and (record := self._next()) is not None:
-                outgoing = memoryview(_encoder.encode(record))
+            if not outgoing:
+                self._sending = self._next()
+                if self._sending is not None:
+                    outgoing = memoryview(_encoder.encode(self._sending))
             left: float | None = None
             if self._flush_until is not None:
                 if not outgoing and not closed:

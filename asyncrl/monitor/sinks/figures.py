@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from asyncrl.monitor.metrics_file import number_in
 from asyncrl.monitor.sinks.records import Line
 from asyncrl.snapshot import Snapshot
 
@@ -15,9 +15,9 @@ ABOUT = ("kind", "step", "start", "replica")
 
 def numbers(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """The finite figures of a line, by name."""
-    for key, value in line.items():
-        if key not in ABOUT and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-            yield key, float(value)
+    for key in line:
+        if key not in ABOUT and (value := number_in(line, key)) is not None:
+            yield key, value
 
 
 def update_numbers(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
@@ -51,7 +51,9 @@ def run_figures(snapshot: Snapshot) -> dict[str, float]:
 class Steps:
     """Follows the steps of the lines, across learners that start again from a checkpoint.
 
-    Lines of updates are told before the line of the step in which they ended, which is theirs too.
+    Lines of updates are told before the line of the step in which they ended, which is theirs too. Which lines a step
+    voids is not asked of is_voided of metrics_file: what earlier lives of the sinks have written is not known here, so
+    that the first step of every learner that is heard of voids whatever there is.
     """
 
     def __init__(self) -> None:
@@ -66,7 +68,7 @@ class Steps:
     def of(self, line: dict[str, Any]) -> tuple[int, bool]:
         """(the step of a line, whether it voids what was told of this step and later ones)."""
         if line.get("kind") == "update":
-            return self._step + 1, False
+            return int(line.get("step", self._step + 1)), False
         step = int(line.get("step", self._step))
         if line.get("kind") != "train":
             return step, False

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import threading
 import time
@@ -19,8 +18,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar
 
+from asyncrl.monitor.metrics_file import is_voided
 from asyncrl.monitor.sinks.exposition import Labels, families_of
 from asyncrl.monitor.sinks.records import Line, PrometheusSetup, Setup
+from asyncrl.monitor.whole import replace_whole
 from asyncrl.snapshot import Snapshot
 
 ADDRESS_FILE = "monitor/prometheus.json"
@@ -50,16 +51,18 @@ class PrometheusSink:
 
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
-        self._server = _Server(self._bind.host, self._bind.port, registry)
+        try:
+            self._server = _Server(self._bind.host, self._bind.port, registry)
+        except OSError as error:
+            where = f"sinks.prometheus.host {self._bind.host}, sinks.prometheus.port {self._bind.port}"
+            raise OSError(error.errno, f"{where}: {error.strerror}") from error
         threading.Thread(target=self._server.serve_forever, args=(LOOK_S,), daemon=True).start()
         host = f"[{self._bind.host}]" if ":" in self._bind.host else self._bind.host
         self.address = f"http://{host}:{self._server.server_address[1]}/metrics"
         # A full disk is no reason not to serve; the address is in the controller's log too.
         with contextlib.suppress(OSError):
             self._address_file.parent.mkdir(exist_ok=True)
-            new = self._address_file.with_suffix(".new")
-            new.write_text(json.dumps({"address": self.address}) + "\n")
-            os.replace(new, self._address_file)
+            replace_whole(self._address_file, json.dumps({"address": self.address}) + "\n")
 
     def write(self, record: Line | Snapshot) -> None:
         """The newest counts."""
@@ -70,7 +73,7 @@ class PrometheusSink:
         names = {key.split("/")[1] for key in line if key.startswith("eval/")}
         key = (str(line.get("kind")), str(line.get("replica", "")), *sorted(names))
         # Another dictionary: those who collect go through the present one.
-        self._lines = self._lines | {key: line}
+        self._lines = {key: other for key, other in self._lines.items() if not is_voided(other, line)} | {key: line}
 
     def close(self) -> None:
         """Take the endpoint away."""

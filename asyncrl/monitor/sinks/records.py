@@ -2,7 +2,7 @@
 
 Order is the protocol: the controller sends Setup, then Lines and Pictures; the process sends Reports. The end of the
 stream is the end of the run. Nothing is unpickled on either side. Fails with ValueError (msgspec's errors are such)
-for bytes that are none of this.
+for bytes that are none of this, and for a record that is longer than MAX_RECORD_BYTES.
 """
 
 from __future__ import annotations
@@ -88,6 +88,9 @@ class Stream(Generic[T]):
 
     def feed(self, data: bytes) -> Iterator[T]:
         """The records that ``data`` completes."""
-        self._unpacker.feed(data)
+        try:
+            self._unpacker.feed(data)
+        except msgpack.BufferFull as error:
+            raise ValueError(f"a record is longer than {MAX_RECORD_BYTES} bytes") from error
         for item in self._unpacker:
             yield msgspec.convert(item, self._kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncrl.errors import PREEMPTED_EXIT_CODE
 from asyncrl.monitor.bottleneck import kind_of
 from asyncrl.monitor.top.bars import level_bar, sparkline, state_bar
 from asyncrl.monitor.top.document import Document, RunRow, StageRow
@@ -20,7 +21,6 @@ PHASE_STYLES: dict[str, Style] = {
     "preempted": "warn",
     "stalled": "bad",
 }
-PREEMPTED_EXIT_CODE = 75
 NAMES_SHOWN = 3
 ROOMY = 16
 """From this width on a stage has room for blanks."""

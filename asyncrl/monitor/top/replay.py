@@ -15,8 +15,7 @@ from msgspec.structs import replace
 from asyncrl.errors import UsageError
 from asyncrl.monitor.recording import FOLDER, decode, read_bodies, read_latest
 from asyncrl.monitor.top.history import LONGEST_S, History
-from asyncrl.monitor.top.model.facts import OVER
-from asyncrl.snapshot import Snapshot
+from asyncrl.snapshot import OVER, Snapshot
 
 SPEEDS = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 ELSE = "What the run measured and logged is shown by --report and --explain"

@@ -8,16 +8,12 @@ from typing import Any
 from asyncrl.monitor.metrics_file import number_in
 from asyncrl.monitor.rates import Interval, Shares, mean, total
 from asyncrl.monitor.top.history import History
-from asyncrl.snapshot import ActorView, Resource, Snapshot
+from asyncrl.snapshot import ENDING, OVER, ActorView, Resource, Snapshot
 
 STEPS_FOR_MEANS = 8
 GONE = frozenset({"absent", "dead", "lost"})
 UNHEARD = GONE | {"silent", "condemned"}
 """Conditions in which nothing is known of what an actor does now."""
-OVER = frozenset({"done", "failed"})
-"""Phases in which nothing goes on."""
-ENDING = OVER | {"draining"}
-"""Phases in which actors end because they are told to."""
 
 
 class Facts:

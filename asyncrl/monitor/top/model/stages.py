@@ -8,7 +8,8 @@ from typing import Any
 from asyncrl.monitor.bottleneck import Flow, Stage, Verdict, by_kind, find_bottleneck
 from asyncrl.monitor.rates import Shares, mean, total
 from asyncrl.monitor.top.document import LedgerView, RewardView, RollouterRow, StageRow, WeightsView
-from asyncrl.monitor.top.model.facts import GONE, OVER, Facts
+from asyncrl.monitor.top.model.facts import GONE, Facts
+from asyncrl.snapshot import OVER
 
 OPEN = 0.5
 """Below this share of what the gate admits it is not what anybody waits for."""

@@ -1,0 +1,347 @@
+"""Every figure that asyncrl measures: its name, kind, unit and meaning, who has it, and the edges of its buckets.
+
+A name is GROUP/WHAT with its unit at the end, where it has one. ``*`` stands for what a configuration or a reward
+function names. Buckets are closed above: a value that equals an edge is in the bucket below it; the last bucket is
+open. Found and shown by catalogue.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["counter", "gauge", "histogram", "line"]
+"""Of a heartbeat's figures: cumulative since the start of the incarnation; as it is now; by buckets. ``line``: a key of
+metrics.jsonl."""
+
+SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+SHORT = (0.0001, 0.0003, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 3.0, 10.0)
+VERSIONS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 12.0, 16.0, 32.0)
+TOKENS = tuple(float(1 << power) for power in range(4, 19))
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One figure."""
+
+    name: str
+    kinds: tuple[Kind, ...]
+    unit: str
+    where: str
+    """Which actors have it; for what is only in metrics.jsonl, the kinds of lines."""
+    text: str
+    edges: tuple[float, ...] = ()
+
+
+def _all(kinds: str, where: str, *rows: tuple[str, str, str] | tuple[str, str, str, tuple[float, ...]]) -> list[Metric]:
+    found: tuple[Kind, ...] = tuple(kinds.split())  # type: ignore[arg-type]
+    return [Metric(row[0], found, row[1], where, row[2], row[3] if len(row) > 3 else ()) for row in rows]
+
+
+METRICS: tuple[Metric, ...] = (
+    # --- every actor ---
+    *_all(
+        "histogram",
+        "every actor",
+        ("loop/lag_s", "s", "how much later than asked for the event loop came round", SHORT),
+        ("calls/round_trip_s", "s", "from a call to its reply, without parked ones", SHORT),
+    ),
+    *_all(
+        "gauge",
+        "every actor",
+        ("calls/in_flight", "calls", "own calls without an answer so far, parked ones among them"),
+        ("calls/being_served", "calls", "calls of others that are being served, parked ones among them"),
+        ("heartbeats/largest_bytes", "bytes", "the largest heartbeat so far"),
+    ),
+    *_all(
+        "counter",
+        "every actor",
+        ("errors/handler", "errors", "exceptions in handlers of messages that were not meant for the caller"),
+        ("events/dropped", "events", "log lines of level warning and above that did not fit into heartbeats"),
+        ("facts/cpu_s", "s", "processor time of the thread that gathers and sends all of this"),
+        ("facts/late", "figures", "figures that had to wait for a later heartbeat"),
+        ("heartbeats/sent", "heartbeats", "sent"),
+        ("heartbeats/sent_bytes", "bytes", "of all heartbeats: what monitoring puts on the wire"),
+        ("wire/strangers", "messages", "connections turned away, and messages of who has not said HELLO"),
+        ("wire/refused", "messages", "HELLOs refused, and messages that do not fit their connection or its rights"),
+        ("wire/malformed", "messages", "messages that do not follow the protocol"),
+        ("wire/unsent", "messages", "answers that could not go; a repeat asks for them again"),
+        ("wire/from_replaced", "messages", "answers of peers that have been replaced, not believed"),
+        ("wire/refused_by_peer", "refusals", "HELLOs of this actor that a peer refused"),
+    ),
+    # --- controller ---
+    *_all(
+        "counter",
+        "controller",
+        ("heartbeats/ignored", "heartbeats", "of actors that are dead or condemned, or out of order"),
+        ("heartbeats/left_out", "facts", "in heartbeats that are no numbers, or more or longer than an actor needs"),
+        ("lines/refused", "lines", "of metrics that are too long, or whose step is none"),
+        ("snapshots/failed", "snapshots", "that could not be made, for a reason that is in the log"),
+        ("snapshots/taken", "snapshots", "made for those who watch and for the recording"),
+        ("snapshots/lost", "snapshots", "that could not be recorded, as on a full disk, or not in time"),
+        ("sinks/dropped", "lines", "for which there was no room on the way to a sink, or nobody to take them"),
+        ("sinks/lost", "records", "that a sink was given and failed to take"),
+        ("sinks/restarts", "restarts", "of the process of the sinks"),
+    ),
+    *_all(
+        "gauge",
+        "controller",
+        ("snapshots/bytes", "bytes", "size of the newest snapshot"),
+        ("snapshots/take_s", "s", "time that the newest snapshot took to make"),
+        ("snapshots/recorded_bytes", "bytes", "size of the recording"),
+    ),
+    # --- dataloader ---
+    *_all(
+        "counter",
+        "dataloader",
+        ("tickets/granted", "groups", "leases of prompt groups, evaluation included"),
+        ("tickets/granted_again", "groups", "grants that were repeated because their reply may have been lost"),
+        ("tickets/granted_alone", "groups", "grants of suspects of deaths, which have an engine alone"),
+        ("tickets/returned", "groups", "tickets given back without being generated"),
+        ("tickets/orphaned", "groups", "tickets whose holder died"),
+        ("tickets/rejected", "prompts", "prompts not to be granted: too long, or in too many deaths"),
+        ("tickets/trained", "groups", "outcomes reported by the learner: trained"),
+        ("tickets/filtered", "groups", "outcomes reported: filtered, without a signal"),
+        ("tickets/quarantined", "groups", "outcomes reported: quarantined"),
+        ("tickets/evaluated", "groups", "outcomes reported: evaluated"),
+    ),
+    *_all(
+        "gauge",
+        "dataloader",
+        ("tickets/outstanding", "groups", "granted for training, and neither reported nor returned"),
+        ("tickets/gate", "groups", "that the gate lets be outstanding for an engine that serves the newest version"),
+        ("tickets/oldest_s", "s", "since the oldest ticket that is out was granted"),
+        ("tickets/parked", "calls", "leases that wait for the gate"),
+    ),
+    *_all(
+        "gauge line",
+        "dataloader; train",
+        ("staleness/limit", "versions", "working limit of the gate, at most staleness.max"),
+    ),
+    *_all(
+        "histogram",
+        "dataloader",
+        ("tickets/age_s", "s", "from the grant of a training ticket to the report of its outcome", SECONDS),
+    ),
+    # --- rollouter ---
+    *_all(
+        "counter",
+        "rollouter",
+        ("rollout/sampled_tokens", "tokens", "sampled since the start, evaluation included"),
+        ("rollout/trajectories", "trajectories", "generated to their end"),
+        ("rollout/engine_restarts", "restarts", "of the engine within this process"),
+        ("rollout/adoptions", "learners", "that were taken for the living one after another"),
+        ("rollout/delivered_again", "groups", "delivered to a learner that has replaced another"),
+        ("rollout/spool_recovered", "groups", "finished by an earlier incarnation and delivered by this one"),
+        ("rollout/spool_failed", "errors", "of the spool's file"),
+        ("rollout/deaths_alone", "deaths", "of the engine while one suspect had it alone"),
+        ("rollout/failed_alone", "groups", "given up after such deaths"),
+        ("rollout/turns_alone", "turns", "of suspects that had the engine alone"),
+    ),
+    *_all(
+        "gauge",
+        "rollouter",
+        ("rollout/in_flight", "trajectories", "leased and not generated so far, those without a slot included"),
+        ("rollout/running", "trajectories", "in the engine"),
+        ("rollout/waiting", "trajectories", "that wait for a slot or for the engine to serve"),
+        ("rollout/held", "groups", "tickets that are not acknowledged"),
+        ("rollout/scoring", "trajectories", "with the reward pool, those in its queue included"),
+        ("rollout/oldest_s", "s", "since the oldest trajectory that is not generated was leased"),
+        ("rollout/served_version", "version", "that the engine serves; -1 before the first"),
+        ("rollout/kv_use", "share", "of the engine's KV cache in use, 0 to 1; absent where an engine cannot say"),
+        ("rollout/suspects", "tickets", "that were in an engine when it died"),
+        ("rollout/spool_groups", "groups", "in the spool's file"),
+        ("rollout/spool_bytes", "bytes", "size of the spool's file"),
+    ),
+    *_all(
+        "histogram",
+        "rollouter",
+        ("rollout/response_tokens", "tokens", "length of a response", TOKENS),
+        ("rollout/generate_s", "s", "from the lease of a trajectory to its last token", SECONDS),
+        ("rollout/reward_s", "s", "from the call of the reward pool to its answer, the queue included", SECONDS),
+        ("rollout/deliver_s", "s", "from a finished group to the learner's acknowledgement", SECONDS),
+    ),
+    # --- reward ---
+    *_all(
+        "counter",
+        "reward",
+        ("reward/scored", "tasks", "done; a task is one completion, or one group under a group reward"),
+        ("reward/failed", "tasks", "that ended without rewards"),
+        ("reward/timed_out", "tasks", "those of the failed that ran over their time"),
+        ("reward/out_of_memory", "processes", "ended because of reward.max_memory_bytes"),
+        ("reward/output_dropped_bytes", "bytes", "printed beyond reward.max_output_bytes"),
+        ("reward/workers_killed", "processes", "worker processes that the pool ended"),
+        ("reward/workers_died", "processes", "worker processes that ended by themselves"),
+    ),
+    *_all(
+        "gauge",
+        "reward",
+        ("reward/queued", "tasks", "that wait for a worker"),
+        ("reward/running", "tasks", "with workers, those sent ahead included"),
+    ),
+    *_all(
+        "histogram",
+        "reward",
+        ("reward/score_s", "s", "from the arrival of a task to its rewards, the queue included", SHORT),
+        ("reward/run_s", "s", "within the reward function", SHORT),
+    ),
+    # --- parameter server ---
+    *_all(
+        "counter",
+        "parameter_server",
+        ("weights/updates_committed", "updates", "of replicas that succeeded"),
+        ("weights/updates_failed", "updates", "of replicas that failed; each is tried again"),
+        ("weights/pauses_taken_back", "pauses", "of replicas that held one for too long"),
+        ("weights/broadcasts_begun", "broadcasts", "with all members paused"),
+        ("weights/broadcasts_called_off", "broadcasts", "before they began"),
+        ("weights/broadcasts_broken", "broadcasts", "that failed; their members are served by stream"),
+        ("weights/chunks_served", "chunks", "of weights sent over the wire"),
+        ("weights/bytes_served", "bytes", "of weights sent over the wire"),
+        ("weights/engines_differ", "versions", "under which engines of one kind had different checksums"),
+    ),
+    *_all(
+        "gauge",
+        "parameter_server",
+        ("weights/replicas", "replicas", "known"),
+        ("weights/replicas_behind", "replicas", "that do not serve the newest version and take none up so far"),
+        ("weights/replicas_paused", "replicas", "paused to load"),
+        ("weights/failed_attempts", "attempts", "in a row, of the replica with the most"),
+    ),
+    # --- learner ---
+    *_all(
+        "counter",
+        "learner",
+        ("learner/tokens", "tokens", "of sequences trained, prompts included"),
+        ("learner/skipped_steps", "steps", "not taken because they were not finite"),
+        ("groups/buffered", "groups", "taken into the buffer"),
+        ("groups/duplicate", "groups", "delivered though they were there already"),
+        ("groups/filtered", "groups", "delivered without a signal"),
+        ("groups/quarantined", "groups", "delivered and not to be trained"),
+        ("weights/not_published", "attempts", "to write a version that failed, as for want of memory"),
+        ("checkpoint/failed", "checkpoints", "that could not be written"),
+        ("checkpoint/skipped", "checkpoints", "not begun because the one before was still being written"),
+        ("records/lost", "writes", "of metrics.jsonl, quarantine.jsonl or samples that failed"),
+    ),
+    *_all(
+        "gauge",
+        "learner",
+        ("learner/step", "step", "the last one that was trained"),
+        ("checkpoint/version", "version", "of the newest complete checkpoint"),
+        ("checkpoint/stage_s", "s", "for which training stood still for it"),
+        ("checkpoint/write_s", "s", "until it was complete"),
+        ("records/pending", "lines", "of steps that wait to be written"),
+    ),
+    *_all(
+        "histogram",
+        "learner",
+        (
+            "staleness/tokens",
+            "versions",
+            "of a trained token: the version being trained minus the one that sampled it",
+            VERSIONS,
+        ),
+        (
+            "staleness/groups",
+            "versions",
+            "of a trained group: that of the oldest of the first tokens of its trajectories",
+            VERSIONS,
+        ),
+        ("groups/age_s", "s", "a group in the buffer, from its delivery to its step", SECONDS),
+    ),
+    *_all(
+        "gauge line",
+        "learner; train",
+        ("ledger/trained", "groups", "trained so far, in the history from which the weights come"),
+        ("ledger/filtered", "groups", "filtered so far"),
+        ("ledger/quarantined", "groups", "quarantined so far"),
+        ("buffer/groups", "groups", "in the learner's buffer; in a line, when its step was done"),
+        ("perf/mfu", "share", "of the peak of its GPUs that a step used; absent where the peak is unknown"),
+    ),
+    # --- metrics.jsonl ---
+    *_all(
+        "line",
+        "all",
+        ("kind", "", "train, update or eval"),
+        ("step", "step", "trained when the line was written; of a train line its own"),
+        (
+            "start",
+            "",
+            "how often a learner had begun in this folder; of several lines of a step the last counts",
+        ),
+    ),
+    *_all(
+        "line",
+        "train",
+        ("loss/policy", "nats", "policy loss of the step, by learner.aggregation"),
+        ("policy/grad_norm", "", "before the clip"),
+        ("policy/entropy", "nats", "mean over trained tokens"),
+        ("policy/ess", "share", "effective share of the sample under the importance ratios, 1 on policy"),
+        ("policy/behaviour_kl", "nats", "of the policy that sampled from the one being trained, over all tokens (k3)"),
+        ("policy/tis_clipped_fraction", "share", "of tokens whose importance weight was cut"),
+        ("policy/ratio_max", "", "largest importance ratio"),
+        ("policy/engine_kl", "nats", "of the engine from the trainer on tokens of equal weights; absent without such"),
+        ("policy/engine_kl_tokens", "tokens", "over which policy/engine_kl was taken"),
+        ("learner/lr", "", "learning rate"),
+        ("reward/mean", "", "over everything scored since the last step, filtered groups included"),
+        ("reward/std", "", "likewise"),
+        ("reward/trained_mean", "", "over what was trained"),
+        ("reward/all_zero_fraction", "share", "of groups whose rewards all are 0"),
+        ("reward/all_max_fraction", "share", "of groups whose rewards all are the best there is"),
+        ("reward/component/*", "", "mean of a component that the reward function names"),
+        ("rollout/length_mean", "tokens", "of responses scored since the last step"),
+        ("rollout/length_p95", "tokens", "likewise, 95th percentile"),
+        (
+            "rollout/granted_length_mean",
+            "tokens",
+            "of all responses delivered since the last step",
+        ),
+        ("rollout/truncated_fraction", "share", "of responses cut at their longest"),
+        ("rollout/mixed_version_fraction", "share", "of responses sampled under several versions"),
+        ("rollout/resumed_trajectories", "trajectories", "that were aborted and taken up again"),
+        ("rollout/tokens", "tokens", "sampled since the line before"),
+        ("rollout/tokens_per_s", "tokens/s", "likewise, a second"),
+        ("staleness/token_mean", "versions", "of trained tokens"),
+        ("staleness/token_max", "versions", "of trained tokens"),
+        ("staleness/late_groups", "groups", "with a trajectory whose first token was staler than staleness.max"),
+        ("time/step_s", "s", "from one step to the next"),
+        ("time/wait_for_groups_s", "s", "of it, waiting for groups"),
+        ("time/train_s", "s", "of it, batch and optimizer step"),
+        ("time/publish_s", "s", "of it, gathering and writing a version"),
+        ("perf/overlap", "share", "of the training time in which tokens were being sampled"),
+        ("weights/gather_s", "s", "to gather and write the version"),
+        ("weights/publish_bytes", "bytes", "size of the version"),
+        ("weights/updates", "updates", "of replicas that ended since the line before"),
+    ),
+    *_all("line", "train, update, eval", ("weights/version", "version", "trained or published; served; or sampled")),
+    *_all(
+        "line",
+        "train, update",
+        ("weights/stage_s", "s", "until the bytes of an update were there and verified; in a train line the mean"),
+        ("weights/pause_s", "s", "until the engine was idle; in a train line the mean"),
+        ("weights/load_s", "s", "to replace the weights; in a train line the mean"),
+        ("weights/resume_s", "s", "until the engine went on; in a train line the mean"),
+        ("weights/stall_s", "s", "generation time lost; in a train line the sum"),
+        ("weights/bytes", "bytes", "size of the weights; in a train line the sum"),
+        ("weights/encoded_bytes", "bytes", "read or received for them; in a train line the sum"),
+        ("policy/probe_kl", "nats", "of an engine from the learner on a fixed probe; in a train line the largest"),
+    ),
+    *_all(
+        "line",
+        "update",
+        ("replica", "", "the rollouter"),
+        ("weights/transport", "", "nccl, gloo, shm or stream"),
+        ("weights/checksum", "", "of the engine's own copy, under weights.verify = full"),
+    ),
+    *_all(
+        "line",
+        "eval",
+        ("eval/*/mean", "", "mean reward over samples"),
+        ("eval/*/pass_at_k", "share", "of prompts with a sample of reward 1 or more"),
+        ("eval/*/k", "samples", "of a prompt"),
+        ("eval/*/prompts", "prompts", "in the round"),
+        ("eval/*/failed", "prompts", "without rewards; they count in no mean"),
+        ("eval/*/version_min", "version", "the oldest that sampled any of it"),
+        ("eval/*/truncated_fraction", "share", "of responses cut at their longest"),
+        ("eval/*/length_mean", "tokens", "of responses"),
+    ),
+)
