@@ -6,7 +6,8 @@ one it has seen.
 
 Whoever asks need not read: what ZeroMQ holds for a connection grows with each answer. So a viewer has to show that it
 has read the last one, by its number, which nobody can guess; otherwise it waits for the next one, twice as long each
-time. Invariant: in a time T a connection is given, beyond those that it has read, at most 2 + log2(T / SNAPSHOT_S).
+time; the last one of the run it gets in any case. Invariant: in a time T a connection is given, beyond those that it
+has read and the last, at most 2 + log2(T / SNAPSHOT_S).
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ class Snapshots:
         self._at = -math.inf
         self._asked = -math.inf
         self._recorded = -math.inf
+        self._is_last = False
+        """Whether the run is over with the newest."""
         self._wanted = asyncio.Event()
         self._taking = asyncio.Lock()
         self.taken = 0
@@ -122,7 +125,9 @@ class Snapshots:
 
         def news() -> SnapshotTaken | None:
             now = self._now()
-            if not self._newest or self._number == request.seen or not given.may_have_more(now):
+            if not self._newest or self._number == request.seen:
+                return None
+            if not given.may_have_more(now) and not (self._is_last and self._number not in given.unread):
                 return None
             given.give(self._number, now)
             return SnapshotTaken(number=self._number, snapshot=self._newest)
@@ -130,9 +135,10 @@ class Snapshots:
         # What it has not got, it cannot have seen.
         return await self._viewers.until(news, park_s) or SnapshotTaken(number=request.seen)
 
-    async def take(self, *, record: bool = False) -> None:
-        """Take one now, and keep it if it is to be recorded."""
+    async def take(self, *, record: bool = False, last: bool = False) -> None:
+        """Take one now, and keep it if it is to be recorded. After the last one there are no others."""
         async with self._taking:
+            self._is_last = last
             await self._take_one(record=record)
 
     async def _take_one(self, *, record: bool) -> None:

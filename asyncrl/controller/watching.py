@@ -145,7 +145,7 @@ class Watching:
         """Take the last snapshot, tell it to everybody who watches, and write it."""
         self._look_at_self()
         await self._written()
-        await self.snapshots.take(record=True)
+        await self.snapshots.take(record=True, last=True)
         self._is_over = True
         await self._written()
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -255,6 +255,21 @@ def test_numbers_of_snapshots_cannot_be_guessed(tmp_path):
     run(tmp_path, scenario)
 
 
+def test_the_last_one_is_told_to_everybody_and_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshots_module, "SNAPSHOT_S", 1e6)
+
+    async def scenario(cluster):
+        viewer = cluster.caller(VIEWER)
+        await look(viewer)
+        asked = viewer.call(WatchSnapshot(seen=-1))
+        assert await is_parked(asked)
+        await cluster.controller._watching.conclude()
+        assert decode_snapshot((await asked).snapshot).run.phase == "starting"
+        assert (await viewer.call(WatchSnapshot(seen=-1), timeout=0.2)).snapshot == b""
+
+    run(tmp_path, scenario)
+
+
 def test_who_got_nothing_is_not_told_that_it_has_seen_something(tmp_path):
     async def scenario(cluster):
         viewer = cluster.caller(VIEWER)
