@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from asyncrl.cli.flags import seconds, split_flags, split_names
+from asyncrl.monitor.printable import json_in_ascii, say
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
@@ -67,12 +68,12 @@ def _main(argv: list[str]) -> int:
         targets = _targets(given.hosts, given.include, given.exclude, ssh_args)
     except ConfigError as error:
         for problem in error.problems:
-            print(f"  {problem}", file=sys.stderr)
+            say(f"  {problem}", sys.stderr)
         return _complain(f"the configuration is wrong ({', '.join(given.configs)}, flags)", error.exit_code)
     except UsageError as error:
         return _complain(str(error), error.exit_code)
     found = asyncio.run(Examination(targets, config, given.timeout, given.fix).run())
-    print(as_json(found) if given.json else "\n".join(as_lines(found)))
+    say(json_in_ascii(as_json(found)) if given.json else "\n".join(as_lines(found)), sys.stdout)
     return exit_code(found)
 
 
@@ -129,7 +130,7 @@ def _targets(
 
 
 def _complain(text: str, exit_code: int) -> int:
-    print(f"{PROGRAM}: {text}", file=sys.stderr)
+    say(f"{PROGRAM}: {text}", sys.stderr)
     return exit_code
 
 

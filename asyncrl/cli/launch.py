@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl.cli import change_hosts
 from asyncrl.cli.flags import split_flags, split_names
+from asyncrl.monitor.printable import say
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
@@ -122,7 +123,7 @@ def _main(argv: list[str]) -> int:
         if len(error.problems) == 1:
             return _complain(f"{error.problems[0]} ({where}; --help-config explains every key)", 78)
         for problem in error.problems:
-            print(f"  {problem}", file=sys.stderr)
+            say(f"  {problem}", sys.stderr)
         count = f"{len(error.problems)} problems in the configuration"
         return _complain(f"{count} ({where}): correct what is listed above; --help-config explains every key", 78)
     except AsyncRLError as error:
@@ -309,7 +310,7 @@ def _print_keys() -> int:
 
 
 def _complain(text: str, exit_code: int) -> int:
-    print(f"{PROGRAM}: {text}", file=sys.stderr)
+    say(f"{PROGRAM}: {text}", sys.stderr)
     return exit_code
 
 

@@ -12,9 +12,10 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.cli.which_run import PROGRAM, living_run, must_be_reachable, run_folder
+from asyncrl.monitor.printable import json_in_ascii, printable, say
 
 if TYPE_CHECKING:
     from asyncrl.monitor.client import Target
@@ -53,14 +54,25 @@ PAGE_COLUMNS = 120
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     try:
-        return _main(list(sys.argv[1:] if argv is None else argv))
+        code = _main(list(sys.argv[1:] if argv is None else argv))
+        # Here, where it is known what it means that nobody reads it.
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
         # Whoever read has read enough, as head does.
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        _print_no_more()
         return 141
+    except OSError as error:
+        _print_no_more()
+        return _complain(f"what is printed cannot be written: {_why(error)}", 1)
+
+
+def _print_no_more() -> None:
+    """What is held back would fail again at the end of the process."""
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _main(argv: list[str]) -> int:
@@ -77,13 +89,18 @@ def _main(argv: list[str]) -> int:
         if given.explain is not None:
             from asyncrl.monitor.story import explain
 
-            print(explain(run_folder(given.run, "--explain"), given.explain))
+            say(explain(run_folder(given.run, "--explain"), given.explain), sys.stdout)
             return 0
         if given.report is not None:
             from asyncrl.monitor.report import write_report
 
-            write_report(run_folder(given.run, "--report"), Path(given.report))
-            print(given.report)
+            run_dir = run_folder(given.run, "--report")
+            try:
+                write_report(run_dir, Path(given.report), lives=_may_live(run_dir))
+            except OSError as error:
+                # The file that cannot be read or written, whosever it is.
+                return _complain(_why(error), 1)
+            say(given.report, sys.stdout)
             return 0
         if given.replay:
             return _replay(run_folder(given.run, "--replay"), given)
@@ -92,14 +109,27 @@ def _main(argv: list[str]) -> int:
         return _complain(str(error), 2)
     except AsyncRLError as error:
         return _complain(str(error), 1)
+    except BrokenPipeError:
+        raise
     except PermissionError as error:
         return _complain(f"{error.filename}: permission denied; a run is watched by the user who started it", 1)
     except OSError as error:
-        return _complain(str(error), 1)
+        return _complain(_why(error), 1)
+
+
+def _why(error: OSError) -> str:
+    return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Its complaints repeat what was typed."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        super()._print_message(printable(message, keep="\n"), file)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=PROGRAM,
         description=DESCRIPTION,
         epilog=EPILOG,
@@ -115,6 +145,16 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--report", metavar="FILE", help="write a report of the run as one HTML file")
     what.add_argument("--explain", metavar="UID", help="tell what became of a prompt group")
     return parser
+
+
+def _may_live(run_dir: Path) -> bool:
+    """Whether a run lives there, or that is not for us to know."""
+    from asyncrl.launcher.folders import is_living
+
+    try:
+        return is_living(run_dir)
+    except PermissionError:
+        return True
 
 
 # --- what is shown ---
@@ -147,13 +187,12 @@ def _watch(given: argparse.Namespace) -> int:
 
 
 def _replay(run_dir: Path, given: argparse.Namespace) -> int:
-    from asyncrl.launcher.folders import is_living
     from asyncrl.monitor.top.replay import open_replay
 
-    replay = open_replay(run_dir, lives=is_living(run_dir))
+    replay = open_replay(run_dir, lives=_may_live(run_dir))
     if not _wants_terminal(given):
         if replay.note:
-            print(f"{PROGRAM}: {run_dir}: {replay.note}", file=sys.stderr)
+            say(f"{PROGRAM}: {run_dir}: {replay.note}", sys.stderr)
         replay.jump(replay.end)
         return _print(replay.history(), given)
 
@@ -209,14 +248,15 @@ def _print(history: History, given: argparse.Namespace) -> int:
         raise UsageError("what is recorded cannot be read by this version")
     document = build(history)
     if given.json:
-        sys.stdout.write(to_json(document).decode() + "\n")
+        print(json_in_ascii(to_json(document).decode()))
         return 0
     from asyncrl.monitor.top.plain import page
     from asyncrl.monitor.top.text import ASCII, UNICODE
 
     unicode = _knows_unicode()
     columns = shutil.get_terminal_size((PAGE_COLUMNS, 24)).columns
-    sys.stdout.write(page(document, max(80, columns), UNICODE if unicode else ASCII, ascii_only=not unicode))
+    text = page(document, max(80, columns), UNICODE if unicode else ASCII, ascii_only=not unicode)
+    say(text.removesuffix("\n"), sys.stdout)
     return 0
 
 
@@ -246,7 +286,7 @@ def _knows_unicode() -> bool:
 
 
 def _complain(text: str, exit_code: int) -> int:
-    print(f"{PROGRAM}: {text}", file=sys.stderr)
+    say(f"{PROGRAM}: {text}", sys.stderr)
     return exit_code
 
 

@@ -68,9 +68,11 @@ def find_living(place: str) -> LivingRun:
             )
         address = _read(path / "private" / ADDRESS_FILE)
         credentials = load_credentials(path / "private", LAUNCHER, 0)
+    except UsageError:
+        raise
     except PermissionError:
         raise UsageError(f"{path}: only who can read {path / 'private'} lets hosts join and leave this run") from None
-    except (OSError, KeyError):
+    except (OSError, ValueError):
         if not (path / "private" / LOCK).exists():
             raise UsageError(f"{path}: the run in it has just ended") from None
         raise UsageError(f"{path / 'private'} is not that of a run which hosts can join") from None

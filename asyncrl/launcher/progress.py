@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from rich.cells import cell_len, set_cell_size
+
 from asyncrl.launcher.spec import (
     Event,
     MetricsEvent,
@@ -22,10 +24,13 @@ from asyncrl.launcher.spec import (
     StuckEvent,
 )
 from asyncrl.monitor.metrics_file import Line
+from asyncrl.monitor.printable import printable
 from asyncrl.runtime.supervision import role_of
 
 NAMES_SHOWN = 4
 CLEAR_LINE = "\r\x1b[2K"
+_NEWLINE = "\n"
+"""Stays in what is told of a run; all else that a terminal would obey is shown as an escape."""
 
 
 class Progress:
@@ -121,6 +126,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Show a line that stays."""
+        text = printable(text, keep=_NEWLINE)
         self._write(f"{text}\n{self._fitted(self._shown)}" if self._live else f"{text}\n")
 
     def warn(self, lines: list[str]) -> None:
@@ -128,7 +134,7 @@ class Progress:
         if self._live:
             self._write("")
         with contextlib.suppress(OSError):
-            self._err.write("".join(f"{line}\n" for line in lines))
+            self._err.write("".join(f"{printable(line, keep=_NEWLINE)}\n" for line in lines))
             self._err.flush()
         if self._live:
             self._write(self._fitted(self._shown))
@@ -139,12 +145,14 @@ class Progress:
         self._write("")
 
     def _now(self, text: str) -> None:
+        text = printable(text)
         if text != self._shown:
             self._shown = text
             self._write(self._fitted(text) if self._live else f"{text}\n")
 
     def _fitted(self, text: str) -> str:
-        return text[: shutil.get_terminal_size().columns - 1]
+        width = shutil.get_terminal_size().columns - 1
+        return text if cell_len(text) <= width else set_cell_size(text, width)
 
     def _write(self, text: str) -> None:
         try:

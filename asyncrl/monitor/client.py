@@ -9,7 +9,6 @@ where the controller wants none of us.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass, field
@@ -21,7 +20,9 @@ import msgspec
 from asyncrl.errors import DeadlineExceeded, ProtocolError, Refused, RemoteError, UsageError
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.monitor import SnapshotTaken, WatchSnapshot
+from asyncrl.monitor.json_text import read_json_object
 from asyncrl.monitor.reach import split_address
+from asyncrl.monitor.sound import decode_snapshot
 from asyncrl.runtime.address_file import ADDRESS_FILE
 from asyncrl.runtime.endpoint import Endpoint
 from asyncrl.runtime.peer import Peer
@@ -37,9 +38,6 @@ ANSWER_S = 8.0
 AGAIN_S = 1.0
 """After an answer that is none."""
 LARGEST_BYTES = 1 << 28
-
-decode_snapshot = msgspec.msgpack.Decoder(Snapshot).decode
-"""A snapshot from its MessagePack. Raises msgspec.DecodeError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +84,13 @@ def _from_folder(run_dir: Path, keys: Path | None) -> Target:
     if not private.exists():
         raise UsageError(f"{run_dir}: no run lives in this folder; what it recorded can be replayed")
     try:
-        address = json.loads((private / ADDRESS_FILE).read_text())["address"]
+        address = str(read_json_object(private / ADDRESS_FILE).get("address"))
+        split_address(address)
     except FileNotFoundError:
         raise UsageError(f"{run_dir}: the run has not come up so far, or its head is another host") from None
+    except ValueError as error:
+        why = f"{private / ADDRESS_FILE} does not tell where the controller is: {error}"
+        raise UsageError(f"{run_dir}: the run cannot be attached to, {why}") from None
     return Target(address=address, credentials=_credentials(keys or private), run_dir=run_dir)
 
 
@@ -99,7 +101,7 @@ def _credentials(folder: Path) -> Credentials:
         raise
     except OSError as error:
         why = f"{error.filename}: {error.strerror}"
-    except (KeyError, ValueError) as error:
+    except ValueError as error:
         why = f"{error}"
     raise UsageError(f"{folder}: no keys of a viewer there ({why}); a copy of RUN/{PRIVATE} on the head has them")
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
-Line = Mapping[str, Any]
+from asyncrl.monitor.metrics_line import Line, Standing, parse_line
+
+__all__ = ["Line", "is_voided", "number_in", "read_metrics"]
 
 
 def number_in(line: Line, key: str) -> float | None:
@@ -19,29 +19,24 @@ def number_in(line: Line, key: str) -> float | None:
     return float(value)
 
 
-def read_metrics(path: Path, kinds: Collection[str] | None = None) -> list[Line]:
-    """The lines of a metrics file that tell of the run as it stands (is_voided); none if there is no such file.
+def read_metrics(path: Path, kinds: Collection[str] | None = None, damaged: list[int] | None = None) -> list[Line]:
+    """The lines of a metrics file that tell of the run as it stands; none if there is no such file.
 
-    ``kinds`` are those wanted, all without it: updates are many in a large run. A torn last line is left out.
+    ``kinds`` are those wanted, all without it: updates are many in a large run. What a learner that was started again
+    has voided is left out (is_voided), and so is what is no line of metrics: ``damaged`` is given the numbers of such
+    lines, from 1 on; a torn last line is none.
     """
     if not path.exists():
         return []
-    found: list[Line] = []
-    newest = 0
+    found = Standing()
     with path.open("rb") as file:
-        for text in file:
-            try:
-                line = json.loads(text)
-            except ValueError:
-                continue
-            if not isinstance(line, dict):
-                continue
-            if line.get("kind") == "train" and line.get("start", 0) > newest:
-                newest = line["start"]
-                found = [other for other in found if not is_voided(other, line)]
-            if kinds is None or line.get("kind") in kinds:
-                found.append(line)
-    return found
+        for number, text in enumerate(file, 1):
+            line = parse_line(text)
+            if line is not None:
+                found.take(line, keep=kinds is None or line.get("kind") in kinds)
+            elif damaged is not None and text.endswith(b"\n"):
+                damaged.append(number)
+    return found.lines()
 
 
 def is_voided(line: Line, by: Line) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 
 CONNECT_S = 4.0
@@ -11,8 +12,8 @@ CONNECT_S = 4.0
 def split_address(address: str) -> tuple[str, int]:
     """Host and port of tcp://HOST:PORT or HOST:PORT. Raises ValueError."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    if not host or not 0 < int(port) < 65536:
-        raise ValueError(f"{address} is not HOST:PORT")
+    if not host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
+        raise ValueError(f"{address!r} is not HOST:PORT")
     return host.strip("[]"), int(port)
 
 
@@ -24,6 +25,8 @@ def why_unreachable(address: str) -> str:
             return ""
     except socket.gaierror as error:
         return f"the host {host} is not known here ({error.strerror})"
+    except UnicodeError:
+        return f"{host} can be the name of no host"
     except TimeoutError:
         return f"no connection within {CONNECT_S:g} s: the host is down, or a firewall drops what is sent to that port"
     except OSError as error:

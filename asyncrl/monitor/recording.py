@@ -22,6 +22,8 @@ import msgpack
 import msgspec
 import zstandard
 
+from asyncrl.monitor.folder import entries_of
+from asyncrl.monitor.sound import decode_snapshot, is_wall
 from asyncrl.monitor.whole import append_whole
 from asyncrl.snapshot import SCHEMA, Snapshot
 
@@ -34,7 +36,6 @@ LOOK_BACK = 8
 LEVEL = 3
 """Of Zstandard."""
 _NAME = re.compile(r"snapshots-(\d+)-(\d+)\.msgpack")
-_decoder = msgspec.msgpack.Decoder(Snapshot)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -47,9 +48,8 @@ class Segment:
 
 
 def segments(run_dir: Path) -> list[Segment]:
-    """What there is, in order of time."""
-    paths = (run_dir / FOLDER).glob("snapshots-*.msgpack")
-    named = [(_NAME.fullmatch(path.name), path) for path in paths]
+    """What there is, in order of time. Raises OSError where that may not be known."""
+    named = [(_NAME.fullmatch(path.name), path) for path in entries_of(run_dir / FOLDER)]
     return sorted(Segment(int(match[1]), int(match[2]), path) for match, path in named if match)
 
 
@@ -173,8 +173,11 @@ def last_recorded(run_dir: Path, attempt: int) -> Snapshot | None:
 def decode(body: bytes) -> Snapshot | None:
     """A recorded snapshot; None where it is not one of a schema that is known here."""
     try:
+        # The limit of the library is for bodies that do not tell their size: what is told is allocated.
+        if zstandard.frame_content_size(body) > LARGEST_SNAPSHOT_BYTES:
+            return None
         plain = zstandard.ZstdDecompressor().decompress(body, max_output_size=LARGEST_SNAPSHOT_BYTES)
-        snapshot = _decoder.decode(plain)
+        snapshot = decode_snapshot(plain)
     except (zstandard.ZstdError, msgspec.DecodeError):
         return None
     return snapshot if snapshot.schema == SCHEMA else None
@@ -187,12 +190,15 @@ def _entries(path: Path, damaged: list[Path] | None = None) -> Iterator[tuple[fl
             while True:
                 match unpacker.unpack():
                     case [float() as wall, bytes() as body]:
-                        yield wall, body
+                        if is_wall(wall):
+                            yield wall, body
                     case _:
                         break
     except (msgpack.OutOfData, FileNotFoundError):
         # The end, or what a writer that died has left; or one that lives has thinned the segment away.
         return
+    except PermissionError:
+        raise
     except (OSError, msgpack.UnpackException, ValueError):
         pass
     if damaged is not None:

@@ -1,8 +1,9 @@
 """A report of a run as one HTML page that needs nothing else: no network, no other file.
 
 Made from the run folder alone, of a run that lives or has ended: metrics.jsonl, config.json and the recorded snapshots.
-What there is none of is said. Whatever comes from the run is escaped, and the page forbids itself to load anything.
-Fails with UsageError where there is no run, or no Plotly, and OSError where the page cannot be written.
+What there is none of, or cannot be read, is said. Whatever comes from the run is escaped, and the page forbids itself
+to load anything. Fails with UsageError where there is no run, no Plotly or no place for a file, and OSError where the
+page cannot be written.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import UsageError
+from asyncrl.monitor.json_text import read_json_object
 from asyncrl.monitor.metrics_file import Line, read_metrics
 from asyncrl.monitor.recording import decode, read_bodies
+from asyncrl.monitor.top.pipeline import said_phase
+from asyncrl.monitor.top.replay import ended
+from asyncrl.monitor.user_file import check_writable, write_user_file
 from asyncrl.monitor.utilisation import evenly, spans
-from asyncrl.monitor.whole import replace_whole
 from asyncrl.snapshot import Event, Snapshot
 
 MOST_SNAPSHOTS = 240
@@ -46,26 +50,28 @@ td:first-child { color: #666; white-space: nowrap } pre { font-size: 12px; overf
 """
 
 
-def write_report(run_dir: Path, out: Path) -> None:
-    """Write the report of the run in ``run_dir`` to the file ``out``, as a whole or not at all."""
+def write_report(run_dir: Path, out: Path, *, lives: bool = False) -> None:
+    """Write the report of the run in ``run_dir``, which may live, to the file ``out``, as a whole or not at all."""
     if not (run_dir / "config.json").is_file():
         raise UsageError(f"{run_dir} is not a run folder: it holds no config.json")
     if find_spec("plotly") is None:
         raise UsageError("a report needs plotly; pip install 'asyncrl[report]'")
-    replace_whole(out, _page(run_dir))
+    check_writable(out)
+    write_user_file(out, _page(run_dir, lives=lives))
 
 
-def _page(run_dir: Path) -> str:
+def _page(run_dir: Path, *, lives: bool) -> str:
     from plotly.offline import get_plotlyjs
 
     from asyncrl.monitor import charts
 
-    config = json.loads((run_dir / "config.json").read_text())
-    lines = read_metrics(run_dir / "metrics.jsonl", KINDS_OF_LINES)
+    config, amiss = _read_config(run_dir)
+    damaged: list[int] = []
+    lines = read_metrics(run_dir / "metrics.jsonl", KINDS_OF_LINES, damaged)
     train, evals, updates = ([line for line in lines if line.get("kind") == kind] for kind in KINDS_OF_LINES)
     train = [line for line in train if "step" in line]
     snapshots = _snapshots(run_dir)
-    last = snapshots[-1] if snapshots else None
+    last = ended(snapshots[-1], lives=lives) if snapshots else None
     name = html.escape(run_dir.resolve().name)
     no_lines = "metrics.jsonl has nothing of it."
     no_recording = f"{'Too few' if snapshots else 'No'} snapshots of this run were recorded."
@@ -80,10 +86,11 @@ def _page(run_dir: Path) -> str:
         ("Ledger", charts.ledger(train), no_lines, "What became of the prompt groups since the run's start."),
     ]
     body = [
-        f"<header><h1>{name}</h1><p class=phase>{_phase(last, train, config)}</p>{_figures(train)}</header>",
+        f"<header><h1>{name}</h1><p class=phase>{_phase(last, train, config)}</p>{_note(damaged)}{_figures(train)}"
+        "</header>",
         *(_chart(number, *section) for number, section in enumerate(sections)),
         _events(last.events if last is not None else []),
-        _config(config),
+        _config(config, amiss),
     ]
     return "\n".join(
         [
@@ -97,6 +104,25 @@ def _page(run_dir: Path) -> str:
             "</main></body></html>\n",
         ]
     )
+
+
+def _read_config(run_dir: Path) -> tuple[dict[str, Any], str]:
+    """The configuration; nothing of one that cannot be read, and why."""
+    try:
+        config = read_json_object(run_dir / "config.json")
+        json.dumps(config, indent=2)
+    except ValueError as error:
+        return {}, str(error)
+    except RecursionError:
+        return {}, f"{run_dir / 'config.json'} cannot be read as JSON: it is nested too deeply"
+    return config, ""
+
+
+def _note(damaged: Sequence[int]) -> str:
+    if not damaged:
+        return ""
+    many = "1 line is" if len(damaged) == 1 else f"{len(damaged)} lines are"
+    return f"<p class=note>{many} left out of metrics.jsonl, the first number {damaged[0]}: not as a run writes it.</p>"
 
 
 KINDS_OF_LINES = ("train", "eval", "update")
@@ -126,12 +152,14 @@ def _chart(number: int, title: str, figure: Any, missing: str, note: str) -> str
 
 
 def _phase(last: Snapshot | None, train: Sequence[Line], config: Mapping[str, Any]) -> str:
-    steps = f"step {train[-1]['step'] if train else 0} of {config.get('learner', {}).get('steps', '?')}"
+    steps = f"step {train[-1]['step'] if train else 0} of {_value(config, 'learner.steps', '?')}"
     if last is None:
         return html.escape(steps)
     run = last.run
     at = datetime.fromtimestamp(last.wall, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    said = [run.phase + (f" ({run.reason})" if run.reason else ""), steps, f"version {run.version}"]
+    phase = said_phase(run)
+    reason = run.reason.removeprefix(f"{phase} ")
+    said = [phase + (f" ({reason})" if reason else ""), steps, f"version {run.version}"]
     said += [f"attempt {run.attempt}", f"as of {at}"]
     return html.escape(" · ".join(said))
 
@@ -170,12 +198,12 @@ def _events(events: Iterable[Event]) -> str:
     return f"<section><h2>Latest events</h2><table>{rows}</table></section>"
 
 
-def _config(config: Mapping[str, Any]) -> str:
+def _config(config: Mapping[str, Any], amiss: str) -> str:
+    if amiss:
+        return f"<section><h2>Configuration</h2><p class=none>{html.escape(amiss)}</p></section>"
     rows = ""
     for key in EXCERPT:
-        value: Any = config
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
+        value = _value(config, key)
         if value is not None:
             rows += f"<tr><td>{key}</td><td>{html.escape(str(value))}</td></tr>"
     whole = html.escape(json.dumps(config, indent=2))
@@ -183,3 +211,11 @@ def _config(config: Mapping[str, Any]) -> str:
         f"<section><h2>Configuration</h2><table>{rows}</table>"
         f"<details><summary>All of it</summary><pre>{whole}</pre></details></section>"
     )
+
+
+def _value(config: Mapping[str, Any], key: str, otherwise: Any = None) -> Any:
+    """What stands under a dotted key."""
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return otherwise if value is None else value

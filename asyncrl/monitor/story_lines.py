@@ -7,6 +7,7 @@ by line and never held.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -15,10 +16,14 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.monitor.folder import entries_of
+from asyncrl.monitor.sound import is_wall
 from asyncrl.monitor.story_log import GENERATED, GRANTED, RESTORED, TAKEN
 
 CLOCK_SLACK_S = 5.0
 """Most by which the clocks of two hosts are taken to differ."""
+
+_ATTEMPT = re.compile(r"attempt_([0-9]{1,9})")
 
 
 @dataclass(slots=True)
@@ -42,10 +47,9 @@ def log_files(run_dir: Path) -> list[tuple[int, Path]]:
 
 
 def _log_files(run_dir: Path) -> Iterator[tuple[int, Path]]:
-    for folder in run_dir.glob("logs/attempt_*"):
-        number = folder.name.removeprefix("attempt_")
-        if number.isdigit():
-            yield from ((int(number), path) for path in sorted(folder.glob("*.log")))
+    for folder in entries_of(run_dir / "logs"):
+        if match := _ATTEMPT.fullmatch(folder.name):
+            yield from ((int(match[1]), path) for path in entries_of(folder) if path.suffix == ".log")
 
 
 def lines_of(path: Path, attempt: int, uid: str) -> Iterator[Line]:
@@ -69,7 +73,9 @@ def parse(data: bytes, attempt: int) -> Line | None:
         actor, event = facts.pop("actor"), facts.pop("event")
         if not isinstance(facts.get("uids", []), list) or not isinstance(actor, str) or not isinstance(event, str):
             return None
-    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError, ValueError):
+    except (msgspec.MsgspecError, KeyError, TypeError, ValueError, OverflowError, RecursionError):
+        return None
+    if not is_wall(wall):
         return None
     return Line(attempt, wall, actor, event, facts)
 
@@ -78,7 +84,7 @@ def aligned(lines: list[Line]) -> list[Line]:
     """Lines of rollouters not before the grant, those of the learner not before the last token."""
     lines = list(_newest_words(lines))
     granted = {
-        (line.attempt, line.facts.get("to"), number): line.wall
+        (line.attempt, _plain(line.facts.get("to")), number): line.wall
         for line in lines
         if line.event == GRANTED
         for number in _grant_numbers(line)
@@ -86,18 +92,18 @@ def aligned(lines: list[Line]) -> list[Line]:
     ends: dict[tuple[int, str], float] = {}
     for line in lines:
         if line.event == GENERATED:
-            at = granted.get((line.attempt, line.actor, line.facts.get("grant")))
+            at = granted.get((line.attempt, line.actor, _plain(line.facts.get("grant"))))
             line.shift = _late(at, line.facts.get("since"))
             # The first, where it had the group more than once.
             end = _last_event(line) + line.shift
             ends[line.attempt, line.actor] = min(end, ends.get((line.attempt, line.actor), end))
+    shifts: dict[tuple[int, str], float] = {}
     for line in lines:
-        if line.event == TAKEN:
-            shift = _late(ends.get((line.attempt, str(line.facts.get("by")))), line.wall)
-            if shift:
-                for other in lines:
-                    if (other.attempt, other.actor) == (line.attempt, line.actor):
-                        other.shift = max(other.shift, shift)
+        if line.event == TAKEN and isinstance(by := line.facts.get("by"), str):
+            shift = _late(ends.get((line.attempt, by)), line.wall)
+            shifts[line.attempt, line.actor] = max(shift, shifts.get((line.attempt, line.actor), 0.0))
+    for line in lines:
+        line.shift = max(line.shift, shifts.get((line.attempt, line.actor), line.shift))
     return lines
 
 
@@ -107,8 +113,13 @@ def _newest_words(lines: list[Line]) -> Iterator[Line]:
     yield from (line for line in lines if line.event != GENERATED or newest[_grant_of(line)] is line)
 
 
-def _grant_of(line: Line) -> tuple[int, str, str]:
-    return line.attempt, line.actor, repr((line.facts.get("grant"), line.facts.get("since")))
+def _grant_of(line: Line) -> tuple[int, str, Any, Any]:
+    return line.attempt, line.actor, _plain(line.facts.get("grant")), _plain(line.facts.get("since"))
+
+
+def _plain(value: Any) -> int | float | str | None:
+    """A number or a text; None for all else, which names no grant."""
+    return value if isinstance(value, (int, float, str)) else None
 
 
 def _late(cause: float | None, effect: Any) -> float:
@@ -120,12 +131,14 @@ def _late(cause: float | None, effect: Any) -> float:
 
 def _grant_numbers(line: Line) -> list[Any]:
     grants = line.facts.get("grants", [])
-    return [grant[0] for grant in grants if isinstance(grant, list) and grant] if isinstance(grants, list) else []
+    if not isinstance(grants, list):
+        return []
+    return [_plain(grant[0]) for grant in grants if isinstance(grant, list) and grant]
 
 
 def _last_event(line: Line) -> float:
     try:
         seconds = [event[0] for events in line.facts["samples"] for event in events]
         return float(line.facts["since"] + max(seconds, default=0.0))
-    except (KeyError, TypeError, ValueError, IndexError):
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError):
         return line.wall

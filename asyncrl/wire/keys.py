@@ -16,8 +16,9 @@ import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
@@ -100,19 +101,45 @@ def write_credentials(folder: Path, files: Mapping[str, Any]) -> None:
 
 
 def load_credentials(folder: Path, name: str, attempt: int) -> Credentials:
-    """Read what was written for an actor. Raises OSError or KeyError."""
-    run = json.loads((folder / "run.json").read_text())
-    if not run["curve"]:
-        return Credentials(run["run_id"], json.loads((folder / "secret.json").read_text())["secret"])
-    pair = json.loads((folder / f"{name.replace('/', '-')}.{attempt}.json").read_text())
+    """Read what was written for an actor. Raises OSError, and ValueError, which names a damaged file."""
+    run = _read(folder / "run.json", _Run)
+    if not run.curve:
+        return Credentials(run.run_id, _read(folder / "secret.json", _Secret).secret)
+    pair = _read(folder / f"{name.replace('/', '-')}.{attempt}.json", _Pair)
     return Credentials(
-        run["run_id"],
+        run.run_id,
         "",
         curve=True,
-        public_key=pair["public"].encode(),
-        secret_key=pair["secret"].encode(),
-        peers=json.loads((folder / "peers.json").read_text()),
+        public_key=pair.public.encode(),
+        secret_key=pair.secret.encode(),
+        peers=_read(folder / "peers.json", dict[str, list[_Key]]),
     )
+
+
+_T = TypeVar("_T")
+_Key = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}\Z")]
+"""A key in z85."""
+
+
+class _Run(msgspec.Struct):
+    run_id: str
+    curve: bool
+
+
+class _Secret(msgspec.Struct):
+    secret: str
+
+
+class _Pair(msgspec.Struct):
+    public: _Key
+    secret: _Key
+
+
+def _read(path: Path, content: type[_T]) -> _T:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=content)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
 
 
 class Doorkeeper(ThreadAuthenticator):

@@ -1,5 +1,6 @@
 """Launched runs of stub actors: real launcher, guard, agent and controller, real processes and signals."""
 
+import contextlib
 import json
 import os
 import re
@@ -334,8 +335,11 @@ def test_a_run_that_was_killed_as_a_whole_is_resumed_in_its_folder(launched):
     """I7: nothing but files is left, and those are dealt with by the next start."""
     run = launched({"learner/0": {"preempted": 7}, "rollouter/0": {"children": True}})
     run.wait_to_show("running")
-    for pid in {run.process.pid, run.pid("guard"), run.pid("agent"), *marked(run.folder)}:
-        os.kill(pid, signal.SIGKILL)
+    # None is to see the death of another, and to put the folder in order.
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in (run.process.pid, run.pid("guard"), run.pid("agent"), *marked(run.folder)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
     run.process.wait()
     wait_until(lambda: not marked(run.folder), "the end of all")
     assert (run.run_dir / "private").exists()

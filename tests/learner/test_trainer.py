@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -275,8 +276,8 @@ def test_publication_and_export_are_what_save_pretrained_would_write(ranks, tied
 def _export_in_parts(backend, config, target: Path) -> None:
     from asyncrl.learner import export
 
-    export.SHARD_BYTES = 40_000
-    backend.export(target)
+    with mock.patch.object(export, "SHARD_BYTES", 40_000):
+        backend.export(target)
 
 
 def test_large_weights_are_exported_in_several_files(folder: Path, tmp_path: Path, run) -> None:

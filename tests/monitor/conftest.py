@@ -1,5 +1,6 @@
 """What the tests of the monitor share."""
 
+import os
 import time
 
 import pytest
@@ -13,3 +14,22 @@ def utc(monkeypatch):
     yield
     monkeypatch.undo()
     time.tzset()
+
+
+@pytest.fixture
+def forbid(monkeypatch):
+    """``forbid(folder)``: it cannot be listed, as one of somebody else; root, who may all, cannot either."""
+
+    def forbid(folder):
+        def refusing(real):
+            def list_it(path=".", *words):
+                if os.fspath(path) == os.fspath(folder):
+                    raise PermissionError(13, "Permission denied", os.fspath(path))
+                return real(path, *words)
+
+            return list_it
+
+        for name in ("scandir", "listdir"):
+            monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+
+    return forbid

@@ -20,6 +20,7 @@ from asyncrl.messages import Request
 from asyncrl.messages.actors import StopRun, WatchRun
 from asyncrl.messages.monitor import MetricsLine, WatchSnapshot
 from asyncrl.monitor.client import Away, Viewer, find_target, watch
+from asyncrl.monitor.reach import why_unreachable
 from asyncrl.runtime import server
 from asyncrl.runtime.actor import CONTROLLER, ActorContext
 from asyncrl.snapshot import Snapshot
@@ -290,3 +291,51 @@ def test_what_there_is_nothing_to_attach_to(tmp_path):
     (private / "controller.json").write_text(json.dumps({"address": "tcp://127.0.0.1:9"}))
     with pytest.raises(UsageError, match="no keys of a viewer"):
         find_target(str(tmp_path))
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 70, "\x1b]0;x\x07", "\udc9b"])
+def test_what_can_be_no_host_is_said(host):
+    assert why_unreachable(f"{host}:80")
+
+
+KEY = "a" * 40
+SOUND = {
+    "controller.json": {"address": "tcp://127.0.0.1:9"},
+    "run.json": {"run_id": "1", "curve": True},
+    "secret.json": {"secret": "s"},
+    "viewer-0.0.json": {"public": KEY, "secret": KEY},
+    "peers.json": {"controller/0": [KEY]},
+}
+BROKEN = [b"", b"[]", b"{}", b"null", b"5", b"\xff\x00", b"{", b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}"]
+
+
+def damaged_files():
+    for name in SOUND:
+        for content in BROKEN:
+            # Nobody is an owner of keys there, which only a controller would mind.
+            if (name, content) != ("peers.json", b"{}"):
+                yield name, content
+    for address in (5, "5", "nowhere", "tcp://:80", "tcp://h:0", "h: 80", "h:\u0663", ["h:80"], {}):
+        yield "controller.json", json.dumps({"address": address}).encode()
+    for run in ({"run_id": 5, "curve": False}, {"run_id": "1", "curve": "no"}, {"run_id": [], "curve": []}):
+        yield "run.json", json.dumps(run).encode()
+    for secret in (5, None, ["s"], "\ud800"):
+        yield "secret.json", json.dumps({"secret": secret}).encode()
+    for key in (5, "", "short", "\u00e9" * 40, "'" * 40, "a" * 41, "a" * 40 + "\n"):
+        yield "viewer-0.0.json", json.dumps({"public": KEY, "secret": key}).encode()
+        yield "viewer-0.0.json", json.dumps({"public": key, "secret": KEY}).encode()
+        yield "peers.json", json.dumps({"controller/0": [key]}).encode()
+
+
+@pytest.mark.parametrize(("name", "content"), [*damaged_files()], ids=lambda value: repr(value)[:40])
+def test_a_file_of_a_private_folder_that_is_damaged_is_named(tmp_path, name, content):
+    private = tmp_path / "private"
+    private.mkdir()
+    curve = name != "secret.json"
+    for each, sound in {**SOUND, "run.json": {"run_id": "1", "curve": curve}}.items():
+        (private / each).write_text(json.dumps(sound))
+    find_target(str(tmp_path))
+    (private / name).write_bytes(content)
+    with pytest.raises(UsageError, match=name) as caught:
+        find_target(str(tmp_path))
+    assert len(str(caught.value)) < 600 and "\n" not in str(caught.value)

@@ -7,6 +7,7 @@ from recordings import read_recording
 
 from asyncrl.monitor import recording
 from asyncrl.monitor.recording import Recorder, read_bodies, read_latest, segments
+from asyncrl.monitor.top.replay import recent_history
 from asyncrl.snapshot import SCHEMA, ActorView, RunView, Snapshot
 
 
@@ -139,3 +140,11 @@ def test_a_full_disk_on_which_nothing_can_be_thinned_keeps_no_half_a_segment(tmp
         recorder._thin()
     assert steps(tmp_path) == list(range(number))
     assert not list(tmp_path.rglob("*.new"))
+
+
+def test_a_folder_that_may_not_be_read_is_not_taken_for_empty(tmp_path, forbid):
+    put(Recorder(tmp_path, 1, 1 << 20), 0)
+    forbid(tmp_path / "monitor")
+    with pytest.raises(PermissionError, match="monitor"):
+        segments(tmp_path)
+    assert recent_history(tmp_path).newest is None, "a viewer of a living run does without"

@@ -6,15 +6,19 @@ import re
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pictures import WALL, Run
 from plotly.offline import get_plotlyjs
 from recordings import record
 
 from asyncrl.errors import UsageError
 from asyncrl.monitor import charts, report
-from asyncrl.monitor.metrics_file import read_metrics
+from asyncrl.monitor.metrics_file import is_voided, read_metrics
+from asyncrl.monitor.metrics_line import Standing
 from asyncrl.monitor.report import write_report
 from asyncrl.monitor.states import STATES
+from asyncrl.monitor.top.replay import open_replay
 from asyncrl.monitor.utilisation import evenly, spans
 from asyncrl.snapshot import Event, Resource
 
@@ -164,7 +168,7 @@ def test_what_there_is_none_of_is_said(run_dir, tmp_path):
 def test_what_is_no_run_or_cannot_be_written(tmp_path, run_dir, monkeypatch):
     with pytest.raises(UsageError, match="no config.json"):
         write_report(tmp_path / "nothing", tmp_path / "out.html")
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(UsageError, match="out.html: there is no folder"):
         write_report(run_dir, tmp_path / "nowhere" / "out.html")
     monkeypatch.setattr(report, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install 'asyncrl\[report\]'"):
@@ -245,3 +249,145 @@ def test_a_line_that_a_dead_writer_left_is_not_read(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"kind": "train", "step": 1}\n\xff\xfe{"step"\n{"kind": "train", "step": 2}\n')
     assert [line["step"] for line in read_metrics(path)] == [1, 2]
+
+
+DAMAGED = {
+    "torn": "{",
+    "a list": "[]",
+    "null": "null",
+    "binary": b"\xff\xfe\x00",
+    "nested": "[" * 100_000,
+    "many digits": '{"a": ' + "9" * 5000 + "}",
+    "empty": "",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_without_a_configuration_there_is_a_report_that_says_why(run_dir, tmp_path, damage):
+    content = DAMAGED[damage]
+    (run_dir / "config.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    write_lines(run_dir, step(1), step(2))
+    page = written(run_dir, tmp_path)
+    shown = " ".join(page.text)
+    assert 0 in page.figures and "step 2 of ?" in shown and f"{run_dir / 'config.json'}" in shown
+
+
+def test_a_configuration_is_shown_or_said_to_be_nested_too_deeply(run_dir):
+    found = []
+    for depth in range(100, 1200, 50):
+        (run_dir / "config.json").write_text('{"a": ' * depth + "1" + "}" * depth)
+        found.append("nested too deeply" in report._config(*report._read_config(run_dir)))
+    assert found == sorted(found) and found[0] is False and found[-1] is True
+
+
+@pytest.mark.parametrize("config", [{"learner": []}, {"learner": {"steps": []}}, {"learner": 5, "model": None}])
+def test_sections_of_a_configuration_that_are_none_are_left_out(run_dir, tmp_path, config):
+    (run_dir / "config.json").write_text(json.dumps(config))
+    write_lines(run_dir, step(2))
+    assert "step 2 of " in " ".join(written(run_dir, tmp_path).text)
+
+
+ODD = [
+    *({"start": value} for value in ("2", None, [2], 2.5, True, 10**400)),
+    *({"step": value} for value in ("2", None, [2], 2.5, float("nan"), 10**400)),
+    *({"weights/version": value} for value in ("2", None, {})),
+    *({key: value} for key in ("time/train_s", "time/step_s", "reward/mean") for value in ("2", [2], {}, 10**400)),
+    {"kind": ["train"]},
+]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: f"{odd}"[:40])
+def test_a_line_that_no_run_writes_is_left_out_and_counted(run_dir, tmp_path, odd):
+    good = [step(1), step(2), update(1), evaluation(2)]
+    write_lines(run_dir, *good, step(3) | odd, step(4))
+    page = written(run_dir, tmp_path)
+    assert page.figures[0][0]["x"] == [1, 2, 4]
+    assert "1 line is left out of metrics.jsonl, the first number 5" in " ".join(page.text)
+    write_lines(run_dir, *good, update(2) | odd, evaluation(4) | odd, step(4))
+    damaged = []
+    assert read_metrics(run_dir / "metrics.jsonl", damaged=damaged) == [*good, step(4)] and damaged == [5, 6]
+
+
+def test_so_is_one_that_is_nested_or_has_too_many_digits_and_a_torn_end_is_not_counted(run_dir, tmp_path):
+    write_lines(run_dir, step(1))
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write("[" * 100_000 + "\n" + "9" * 5000 + "\n" + '{"kind": "tra')
+    page = written(run_dir, tmp_path)
+    assert page.figures[0][0]["x"] == [1] and "2 lines are left out" in " ".join(page.text)
+
+
+def plainly_standing(lines):
+    """By the rule, line by line."""
+    found, newest = [], 0
+    for line in lines:
+        if line["kind"] == "train" and line["start"] > newest:
+            newest = line["start"]
+            found = [other for other in found if not is_voided(other, line)]
+        found.append(line)
+    return found
+
+
+@given(
+    st.lists(
+        st.fixed_dictionaries(
+            {"kind": st.sampled_from(["train", "update"]), "start": st.integers(0, 5), "step": st.integers(0, 8)}
+        ),
+        max_size=30,
+    )
+)
+def test_what_stands_is_what_the_rule_leaves(tmp_path_factory, lines):
+    folder = tmp_path_factory.mktemp("run")
+    write_lines(folder, *lines)
+    assert read_metrics(folder / "metrics.jsonl") == plainly_standing(lines)
+    trained = [line for line in plainly_standing(lines) if line["kind"] == "update"]
+    assert read_metrics(folder / "metrics.jsonl", ("update",)) == trained
+
+
+def test_many_returns_of_a_learner_cost_no_more_each_than_few(monkeypatch):
+    looked = 0
+
+    class Counted(dict):
+        def get(self, *words):
+            nonlocal looked
+            looked += 1
+            return super().get(*words)
+
+    def cost(starts):
+        nonlocal looked
+        looked = 0
+        found = Standing()
+        for start in range(1, starts + 1):
+            for number in range(4):
+                found.take(Counted(kind="train", start=start, step=4 * start + number), keep=True)
+        assert len(found.lines()) == 4 * starts
+        return looked
+
+    assert cost(400) <= 11 * cost(40)
+
+
+def test_a_run_that_was_killed_has_failed_in_the_report_as_in_a_replay(run_dir, tmp_path):
+    write_lines(run_dir, step(1))
+    record(run_dir, Run().at(40.0), Run().at(41.0))
+    shown = " ".join(written(run_dir, tmp_path).text)
+    replay = open_replay(run_dir, lives=False)
+    replay.jump(replay.end)
+    last = replay.history().newest.run
+    assert f"{last.phase} ({last.reason}) · " in shown and last.phase == "failed" and "running ·" not in shown
+    out = tmp_path / "out.html"
+    write_report(run_dir, out, lives=True)
+    assert "running · " in " ".join(Page(out).text)
+
+
+@pytest.mark.parametrize(("exit_code", "said"), [(130, "stopped"), (75, "preempted"), (0, "done")])
+def test_an_end_is_named_as_in_a_replay(run_dir, tmp_path, exit_code, said):
+    record(run_dir, Run(phase="done", exit_code=exit_code, reason=f"{said} by somebody").at(40.0))
+    assert f"{said} (by somebody) · " in " ".join(written(run_dir, tmp_path).text)
+
+
+def test_recorded_times_that_are_none_are_passed_over(run_dir, tmp_path):
+    good = Run().at(40.0)
+    event = Event(number=1, wall=1e300, level="info", actor="a", text="never")
+    for wall in (float("nan"), float("inf"), 1e18, -5.0):
+        record(run_dir, msgspec.structs.replace(good, wall=wall))
+    record(run_dir, Run().at(39.0), msgspec.structs.replace(good, events=[event]))
+    assert "as of " in " ".join(written(run_dir, tmp_path).text)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from asyncrl.errors import UsageError
 from asyncrl.monitor import logging
 from asyncrl.monitor.story import explain, read_story, verdict
+from asyncrl.monitor.story_lines import Line, aligned
 from asyncrl.monitor.story_log import GENERATED, GRANTED, TAKEN, StoryLog
 
 T = 1_760_000_000.0
@@ -222,7 +223,132 @@ def test_where_nothing_is_known_it_is_said_what_is(logs, tmp_path):
     with pytest.raises(UsageError, match=r"log\.level"):
         explain(tmp_path, UID)
     logs.granted(0.0, uid="0-9")
-    with pytest.raises(UsageError, match="The first that was is 0-6, the last 0-9"):
+    with pytest.raises(UsageError, match="The first that was is 0-6, the last 0-9$"):
+        explain(tmp_path, UID)
+    (tmp_path / "quarantine.jsonl").touch()
+    with pytest.raises(UsageError, match=r"the last 0-9; .*/quarantine\.jsonl has the prompts that never were$"):
+        explain(tmp_path, UID)
+
+
+def test_what_was_granted_of_another_kind_is_not_in_the_range(logs, tmp_path):
+    for uid in ("heldout@0-0", "heldout_greedy@50-511", "0-9"):
+        logs.granted(0.0, uid=uid)
+    for uid, said in (
+        (UID, "The first that was is 0-6, the last 0-9"),
+        ("heldout@0-7", "The first of heldout that was is heldout@0-0, the last heldout@0-0"),
+        ("other@0-7", "Nothing of other was; of training, heldout, heldout_greedy something was"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            explain(tmp_path, uid)
+        assert str(caught.value).endswith(said)
+
+
+@pytest.mark.parametrize(
+    ("into", "said"),
+    [
+        ("filtered", "filtered: all of its rewards are equal"),
+        ("buffered", "in the learner's buffer, not trained so far"),
+        ("quarantined", "quarantined"),
+        ("evaluation", "with the learner; its round of evaluation is not complete"),
+    ],
+)
+def test_the_learners_word_counts_where_the_rollouter_logs_after_it(logs, tmp_path, into, said):
+    events = [[0.1, "began", 2], [0.3, "finished", 9, "stop", [[2, 0, 9]]], [0.4, "scored", 1.0, 0.002]]
+    logs.granted(0.0)
+    logs.taken(0.5, into)
+    logs.generated(0.501, 0.001, events)
+    found = read_story(tmp_path, UID)
+    assert found[-1].what == "delivered" and verdict(found) == said
+    logs.line(0.6, "dataloader/0", "orphaned", uids=[UID], of="rollouter/0")
+    logs.line(0.7, "dataloader/0", "settled", uids=[UID], held=True)
+    assert verdict(read_story(tmp_path, UID)) == said
+    # What was said of an earlier grant is not said of this one.
+    logs.granted(0.8, to="rollouter/1")
+    logs.generated(1.5, 0.9, events, actor="rollouter/1")
+    assert verdict(read_story(tmp_path, UID)) == "delivered; the learner's word on it is not known"
+
+
+FACTS = ["to", "grants", "uids", "step", "version", "since", "samples", "end", "grant", "by", "of", "into", "held"]
+ODD = [None, [], [1], {}, "2", True, -1, 1e300, -1e300, 2**63, [["x"]], [[[], {}, [], {}]]]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=repr)
+@pytest.mark.parametrize(
+    "key", ["to", "grants", "uids", "step", "version", "since", "samples", "end", "grant", "by", "of", "into", "held"]
+)
+def test_a_fact_that_is_none_breaks_no_story(logs, tmp_path, key, odd):
+    logs.whole()
+    logs.line(2.1, "learner/0", "restored", step=9, version=9, uids=[])
+    for event, facts in {
+        "granted": {"to": "rollouter/0", "uids": [UID], "grants": [[1, 2, 0, False]]},
+        "generated": {"uid": UID, "grant": 1, "since": T, "end": "delivered", "samples": [[[0.1, "began", 2]]]},
+        "taken": {"uid": UID, "by": "rollouter/0", "into": "buffered"},
+        "trained": {"uids": [UID], "step": 3, "version": 2},
+        "evaluated": {"uids": [UID], "step": 3},
+        "orphaned": {"uids": [UID], "of": "rollouter/0"},
+        "settled": {"uids": [UID], "held": True},
+        "restored": {"uids": [], "step": 1, "version": 1},
+    }.items():
+        if key in facts:
+            for at, fact in ((0.2, odd), (0.3, facts[key]), (0.4, odd)):
+                logs.line(at, "learner/0", event, **(facts | {"uid": UID} | {key: fact}))
+    assert explain(tmp_path, UID).startswith(f"prompt group {UID}: ")
+
+
+@pytest.mark.parametrize(("trained", "checkpoint"), [("3", 2), (3, "2"), (None, 2), ([], {})])
+def test_a_step_that_is_none_is_not_undone(logs, tmp_path, trained, checkpoint):
+    logs.trained(1.0)
+    logs.line(2.0, "learner/0", "trained", uids=[UID], step=trained, version=2)
+    logs.line(3.0, "learner/0", "restored", uids=[], step=checkpoint, version=2)
+    assert whats(tmp_path) == ["trained", "trained"]
+
+
+def test_lines_that_are_nested_or_beyond_the_calendar_are_left_out(logs, tmp_path):
+    logs.whole()
+    for stamp in (
+        "9999-12-31T23:59:59-23:59",
+        "9999-12-31T23:59:59+00:00",
+        "0001-01-01T00:00:00+23:59",
+        "0001-01-01",
+        5,
+    ):
+        logs.write("learner/0", json.dumps({"actor": "a", "event": "e", "uid": UID, "timestamp": stamp}) + "\n")
+    for depth in (400, 900, 990, 100_000):
+        nested = '{"actor": "a", "event": "granted", "timestamp": "2025-10-09T08:53:20Z", "uids": ["0-7"], "to": '
+        logs.write("learner/0", nested + "[" * depth + "]" * depth + ', "grants": [[1, 2, 0, false]]}\n')
+        logs.write("learner/0", nested.replace("granted", "e") + '"", "text": ' + "[" * depth + "]" * depth + "}\n")
+    text = explain(tmp_path, UID)
+    assert text.splitlines()[2:] and "trained at step 3" in text
+
+
+def test_lines_of_a_learner_are_aligned_at_a_cost_for_each(monkeypatch):
+    looked = 0
+
+    class Counted(Line):
+        __slots__ = ()
+
+        def __getattribute__(self, name):
+            nonlocal looked
+            looked += 1
+            return super().__getattribute__(name)
+
+    def cost(count):
+        nonlocal looked
+        looked = 0
+        facts = {"grant": 1, "since": T, "samples": [[[1.0, "began", 2]]]}
+        lines = [Counted(1, T, "rollouter/0", "generated", facts)]
+        lines += [Counted(1, T, "learner/0", "taken", {"by": "rollouter/0"}) for _ in range(count)]
+        assert {line.shift for line in aligned(lines)[1:]} == {1.0}
+        return looked
+
+    assert cost(400) <= 11 * cost(40)
+
+
+@pytest.mark.parametrize("closed", ["logs", "logs/attempt_1"])
+def test_a_folder_of_logs_that_may_not_be_read_is_not_taken_for_empty(logs, tmp_path, closed, forbid):
+    logs.whole()
+    forbid(tmp_path / closed)
+    with pytest.raises(PermissionError, match=closed):
         explain(tmp_path, UID)
 
 

@@ -344,3 +344,85 @@ def sshd(folder):
     finally:
         server.terminate()
         server.wait(30)
+
+
+@pytest.mark.parametrize("words", [("--replay", "--once"), ("--report", "out.html"), ("--explain", "0-7")])
+def test_what_was_recorded_by_somebody_else_is_not_taken_for_nothing(
+    ended, tmp_path, monkeypatch, capsys, forbid, words
+):
+    closed = ended / ("logs" if words[0] == "--explain" else "monitor")
+    closed.mkdir(exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    forbid(closed)
+    assert command.main([str(ended), *words]) == 1
+    out, err = capsys.readouterr()
+    assert not out and err.startswith(f"asyncrl-top: {closed}: ") and "permission denied" in err.lower()
+    assert not (tmp_path / "out.html").exists()
+
+
+@pytest.mark.parametrize("words", [("--explain", "0-7"), ("--replay", "--once"), ("--replay", "--json")])
+@pytest.mark.parametrize("buffered", ["1", ""])
+def test_a_reader_that_has_read_enough_is_no_fault(ended, words, buffered):
+    """As head, which goes while it is written: here before."""
+    log = ended / "logs" / "attempt_1" / "learner-0.log"
+    log.parent.mkdir(parents=True)
+    log.write_text(STORY * 200)
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(
+            [*TOP, str(ended), *words],
+            stdout=write,
+            stderr=subprocess.PIPE,
+            timeout=120,
+            env={**os.environ, "PYTHONUNBUFFERED": buffered},
+            check=False,
+        )
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize("words", [("--replay", "--once"), ("--replay", "--json")])
+def test_a_disk_that_is_full_is_said_once(ended, words):
+    code = """
+import io, os, sys
+from asyncrl.cli import top
+class Full(io.RawIOBase):
+    def writable(self): return True
+    def fileno(self): return 1
+    def write(self, data):
+        if os.fstat(1).st_rdev == os.stat(os.devnull).st_rdev: return len(data)
+        raise OSError(28, "No space left on device")
+sys.stdout = io.TextIOWrapper(io.BufferedWriter(Full(), 1 << 20), encoding="utf-8")
+sys.exit(top.main(sys.argv[1:]))
+"""
+    argv = [sys.executable, "-c", code, str(ended), *words]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    said = "asyncrl-top: what is printed cannot be written: [Errno 28] No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, said)
+
+
+STORY = '{"actor": "learner/0", "event": "printed", "uid": "0-7", "timestamp": "2025-10-09T08:53:20Z"}\n'
+
+
+def test_where_no_report_can_be_it_is_said_in_a_line(ended, tmp_path, complains):
+    cases = {
+        "": ". is a folder; name a file in it",
+        ".": ". is a folder; name a file in it",
+        "/": "/ is a folder; name a file in it",
+        "nowhere/x.html": "nowhere/x.html: there is no folder",
+        "pipe": "pipe is no regular file, and is left alone",
+    }
+    os.mkfifo(tmp_path / "pipe")
+    for name, said in cases.items():
+        complains(("trial", "--report", name), tmp_path, 2, said)
+
+
+def test_a_report_that_cannot_be_written_names_the_file_that_was_named(ended, tmp_path, complains, monkeypatch):
+    def refuse(*words, **more):
+        raise PermissionError(13, "Permission denied", str(tmp_path / ".0123.new"))
+
+    monkeypatch.setattr(os, "replace", refuse)
+    complains(("trial", "--report", "out.html"), tmp_path, 1, "asyncrl-top: out.html: Permission denied")
+    assert not [path for path in tmp_path.iterdir() if path.is_file()]

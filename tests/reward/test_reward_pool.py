@@ -636,8 +636,8 @@ def test_workers_do_not_outlive_a_pool_that_is_killed(tmp_path: Path) -> None:
     script.write_text(
         textwrap.dedent("""
             import asyncio
-            from asyncrl.config import RewardConfig
-            from asyncrl.messages import Completion, Score
+            from asyncrl.config.training import RewardConfig
+            from asyncrl.messages.reward import Completion, Score
             from asyncrl.reward.pool import RewardPool
 
             async def main():

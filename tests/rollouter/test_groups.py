@@ -14,7 +14,7 @@ from asyncrl.rollouter.account import GroupAccount
 from asyncrl.rollouter.episodes import TrajectoryFailed
 from asyncrl.rollouter.groups import GroupRunner
 from asyncrl.runtime.clock import LoopClock, run_virtual
-from asyncrl.runtime.server import Caller, handler
+from asyncrl.runtime.handlers import Caller, handler
 
 SAMPLES = 4
 

@@ -48,12 +48,15 @@ async def step(system, number):
     return system.actors["learner/0"]
 
 
-async def standstill(learner):
-    """The step at which there is nothing left to train."""
+async def standstill(system):
+    """The step at which there is nothing left to train, and nothing out of which more could come."""
+    learner = system.actors["learner/0"]
+    rollouters = [actor for name, actor in system.actors.items() if name.startswith("rollouter/")]
     while True:
         before = learner.step
         await asyncio.sleep(0.4)
-        if learner.step == before and learner.states.awaiting == "groups":
+        idle = learner.states.awaiting == "groups" and not any(rollouter._held for rollouter in rollouters)
+        if learner.step == before and idle:
             return before
 
 
@@ -84,7 +87,7 @@ def test_training_goes_on_without_a_parameter_server_as_far_as_the_gate_lets_it(
             # What a stopped process does: it hears nothing and says nothing.
             server._endpoint.ending = True
         steps["then"] = learner.step
-        steps["stood still"] = await standstill(learner)
+        steps["stood still"] = await standstill(system)
         # Longer than the deadline of a call.
         await asyncio.sleep(2.5)
         assert learner.step == steps["stood still"]
@@ -124,7 +127,7 @@ def test_with_a_full_disk_training_goes_on_under_the_version_before(tmp_path, fu
     async def scenario():
         learner = await step(system, 4)
         full_disk.set()
-        steps["stood still"] = await standstill(learner)
+        steps["stood still"] = await standstill(system)
         assert learner.counters["weights/not_published"] > 1
         full_disk.clear()
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 
 from asyncrl.monitor.bottleneck import by_kind, kind_of
+from asyncrl.monitor.json_text import from_json
 from asyncrl.monitor.top.bars import state_bar
 from asyncrl.monitor.top.document import Document
 from asyncrl.monitor.top.numbers import count, duration, fixed, percent, size
@@ -121,8 +121,8 @@ def _figure(name: str, value: float) -> str:
 def _log_lines(text: str, width: int) -> list[Line]:
     """A line of a log: JSON as the actors write it, or whatever else was printed."""
     try:
-        entry = json.loads(text)
-    except json.JSONDecodeError:
+        entry = from_json(text)
+    except ValueError:
         entry = None
     if not isinstance(entry, dict) or "event" not in entry:
         return [[(part, "")] for part in wrapped(text, width)]

@@ -9,6 +9,7 @@ from asyncrl.monitor.top.document import Document, RunRow, StageRow
 from asyncrl.monitor.top.numbers import count, duration, fixed, percent, rate
 from asyncrl.monitor.top.table import NARROW
 from asyncrl.monitor.top.text import Glyphs, Line, Style, fit, joined, length, wrapped
+from asyncrl.snapshot import RunView
 
 PHASE_STYLES: dict[str, Style] = {
     "starting": "start",
@@ -50,7 +51,7 @@ def header(document: Document, width: int, glyphs: Glyphs) -> list[Line]:
     return [fit(_fitting(first, width), width), fit(_fitting(second, width), width)]
 
 
-def said_phase(run: RunRow) -> str:
+def said_phase(run: RunRow | RunView) -> str:
     """Where a run stands, in a word: one that ended before its last step is not done."""
     if run.phase == "running" and run.stalled:
         return "stalled"

@@ -108,14 +108,16 @@ class Replay:
 
     def _decoded(self, index: int) -> Snapshot | None:
         snapshot = decode(self._bodies[index])
-        if snapshot is None or self.lives or index < len(self._bodies) - 1 or snapshot.run.phase in OVER:
+        if snapshot is None or index < len(self._bodies) - 1:
             return snapshot
-        return _cut_short(snapshot)
+        return ended(snapshot, lives=self.lives)
 
 
-def _cut_short(last: Snapshot) -> Snapshot:
-    """The end of a run of which the recording tells none."""
+def ended(last: Snapshot, *, lives: bool) -> Snapshot:
+    """The last picture of a run: one that does not live and of which no end is recorded has failed."""
     run, actors = last.run, last.actors
+    if lives or run.phase in OVER:
+        return last
     why = "it was killed, or told to end at once, or its host went down"
     why = f"nothing is recorded after this, when it was {run.phase}: {why}; see logs/attempt_{run.attempt}"
     return replace(
@@ -140,7 +142,10 @@ def open_replay(run_dir: Path, *, lives: bool) -> Replay:
 
 def recent_history(run_dir: Path) -> History:
     """What was recorded of the last minutes, so that a viewer that has just come knows shares at once."""
-    entries = read_latest(run_dir, LONGEST_S)
+    try:
+        entries = read_latest(run_dir, LONGEST_S)
+    except OSError:
+        entries = []
     if not entries:
         return History()
     replay = Replay(entries, lives=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from asyncrl.monitor.top.numbers import ABSENT
-from asyncrl.monitor.top.text import Line, Span, fit, length
+from asyncrl.monitor.top.text import Line, Span, cells, fit, length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +63,10 @@ class Table:
                 break
             shown.remove(last)
 
-        def line_of(cells: Sequence[Cell]) -> Line:
+        def line_of(row: Sequence[Cell]) -> Line:
             found: Line = []
             for i in shown:
-                cell = cells[i]
+                cell = row[i]
                 spans: Line = [cell] if isinstance(cell, tuple) else cell
                 if i == shown[-1] and not self.columns[i].right:
                     found += spans
@@ -90,7 +90,7 @@ class Table:
 
 
 def _cell_length(cell: Cell) -> int:
-    return len(cell[0]) if isinstance(cell, tuple) else length(cell)
+    return cells(cell[0]) if isinstance(cell, tuple) else length(cell)
 
 
 def _aligned(spans: Line, width: int, *, right: bool) -> Line:

@@ -1,7 +1,8 @@
 """Styled text, and the characters that are drawn with. Pure: no terminal is known here.
 
 A line is a list of (text, style). Styles are names: the terminal gives them colours, and everything can be read
-without any: bars differ in their glyphs, marks are characters.
+without any: bars differ in their glyphs, marks are characters. Widths are cells of a terminal: some characters take
+two, some none. Invariant: text is measured, cut and handed out as it is printed, without controls (printable.py).
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from rich.cells import cell_len, set_cell_size, split_graphemes
+
 from asyncrl.monitor.bottleneck import Kind
+from asyncrl.monitor.printable import printable
 from asyncrl.monitor.top.numbers import ABSENT
 
 Style = Literal[
@@ -59,7 +63,7 @@ ASCII = Glyphs(
 
 
 def to_ascii(text: str) -> str:
-    """For a terminal that knows no more; one character for one, so that nothing moves."""
+    """For a terminal that knows no more; one character for one, so that no glyph moves."""
     for glyph, plain in (
         (ABSENT, "-"),
         ("…", "~"),
@@ -78,27 +82,40 @@ def to_ascii(text: str) -> str:
     return text.encode("ascii", "replace").decode()
 
 
+def cells(text: str) -> int:
+    """Cells that a text takes."""
+    return cell_len(printable(text))
+
+
 def length(line: Line) -> int:
-    """Characters in a line."""
-    return sum(len(text) for text, _ in line)
+    """Cells that a line takes."""
+    return sum(cells(text) for text, _ in line)
+
+
+def cut(text: str, width: int) -> str:
+    """At most ``width`` cells of a text; where some of it is left out, exactly as many and a mark at the end."""
+    text = printable(text)
+    if cell_len(text) <= width:
+        return text
+    return f"{set_cell_size(text, width - 1)}…" if width > 1 else set_cell_size(text, max(0, width))
 
 
 def fit(line: Line, width: int) -> Line:
-    """Cut or padded to exactly ``width``."""
+    """Cut or padded to exactly ``width`` cells."""
     found: Line = []
     left = width
     for text, style in line:
-        if len(text) > left:
-            found.append((text[: left - 1] + "…" if left > 1 else text[:left], style))
-            return found if left else found[:-1]
-        found.append((text, style))
-        left -= len(text)
+        wide = cells(text)
+        if wide > left:
+            return [*found, (cut(text, left), style)] if left else found
+        found.append((printable(text), style))
+        left -= wide
     return [*found, (" " * left, "")] if left else found
 
 
 def plain(line: Line) -> str:
     """Without styles."""
-    return "".join(text for text, _ in line)
+    return "".join(printable(text) for text, _ in line)
 
 
 def joined(parts: Sequence[Line], between: str = "   ") -> Line:
@@ -117,30 +134,43 @@ def columns(
 
     ``right``: values end at the same place, and do not begin there.
     """
-    name_wide = max(len(name) for name, _, _ in items)
-    value_wide = max(len(value) for _, value, _ in items)
+    name_wide = max(cells(name) for name, _, _ in items)
+    value_wide = max(cells(value) for _, value, _ in items)
     across = max(1, (width + GAP) // (name_wide + 2 + value_wide + GAP))
     down = -(-len(items) // (across if most is None else min(across, most)))
     lines: list[Line] = []
     for i in range(down):
         line: Line = []
         for name, value, style in items[i::down]:
-            shown = f"{value:>{value_wide}}" if right else f"{value:<{value_wide}}"
+            blanks = " " * (value_wide - cells(value))
+            shown = f"{blanks}{value}" if right else f"{value}{blanks}"
             between: Line = [(" " * GAP, "")] if line else []
-            line += [*between, (f"{name:<{name_wide}}  ", "dim"), (shown, style)]
+            line += [*between, (f"{name}{' ' * (name_wide - cells(name))}  ", "dim"), (shown, style)]
         lines.append(line)
     return lines
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """Lines of at most ``width``, broken at blanks where there are some."""
+    """Lines of at most ``width`` cells, broken at blanks where there are some."""
     width = max(1, width)
     lines: list[str] = []
-    for paragraph in text.splitlines():
-        while len(paragraph) > width:
-            cut = paragraph.rfind(" ", width // 2, width + 1)
-            cut = cut if cut > 0 else width
-            lines.append(paragraph[:cut].rstrip())
-            paragraph = paragraph[cut:].lstrip()
+    for paragraph in map(printable, text.splitlines()):
+        while cell_len(paragraph) > width:
+            most = _room_for(paragraph, width)
+            cut_at = paragraph.rfind(" ", most // 2, most + 1)
+            cut_at = cut_at if cut_at > 0 else most
+            lines.append(paragraph[:cut_at].rstrip())
+            paragraph = paragraph[cut_at:].lstrip()
         lines.append(paragraph)
     return lines
+
+
+def _room_for(text: str, width: int) -> int:
+    """How many of its characters fit into so many cells; one at least."""
+    if text.isascii():
+        return width
+    for start, end, wide in split_graphemes(text[: 4 * width])[0]:
+        if wide > width:
+            return start or end
+        width -= wide
+    return max(1, end)

@@ -38,10 +38,11 @@ CURSOR = RichStyle(reverse=True)
 
 def to_strip(line: Line, width: int, base: RichStyle, *, ascii_only: bool, cursor: bool = False) -> Strip:
     """A line of exactly ``width`` cells, on ``base``."""
-    segments = []
-    for text, name in fit(line, width):
-        style = base + (CURSOR if cursor else STYLES[name])
-        segments.append(Segment(to_ascii(text) if ascii_only else text, style))
+    if ascii_only:
+        # Before it is measured: what takes two cells is one character there. What it is cut with comes after.
+        line = [(to_ascii(text), name) for text, name in line]
+        line = [(to_ascii(text), name) for text, name in fit(line, width)]
+    segments = [Segment(text, base + (CURSOR if cursor else STYLES[name])) for text, name in fit(line, width)]
     return Strip(segments, width)
 
 

@@ -1,0 +1,13 @@
+"""What a folder holds: one that may not be read is not taken for an empty one, as a glob would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def entries_of(folder: Path) -> list[Path]:
+    """Everything in it, by name; nothing where there is no such folder. Raises OSError."""
+    try:
+        return sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []

@@ -1,0 +1,81 @@
+"""One line of metrics.jsonl, whoever wrote it, and which lines still stand. Pure.
+
+Invariant: of a line that is passed on, ``step``, ``start`` and ``weights/version`` are whole numbers where there are
+any, ``kind`` is text, and every figure is a number that fits into a float, true, false or null.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from typing import Any
+
+from asyncrl.monitor.json_text import from_json
+
+Line = Mapping[str, Any]
+WHOLE = ("step", "start", "weights/version")
+LARGEST_WHOLE = 1 << 53
+LARGEST = 10**300
+
+
+def parse_line(text: bytes) -> Line | None:
+    """None for what is no line of metrics."""
+    try:
+        line = from_json(text)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) and is_sound(line) else None
+
+
+def is_sound(line: Line) -> bool:
+    """Whether it is as a run writes it."""
+    whole = (line[key] for key in WHOLE if key in line)
+    return (
+        isinstance(line.get("kind", ""), str)
+        and all(type(value) is int and -1 <= value <= LARGEST_WHOLE for value in whole)
+        and all(_is_figure(key, value) for key, value in line.items())
+    )
+
+
+def _is_figure(key: str, value: object) -> bool:
+    if isinstance(value, int):
+        return abs(value) <= LARGEST
+    if isinstance(value, str):
+        # Of the groups, updates alone say something in words.
+        return "/" not in key or key.startswith("weights/")
+    return value is None or isinstance(value, float)
+
+
+class Standing:
+    """Lines without those that a learner which went back has voided, in the order in which they were taken.
+
+    The rule is that of is_voided (metrics_file.py), for a whole file: what a line costs does not depend on how often a
+    learner went back, but for a logarithm.
+    """
+
+    def __init__(self) -> None:
+        self._lines: list[tuple[int, Line]] = []
+        """Each with the number of returns that had been seen before it."""
+        self._starts: list[int] = []
+        """The learners that went back, ascending, and to which step."""
+        self._steps: list[int] = []
+
+    def take(self, line: Line, *, keep: bool) -> None:
+        """The next line; it counts even where it is not kept."""
+        start = line.get("start", 0)
+        if line.get("kind") == "train" and start > (self._starts[-1] if self._starts else 0):
+            self._starts.append(start)
+            self._steps.append(line.get("step", 0))
+        if keep:
+            self._lines.append((len(self._starts), line))
+
+    def lines(self) -> list[Line]:
+        """Those that stand."""
+        least = [*self._steps, LARGEST_WHOLE + 1]
+        for index in range(len(self._steps) - 1, -1, -1):
+            least[index] = min(least[index], least[index + 1])
+        return [line for seen, line in self._lines if line.get("step", 0) < least[self._first_above(seen, line)]]
+
+    def _first_above(self, seen: int, line: Line) -> int:
+        """The first return after a line, of a learner that came after its own."""
+        return max(seen, bisect_right(self._starts, line.get("start", 0)))

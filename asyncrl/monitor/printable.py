@@ -1,0 +1,52 @@
+"""Text of a run as a terminal may be given it. Pure.
+
+Whatever a model, a reward function or a user wrote ends up in logs, events and names, and a terminal obeys what it is
+given: controls (C0, DEL, C1), the marks that turn the direction of text, characters that nobody sees, and halves of
+surrogates are shown as escapes. Invariant: what comes out holds none of them but those that ``keep`` names. It never
+fails.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from typing import TextIO
+
+_SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+_NOT_ASCII = re.compile(r"[^\n\x20-\x7e]")
+
+
+def printable(text: str, *, keep: str = "") -> str:
+    """``text`` with a visible escape for each character that is not seen; those in ``keep`` stay."""
+    if text.isprintable():
+        return text
+    return "".join(each if _is_seen(each) or each in keep else _escape(each) for each in text)
+
+
+def say(text: str, stream: TextIO) -> None:
+    """Print lines of text; what the encoding of ``stream`` does not know is escaped too. Raises OSError."""
+    encoding = stream.encoding or "utf-8"
+    shown = printable(text, keep="\n").encode(encoding, "backslashreplace").decode(encoding)
+    stream.write(shown + "\n")
+
+
+def json_in_ascii(text: str) -> str:
+    """JSON that says the same in printable ASCII and newlines: all else is within strings."""
+    return _NOT_ASCII.sub(_json_escape, text)
+
+
+def _is_seen(character: str) -> bool:
+    # Python counts all blanks but the common one as not printable.
+    return character.isprintable() or unicodedata.category(character) == "Zs"
+
+
+def _escape(character: str) -> str:
+    number = ord(character)
+    if character in _SHORT:
+        return _SHORT[character]
+    return f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
+
+
+def _json_escape(match: re.Match[str]) -> str:
+    units = match[0].encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{int.from_bytes(units[at : at + 2]):04x}" for at in range(0, len(units), 2))

@@ -1,0 +1,89 @@
+"""Snapshots from their MessagePack, with figures that can be reckoned with and shown. Pure.
+
+Whoever wrote a recording, or answers at an address, may put anything into a field of the right type. Invariant: every
+number of a snapshot that is passed on is finite and of a size that occurs, its times are times, actors are named
+ROLE/INDEX and histograms have the buckets of the catalogue; lines are lines of metrics.jsonl. A figure that is not so
+is left out as if it had not been told, and a snapshot whose own time is none is refused: nobody behind it asks again.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from asyncrl.monitor.catalogue import EDGES
+from asyncrl.monitor.metrics_line import is_sound
+from asyncrl.snapshot import Histogram, Snapshot
+
+LARGEST = 1e21
+LEAST = 1e-21
+LAST_WALL = 253_402_128_000.0
+"""Unix time (s), two days before the year 10000, beyond which no calendar goes."""
+_ACTOR = re.compile(r"[a-z_]+/[0-9]{1,9}")
+_decoder = msgspec.msgpack.Decoder(Snapshot)
+
+
+def decode_snapshot(data: bytes) -> Snapshot:
+    """A snapshot. Raises msgspec.DecodeError."""
+    try:
+        snapshot = _decoder.decode(data)
+    except RecursionError:
+        raise msgspec.DecodeError("it is nested too deeply") from None
+    if not is_wall(snapshot.wall):
+        raise msgspec.DecodeError(f"{snapshot.wall} is no time")
+    snapshot = msgspec.structs.replace(
+        snapshot,
+        actors=[actor for actor in snapshot.actors if _ACTOR.fullmatch(actor.name)],
+        events=[event for event in snapshot.events if is_wall(event.wall)],
+        **{name: _lines(getattr(snapshot, name)) for name in ("train", "updates", "evals")},
+    )
+    cleaned: Snapshot = _cleaned(snapshot)
+    return cleaned
+
+
+def is_wall(value: float) -> bool:
+    """Whether that is a Unix time (s) of a calendar."""
+    return 0.0 <= value <= LAST_WALL
+
+
+def _is_fine(value: object) -> bool:
+    return not isinstance(value, float) or value == 0.0 or LEAST < abs(value) < LARGEST
+
+
+def _lines(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        line if all(map(_is_fine, line.values())) else {key: each for key, each in line.items() if _is_fine(each)}
+        for line in lines
+        if is_sound(line)
+    ]
+
+
+def _cleaned(found: Any) -> Any:
+    """The same where all is well; else a copy in which what is not fine is absent: 0, None or no entry."""
+    changes: dict[str, Any] = {}
+    for name in found.__struct_fields__:
+        value = getattr(found, name)
+        if isinstance(value, float):
+            if not _is_fine(value):
+                changes[name] = None if name == "utilisation" else 0.0
+        elif isinstance(value, Struct):
+            if (new := _cleaned(value)) is not value:
+                changes[name] = new
+        elif isinstance(value, dict):
+            if not all(map(_may_stay, value, value.values())):
+                changes[name] = {key: each for key, each in value.items() if _may_stay(key, each)}
+        elif isinstance(value, list) and value and isinstance(value[0], Struct):
+            new_list = [_cleaned(each) for each in value]
+            if any(new is not old for new, old in zip(new_list, value, strict=True)):
+                changes[name] = new_list
+    return msgspec.structs.replace(found, **changes) if changes else found
+
+
+def _may_stay(key: str, value: object) -> bool:
+    """Whether an entry of figures, of seconds by state or of histograms is one."""
+    if isinstance(value, Histogram):
+        return _is_fine(value.sum) and len(value.counts) == len(EDGES.get(key, value.counts[1:])) + 1
+    return _is_fine(value)

@@ -1,0 +1,59 @@
+"""Writing a file that a user has named, as a whole or not at all.
+
+A link is followed. What is there and is no regular file, as a device or a folder, is left alone. Beside the file there
+is another one while it is written, under a name that nobody else has; whatever fails, it is taken away again. Fails
+with UsageError where no file can be, and OSError, of which ``filename`` is what the user named.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from asyncrl.errors import UsageError
+
+
+def check_writable(path: Path) -> None:
+    """Whether a file may be put there at all. Raises UsageError."""
+    _mode(path)
+
+
+def write_user_file(path: Path, text: str) -> None:
+    """Put ``text`` (UTF-8) there, with the rights of a file that it replaces. Raises UsageError and OSError."""
+    mode = _mode(path)
+    target = Path(os.path.realpath(path))
+    aside = target.with_name(f".{secrets.token_hex(8)}.new")
+    try:
+        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                # A name of the run may hold bytes that are no text.
+                file.write(text.encode("utf-8", "backslashreplace"))
+                if mode is not None:
+                    os.fchmod(file.fileno(), mode)
+            os.replace(aside, target)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def _mode(path: Path) -> int | None:
+    """The rights of the file that is there; None if there is none."""
+    try:
+        found = path.stat().st_mode
+    except FileNotFoundError:
+        folder = Path(os.path.realpath(path)).parent
+        if not folder.is_dir():
+            raise UsageError(f"{path}: there is no folder {folder}") from None
+        return None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: no file can be there ({getattr(error, 'strerror', error)})") from None
+    if stat.S_ISDIR(found):
+        raise UsageError(f"{path} is a folder; name a file in it")
+    if not stat.S_ISREG(found):
+        raise UsageError(f"{path} is no regular file, and is left alone")
+    return stat.S_IMODE(found)
