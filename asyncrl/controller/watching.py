@@ -21,6 +21,7 @@ from asyncrl.controller.sinks import are_wanted
 from asyncrl.controller.snapshots import Snapshots
 from asyncrl.messages.monitor import EventRecord, Heartbeat
 from asyncrl.monitor.recording import Recorder, last_recorded
+from asyncrl.monitor.sound import is_wall
 from asyncrl.runtime.actor import Actor
 from asyncrl.runtime.registry import Registry
 from asyncrl.snapshot import Snapshot
@@ -29,8 +30,6 @@ ACTORS_AT_ONCE = 64
 """Looked at before the event loop may do something else."""
 DISK_S = 10.0
 """How often the disk is looked at."""
-LAST_WALL = 253_402_300_799.0
-"""Unix time (s) of the last second of the year 9999: what is not before it is no time that can be shown."""
 LAST_WRITE_S = 0.5
 """Longest that the end of the run waits for its last snapshot to be written."""
 
@@ -108,7 +107,7 @@ class Watching:
         for event in events:
             if event.number > entry.event:
                 entry.event = event.number
-                wall = event.wall if 0.0 <= event.wall <= LAST_WALL else self._actor.clock.wall()
+                wall = event.wall if is_wall(event.wall) else self._actor.clock.wall()
                 if not self._events.is_recalled(wall, actor, event.text):
                     self._events.add(wall, event.level, actor, event.text)
 

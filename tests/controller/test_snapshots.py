@@ -22,6 +22,7 @@ from asyncrl.controller.snapshots import SNAPSHOT_S, Given
 from asyncrl.launcher.link import ControllerLink
 from asyncrl.messages.actors import ActorEnded, ActorRecord, StopRun
 from asyncrl.messages.monitor import EventRecord, Heartbeat, MetricsLine, RequestTrace, ResourceRecord, WatchSnapshot
+from asyncrl.monitor.catalogue import EDGES
 from asyncrl.monitor.client import decode_snapshot
 from asyncrl.monitor.recording import Recorder
 from asyncrl.runtime.registry import Registry
@@ -82,13 +83,14 @@ def test_what_is_not_said_again_stays_as_it_was(tmp_path):
         viewer, actor = cluster.caller(VIEWER), cluster.caller("reward/0")
         await cluster.register("reward/0")
         worker = ResourceRecord("worker/0", "idle", "", 2.0, {"idle": 3.0, "scoring": 1.0})
-        facts = {"counters": {"reward/scored": 4.0}, "histograms": {"reward/run_s": Histogram([1], 0.5)}}
+        taken = Histogram([1, *(0 for _ in EDGES["reward/run_s"])], 0.5)
+        facts = {"counters": {"reward/scored": 4.0}, "histograms": {"reward/run_s": taken}}
         await cast(actor, beat(1, resources=[worker], **facts))
         await cast(actor, beat(2, counters={"reward/failed": 1.0}, cpu=0.25, rss_bytes=99))
         seen = await until(viewer, lambda s: "reward/failed" in of(s, "reward/0").figures)
         there = of(seen, "reward/0")
         assert there.figures == {"reward/scored": 4.0, "reward/failed": 1.0}
-        assert there.histograms == {"reward/run_s": Histogram([1], 0.5)}
+        assert there.histograms == {"reward/run_s": taken}
         assert (there.cpu, there.rss_bytes) == (0.25, 99)
         (resource,) = there.resources
         # Its time goes on though it says nothing: as long as it is heard of, and up to then it is known where it was.
