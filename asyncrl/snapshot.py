@@ -44,7 +44,15 @@ class Resource(Struct, frozen=True, kw_only=True):
     state_s: float = 0.0
     """Seconds in the present state."""
     seconds: dict[str, float]
-    """By state; they add up to the age of the resource."""
+    """By state, as it has told them itself: none shrinks while it lives. With ``since_s`` in the present state they add
+    up to its age at the last heartbeat of its actor."""
+    since_s: float = 0.0
+    """Seconds in the present state since it told them, up to that heartbeat. What it has done since nobody knows."""
+
+    @property
+    def spent(self) -> dict[str, float]:
+        """Seconds by state up to the last heartbeat of its actor."""
+        return {**self.seconds, self.state: self.seconds.get(self.state, 0.0) + self.since_s}
 
 
 class Gpu(Struct, frozen=True, kw_only=True):

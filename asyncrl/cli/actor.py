@@ -1,7 +1,7 @@
 """The entry of every actor's process.
 
     python -m asyncrl.cli.actor ROLE/INDEX --run FOLDER --incarnation NS --attempt K [--controller ADDRESS]
-        [--host ADDRESS] [--private NAME]
+        [--host ADDRESS] [--private NAME] [--address ADDRESS]
 
 Signals that end a run are handled before anything heavy is imported: only the launcher and the agent act on them,
 an actor ends when the controller drains its role. They get a handler that does nothing, and are not ignored: that
@@ -44,6 +44,7 @@ def main() -> int:
     parser.add_argument("--controller", metavar="ADDRESS")
     parser.add_argument("--host", default="", metavar="ADDRESS")
     parser.add_argument("--private", default="private", metavar="NAME")
+    parser.add_argument("--address", default="", metavar="ADDRESS")
     given = parser.parse_args()
 
     from asyncrl.runtime.supervision import ROLES, role_of
@@ -67,6 +68,7 @@ def main() -> int:
         attempt=given.attempt,
         host=given.host,
         private=given.private,
+        address=given.address,
     )
 
 

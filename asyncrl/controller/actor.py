@@ -6,23 +6,25 @@ folder, where the node agent finds it. Everything that is decided is decided in 
 changed. It ends by itself once the state of the run is final. What an actor of an older incarnation says is
 refused.
 
-It keeps nothing but its address, the list of hosts, and who has joined and left: a successor binds the same address, is
-told everything else anew by the actors and agents that come back to it, knows by the list who may not, and numbers its
-states above all that were seen before.
+It keeps nothing but its address, the list of hosts, who has joined and left, and the recorded snapshots: a successor
+binds the same address, is told everything else anew by the actors and agents that come back to it, knows by the list
+who may not, numbers its states above all that were seen before, and shows the events and lines that were recorded.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 from functools import partial
 from pathlib import Path
+
+import msgspec
 
 from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
 from asyncrl.controller.coming_and_going import MEMBERS_FILE, ComingAndGoing
 from asyncrl.controller.hosts import Hosts
 from asyncrl.controller.oversight import Oversight
-from asyncrl.controller.recent_lines import RecentLines
+from asyncrl.controller.picture import LONGEST_TEXT
+from asyncrl.controller.recent_lines import RecentLines, is_proper
 from asyncrl.controller.run_state import RunStateMachine
 from asyncrl.controller.sinks import FLUSH_S, FLUSH_SHARE, start_sinks
 from asyncrl.controller.traces import Traces, remove_unfinished
@@ -57,7 +59,7 @@ from asyncrl.messages.monitor import (
 from asyncrl.monitor.sinks.feed import SinkFeed
 from asyncrl.monitor.whole import replace_whole
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller, handler
-from asyncrl.runtime.address_file import ADDRESS_FILE, read_address_file
+from asyncrl.runtime.address_file import ADDRESS_FILE, AddressFile, read_address_file
 from asyncrl.runtime.parking import ParkingLot
 from asyncrl.runtime.registry import Registry
 from asyncrl.runtime.roster import LAUNCHER
@@ -88,6 +90,8 @@ class Controller(Actor):
         self._hosts = Hosts(self.config.supervision.host_lost_s, self.config.supervision.heartbeat_s, CONTROLLER)
         self._hosts_changed = asyncio.Event()
         self._lines = RecentLines()
+        self._restarts = 0
+        """How often a controller of this attempt of the run was started again."""
         self._watching = Watching(
             self,
             self._registry,
@@ -137,6 +141,7 @@ class Controller(Actor):
             tell=self._tell,
             changed=self._registry_changed,
         )
+        self._earlier = self._predecessor()
         # Before the first bind: who has joined knows the address, and knocks as soon as it is there.
         self._members.recall()
         self.roster.take_in(self._members.members)
@@ -145,16 +150,23 @@ class Controller(Actor):
         """Leave the address where the agent looks for it."""
         self._run.checkpoint = await asyncio.to_thread(self._newest_checkpoint)
         await asyncio.to_thread(remove_unfinished, self.context.run_dir)
-        earlier = read_address_file(self._address_file)
-        self._hosts.recall(earlier.get("hosts", {}), self.clock.now())
-        self._watching.began = min(self._watching.began, earlier.get("began", self._watching.began))
+        if (earlier := self._earlier) is not None:
+            self._hosts.recall(earlier.hosts, self.clock.now())
+            self._watching.began = min(self._watching.began, earlier.began)
+            self._restarts = earlier.restarts + 1
+            self._watching.succeed(self._restarts, await asyncio.to_thread(self._watching.recall))
         await self._write_address_file()
         self._sinks = start_sinks(self.context, self.counters, self.log)
 
     async def _write_address_file(self) -> None:
-        hosts = self._hosts.describe()
-        said = {"address": self.address, "incarnation": self.context.incarnation, "hosts": hosts}
-        text = json.dumps(said | {"began": self._watching.began})
+        said = AddressFile(
+            address=self.address,
+            incarnation=self.context.incarnation,
+            hosts=self._hosts.describe(),
+            began=self._watching.began,
+            restarts=self._restarts,
+        )
+        text = msgspec.json.encode(said).decode()
         await asyncio.to_thread(replace_whole, self._address_file, text, private=True)
 
     async def _keep_hosts(self) -> None:
@@ -173,10 +185,22 @@ class Controller(Actor):
 
     def _bind_address(self) -> str:
         """Where an earlier incarnation was, or as configured."""
-        if earlier := read_address_file(self._address_file).get("address"):
-            return str(earlier)
+        if self._earlier is not None and self._earlier.address:
+            return self._earlier.address
         network = self.config.network
         return f"tcp://{self.context.host}:{network.controller_port or network.ports}"
+
+    def _predecessor(self) -> AddressFile | None:
+        """What an earlier controller of this attempt of the run has left; None if this is the first one."""
+        try:
+            found = read_address_file(self._address_file)
+        except ValueError as error:
+            self.log.warning("what the last controller kept is lost, its list of hosts included", error=str(error))
+            found = AddressFile(address="")
+        if self.context.address:
+            # Where everybody looks for it.
+            return msgspec.structs.replace(found or AddressFile(address=""), address=self.context.address)
+        return found
 
     def _newest_checkpoint(self) -> int:
         try:
@@ -243,8 +267,10 @@ class Controller(Actor):
             if caller.name in self._registry.entries:
                 self.counters.add("heartbeats/ignored")
             return
-        self._registry.entries[caller.name].version = caller.param_version
-        self._watching.told(caller.name, request.events)
+        entry = self._registry.entries[caller.name]
+        entry.version = caller.param_version
+        self.counters["heartbeats/left_out"] = self._registry.left_out
+        self._watching.told(caller.name, entry.heartbeat.events if entry.heartbeat is not None else ())
 
     @handler
     async def resolve(self, request: Resolve, caller: Caller) -> Resolved:
@@ -273,6 +299,12 @@ class Controller(Actor):
     @handler
     def metrics_line(self, request: MetricsLine, caller: Caller) -> None:
         """Keep a line for whoever watches; the oldest goes when there are too many."""
+        if not is_proper(request.line):
+            self.counters.add("lines/refused")
+            if self.counters["lines/refused"] == 1:
+                said = str(request.line)[:LONGEST_TEXT]
+                self.log.warning("a line of metrics is refused, as others may be", by=caller.name, line=said)
+            return
         if self._sinks is not None:
             self._sinks.line(request.line)
         self._watching.lines.add(request.line)
@@ -345,7 +377,7 @@ class Controller(Actor):
     @handler
     async def watch_snapshot(self, request: WatchSnapshot, caller: Caller) -> SnapshotTaken:
         """Parked until there is a newer snapshot of the run."""
-        return await self._watching.snapshots.watch(request, caller.park_s)
+        return await self._watching.snapshots.watch(request, caller)
 
     # --- the timeline ---
 

@@ -1,13 +1,14 @@
 """The snapshot of a run, made of what the registry and the run's state machine know. Pure: the caller brings the time.
 
-Times that an actor told of itself go on where its last heartbeat left them, so that the states of a resource add up
-to its age in every snapshot; nothing is said of an actor that it has not said itself, or that its end tells.
+How long its present state and its waits have lasted goes on where the last heartbeat of an actor left it, as long as it
+is heard of. What its resources have spent in which state does not: it ends with the heartbeat, so that nothing is taken
+back when the next one knows better. Nothing is said of an actor that it has not said itself, or that its end tells.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +32,11 @@ from asyncrl.snapshot import (
 
 SILENT_BEATS = 4
 """Heartbeats that are missed before an actor is said to be silent."""
+UNKNOWN = frozenset({"silent", "condemned", "dead", "lost"})
+"""Conditions in which nothing is known of what an actor does now, if it does anything."""
 LONGEST_TEXT = 500
+MOST_EVALS = 64
+"""Evaluations of which the newest line is kept; those of a run are fewer."""
 
 
 @dataclass(slots=True)
@@ -52,7 +57,9 @@ class Lines:
                 self.updates.append(line)
             case "eval":
                 names = {key.split("/")[1] for key in line if key.startswith("eval/") and key.count("/") > 1}
-                self.evals[min(names, default="")] = line
+                name = min(names, default="")
+                if name in self.evals or len(self.evals) < MOST_EVALS:
+                    self.evals[name] = line
 
     def _void(self, line: dict[str, Any]) -> None:
         """A learner that goes on from a checkpoint trains some steps again: they are not to be here twice."""
@@ -61,6 +68,11 @@ class Lines:
             lines.clear()
             lines.extend(kept)
         self.evals = {name: other for name, other in self.evals.items() if not is_voided(other, line)}
+
+    @property
+    def all(self) -> tuple[Iterable[dict[str, Any]], ...]:
+        """By kind, the oldest first."""
+        return self.train, self.updates, self.evals.values()
 
     @property
     def step(self) -> int:
@@ -74,11 +86,24 @@ class Events:
 
     kept: deque[Event] = field(default_factory=lambda: deque(maxlen=EVENTS))
     _number: int = 0
+    _recalled: frozenset[tuple[str, float, str]] = frozenset()
 
     def add(self, wall: float, level: str, actor: str, text: str) -> None:
         """Something happened at ``wall`` (Unix, s)."""
         self._number += 1
         self.kept.append(Event(number=self._number, wall=wall, level=level, actor=actor, text=text[:LONGEST_TEXT]))
+
+    def recall(self, earlier: Iterable[Event]) -> None:
+        """What an earlier controller knew, before all that happened since."""
+        since = list(self.kept)
+        self.kept.clear()
+        for event in (*earlier, *since):
+            self.add(event.wall, event.level, event.actor, event.text)
+        self._recalled = frozenset((event.actor, event.wall, event.text) for event in earlier)
+
+    def is_recalled(self, wall: float, actor: str, text: str) -> bool:
+        """Whether an actor tells what it has told an earlier controller."""
+        return (actor, wall, text[:LONGEST_TEXT]) in self._recalled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,12 +199,13 @@ def _view(
     if entry is None:
         return ActorView(name=name, host="", condition="absent")
     record, beat = entry.record, entry.heartbeat
+    condition = condition or _condition(entry, registry, constants, now)
     known: dict[str, Any] = {
         "name": name,
         "host": record.host,
         "pid": record.pid,
         "incarnation": record.incarnation,
-        "condition": condition or _condition(entry, registry, constants, now),
+        "condition": condition,
         "restarts": record.attempt,
         "version": entry.version,
         "heard_s": max(0.0, now - entry.heard),
@@ -188,9 +214,8 @@ def _view(
     }
     if beat is None:
         return ActorView(**known)
-    age = max(0.0, now - entry.beaten)
-    # What has ended, or is cut off, does not go on being in its last state.
-    more = 0.0 if _is_over(entry) else age
+    # What has ended, is cut off or stands still does not go on being in its last state.
+    more = 0.0 if condition in UNKNOWN else max(0.0, now - entry.beaten)
     return ActorView(
         **known,
         state=beat.state,
@@ -201,28 +226,22 @@ def _view(
         cpu=beat.cpu,
         rss_bytes=beat.rss_bytes,
         waits=[Wait(whom=w.whom, what=w.what, seconds=w.seconds + more, idle=w.idle) for w in beat.awaits],
-        resources=[_resource(heard, entry, now) for heard in entry.resources.values()],
+        resources=[_resource(heard, entry.since_s(heard), more) for heard in entry.resources.values()],
         gpus=beat.gpus,
     )
 
 
-def _resource(heard: HeardResource, entry: Entry, now: float) -> Resource:
+def _resource(heard: HeardResource, since_s: float, more: float) -> Resource:
+    """``since_s`` is known to have passed since it was told of until the last heartbeat, ``more`` after that."""
     said = heard.record
-    # Ages are counted on the actor's own clock; only what passed since is counted here.
-    more = max(0.0, (entry.heard if _is_over(entry) else now) - heard.heard)
-    seconds: Mapping[str, float] = said.seconds
     return Resource(
         name=said.name,
         state=said.state,
         awaiting=said.awaiting,
-        state_s=said.state_s + more,
-        seconds={**seconds, said.state: seconds.get(said.state, 0.0) + more},
+        state_s=said.state_s + since_s + more,
+        seconds=said.seconds,
+        since_s=since_s,
     )
-
-
-def _is_over(entry: Entry) -> bool:
-    """Whether nothing is known of what it does now, if it does anything."""
-    return entry.ended or entry.lost
 
 
 def _condition(entry: Entry, registry: Registry, constants: Constants, now: float) -> str:

@@ -1,4 +1,4 @@
-"""The newest lines of metrics, for those who follow the run step by step. Pure.
+"""Lines of metrics: which are taken in, and the newest, for those who follow the run step by step. Pure.
 
 Lines are numbered from 1. A reader that falls too far behind misses the oldest, and is told none twice.
 """
@@ -6,11 +6,33 @@ Lines are numbered from 1. A reader that falls too far behind misses the oldest,
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
+import msgspec
+
+LONGEST_LINE = 1 << 18
+"""Bytes, in JSON."""
+STEPS = range(1 << 53)
 LINES_KEPT = 1000
 LINES_IN_REPLY = 100
+
+
+def is_proper(line: Mapping[str, Any]) -> bool:
+    """Whether a line is one: no longer than LONGEST_LINE, and where it says a step, as each of kind train does, or the
+    start of a learner, that is a whole number.
+    """
+    for name in ("step", "start"):
+        # True and 1.0 are in the range too.
+        if name in line and not (type(line[name]) is int and line[name] in STEPS):
+            return False
+    if line.get("kind") == "train" and "step" not in line:
+        return False
+    try:
+        return len(msgspec.json.encode(line)) <= LONGEST_LINE
+    except (TypeError, ValueError):
+        return False
 
 
 class RecentLines:

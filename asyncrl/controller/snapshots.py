@@ -3,17 +3,26 @@
 While nobody watches, snapshots are taken only as often as they are recorded, and none where none is. Each is encoded
 once. Invariant: what a viewer is answered is never older than SNAPSHOT_S when it asks for the first time, and never the
 one it has seen.
+
+Whoever asks need not read: what ZeroMQ holds for a connection grows with each answer. So a viewer has to show that it
+has read the last one, by its number, which nobody can guess; otherwise it waits for the next one, twice as long each
+time; the last one of the run it gets in any case. Invariant: in a time T a connection is given, beyond those that it
+has read and the last, at most 2 + log2(T / SNAPSHOT_S).
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import secrets
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import msgspec
 
 from asyncrl.messages.monitor import SnapshotTaken, WatchSnapshot
+from asyncrl.runtime.handlers import Caller, Connection
 from asyncrl.runtime.parking import ParkingLot
 from asyncrl.snapshot import Snapshot
 
@@ -21,17 +30,44 @@ SNAPSHOT_S = 0.5
 """Shortest time between two snapshots that nothing but time calls for."""
 WATCHED_S = 15.0
 """Who has not asked for longer does not watch any more."""
+LARGEST_STEP = 1 << 20
+"""From one number to the next. Half of it twice a second is a thousandth of what the numbers of successors grow by."""
+
+
+@dataclass(slots=True)
+class Given:
+    """What one connection was given and has not shown to have read. Pure: the caller brings the time (s)."""
+
+    unread: list[int] = field(default_factory=list)
+    """Numbers, ascending."""
+    last: float = 0.0
+    """When the newest of them was given."""
+
+    def heard(self, seen: int) -> None:
+        """The viewer has seen the snapshot of this number, and with it those that were given before."""
+        if seen in self.unread:
+            del self.unread[: self.unread.index(seen) + 1]
+
+    def may_have_more(self, now: float) -> bool:
+        """Whether it is given one more."""
+        return not self.unread or now - self.last >= SNAPSHOT_S * 2.0 ** (len(self.unread) - 1)
+
+    def give(self, number: int, now: float) -> None:
+        """It gets this one."""
+        self.unread.append(number)
+        self.last = now
 
 
 class Snapshots:
     """``take`` makes one; ``record`` is given each that is due to be kept, encoded, every ``record_s``: with None only
-    those that somebody else has taken for it.
+    those that somebody else has taken for it; ``failed`` why one could not be made: then the one before is the newest.
     """
 
     def __init__(
         self,
         take: Callable[[], Awaitable[Snapshot]],
         record: Callable[[float, bytes], None],
+        failed: Callable[[Exception], None],
         *,
         record_s: float | None,
         number: int,
@@ -39,13 +75,17 @@ class Snapshots:
     ) -> None:
         """``number`` is above all that an earlier controller has given."""
         self._take, self._record, self._record_s, self._now = take, record, record_s, now
+        self._failed = failed
         self._encoder = msgspec.msgpack.Encoder()
         self._viewers = ParkingLot()
+        self._given: WeakKeyDictionary[Connection, Given] = WeakKeyDictionary()
         self._number = number
         self._newest = b""
         self._at = -math.inf
         self._asked = -math.inf
         self._recorded = -math.inf
+        self._is_last = False
+        """Whether the run is over with the newest."""
         self._wanted = asyncio.Event()
         self._taking = asyncio.Lock()
         self.taken = 0
@@ -69,33 +109,50 @@ class Snapshots:
             except TimeoutError:
                 await self.take(record=self._now() >= self._record_due)
 
-    async def watch(self, request: WatchSnapshot, park_s: float) -> SnapshotTaken:
+    async def watch(self, request: WatchSnapshot, caller: Caller) -> SnapshotTaken:
         """Answer a viewer, once there is another snapshot than it has seen or its time is over."""
         was_watched = self._is_watched
         self._asked = self._now()
         if not was_watched:
             self._wanted.set()
-        if request.seen != self._number and self._now() - self._at > SNAPSHOT_S:
+        given = self._given.setdefault(caller.connection, Given())
+        given.heard(request.seen)
+        park_s = caller.park_s
+        if given.may_have_more(self._now()) and request.seen != self._number and self._now() - self._at > SNAPSHOT_S:
             async with self._taking:
                 if self._now() - self._at > SNAPSHOT_S:
                     await self._take_one(record=False)
 
         def news() -> SnapshotTaken | None:
-            fresh = self._newest and self._number != request.seen
-            return SnapshotTaken(number=self._number, snapshot=self._newest) if fresh else None
+            now = self._now()
+            if not self._newest or self._number == request.seen:
+                return None
+            if not given.may_have_more(now) and not (self._is_last and self._number not in given.unread):
+                return None
+            given.give(self._number, now)
+            return SnapshotTaken(number=self._number, snapshot=self._newest)
 
-        return await self._viewers.until(news, park_s) or SnapshotTaken(number=self._number)
+        # What it has not got, it cannot have seen.
+        return await self._viewers.until(news, park_s) or SnapshotTaken(number=request.seen)
 
-    async def take(self, *, record: bool = False) -> None:
-        """Take one now, and keep it if it is to be recorded."""
+    async def take(self, *, record: bool = False, last: bool = False) -> None:
+        """Take one now, and keep it if it is to be recorded. After the last one there are no others."""
         async with self._taking:
+            self._is_last = last
             await self._take_one(record=record)
 
     async def _take_one(self, *, record: bool) -> None:
         began = self._now()
-        snapshot = await self._take()
-        self._newest = self._encoder.encode(snapshot)
-        self._number += 1
+        try:
+            snapshot = await self._take()
+            self._newest = self._encoder.encode(snapshot)
+        except Exception as error:
+            # Whatever it is that an actor said, nobody who watches ends a run.
+            self._at = self._now()
+            self._recorded = self._at if record else self._recorded
+            self._failed(error)
+            return
+        self._number += 1 + secrets.randbelow(LARGEST_STEP)
         self._at = self._now()
         self.taken += 1
         self.bytes, self.take_s = len(self._newest), self._at - began

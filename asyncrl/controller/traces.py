@@ -5,6 +5,9 @@ handed them in, or after WAIT_S without those that have not. At its end each act
 becomes one more file when the run is over. So it makes no difference who shares the run folder: all goes by messages,
 in bounded parts, and nothing is held in memory here.
 
+Whoever may watch may ask for traces, as often as he likes: one is written at a time, the next after a pause, also where
+the last one came to nothing, and of those on demand the newest KEPT of this controller are kept.
+
 Invariants: a file appears whole, under a number of its own; what a controller that died had begun is removed by the
 next. Nothing here ends a run: a trace that cannot be written, as on a full disk, is lost and its reason told.
 """
@@ -14,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
@@ -30,6 +33,9 @@ FOLDER = "trace"
 WAIT_S = 8.0
 MOST_SPANS = 4 * SPANS_KEPT
 """Of one actor in one trace. Each has a track or more with something going on beyond what it keeps."""
+PAUSE_S = 10.0
+"""From the end of one on demand to the beginning of the next."""
+KEPT = 16
 _PART = ".part"
 
 
@@ -76,15 +82,18 @@ class TraceFile:
 
     def discard(self) -> None:
         """Leave nothing behind."""
-        with contextlib.suppress(OSError):
-            self._part.unlink(missing_ok=True)
+        _remove(self._part)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def remove_unfinished(run_dir: Path) -> None:
     """What an earlier controller had begun."""
     for path in (run_dir / FOLDER).glob(f"trace-*.json{_PART}"):
-        with contextlib.suppress(OSError):
-            path.unlink()
+        _remove(path)
 
 
 def _is_numbered(path: Path) -> bool:
@@ -99,6 +108,26 @@ class _Pids:
 
     def of(self, actor: str) -> int:
         return self._numbers.setdefault(actor, len(self._numbers) + 1)
+
+
+class Pace:
+    """When the next trace on demand may be written. Pure: the caller brings the time (s)."""
+
+    def __init__(self) -> None:
+        self._ended: float | None = None
+        self._said = ""
+
+    def ended(self, written: TraceWritten, now: float) -> None:
+        """One is written, or came to nothing."""
+        self._ended = now
+        self._said = f"was written: {written.path}" if written.path else f"came to nothing: {written.error}"
+
+    def refusal(self, now: float) -> str:
+        """Why none is begun now; empty if one may be."""
+        if self._ended is None or now - self._ended >= PAUSE_S:
+            return ""
+        ago_s = now - self._ended
+        return f"{ago_s:.0f} s ago one {self._said}; ask again in {max(1.0, PAUSE_S - ago_s):.0f} s"
 
 
 class _Collection:
@@ -186,14 +215,19 @@ class Traces:
         self._ready, self._ask, self._number, self._log = ready, ask, number, log
         self._wanted: _Collection | None = None
         self._writing: asyncio.Task[TraceWritten] | None = None
+        self._pace = Pace()
+        self._kept: deque[Path] = deque()
+        """Those on demand, the oldest first."""
         self._last: _Collection | None = None
         """What actors that have ended handed in."""
 
     async def write(self, tasks: asyncio.TaskGroup, within_s: float) -> TraceWritten:
-        """Write a trace of now; who asks while one is being written gets that one."""
+        """Write a trace of now; who asks while one is being written gets that one, and soon after it is told of it."""
         if not self._trace.on:
             return TraceWritten(path="", error="the run keeps no timeline (trace.window_s = 0)")
         if self._writing is None or self._writing.done():
+            if refusal := self._pace.refusal(asyncio.get_running_loop().time()):
+                return TraceWritten(path="", error=refusal)
             self._writing = tasks.create_task(self._collect(min(WAIT_S, within_s)))
         return await asyncio.shield(self._writing)
 
@@ -228,7 +262,13 @@ class Traces:
         finally:
             self._wanted = None
             self._ask(0)
-        return await self._conclude(wanted)
+        written = await self._conclude(wanted)
+        if written.path:
+            self._kept.append(Path(written.path))
+            while len(self._kept) > KEPT:
+                await asyncio.to_thread(_remove, self._kept.popleft())
+        self._pace.ended(written, asyncio.get_running_loop().time())
+        return written
 
     async def _conclude(self, collection: _Collection) -> TraceWritten:
         for spans in self._trace.parts():

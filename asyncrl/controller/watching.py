@@ -12,13 +12,17 @@ import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
+
 from asyncrl.controller.picture import Constants, Events, Lines, take_picture, view_actors, view_self
+from asyncrl.controller.recent_lines import is_proper
 from asyncrl.controller.run_state import RunStateMachine
 from asyncrl.controller.sinks import are_wanted
 from asyncrl.controller.snapshots import Snapshots
 from asyncrl.messages.monitor import EventRecord, Heartbeat
 from asyncrl.monitor.phase import phase_and_reason
-from asyncrl.monitor.recording import Recorder
+from asyncrl.monitor.recording import Recorder, last_recorded
+from asyncrl.monitor.sound import is_wall
 from asyncrl.runtime.actor import Actor
 from asyncrl.runtime.registry import Registry
 from asyncrl.snapshot import Snapshot
@@ -63,6 +67,7 @@ class Watching:
         self.lines = Lines()
         self._events = Events()
         self._phase = run.phase
+        self._restarts = 0
         self._own: Heartbeat | None = None
         self._own_event = 0
         """Number of the newest of the controller's own events."""
@@ -77,6 +82,7 @@ class Watching:
         self.snapshots = Snapshots(
             self._take,
             self._record,
+            self._failed,
             record_s=config.monitor.record_s if config.monitor.record_bytes or are_wanted(config.sinks) else None,
             number=context.incarnation,
             now=actor.clock.now,
@@ -102,7 +108,29 @@ class Watching:
         for event in events:
             if event.number > entry.event:
                 entry.event = event.number
-                self._events.add(event.wall, event.level, actor, event.text)
+                wall = event.wall if is_wall(event.wall) else self._actor.clock.wall()
+                if not self._events.is_recalled(wall, actor, event.text):
+                    self._events.add(wall, event.level, actor, event.text)
+
+    def recall(self) -> Snapshot | None:
+        """The newest snapshot that an earlier controller of this attempt has recorded. Blocks."""
+        try:
+            found = last_recorded(self._actor.context.run_dir, self._constants.attempt)
+        except OSError as error:
+            self._actor.log.warning("what was recorded cannot be read", error=str(error))
+            return None
+        return found if found is not None and found.run.run_id == self._constants.run_id else None
+
+    def succeed(self, restarts: int, earlier: Snapshot | None) -> None:
+        """Go on from what an earlier controller has left; this one is the ``restarts``-th after the first."""
+        self._restarts = restarts
+        if earlier is not None:
+            self._events.recall(earlier.events)
+            lines, self.lines = self.lines, Lines()
+            for known in (earlier.train, earlier.updates, earlier.evals, *lines.all):
+                for line in filter(is_proper, known):
+                    self.lines.add(line)
+        self.happened("warning", self._actor.name, "was started again: the one before it has died")
 
     def changed(self) -> None:
         """The state of the run may be another one."""
@@ -119,7 +147,7 @@ class Watching:
         """Take the last snapshot, tell it to everybody who watches, and write it."""
         self._look_at_self()
         await self._written()
-        await self.snapshots.take(record=True)
+        await self.snapshots.take(record=True, last=True)
         self._is_over = True
         await self._written()
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -134,7 +162,9 @@ class Watching:
             self._look_at_self()
         assert self._own is not None
         now, wall = actor.clock.now(), actor.clock.wall()
-        views = [view_self(actor.record(), self._own, self._registry, constants, now)]
+        # It has the keys of its first start at each.
+        record = msgspec.structs.replace(actor.record(), attempt=self._restarts)
+        views = [view_self(record, self._own, self._registry, constants, now)]
         for view in view_actors(constants, self._registry, self._run.expected, actor.name, now, self._is_gone):
             views.append(view)
             if len(views) % ACTORS_AT_ONCE == 0:
@@ -170,6 +200,11 @@ class Watching:
             self._actor.counters.add("snapshots/lost")
             if self._actor.counters["snapshots/lost"] == 1:
                 self._actor.log.warning("snapshots cannot be recorded", error=str(error))
+
+    def _failed(self, error: Exception) -> None:
+        self._actor.counters.add("snapshots/failed")
+        if self._actor.counters["snapshots/failed"] == 1:
+            self._actor.log.error("no snapshot of the run can be made", exc_info=error)
 
     def _look_at_self(self) -> None:
         """What an actor would tell the controller."""

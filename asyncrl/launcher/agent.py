@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -58,7 +57,7 @@ from asyncrl.launcher.spec import (
 from asyncrl.launcher.stacks import take_stacks
 from asyncrl.messages.actors import ActorEnded, ActorStarted, RunState, Stuck
 from asyncrl.monitor.logging import configure_logging, get_logger, listen, write_text
-from asyncrl.runtime.address_file import ADDRESS_FILE
+from asyncrl.runtime.address_file import ADDRESS_FILE, read_address_file
 from asyncrl.runtime.endpoint import new_incarnation
 from asyncrl.runtime.heartbeat import HeartbeatThread
 from asyncrl.runtime.supervision import ROLES, role_of
@@ -248,7 +247,9 @@ class Agent:
         path = self._run_dir / private_name(self._spec.index) / ADDRESS_FILE
         while not path.exists():  # noqa: ASYNC110
             await asyncio.sleep(LOOK_FOR_CONTROLLER_S)
-        self._address = json.loads(path.read_text())["address"]
+        found = read_address_file(path)
+        assert found is not None, f"{path} is replaced, and never removed"
+        self._address = found.address
         self._emit(ControllerEvent(address=self._address))
 
     async def _follow(self, link: ControllerLink) -> None:
@@ -323,6 +324,9 @@ class Agent:
             argv += ["--host", self._spec.host, "--private", private_name(self._spec.index)]
         if ROLES[role_of(name)].fixed:
             argv += ["--attempt", "0"]
+            if self._address:
+                # The first one has left it in a file; the others know no other.
+                argv += ["--address", self._address]
         else:
             attempt = self._starts.get(name, 0)
             self._starts[name] = attempt + 1

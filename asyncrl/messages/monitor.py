@@ -73,6 +73,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     """Counts by the buckets of the catalogue."""
     resources: list[ResourceRecord] = []
     """Its serial resources, where there are more than a beat carries in turn."""
+    held_back: bool = False
+    """Whether resources that have changed had to wait: else those that are left out have stayed where they were."""
     loop_busy: float = 0.0
     """Share of the last interval in which its event loop's thread used a processor."""
     cpu: float = 0.0

@@ -39,10 +39,6 @@ class Interval:
         seconds = self.seconds - actor.heard_s + before.heard_s
         return max(0.0, value - before.figures.get(figure, 0.0)) / seconds if seconds > 0.1 else None
 
-    def total_rate(self, actors: Iterable[ActorView], figure: str) -> float | None:
-        """Sum over those for which there is a rate; None if there is none."""
-        return total(self.rate(actor, figure) for actor in actors)
-
     def seconds_by_state(self, actor: ActorView, resource: Resource) -> dict[str, float]:
         """Seconds that a resource spent in each state meanwhile; since its start, if that was later.
 
@@ -52,17 +48,17 @@ class Interval:
         before = self.before(actor)
         earlier: Mapping[str, float] = {}
         if before is not None:
-            earlier = next((each.seconds for each in before.resources if each.name == resource.name), {})
-        # A resource that was replaced inside its actor begins at nothing. By its age alone: a snapshot counts the time
-        # since a heartbeat for the state of then, and the next one may know better.
-        if sum(resource.seconds.values()) < sum(earlier.values()) - 1e-6:
+            earlier = next((each.spent for each in before.resources if each.name == resource.name), {})
+        spent = resource.spent
+        # A resource that was replaced inside its actor begins at nothing.
+        if sum(spent.values()) < sum(earlier.values()) - 1e-6:
             earlier = {}
-        if not earlier and 0.0 < self.seconds < (age := sum(resource.seconds.values())):
-            left = max(0.0, resource.seconds.get("starting", 0.0) - (age - self.seconds))
-            cut = {**resource.seconds, "starting": left}
+        if not earlier and 0.0 < self.seconds < (age := sum(spent.values())):
+            left = max(0.0, spent.get("starting", 0.0) - (age - self.seconds))
+            cut = {**spent, "starting": left}
             # But for rounding.
             return _spent(cut) if sum(cut.values()) <= self.seconds + 1e-6 else {}
-        return _spent({state: seconds - earlier.get(state, 0.0) for state, seconds in resource.seconds.items()})
+        return _spent({state: seconds - earlier.get(state, 0.0) for state, seconds in spent.items()})
 
     def shares(self, resources: Iterable[tuple[ActorView, Resource]]) -> Shares:
         """Shares of states over all the time of these resources; empty when no time has passed."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -30,6 +31,8 @@ FOLDER = "monitor"
 LARGEST_SNAPSHOT_BYTES = 1 << 28
 SEGMENTS = 16
 """About as many segments share the space."""
+LOOK_BACK = 8
+"""In so many segments, and so many snapshots of each, a readable one is looked for."""
 LEVEL = 3
 """Of Zstandard."""
 _NAME = re.compile(r"snapshots-(\d+)-(\d+)\.msgpack")
@@ -155,6 +158,16 @@ def read_latest(run_dir: Path, seconds: float) -> list[tuple[float, bytes]]:
         if entries and entries[0][0] < max(found) - seconds:
             break
     return sorted(found.items())
+
+
+def last_recorded(run_dir: Path, attempt: int) -> Snapshot | None:
+    """The newest snapshot of an attempt that can be read; None if the newest segments hold none."""
+    own = [segment for segment in segments(run_dir) if segment.attempt == attempt]
+    for segment in reversed(own[-LOOK_BACK:]):
+        for _, body in reversed(deque(_entries(segment.path), maxlen=LOOK_BACK)):
+            if (snapshot := decode(body)) is not None:
+                return snapshot
+    return None
 
 
 def decode(body: bytes) -> Snapshot | None:

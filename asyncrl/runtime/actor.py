@@ -63,6 +63,8 @@ class ActorContext:
     """When its process was spawned, on ``clock``; None for now."""
     bind_host: str = ""
     """Address of this host by which the others reach it; empty for network.host, as in a run on one host."""
+    address: str = ""
+    """Where the server of its predecessor was, for one that is to be found there again; empty if that is not known."""
 
     @property
     def host(self) -> str:

@@ -1,22 +1,36 @@
 """The file in which a controller says where it is, to its node agent and to its successor.
 
-``{"address": ..., "incarnation": ..., "hosts": ..., "began": Unix time}`` in the run's private folder. A reader sees a
-whole file, an older one or none.
+A JSON object in the run's private folder (AddressFile). A reader sees a whole file, an older one or none, or raises
+ValueError, which names it, for one that is damaged.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 ADDRESS_FILE = "controller.json"
 
 
-def read_address_file(path: Path) -> dict[str, Any]:
-    """As an earlier incarnation left it; empty for the first one."""
+class AddressFile(msgspec.Struct, frozen=True, kw_only=True):
+    """What it says. Nobody but the controller needs more than ``address``."""
+
+    address: str
+    incarnation: int = 0
+    hosts: dict[str, tuple[str, list[str]]] = {}
+    """By node agent: the name of its host, and the actors there."""
+    began: float = float("inf")
+    """Unix time at which the first controller of this attempt of the run started (s)."""
+    restarts: int = 0
+    """How often one was started again."""
+
+
+def read_address_file(path: Path) -> AddressFile | None:
+    """As an earlier incarnation left it; None for the first one. Raises ValueError for a damaged one."""
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
+        return msgspec.json.decode(path.read_bytes(), type=AddressFile)
     except FileNotFoundError:
-        return {}
-    return found
+        return None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} does not say where the controller is: {error}") from None

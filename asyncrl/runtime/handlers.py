@@ -9,10 +9,16 @@ import asyncio
 import inspect
 import typing
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.messages import Message, Request
+
+
+class Connection:
+    """One connection of a caller, for as long as it is served: to be known again by, and to keep things for, weakly."""
+
+    __slots__ = ("__weakref__",)
 
 
 @dataclass(slots=True)
@@ -24,6 +30,8 @@ class Caller:
     param_version: int
     deadline: float
     """On the loop's clock."""
+    connection: Connection = field(default_factory=Connection)
+    """Names may be shared by several."""
 
     @property
     def remaining_s(self) -> float:

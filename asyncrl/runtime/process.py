@@ -44,10 +44,12 @@ def run_actor(
     attempt: int,
     host: str = "",
     private: str = "private",
+    address: str = "",
 ) -> int:
     """Live as this actor; returns the exit code of the process.
 
-    ``host`` is the address to bind, network.host if it is empty; ``private`` the name of the folder of credentials.
+    ``host`` is the address to bind, network.host if it is empty; ``private`` the name of the folder of credentials;
+    ``address`` where its predecessor was, if it is to be there again.
     """
     tune_memory()
     sys.setswitchinterval(SWITCH_S)
@@ -69,6 +71,7 @@ def run_actor(
             controller=controller,
             attempt=attempt,
             bind_host=host,
+            address=address,
             born=_spawned(incarnation),
         )
         actor = actor_class(context)

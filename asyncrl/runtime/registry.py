@@ -22,6 +22,7 @@ import msgspec
 from asyncrl.errors import Refused
 from asyncrl.messages.actors import ActorRecord, Condemned, Dead
 from asyncrl.messages.monitor import Heartbeat, ResourceRecord
+from asyncrl.runtime.intake import take_in
 from asyncrl.runtime.supervision import is_gang, role_of
 from asyncrl.snapshot import Histogram
 
@@ -68,16 +69,26 @@ class Entry:
     """Its counters and gauges, of all its heartbeats."""
     histograms: dict[str, Histogram] = field(default_factory=dict)
     resources: dict[str, HeardResource] = field(default_factory=dict)
+    stayed: float = 0.0
+    """When a heartbeat last said of its resources that those that it left out are where they were (s)."""
     event: int = 0
     """Number of the newest of its events that was heard."""
 
-    def merge(self, beat: Heartbeat, now: float) -> None:
-        """Take in what a heartbeat says anew."""
+    def merge(self, beat: Heartbeat, now: float) -> int:
+        """Take in what a heartbeat says anew; how many of its facts are left out."""
+        beat, left_out = take_in(beat, self.figures, self.histograms, self.resources)
         self.heartbeat, self.beaten = beat, now
         self.figures.update(beat.counters)
         self.histograms.update(beat.histograms)
         for resource in beat.resources:
             self.resources[resource.name] = HeardResource(resource, now)
+        if not beat.held_back:
+            self.stayed = now
+        return left_out
+
+    def since_s(self, resource: HeardResource) -> float:
+        """Seconds for which a resource is known to have stayed where it told that it was."""
+        return max(0.0, self.stayed - resource.heard)
 
     @property
     def heard_of(self) -> bool:
@@ -95,6 +106,8 @@ class Registry:
     """Entries by actor name."""
 
     entries: dict[str, Entry] = field(default_factory=dict)
+    left_out: int = 0
+    """Facts of heartbeats that were not taken in."""
     _broken: dict[str, tuple[int, str]] = field(default_factory=dict)
     """For the role of a gang: who started before this incarnation is to be started again, and why."""
     _looked: float = 0.0
@@ -129,7 +142,7 @@ class Registry:
             return False
         if last is None or beat.progress != last.progress:
             entry.progressed = now
-        entry.merge(beat, now)
+        self.left_out += entry.merge(beat, now)
         entry.heard, entry.spoken = now, True
         return True
 

@@ -25,7 +25,7 @@ from asyncrl.messages import Message
 from asyncrl.runtime.away import CANCELLED
 from asyncrl.runtime.deadlines import Deadlines
 from asyncrl.runtime.endpoint import CREDIT, Endpoint, size_of
-from asyncrl.runtime.handlers import Caller, Handler, handlers_of
+from asyncrl.runtime.handlers import Caller, Connection, Handler, handlers_of
 from asyncrl.runtime.roster import LAUNCHER
 from asyncrl.wire.envelope import (
     PROTOCOL_VERSION,
@@ -49,6 +49,8 @@ SHARED = {LAUNCHER: 64, VIEWER: 32}
 """Connections of the names that any number of commands, and of those who watch, share. None makes way while in use."""
 UNUSED_S = 30.0
 """Silence after which such a connection without a call in flight is not in use: commands end without a word."""
+VIEWER_CREDIT = 16
+"""CREDIT of one who watches: it has one question at a time, and each that is parked costs something at every event."""
 CROWDED = "connections"
 """Code of the refusal of one more."""
 MAX_NAMES = 16384
@@ -69,9 +71,15 @@ class _Session:
     limit: int
     heard: float
     """When anything came from it last (s)."""
+    connection: Connection = field(default_factory=Connection)
     running: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
     stored: dict[int, list[Any]] = field(default_factory=dict)
     """Replies to calls that may not be repeated, until the caller has them."""
+
+    @property
+    def credit(self) -> int:
+        """Calls that it may leave unanswered."""
+        return VIEWER_CREDIT if self.name == VIEWER else CREDIT
 
 
 class CallServer:
@@ -203,7 +211,7 @@ class CallServer:
             name=self._endpoint.name,
             incarnation=self._endpoint.incarnation,
             max_message_bytes=self._endpoint.max_message_bytes,
-            credit=CREDIT,
+            credit=self._sessions[routing_id].credit,
         )
         self._send(routing_id, Kind.WELCOME, "Welcome", header.id, self._endpoint.codec.encode(welcome))
 
@@ -247,7 +255,7 @@ class CallServer:
             if header.id in session.stored:
                 self._transmit(session.routing_id, session.stored[header.id])
                 return
-        if len(session.running) >= CREDIT or len(session.stored) >= MAX_STORED:
+        if len(session.running) >= session.credit or len(session.stored) >= MAX_STORED:
             self._error(session.routing_id, header, "over_credit", "too many calls unanswered", retryable=True)
             return
         found = self._handlers.get(header.type)
@@ -269,7 +277,7 @@ class CallServer:
             self._error(session.routing_id, header, "invalid", str(error))
             return
         deadline = self._loop.time() + min(header.deadline_ms / 1000, LONGEST_CALL_S)
-        caller = Caller(session.name, session.incarnation, header.param_version, deadline)
+        caller = Caller(session.name, session.incarnation, header.param_version, deadline, session.connection)
         if found.is_async:
             task = self._endpoint.spawn(self._run_call(session, header, found, request, caller))
             session.running[header.id] = task
@@ -335,7 +343,7 @@ class CallServer:
             self._endpoint.count(REFUSED)
             return
         message = self._endpoint.codec.decode(found.request, frames[1], frames[2:])
-        caller = Caller(session.name, session.incarnation, header.param_version, self._loop.time())
+        caller = Caller(session.name, session.incarnation, header.param_version, self._loop.time(), session.connection)
         try:
             found.function(message, caller)
         except Exception as error:

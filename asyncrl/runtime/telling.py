@@ -5,7 +5,7 @@ FULL_BEATS heartbeats all is told anew, and at once when the controller does not
 restart, or when a heartbeat could not go. Invariant: a heartbeat holds at most MOST_FIGURES figures, MOST_HISTOGRAMS
 histograms, MOST_RESOURCES resources and EVENTS_IN_BEAT events, however many there are; what had to wait is counted and
 comes next, those first that waited longest. A resource that is still where it was told to be is left out: the
-controller counts its time on. Pure.
+controller counts its time on, where no other had to wait. Pure.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ class Telling:
             counters={name: beat.counters[name] for name in figures},
             histograms={name: beat.histograms[name] for name in histograms},
             resources=[resource for resource in beat.resources if resource.name in resources],
+            held_back=self._resources.left > 0,
         )
 
 

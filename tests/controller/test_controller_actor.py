@@ -53,7 +53,7 @@ class Cluster:
         self.network = MemoryNetwork()
         self.peers = []
 
-    def context(self, name, incarnation, controller=None):
+    def context(self, name, incarnation, controller=None, **changes):
         return ActorContext(
             config=self.config,
             name=name,
@@ -62,14 +62,15 @@ class Cluster:
             transport=self.network.transport(),
             credentials=CREDENTIALS,
             controller=controller,
+            **changes,
         )
 
     async def __aenter__(self):
         await self.start(7)
         return self
 
-    async def start(self, incarnation):
-        self.controller = Controller(self.context(CONTROLLER, incarnation))
+    async def start(self, incarnation, **changes):
+        self.controller = Controller(self.context(CONTROLLER, incarnation, **changes))
         self.main = asyncio.create_task(self.controller.main())
         for _ in range(5000):
             if self.controller.ready:
@@ -128,11 +129,32 @@ def test_it_leaves_its_address_for_the_agent(tmp_path):
         path = tmp_path / "private" / "controller.json"
         said = json.loads(path.read_text())
         assert said.pop("began") == pytest.approx(cluster.controller.clock.wall(), abs=60)
-        assert said == {"address": cluster.controller.address, "incarnation": 7, "hosts": {}}
+        assert said == {"address": cluster.controller.address, "incarnation": 7, "hosts": {}, "restarts": 0}
         assert path.stat().st_mode & 0o077 == 0
         assert [p.name for p in path.parent.iterdir()] == ["controller.json"]
 
     run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("left", [b"", b'{"address": "memo', b"[]", b'{"address": 5}', b"\xff\xfe", None])
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_successor_comes_up_whatever_is_left_of_the_address_file(tmp_path, capsys, left, is_told):
+    """And where the first one was, if its agent remembers."""
+    path = tmp_path / "private" / "controller.json"
+
+    async def scenario(cluster):
+        before = cluster.controller.address
+        await cluster.die()
+        path.unlink() if left is None else path.write_bytes(left)
+        await cluster.start(9, address=before if is_told else "")
+        assert (cluster.controller.address == before) == is_told
+        assert json.loads(path.read_text())["address"] == cluster.controller.address
+        assert json.loads(path.read_text())["restarts"] == (left is not None or is_told)
+        await cluster.register("reward/0")
+
+    run(tmp_path, scenario)
+    told = capsys.readouterr().out
+    assert (str(path) in told and "list of hosts" in told) == (left is not None)
 
 
 def test_resolve_is_parked_until_the_actor_can_be_called(tmp_path):

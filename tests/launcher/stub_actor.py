@@ -107,6 +107,7 @@ def main() -> int:
         controller=options.get("--controller"),
         incarnation=int(options["--incarnation"]),
         attempt=int(options["--attempt"]),
+        address=options.get("--address", ""),
     )
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 
+import pytest
 from launched import command_line, wait_until
 from sim_runs import STEPS
 
@@ -29,10 +30,14 @@ def troubles(run, attempt):
     return found
 
 
-def test_training_goes_on_while_the_controller_is_away(launch):
+@pytest.mark.parametrize("left", [None, b'{"address": "tcp:'], ids=["whole", "torn"])
+def test_training_goes_on_while_the_controller_is_away(launch, left):
+    """And it is found again, even if the file in which it keeps its address is damaged meanwhile."""
     run = launch("--learner.steps", "100")
     run.wait_to_show("step 8/")
     learner = run.actor("learner/0")
+    if left is not None:
+        (run.run_dir / "private" / "controller.json").write_bytes(left)
     os.kill(run.actor("controller/0"), signal.SIGKILL)
     run.wait_to_show("controller/0 died (killed by SIGKILL) and is started again")
     # Its successor hands on what is trained from then on.

@@ -4,14 +4,18 @@ import asyncio
 import dataclasses
 import fcntl
 import json
+import math
 import time
 from contextlib import asynccontextmanager
 
 import pytest
+import zmq
 from every_message import EVERY_MESSAGE
+from wire.knocking import Guise, Knocker
 
 from asyncrl.config.load import validate_config
 from asyncrl.controller.actor import Controller
+from asyncrl.controller.snapshots import SNAPSHOT_S
 from asyncrl.errors import ActorFailed, Refused, RemoteError, UsageError
 from asyncrl.launcher.folders import is_living, make_run_keyring
 from asyncrl.messages import Request
@@ -23,7 +27,7 @@ from asyncrl.runtime import server
 from asyncrl.runtime.actor import CONTROLLER, ActorContext
 from asyncrl.snapshot import Snapshot
 from asyncrl.wire.keys import VIEWER, load_credentials, write_credentials
-from asyncrl.wire.zeromq import ZmqTransport
+from asyncrl.wire.zeromq import ZmqServer, ZmqTransport
 
 
 def config_with(curve):
@@ -88,6 +92,59 @@ def test_a_viewer_sees_the_run_and_may_do_nothing_else(tmp_path, curve):
             assert actor._run.phase == "starting" and actor._lines.last == 0
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("curve", [False, True])
+def test_who_asks_and_does_not_read_fills_no_memory_and_others_are_served(tmp_path, curve, monkeypatch):
+    """I6. Whatever it says of what it has read: every answer to it stays with ZeroMQ."""
+    sent = {}
+    send = ZmqServer.send
+
+    def counting(self, routing_id, frames):
+        sent.setdefault(routing_id, []).append(sum(map(len, frames)))
+        return send(self, routing_id, frames)
+
+    monkeypatch.setattr(ZmqServer, "send", counting)
+    asked, context = 4000, zmq.Context()
+
+    async def scenario():
+        async with controller(tmp_path, config_with(curve)) as actor:
+            credentials = load_credentials(tmp_path / "private", VIEWER, 0)
+            server_key = load_credentials(tmp_path / "private", CONTROLLER, 0).public_key
+            guise = Guise(
+                name=VIEWER,
+                incarnation=1,
+                run_id=credentials.run_id,
+                secret=credentials.secret,
+                keys=(credentials.public_key, credentials.secret_key, server_key) if curve else None,
+            )
+            silent = Knocker(context, actor.address, guise, b"silent")
+            silent.send(guise.hello())
+            with Viewer(find_target(str(tmp_path))) as honest:
+                news = honest.snapshots()
+                sizes, seen, began = [], 0, time.monotonic()
+                for id in range(2, asked + 2):
+                    # It lies: of what it has read, and that it has read something.
+                    body = {"seen": (-1, 7, 1 << 40)[id % 3]}
+                    call = guise.call("WatchSnapshot", body, id, deadline_ms=1000, answered_below=id)
+                    while not silent.send(call):
+                        await asyncio.sleep(0.001)
+                    if id % (asked // 5) == 0:
+                        assert isinstance(await anext(news), Snapshot)
+                        seen += 1
+                    sizes.append(actor._watching.snapshots.bytes)
+                while len(sent.get(b"silent", ())) < asked:
+                    await asyncio.sleep(0.01)
+                given = [size for size in sent[b"silent"] if size > min(filter(None, sizes)) / 2]
+                most = 2 + math.log2(max(1.0, (time.monotonic() - began) / SNAPSHOT_S))
+                assert 1 <= len(given) <= most and seen == 5
+                assert sum(sent[b"silent"]) <= most * max(sizes) + 500 * asked
+            silent.close()
+
+    try:
+        asyncio.run(asyncio.wait_for(scenario(), 60))
+    finally:
+        context.destroy(linger=0)
 
 
 def test_the_rights_of_viewers_are_those_two():
@@ -184,7 +241,7 @@ def test_a_controller_that_answers_at_once_that_it_cannot_is_not_asked_at_full_s
     async def scenario():
         async with controller(tmp_path, config_with(False)) as actor:
 
-            async def fail(request, park_s):
+            async def fail(request, caller):
                 raise ValueError("no snapshot")
 
             actor._watching.snapshots.watch = fail

@@ -150,6 +150,18 @@ def test_a_dead_host_shows_what_is_left_and_keeps_no_old_figures():
     assert "lost hosts: node1" in page(document, 80, UNICODE)
 
 
+def test_of_rollouters_that_stand_still_nothing_is_told_of_what_they_do():
+    *before, last = SLOW["rollouters"].between()
+    frozen = [
+        msgspec.structs.replace(actor, condition="silent") if actor.name.startswith("rollouter") else actor
+        for actor in last.actors
+    ]
+    document = seen([*before, msgspec.structs.replace(last, actors=frozen)])
+    assert document.bottleneck.stage != "rollouters" and document.run.tokens_per_s is None
+    for row in document.rollouters:
+        assert (row.condition, row.states, row.tokens_per_s) == ("silent", {}, None)
+
+
 def test_what_a_run_that_is_over_did_last_is_not_shown_as_what_it_does():
     last = Run(phase="done", exit_code=130, reason="stopped by the launcher").at(100.0)
     dead = [msgspec.structs.replace(actor, condition="dead") for actor in last.actors]

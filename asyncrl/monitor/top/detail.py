@@ -105,8 +105,9 @@ def _facts(actor: ActorView) -> list[Line]:
 
 def _resource(resource: Resource, width: int, glyphs: Glyphs) -> list[Line]:
     """Its bar and beside it its states, on as many lines as they need."""
-    whole = sum(resource.seconds.values())
-    shares = {state: seconds / whole for state, seconds in resource.seconds.items()} if whole > 0 else {}
+    spent = resource.spent
+    whole = sum(spent.values())
+    shares = {state: seconds / whole for state, seconds in spent.items()} if whole > 0 else {}
     bar = state_bar(by_kind(shares), min(30, width // 3), glyphs)
     lines: list[Line] = [[(f"{resource.name:<{LABEL}}", "dim"), *bar]]
     beside = length(lines[0])

@@ -24,7 +24,7 @@ def rollouter(facts: Facts, actor: ActorView) -> RollouterRow:
         states=facts.shares([actor]),
         in_flight=in_flight,
         waiting=None if gone else figures.get("rollout/waiting"),
-        tokens_per_s=None if gone else facts.recent.rate(actor, "rollout/sampled_tokens"),
+        tokens_per_s=facts.rate_of(actor, "rollout/sampled_tokens"),
         kv_use=None if gone else figures.get("rollout/kv_use"),
         version=None if gone else version,
         lag=None if gone else versions_behind(facts.run, actor),
@@ -45,7 +45,7 @@ def rank(facts: Facts, actor: ActorView) -> RankRow:
         awaiting="" if gone else awaiting,
         state_s=0.0 if gone else state_s,
         states=facts.shares([actor]),
-        tokens_per_s=None if gone else facts.recent.rate(actor, "learner/tokens"),
+        tokens_per_s=facts.rate_of(actor, "learner/tokens"),
         # A step is of all ranks, and so is its share of the peak.
         mfu=None if gone else number_in(facts.last, "perf/mfu"),
         rss_bytes=None if gone else actor.rss_bytes or None,

@@ -12,6 +12,8 @@ from asyncrl.snapshot import ENDING, OVER, ActorView, Resource, Snapshot
 
 STEPS_FOR_MEANS = 8
 GONE = frozenset({"absent", "dead", "lost"})
+UNHEARD = GONE | {"silent", "condemned"}
+"""Conditions in which nothing is known of what an actor does now."""
 
 
 def living_in(snapshot: Snapshot, role: str) -> list[ActorView]:
@@ -69,16 +71,20 @@ class Facts:
 
     def rate(self, role: str, figure: str) -> float | None:
         """Increase of a counter a second."""
-        return self.recent.total_rate(self.living(role), figure)
+        return total(self.rate_of(actor, figure) for actor in self.of(role))
+
+    def rate_of(self, actor: ActorView, figure: str) -> float | None:
+        """That of one actor; None where it is not heard of."""
+        return None if actor.condition in UNHEARD else self.recent.rate(actor, figure)
 
     def states(self, role: str) -> Shares:
         """Shares of the time of all of its resources, by state."""
         return self.shares(self.of(role))
 
     def shares(self, actors: Iterable[ActorView]) -> Shares:
-        """Shares of the time of all resources of actors that are not gone, by state."""
+        """Shares of the time of all resources of actors that are heard of, by state."""
         pairs: list[tuple[ActorView, Resource]] = [
-            (actor, resource) for actor in actors if actor.condition not in GONE for resource in actor.resources
+            (actor, resource) for actor in actors if actor.condition not in UNHEARD for resource in actor.resources
         ]
         return self.steps.shares(pairs)
 
