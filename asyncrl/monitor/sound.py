@@ -9,6 +9,7 @@ is left out as if it had not been told, and a snapshot whose own time is none is
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -22,6 +23,8 @@ LARGEST = 1e21
 LEAST = 1e-21
 LAST_WALL = 253_402_128_000.0
 """Unix time (s), two days before the year 10000, beyond which no calendar goes."""
+NUMBERS = frozenset({"figures", "seconds"})
+"""Fields that hold numbers by name."""
 _ACTOR = re.compile(r"[a-z_]+/[0-9]{1,9}")
 _decoder = msgspec.msgpack.Decoder(Snapshot)
 
@@ -73,13 +76,21 @@ def _cleaned(found: Any) -> Any:
             if (new := _cleaned(value)) is not value:
                 changes[name] = new
         elif isinstance(value, dict):
-            if not all(map(_may_stay, value, value.values())):
+            numbers = name in NUMBERS
+            if not (_all_fine(value.values()) if numbers else all(map(_may_stay, value, value.values()))):
                 changes[name] = {key: each for key, each in value.items() if _may_stay(key, each)}
         elif isinstance(value, list) and value and isinstance(value[0], Struct):
             new_list = [_cleaned(each) for each in value]
             if any(new is not old for new, old in zip(new_list, value, strict=True)):
                 changes[name] = new_list
     return msgspec.structs.replace(found, **changes) if changes else found
+
+
+def _all_fine(values: Iterable[float]) -> bool:
+    """Of numbers; so many of them that none is to be looked at by itself."""
+    sizes = [*map(abs, values)]
+    # What is no number makes the sum none.
+    return sum(sizes) < LARGEST and min(filter(None, sizes), default=1.0) > LEAST
 
 
 def _may_stay(key: str, value: object) -> bool:

@@ -29,7 +29,7 @@ MOST_EVENTS = 64
 """In one heartbeat."""
 LONGEST_NAME = 200
 LONGEST_TEXT = 500
-LARGEST_FIGURE = 1e15
+LARGEST_FIGURE = float(1 << 53)
 """Beyond it nothing is counted or measured; where steps are counted, it is still a whole number."""
 TEXTS = ("state", "awaiting", "oldest_await")
 NUMBERS = ("loop_lag_s", "state_s", "loop_busy", "cpu")

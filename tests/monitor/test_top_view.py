@@ -42,19 +42,18 @@ def seen(snapshots):
 
 # --- the marked stage ---
 
+FED = {"training": 0.3, "waiting": 0.7}
 SLOW = {
-    "reward": Run(worker={"scoring": 0.99, "idle": 0.01}, engine={"generating": 0.3, "waiting": 0.7}, rank=None),
+    "reward": Run(worker={"scoring": 0.99, "idle": 0.01}, engine={"generating": 0.3, "waiting": 0.7}, rank=FED),
     "learner": Run(rank={"training": 0.95, "waiting": 0.05}, engine={"generating": 0.3, "waiting": 0.7}),
-    "rollouters": Run(engine={"generating": 0.97, "paused": 0.03}, rank=None),
-    "gate": Run(engine={"generating": 0.5, "waiting": 0.5}, rank=None, limit=0.0, outstanding=64.0),
+    "rollouters": Run(engine={"generating": 0.97, "paused": 0.03}, rank=FED),
+    "gate": Run(engine={"generating": 0.5, "waiting": 0.5}, rank=FED, limit=0.0, outstanding=64.0),
 }
 
 
 @pytest.mark.parametrize("stage", SLOW)
 def test_a_planted_slow_stage_is_the_one_that_is_marked(stage):
-    run = SLOW[stage]
-    run.rank = run.rank or {"training": 0.3, "waiting": 0.7}
-    document = seen(run.between())
+    document = seen(SLOW[stage].between())
     assert document.bottleneck.stage == stage
     marked = [row.stage for row in document.stages if row.bottleneck]
     assert marked == [stage if stage != "gate" else "dataloader"]

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from dataclasses import dataclass
 
 from asyncrl.monitor.metrics_file import number_in
 from asyncrl.monitor.rates import Interval, median
+from asyncrl.monitor.top.levels import Levels, levels_of
 from asyncrl.snapshot import Snapshot
 
 RATES_S = 10.0
@@ -20,17 +22,30 @@ LONGEST_S = 600.0
 KEPT = 120
 
 
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A snapshot with its levels."""
+
+    snapshot: Snapshot
+    levels: Levels
+
+    @property
+    def wall(self) -> float:
+        """Unix time (s)."""
+        return self.snapshot.wall
+
+
 class History:
     """The newest snapshots of one run, oldest first."""
 
     def __init__(self) -> None:
-        self._kept: deque[Snapshot] = deque()
+        self._kept: deque[Moment] = deque()
 
     def add(self, snapshot: Snapshot) -> None:
         """Take a snapshot. One of the same moment as the newest replaces it; one that is older, or of another run or
         attempt, begins anew."""
         if self._kept:
-            last = self._kept[-1]
+            last = self._kept[-1].snapshot
             same = (last.run.run_id, last.run.attempt) == (snapshot.run.run_id, snapshot.run.attempt)
             if not same or snapshot.wall < last.wall:
                 self._kept.clear()
@@ -40,7 +55,7 @@ class History:
         # The last two may lie closer together: rates want recent ones, shares long ones.
         if len(self._kept) >= 3 and self._kept[-1].wall - self._kept[-3].wall < 2 * window / KEPT:
             del self._kept[-2]
-        self._kept.append(snapshot)
+        self._kept.append(Moment(snapshot, levels_of(snapshot)))
         while len(self._kept) > 2 and self._kept[1].wall <= snapshot.wall - window:
             self._kept.popleft()
 
@@ -55,7 +70,7 @@ class History:
     @property
     def newest(self) -> Snapshot | None:
         """None before the first."""
-        return self._kept[-1] if self._kept else None
+        return self._kept[-1].snapshot if self._kept else None
 
     def recent(self) -> Interval:
         """For rates."""
@@ -64,18 +79,18 @@ class History:
     def steps(self) -> Interval | None:
         """For shares; None when there is one snapshot alone."""
         window = self.window()
-        return Interval(window[0], window[-1]) if len(window) > 1 else None
+        return Interval(window[0].snapshot, window[-1].snapshot) if len(window) > 1 else None
 
-    def window(self) -> list[Snapshot]:
-        """The snapshots from one end of ``steps`` to the other, oldest first; there must be one."""
-        return self._back(self.window_s(self._kept[-1]))
+    def window(self) -> list[Moment]:
+        """The moments from one end of ``steps`` to the other, oldest first; there must be one."""
+        return self._back(self.window_s(self._kept[-1].snapshot))
 
     def _since(self, seconds: float) -> Interval:
-        return Interval(self._back(seconds)[0], self._kept[-1])
+        return Interval(self._back(seconds)[0].snapshot, self._kept[-1].snapshot)
 
-    def _back(self, seconds: float) -> list[Snapshot]:
+    def _back(self, seconds: float) -> list[Moment]:
         """The newest, and those before it up to the first that is older by so much."""
-        found: list[Snapshot] = []
+        found: list[Moment] = []
         for each in reversed(self._kept):
             found.append(each)
             if each.wall <= self._kept[-1].wall - seconds:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from asyncrl.monitor.metrics_file import number_in
 from asyncrl.monitor.top.document import RankRow, RollouterRow
-from asyncrl.monitor.top.model.facts import GONE, Facts
-from asyncrl.snapshot import ActorView, RunView
+from asyncrl.monitor.top.levels import GONE, served_version, versions_behind
+from asyncrl.monitor.top.model.facts import Facts
+from asyncrl.snapshot import ActorView
 
 
 def rollouter(facts: Facts, actor: ActorView) -> RollouterRow:
@@ -52,18 +53,6 @@ def rank(facts: Facts, actor: ActorView) -> RankRow:
         gpu_bytes=sum(gpu.memory_bytes for gpu in actor.gpus) if actor.gpus and not gone else None,
         gpu_total_bytes=sum(gpu.memory_total_bytes for gpu in actor.gpus) if actor.gpus and not gone else None,
     )
-
-
-def served_version(actor: ActorView) -> int | None:
-    """Of the weights that a rollouter's engine serves; None before the first."""
-    version = int(actor.figures.get("rollout/served_version", actor.version))
-    return version if version >= 0 else None
-
-
-def versions_behind(run: RunView, actor: ActorView) -> int | None:
-    """How many versions a rollouter's engine serves less than the newest; None before its first."""
-    version = served_version(actor)
-    return None if version is None else max(0, run.version - version)
 
 
 def _present(actor: ActorView) -> tuple[str, str, float]:

@@ -8,22 +8,12 @@ from typing import Any
 from asyncrl.monitor.metrics_file import number_in, without_first
 from asyncrl.monitor.rates import Interval, Shares, mean, time_mean, total
 from asyncrl.monitor.top.history import History
+from asyncrl.monitor.top.levels import GONE, Levels, level_of, living_in
 from asyncrl.snapshot import ENDING, OVER, ActorView, Resource, Snapshot
 
 STEPS_FOR_MEANS = 8
-GONE = frozenset({"absent", "dead", "lost"})
 UNHEARD = GONE | {"silent", "condemned"}
 """Conditions in which nothing is known of what an actor does now."""
-
-
-def living_in(snapshot: Snapshot, role: str) -> list[ActorView]:
-    """The actors of a role that are not gone."""
-    return [each for each in snapshot.actors if each.name.partition("/")[0] == role and each.condition not in GONE]
-
-
-def level_in(snapshot: Snapshot, role: str, figure: str) -> float | None:
-    """A gauge, added up over them."""
-    return total(actor.figures.get(figure) for actor in living_in(snapshot, role))
 
 
 class Facts:
@@ -37,8 +27,8 @@ class Facts:
         self.steps = steps or Interval(None, snapshot)
         """For shares."""
         self.window_s = 0.0 if steps is None else steps.seconds
-        self.window = history.window()
-        """The snapshots that shares are taken over, oldest first."""
+        self.window = [moment.levels for moment in history.window()]
+        """Levels over the time that shares are taken over, oldest first."""
         self.by_role: dict[str, list[ActorView]] = {}
         for actor in snapshot.actors:
             self.by_role.setdefault(actor.name.partition("/")[0], []).append(actor)
@@ -59,10 +49,10 @@ class Facts:
 
     def level(self, role: str, figure: str) -> float | None:
         """A gauge, added up."""
-        return level_in(self.snapshot, role, figure)
+        return level_of(self.living(role), figure)
 
-    def over_window(self, level: Callable[[Snapshot], float | None]) -> float | None:
-        """The mean of a level over the time that shares are taken over: it may swing with every step."""
+    def over_window(self, level: Callable[[Levels], float | None]) -> float | None:
+        """The mean of a level over the time that shares are taken over."""
         return time_mean([(each.wall, level(each)) for each in self.window])
 
     def counted(self, role: str, figure: str) -> float | None:

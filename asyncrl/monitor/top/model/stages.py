@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncrl.monitor.bottleneck import Flow, Stage, Verdict, by_kind, find_bottleneck
-from asyncrl.monitor.rates import Shares, mean, total
+from asyncrl.monitor.rates import Shares, total
 from asyncrl.monitor.top.document import LedgerView, RewardView, RollouterRow, StageRow, WeightsView
-from asyncrl.monitor.top.model.actors import versions_behind
-from asyncrl.monitor.top.model.facts import GONE, Facts, level_in, living_in
-from asyncrl.snapshot import OVER, Snapshot
+from asyncrl.monitor.top.levels import GONE
+from asyncrl.monitor.top.model.facts import Facts
+from asyncrl.snapshot import OVER
 
 OPEN = 0.5
 """Below this share of what the gate admits it is not what anybody waits for."""
@@ -26,10 +26,10 @@ def bottleneck(facts: Facts, reward: RewardView, ledger: LedgerView) -> Verdict:
             rollouters=facts.states("rollouter"),
             reward=reward.states,
             learner=_learner(facts),
-            dataloader_busy=facts.over_window(lambda each: total(a.loop_busy for a in living_in(each, "dataloader"))),
-            generating=facts.over_window(lambda each: level_in(each, "rollouter", "rollout/in_flight")),
-            at_reward=facts.over_window(lambda each: level_in(each, "rollouter", "rollout/scoring")),
-            lag=facts.over_window(_lag),
+            dataloader_busy=facts.over_window(lambda each: each.dataloader_busy),
+            generating=facts.over_window(lambda each: each.generating),
+            at_reward=facts.over_window(lambda each: each.at_reward),
+            lag=facts.over_window(lambda each: each.lag),
             gate_open=_gate_open(facts),
             exhausted=facts.run.steps > 0
             and (ledger.outstanding or 0.0) >= (facts.run.steps - facts.run.step) * facts.run.groups_per_step,
@@ -44,17 +44,9 @@ def _learner(facts: Facts) -> Shares:
 
 def _gate_open(facts: Facts) -> bool | None:
     """Whether there was much room all the time."""
-    full: list[float] = []
-    for each in facts.window:
-        out, most = (level_in(each, "dataloader", f"tickets/{name}") for name in ("outstanding", "gate"))
-        if out is None or not most:
-            return None
-        full.append(out / most)
-    return max(full) < OPEN
-
-
-def _lag(snapshot: Snapshot) -> float | None:
-    return mean(versions_behind(snapshot.run, actor) for actor in living_in(snapshot, "rollouter"))
+    filled = [each.gate_filled for each in facts.window]
+    known = [share for share in filled if share is not None]
+    return max(known) < OPEN if len(known) == len(filled) else None
 
 
 def stages(
