@@ -6,6 +6,7 @@ actor's incarnation; a rate divides by the time between the heartbeats that brou
 by that between two ``wall`` (rates.py of the monitor). Names of figures are those of docs/metrics.md.
 
 Invariant: fields are added, never given another meaning; whatever breaks a reader of an older snapshot raises SCHEMA.
+None of it is ever part of a cycle, so the garbage collector need not follow it (``gc=False``).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ENDING = OVER | {"draining"}
 Count = Annotated[int, Meta(ge=0)]
 
 
-class Wait(Struct, frozen=True, kw_only=True):
+class Wait(Struct, gc=False, frozen=True, kw_only=True):
     """An open wait of an actor."""
 
     whom: str
@@ -32,7 +33,7 @@ class Wait(Struct, frozen=True, kw_only=True):
     """Normal idleness: no sign of trouble by itself."""
 
 
-class Resource(Struct, frozen=True, kw_only=True):
+class Resource(Struct, gc=False, frozen=True, kw_only=True):
     """A serial resource: an engine, a learner rank, a reward worker. It is in exactly one state at any time."""
 
     name: str
@@ -55,7 +56,7 @@ class Resource(Struct, frozen=True, kw_only=True):
         return {**self.seconds, self.state: self.seconds.get(self.state, 0.0) + self.since_s}
 
 
-class Gpu(Struct, frozen=True, kw_only=True):
+class Gpu(Struct, gc=False, frozen=True, kw_only=True):
     """A GPU that an actor uses."""
 
     index: Count
@@ -65,7 +66,7 @@ class Gpu(Struct, frozen=True, kw_only=True):
     memory_total_bytes: Count
 
 
-class Histogram(Struct, frozen=True, array_like=True):
+class Histogram(Struct, gc=False, frozen=True, array_like=True):
     """Counts by fixed buckets; the edges are in the catalogue of metrics."""
 
     counts: list[Count]
@@ -73,7 +74,7 @@ class Histogram(Struct, frozen=True, array_like=True):
     sum: float
 
 
-class ActorView(Struct, frozen=True, kw_only=True):
+class ActorView(Struct, gc=False, frozen=True, kw_only=True):
     """An actor, or the place of one that is dead and not replaced yet."""
 
     name: str
@@ -109,7 +110,7 @@ class ActorView(Struct, frozen=True, kw_only=True):
     gpus: list[Gpu] = []
 
 
-class Event(Struct, frozen=True, kw_only=True):
+class Event(Struct, gc=False, frozen=True, kw_only=True):
     """Something that happened, of level info, warning or error."""
 
     number: Count
@@ -120,7 +121,7 @@ class Event(Struct, frozen=True, kw_only=True):
     text: str
 
 
-class RunView(Struct, frozen=True, kw_only=True):
+class RunView(Struct, gc=False, frozen=True, kw_only=True):
     """The run as a whole."""
 
     name: str
@@ -145,7 +146,7 @@ class RunView(Struct, frozen=True, kw_only=True):
     """Of the run folder."""
 
 
-class Snapshot(Struct, frozen=True, kw_only=True):
+class Snapshot(Struct, gc=False, frozen=True, kw_only=True):
     """See the module."""
 
     schema: int = SCHEMA

@@ -211,7 +211,10 @@ def _replay(run_dir: Path, given: argparse.Namespace) -> int:
 
 def _show(source: Source) -> int:
     from asyncrl.monitor.top.app import Top
+    from asyncrl.runtime.process import tune_memory
 
+    # The history of a large run is made of very many objects, which no cycle holds.
+    tune_memory()
     _heed_colourless_terminals()
     app = Top(source, ascii_only=not _knows_unicode())
     app.run()
