@@ -16,7 +16,7 @@ from pathlib import Path
 import jsonschema
 import msgspec
 import pytest
-from pictures import WALL, Run
+from pictures import WALL, Run, starting
 from recordings import record
 from terminals import Terminal
 
@@ -236,6 +236,30 @@ def test_a_private_folder_of_somebody_else_is_named(ended, tmp_path, monkeypatch
 
 
 needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is missing")
+
+
+def at_rest(terminal):
+    """What stands on it once it changes no more."""
+    before, text = "", terminal.text()
+    while text != before:
+        time.sleep(1.0)
+        before, text = text, terminal.text()
+    return text
+
+
+@needs_tmux
+def test_no_pane_stays_at_another_moment_on_a_real_terminal(tmp_path):
+    run_dir = tmp_path / "runs" / "trial"
+    run_dir.mkdir(parents=True)
+    record(run_dir, starting(), *(Run(rollouters=64, hosts=1).at(float(second)) for second in range(2, 61)))
+    with Terminal(200, 50, [*TOP, str(run_dir), "--replay"], cwd=tmp_path, env={"TZ": "UTC"}) as terminal:
+        terminal.press("Space")
+        terminal.until("no step is trained so far")
+        at_rest(terminal)
+        terminal.press(*([">"] * 10))
+        terminal.until("30 s of 59 s")
+        text = at_rest(terminal)
+        assert "no step is trained so far" not in text and "trained tokens/s" in text
 
 
 @needs_tmux

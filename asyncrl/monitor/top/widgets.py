@@ -144,8 +144,9 @@ class PaneView(ScrollView, can_focus=True):
 
     def _redraw(self) -> None:
         drawn = self._drawn
-        for y in range(min(self.size.height, len(drawn))):
-            if drawn[y] is not None and self._line_at(y) != drawn[y]:
+        for y in range(self.size.height):
+            # Of a line that is not known it is not known either that it will be drawn.
+            if y >= len(drawn) or self._line_at(y) != drawn[y]:
                 self.refresh(Region(0, y, self.size.width, 1))
 
     def render_line(self, y: int) -> Strip:
