@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from asyncrl.cli.which_run import run_folder
+from asyncrl.monitor.printable import say
+
 if TYPE_CHECKING:
     from asyncrl.checkpoint.folder import CheckpointFolder
     from asyncrl.checkpoint.retention import Found
@@ -25,7 +28,6 @@ RUN is a run folder, or a name under runs/. OUT must not be there yet, or be emp
 Exit codes: 0 done, 1 the checkpoint is damaged or OUT cannot be written, 2 wrong usage, no such run or no such
 checkpoint, 78 the model of the configuration is not there or is another one, 130 Ctrl-C.
 """
-RUNS = Path("runs")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(str(error), error.exit_code)
     except (AsyncRLError, OSError) as error:
         return _complain(str(error), 1)
-    print(f"version {version}: {given.out}")
+    say(f"version {version}: {given.out}", sys.stdout)
     return 0
 
 
@@ -85,9 +87,7 @@ def _find(run: str, version: int | None) -> tuple[Config, CheckpointFolder, Foun
     from asyncrl.config.load import config_from_json
     from asyncrl.errors import UsageError
 
-    run_dir = next((path for path in (Path(run), RUNS / run) if (path / "config.json").is_file()), None)
-    if run_dir is None:
-        raise UsageError(f"{run}: no run folder (it has no config.json), and none of that name under {RUNS}")
+    run_dir = run_folder(run, PROGRAM)
     try:
         config = config_from_json((run_dir / "config.json").read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -103,7 +103,7 @@ def _find(run: str, version: int | None) -> tuple[Config, CheckpointFolder, Foun
 
 
 def _complain(problem: str, exit_code: int) -> int:
-    print(f"{PROGRAM}: {problem}", file=sys.stderr)
+    say(f"{PROGRAM}: {problem}", sys.stderr)
     return exit_code
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from asyncrl.controller.run_state import RunStateMachine
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.monitor import Heartbeat
-from asyncrl.monitor.metrics_file import is_voided
+from asyncrl.monitor.metrics_line import is_voided
 from asyncrl.runtime.registry import Entry, HeardResource, Registry
 from asyncrl.runtime.supervision import ROLES, role_of
 from asyncrl.snapshot import (

@@ -12,9 +12,10 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.monitor.metrics_line import is_sound
+
 LONGEST_LINE = 1 << 18
 """Bytes, in JSON."""
-STEPS = range(1 << 53)
 LINES_KEPT = 1000
 LINES_IN_REPLY = 100
 
@@ -23,10 +24,8 @@ def is_proper(line: Mapping[str, Any]) -> bool:
     """Whether a line is one: no longer than LONGEST_LINE, and where it says a step, as each of kind train does, or the
     start of a learner, that is a whole number.
     """
-    for name in ("step", "start"):
-        # True and 1.0 are in the range too.
-        if name in line and not (type(line[name]) is int and line[name] in STEPS):
-            return False
+    if not is_sound(line) or min(line.get("step", 0), line.get("start", 0)) < 0:
+        return False
     if line.get("kind") == "train" and "step" not in line:
         return False
     try:

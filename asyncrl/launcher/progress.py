@@ -23,7 +23,7 @@ from asyncrl.launcher.spec import (
     StateEvent,
     StuckEvent,
 )
-from asyncrl.monitor.metrics_file import Line
+from asyncrl.monitor.metrics_line import Line
 from asyncrl.monitor.printable import printable
 from asyncrl.runtime.supervision import role_of
 

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from asyncrl.monitor.metrics_file import Line, number_in
+from asyncrl.monitor.metrics_line import Line, number_in
 from asyncrl.monitor.utilisation import KINDS, Span
 
 MOST_POINTS = 2000

@@ -1,29 +1,11 @@
-"""Reading metrics.jsonl, whoever wrote it and however that ended, and what its lines say."""
+"""Reading metrics.jsonl, whoever wrote it and however that ended. Fails with OSError where it may not be read."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Sequence
-from itertools import pairwise
+from collections.abc import Collection
 from pathlib import Path
 
 from asyncrl.monitor.metrics_line import Line, Standing, parse_line
-
-__all__ = ["Line", "is_voided", "number_in", "read_metrics", "without_first"]
-
-
-def number_in(line: Line, key: str) -> float | None:
-    """A finite number in a line; None where there is none: JSON as Python writes it knows NaN and Infinity too."""
-    value = line.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)
-
-
-def without_first(train: Sequence[Line]) -> list[Line]:
-    """Lines of kind train, in order, without the first of each learner: that step waits for engines and evaluations,
-    and tells nothing of the others. The first line of all is taken for such a one."""
-    return [line for before, line in pairwise(train) if line.get("start") == before.get("start")]
 
 
 def read_metrics(path: Path, kinds: Collection[str] | None = None, damaged: list[int] | None = None) -> list[Line]:
@@ -44,13 +26,3 @@ def read_metrics(path: Path, kinds: Collection[str] | None = None, damaged: list
             elif damaged is not None and text.endswith(b"\n"):
                 damaged.append(number)
     return found.lines()
-
-
-def is_voided(line: Line, by: Line) -> bool:
-    """Whether ``line``, of any kind, tells of what was undone, by the line ``by`` of a step.
-
-    A learner that was started again goes on from its checkpoint: its first step voids what its predecessors told of the
-    same step and later ones.
-    """
-    goes_back = by.get("kind") == "train" and by.get("start", 0) > line.get("start", 0)
-    return bool(goes_back and line.get("step", 0) >= by.get("step", 0))

@@ -1,4 +1,4 @@
-"""One line of metrics.jsonl, whoever wrote it, and which lines still stand. Pure.
+"""One line of metrics.jsonl, whoever wrote it: what it says, and which lines still stand. Pure.
 
 Invariant: of a line that is passed on, ``step``, ``start`` and ``weights/version`` are whole numbers where there are
 any, ``kind`` is text, and every figure is a number that fits into a float, true, false or null.
@@ -6,8 +6,10 @@ any, ``kind`` is text, and every figure is a number that fits into a float, true
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from asyncrl.monitor.json_text import from_json
@@ -46,10 +48,34 @@ def _is_figure(key: str, value: object) -> bool:
     return value is None or isinstance(value, float)
 
 
+def number_in(line: Line, key: str) -> float | None:
+    """A finite number in a line; None where there is none: JSON as Python writes it knows NaN and Infinity too."""
+    value = line.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def without_first(train: Sequence[Line]) -> list[Line]:
+    """Lines of kind train, in order, without the first of each learner: that step waits for engines and evaluations,
+    and tells nothing of the others. The first line of all is taken for such a one."""
+    return [line for before, line in pairwise(train) if line.get("start") == before.get("start")]
+
+
+def is_voided(line: Line, by: Line) -> bool:
+    """Whether ``line``, of any kind, tells of what was undone, by the line ``by`` of a step.
+
+    A learner that was started again goes on from its checkpoint: its first step voids what its predecessors told of the
+    same step and later ones.
+    """
+    goes_back = by.get("kind") == "train" and by.get("start", 0) > line.get("start", 0)
+    return bool(goes_back and line.get("step", 0) >= by.get("step", 0))
+
+
 class Standing:
     """Lines without those that a learner which went back has voided, in the order in which they were taken.
 
-    The rule is that of is_voided (metrics_file.py), for a whole file: what a line costs does not depend on how often a
+    The rule is that of is_voided, for a whole file: what a line costs does not depend on how often a
     learner went back, but for a logarithm.
     """
 

@@ -18,7 +18,8 @@ from typing import Any
 
 from asyncrl.errors import UsageError
 from asyncrl.monitor.json_text import read_json_object
-from asyncrl.monitor.metrics_file import Line, number_in, read_metrics, without_first
+from asyncrl.monitor.metrics_file import read_metrics
+from asyncrl.monitor.metrics_line import Line, number_in, without_first
 from asyncrl.monitor.phase import phase_and_reason
 from asyncrl.monitor.recording import decode, read_bodies
 from asyncrl.monitor.top.replay import ended

@@ -7,7 +7,8 @@ import pytest
 
 from asyncrl.launcher.progress import CLEAR_LINE, Progress, describe_step, summarise
 from asyncrl.launcher.spec import MetricsEvent, MovingEvent, RestartEvent, StacksEvent, StateEvent, StuckEvent
-from asyncrl.monitor.metrics_file import is_voided, read_metrics
+from asyncrl.monitor.metrics_file import read_metrics
+from asyncrl.monitor.metrics_line import is_voided
 
 
 class Terminal(io.StringIO):

@@ -131,7 +131,7 @@ def test_what_cannot_be_meant_is_refused(trained, tmp_path, capsys, monkeypatch)
     for words, said in (
         ([trained, tmp_path / "full"], "it is there already"),
         ([trained, tmp_path / "full" / "file"], "it is there already"),
-        (["nowhere", tmp_path / "out"], "nowhere: no run folder"),
+        (["nowhere", tmp_path / "out"], "nowhere: no such folder; asyncrl-export wants the folder of a run"),
         ([trained, tmp_path / "out", "--version", "4"], "holds no complete checkpoint of version 4"),
         (["empty", tmp_path / "out"], "holds no complete checkpoint"),
     ):

@@ -14,7 +14,7 @@ from pictures import STATES, Run, empty
 from rich.cells import cell_len
 
 from asyncrl.monitor import catalogue
-from asyncrl.monitor.metrics_file import number_in
+from asyncrl.monitor.metrics_line import number_in
 from asyncrl.monitor.top.bars import sparkline, state_bar
 from asyncrl.monitor.top.detail import detail
 from asyncrl.monitor.top.document import json_schema, to_json

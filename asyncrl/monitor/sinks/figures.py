@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from asyncrl.monitor.metrics_file import number_in
+from asyncrl.monitor.metrics_line import number_in
 from asyncrl.monitor.sinks.records import Line
 from asyncrl.snapshot import Snapshot
 
@@ -52,7 +52,7 @@ class Steps:
     """Follows the steps of the lines, across learners that start again from a checkpoint.
 
     Lines of updates are told before the line of the step in which they ended, which is theirs too. Which lines a step
-    voids is not asked of is_voided of metrics_file: what earlier lives of the sinks have written is not known here, so
+    voids is not asked of is_voided of metrics_line: what earlier lives of the sinks have written is not known here, so
     that the first step of every learner that is heard of voids whatever there is.
     """
 

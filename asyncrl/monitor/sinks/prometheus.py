@@ -18,7 +18,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar
 
-from asyncrl.monitor.metrics_file import is_voided
+from asyncrl.monitor.metrics_line import is_voided
 from asyncrl.monitor.sinks.exposition import Labels, families_of
 from asyncrl.monitor.sinks.records import Line, PrometheusSetup, Setup
 from asyncrl.monitor.whole import replace_whole

@@ -10,7 +10,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from asyncrl.monitor.metrics_file import number_in
+from asyncrl.monitor.metrics_line import number_in
 from asyncrl.monitor.rates import Interval, median
 from asyncrl.monitor.top.levels import Levels, levels_of
 from asyncrl.snapshot import Snapshot

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.monitor.metrics_file import number_in
+from asyncrl.monitor.metrics_line import number_in
 from asyncrl.monitor.top.document import RankRow, RollouterRow
 from asyncrl.monitor.top.levels import GONE, served_version, versions_behind
 from asyncrl.monitor.top.model.facts import Facts

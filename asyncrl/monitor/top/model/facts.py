@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from asyncrl.monitor.metrics_file import number_in, without_first
+from asyncrl.monitor.metrics_line import number_in, without_first
 from asyncrl.monitor.rates import Interval, Shares, mean, time_mean, total
 from asyncrl.monitor.top.history import History
 from asyncrl.monitor.top.levels import GONE, Levels, level_of, living_in

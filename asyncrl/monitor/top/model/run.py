@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncrl.monitor.metrics_file import number_in
+from asyncrl.monitor.metrics_line import number_in
 from asyncrl.monitor.rates import total
 from asyncrl.monitor.top.document import PhaseRow, RollouterRow, RunRow
 from asyncrl.monitor.top.model.facts import Facts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asyncrl.monitor.catalogue import EDGES, quantile
-from asyncrl.monitor.metrics_file import number_in
+from asyncrl.monitor.metrics_line import number_in
 from asyncrl.monitor.top.document import (
     LedgerView,
     RewardView,
