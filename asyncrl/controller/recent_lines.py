@@ -21,9 +21,7 @@ LINES_IN_REPLY = 100
 
 
 def is_proper(line: Mapping[str, Any]) -> bool:
-    """Whether a line is one: no longer than LONGEST_LINE, and where it says a step, as each of kind train does, or the
-    start of a learner, that is a whole number.
-    """
+    """Whether a line is one: as a run writes it, with a step if its kind is train, no longer than LONGEST_LINE."""
     if not is_sound(line) or min(line.get("step", 0), line.get("start", 0)) < 0:
         return False
     if line.get("kind") == "train" and "step" not in line:

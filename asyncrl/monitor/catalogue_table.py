@@ -75,7 +75,7 @@ METRICS: tuple[Metric, ...] = (
         "controller",
         ("heartbeats/ignored", "heartbeats", "of actors that are dead or condemned, or out of order"),
         ("heartbeats/left_out", "facts", "in heartbeats that are no numbers, or more or longer than an actor needs"),
-        ("lines/refused", "lines", "of metrics that are too long, or whose step is none"),
+        ("lines/refused", "lines", "of metrics that are too long, or not as a run writes them"),
         ("snapshots/failed", "snapshots", "that could not be made, for a reason that is in the log"),
         ("snapshots/taken", "snapshots", "made for those who watch and for the recording"),
         ("snapshots/lost", "snapshots", "that could not be recorded, as on a full disk, or not in time"),
