@@ -23,6 +23,7 @@ from asyncrl.errors import ConfigError, EngineDied
 from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.engines.base import GenerationRequest
 from asyncrl.rollouter.engines.vllm.engine import VllmEngine
+from tools.live_run import lives, title
 
 pytestmark = [
     # vLLM leaves its ZeroMQ contexts to the garbage collector.
@@ -54,7 +55,7 @@ def children() -> list[int]:
     return [
         process.pid
         for process in psutil.Process().children(recursive=True)
-        if process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(process.cmdline())
+        if "resource_tracker" not in title(process) and lives(process)
     ]
 
 

@@ -13,6 +13,7 @@ import wandb_files
 from sinks_cases import encoded, ends, evaluation, feeding, setup, snapshot, standing_still, train, update, wait_for
 
 from asyncrl.monitor.sinks.records import WandbSetup
+from tools.live_run import lives, title
 
 KEY = "0123456789abcdef" * 2 + "01234567"
 OFFLINE = WandbSetup("offline", "trials", None)
@@ -40,13 +41,9 @@ def service(feed):
 
     def find():
         below = psutil.Process(feed.pid).children(recursive=True) if feed.pid else []
-        return next((process for process in below if "wandb-core" in process.name()), None)
+        return next((process for process in below if "wandb-core" in title(process)), None)
 
     return wait_for(find)
-
-
-def is_gone(process):
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
 def steps(run_dir):
@@ -70,7 +67,7 @@ def test_a_run_is_written_offline(run_dir, tmp_path):
         core = service(feed)
         feed.close(60.0)
         assert counters == {"sinks/dropped": 0, "sinks/lost": 0, "sinks/restarts": 0}
-        wait_for(lambda: is_gone(core))
+        wait_for(lambda: not lives(core))
     (path,) = wandb_files.files(run_dir)
     found = wandb_files.history(path)
     assert [(entry["step"], entry.get("reward/mean")) for entry in found] == [
@@ -138,7 +135,7 @@ def test_a_service_that_stands_still_holds_up_neither_the_feed_nor_the_end(run_d
         # Nobody lets it go on.
         ends(feed.close, 3.0)
         assert not feed._thread.is_alive()
-        wait_for(lambda: is_gone(core))
+        wait_for(lambda: not lives(core))
         assert counters["sinks/restarts"] == 0
 
 

@@ -20,6 +20,7 @@ from asyncrl.runtime.actor import ActorContext
 from asyncrl.runtime.peer import Peer
 from asyncrl.wire.keys import Credentials
 from asyncrl.wire.zeromq import ZmqTransport
+from tools.live_run import title
 
 MODULE = """
 import time
@@ -35,7 +36,7 @@ def act(*, completion):
 
 def workers() -> list[psutil.Process]:
     """The pool's processes; other tests' helpers may live beside them."""
-    return [p for p in psutil.Process().children(recursive=True) if "asyncrl reward worker" in " ".join(p.cmdline())]
+    return [p for p in psutil.Process().children(recursive=True) if "asyncrl reward worker" in title(p)]
 
 
 @pytest.fixture(autouse=True)
