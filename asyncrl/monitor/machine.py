@@ -1,8 +1,10 @@
 """What a process takes of its host: processors, memory, GPUs. Linux.
 
-Invariant: reading takes a few files under /proc for each process of the family, whatever else runs on the host; a
-process that ends while it is read counts as nothing. GPUs are asked through NVML, which is loaded only where a process
-may use any and the driver has it, by a thread of its own, since a driver in trouble may not answer.
+Invariant: reading takes one file under /proc for each process of the family, whatever else runs on the host and however
+many threads they have; who belongs to it is looked up every LOOK_S, which takes a file for each of their threads. A
+process that ends while it is read counts as nothing, and so does another that has got its number. GPUs are asked
+through NVML, which is loaded only where a process may use any and the driver has it, by a thread of its own, since a
+driver in trouble may not answer.
 """
 
 from __future__ import annotations
@@ -12,12 +14,14 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from asyncrl.snapshot import Gpu
 
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+LOOK_S = 10.0
+"""Between two looks for processes that were started."""
 MOST_PROCESSES = 512
 """Of a family that are looked at."""
 NVML = "libnvidia-ml.so.1"
@@ -28,24 +32,36 @@ class ProcessTimes:
 
     def __init__(self, *, family: bool) -> None:
         self._family = family
-        self._cpu: dict[int, float] = {}
-        self._at = time.monotonic()
+        self._cpu_s: dict[tuple[int, int], float] = {}
+        """By number and start."""
+        self._at = self._look_at = time.monotonic()
         self.read()
 
     def read(self) -> tuple[float, int]:
-        """Processors used since the last call, 1 being one core, and resident bytes now."""
-        now, times, rss = time.monotonic(), {}, 0
-        used = 0.0
-        for pid in family(os.getpid()) if self._family else (os.getpid(),):
+        """Processors used since the last call, 1 being one core, and resident bytes now.
+
+        A process that was started counts from the first look that finds it, LOOK_S after its start at most.
+        """
+        now = time.monotonic()
+        look = now >= self._look_at
+        before, self._cpu_s = self._cpu_s, {}
+        used, rss = 0.0, 0
+        for pid in self._look(now) if look else [pid for pid, _ in before]:
             found = _usage(pid)
             if found is None:
                 continue
-            times[pid], resident = found
-            rss += resident
-            # One that was not there before has used all of it since, or nearly.
-            used += max(0.0, times[pid] - self._cpu.get(pid, 0.0))
-        elapsed, self._at, self._cpu = now - self._at, now, times
+            started, cpu_s, resident = found
+            process = (pid, started)
+            if look or process in before:
+                self._cpu_s[process] = cpu_s
+                used += max(0.0, cpu_s - before.get(process, cpu_s))
+                rss += resident
+        elapsed, self._at = now - self._at, now
         return (used / elapsed if elapsed > 0 else 0.0), rss
+
+    def _look(self, now: float) -> Iterable[int]:
+        self._look_at = now + LOOK_S
+        return family(os.getpid()) if self._family else (os.getpid(),)
 
 
 def family(root: int) -> Iterator[int]:
@@ -61,15 +77,15 @@ def family(root: int) -> Iterator[int]:
                     todo += map(int, file.read().split())
 
 
-def _usage(pid: int) -> tuple[float, int] | None:
-    """(processor time (s), resident bytes) of a process alone; None if it is gone."""
+def _usage(pid: int) -> tuple[int, float, int] | None:
+    """(start (ticks), processor time (s), resident bytes) of a process alone; None if it is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # Its name, in parentheses, may hold anything.
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return None
-    return (int(fields[11]) + int(fields[12])) * _TICK_S, int(fields[21]) * _PAGE_BYTES
+    return int(fields[19]), (int(fields[11]) + int(fields[12])) * _TICK_S, int(fields[21]) * _PAGE_BYTES
 
 
 class _Utilisation(ctypes.Structure):

@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.monitor import machine
 from asyncrl.monitor.catalogue import EDGES
-from asyncrl.monitor.machine import GpuWatch, ProcessTimes, family
+from asyncrl.monitor.machine import LOOK_S, GpuWatch, ProcessTimes, family
 from asyncrl.monitor.metrics import Histograms
 from asyncrl.runtime.vitals import LAG, PROBE_S, VitalSigns
 
@@ -49,7 +49,8 @@ def test_a_loop_that_computes_is_busy():
     asyncio.run(main())
 
 
-def test_what_a_process_has_started_counts_as_its_own():
+def test_what_a_process_has_started_counts_as_its_own(monkeypatch):
+    monkeypatch.setattr(machine, "LOOK_S", 0.0)
     words = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
     alone, whole = ProcessTimes(family=False), ProcessTimes(family=True)
     before = alone.read()[1]
@@ -69,6 +70,48 @@ def test_what_a_process_has_started_counts_as_its_own():
             assert child.stdin is not None
             child.stdin.close()
     assert whole.read()[0] >= 0.0
+
+
+class Processes:
+    """Processes by number: (start, processor seconds, bytes), and how often it was asked who they are."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.looks = 100.0, 0
+        self.living = {7: (1, 2.0, 10)}
+        monkeypatch.setattr(machine.os, "getpid", lambda: 7)
+        monkeypatch.setattr(machine.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(machine, "_usage", self.living.get)
+        monkeypatch.setattr(machine, "family", self._family)
+
+    def _family(self, root):
+        assert root == 7
+        self.looks += 1
+        return list(self.living)
+
+
+def test_who_belongs_to_a_process_is_looked_up_now_and_then_only(monkeypatch):
+    host = Processes(monkeypatch)
+    times = ProcessTimes(family=True)
+    host.living[8] = (5, 3.0, 100)
+    host.now += 1.0
+    host.living[7] = (1, 2.5, 10)
+    assert times.read() == (0.5, 10) and host.looks == 1
+    host.now = 100.0 + LOOK_S
+    assert times.read() == (0.0, 110) and host.looks == 2
+    host.now += 2.0
+    host.living[8] = (5, 4.0, 100)
+    assert times.read() == (0.5, 110) and host.looks == 2
+
+
+def test_another_process_that_has_got_the_number_does_not_count(monkeypatch):
+    host = Processes(monkeypatch)
+    host.living[8] = (5, 3.0, 100)
+    times = ProcessTimes(family=True)
+    host.now += 1.0
+    host.living[8] = (6, 9.0, 1000)
+    assert times.read() == (0.0, 10)
+    del host.living[8]
+    assert times.read() == (0.0, 10)
 
 
 class Nvml:
