@@ -30,11 +30,12 @@ def measure(report: Report, *, rollouters: int, per_process: int, steps: int, to
     """Run it and report."""
     wanted = rollouters * CONCURRENCY
     shared = f"{per_process} rollouters share a process, each with its own sockets"
+    alone = "each rollouter has a process of its own"
     report.settings |= {
         "rollouters": rollouters,
         "trajectories_in_flight": wanted,
         "rollouters_per_process": per_process,
-        "processes": shared if per_process > 1 else "each rollouter has a process of its own",
+        "processes": (shared if per_process > 1 else alone) + "; rollouters run when nothing else does",
         "steps": steps,
     }
     report.say(f"{rollouters} rollouters, {wanted} trajectories in flight; {report.settings['processes']}")

@@ -90,7 +90,13 @@ class Processes:
         """``python WORDS``."""
         with (self.folder.logs / f"{name.replace('/', '-')}.log").open("ab") as log:
             self.started[name] = subprocess.Popen(
-                [sys.executable, *words], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                [sys.executable, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                # Not a session each: Linux shares processors among sessions first (sched_autogroup_enabled), so that
+                # the rollouters' SCHED_IDLE would mean nothing to processes of other sessions.
+                process_group=0,
             )
 
     def actor(self, name: str, controller: str = "") -> None:
