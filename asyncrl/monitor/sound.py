@@ -8,8 +8,10 @@ is left out as if it had not been told, and a snapshot whose own time is none is
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -17,12 +19,14 @@ from msgspec import Struct
 
 from asyncrl.monitor.catalogue import EDGES
 from asyncrl.monitor.metrics_line import is_sound
-from asyncrl.snapshot import Histogram, Snapshot
+from asyncrl.snapshot import Count, Histogram, Snapshot
 
 LARGEST = 1e21
 LEAST = 1e-21
 LAST_WALL = 253_402_128_000.0
 """Unix time (s), two days before the year 10000, beyond which no calendar goes."""
+FINE = (str, bool, int, Count, list[str])
+"""Types of fields that are fine whatever is in them."""
 NUMBERS = frozenset({"figures", "seconds"})
 """Fields that hold numbers by name."""
 _ACTOR = re.compile(r"[a-z_]+/[0-9]{1,9}")
@@ -64,10 +68,17 @@ def _lines(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+@cache
+def _told_in(kind: type[Struct]) -> tuple[str, ...]:
+    """Fields in which there may be something that is not fine; most hold words."""
+    return tuple(field.name for field in msgspec.structs.fields(kind) if field.type not in FINE)
+
+
 def _cleaned(found: Any) -> Any:
     """The same where all is well; else a copy in which what is not fine is absent: 0, None or no entry."""
     changes: dict[str, Any] = {}
-    for name in found.__struct_fields__:
+    kind: type[Struct] = type(found)
+    for name in _told_in(kind):
         value = getattr(found, name)
         if isinstance(value, float):
             if not _is_fine(value):
@@ -81,7 +92,7 @@ def _cleaned(found: Any) -> Any:
                 changes[name] = {key: each for key, each in value.items() if _may_stay(key, each)}
         elif isinstance(value, list) and value and isinstance(value[0], Struct):
             new_list = [_cleaned(each) for each in value]
-            if any(new is not old for new, old in zip(new_list, value, strict=True)):
+            if any(map(operator.is_not, new_list, value)):
                 changes[name] = new_list
     return msgspec.structs.replace(found, **changes) if changes else found
 
@@ -96,5 +107,6 @@ def _all_fine(values: Iterable[float]) -> bool:
 def _may_stay(key: str, value: object) -> bool:
     """Whether an entry of figures, of seconds by state or of histograms is one."""
     if isinstance(value, Histogram):
-        return _is_fine(value.sum) and len(value.counts) == len(EDGES.get(key, value.counts[1:])) + 1
+        edges, buckets = EDGES.get(key), len(value.counts)
+        return _is_fine(value.sum) and (buckets == len(edges) + 1 if edges is not None else buckets > 0)
     return _is_fine(value)

@@ -1,6 +1,8 @@
 """The terminal of asyncrl-top, driven by keys and by what comes in."""
 
 import asyncio
+import itertools
+import time
 
 import msgspec
 import pytest
@@ -128,6 +130,21 @@ async def test_it_follows_freezes_and_goes_on():
         assert "step 50/1000" in text_of(app) and "frozen" in text_of(app), "what is drawn anew is what was seen"
         await pilot.press("space")
         await until(pilot, "step 100/1000")
+
+
+@within_a_loop
+async def test_it_reads_no_more_than_it_draws():
+    run, read_at = Run(steps=1000), []
+
+    async def feed():
+        while True:
+            read_at.append(time.monotonic())
+            yield run.at(100.0 + len(read_at))
+
+    async with shown(Source(feed=feed)) as (_, pilot):
+        await until(pilot, "step 51/1000")
+    assert len(read_at) >= 2
+    assert all(later - earlier >= terminal.DRAW_S - 0.01 for earlier, later in itertools.pairwise(read_at))
 
 
 @within_a_loop

@@ -39,7 +39,7 @@ from asyncrl.monitor.top.source import Feed, Source
 from asyncrl.monitor.top.text import ASCII, UNICODE
 from asyncrl.monitor.top.widgets import Block, PaneView
 
-DRAW_S = 0.75
+DRAW_S = 0.8
 TICK_S = 0.25
 LOOK_S = 2.0
 """How often it is looked whether a run has ended, at the end of its replay."""
@@ -138,6 +138,8 @@ class Top(App[int]):
                     self._history.add(seen)
                     self._stale = True
                     self._tick()
+                    # There is a newer one by then: to read what is not drawn would be for nothing.
+                    await asyncio.sleep(DRAW_S)
             self._over = "the run has ended"
         except AsyncRLError as error:
             if self.document is None and self._history.newest is None:

@@ -84,7 +84,7 @@ def to_ascii(text: str) -> str:
 
 def cells(text: str) -> int:
     """Cells that a text takes."""
-    return cell_len(printable(text))
+    return len(text) if text.isascii() and text.isprintable() else cell_len(printable(text))
 
 
 def length(line: Line) -> int:
