@@ -150,7 +150,7 @@ def test_a_picture_that_cannot_be_made_ends_nothing(tmp_path, monkeypatch):
     async def scenario(cluster):
         viewer = cluster.caller(VIEWER)
         monkeypatch.setattr(watching_module, "take_picture", fail)
-        await viewer.call(WatchSnapshot(seen=-1), timeout=0.5)
+        await viewer.call(WatchSnapshot(seen=-1), timeout=3.0)
         while len(asked) < 4:
             await asyncio.sleep(0.005)
         assert cluster.controller.counters["snapshots/failed"] >= 3
