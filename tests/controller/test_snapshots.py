@@ -511,7 +511,7 @@ def test_a_successor_knows_what_happened_before_and_says_that_it_is_one(tmp_path
         again, new = EventRecord(2, 6.0, "error", "last"), EventRecord(3, 7.0, "error", "new")
         await cast(actor, beat(2, events=[again, new]))
         await cast(learner, MetricsLine(line={"kind": "train", "step": 3, "start": 1}))
-        seen = await until(viewer, lambda s: ("reward/0", "new") in texts(s) and s.train)
+        seen = await until(viewer, lambda s: ("reward/0", "new") in texts(s) and any(x["step"] == 3 for x in s.train))
         own = ("controller/0", "was started again: the one before it has died")
         assert of(seen, "controller/0").restarts == 1 and of(seen, "reward/0").restarts == 2
         if damage == "unreadable":
