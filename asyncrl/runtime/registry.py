@@ -4,9 +4,10 @@ Invariants: for each name only the largest incarnation ever seen is heard; whate
 refused (fencing), and a name whose actor has ended, or is condemned to be killed, resolves to nothing until a larger
 incarnation registers. A missed heartbeat changes no record: silence is a stall (``silent``), and only the end of a
 process or the loss of its host is a death. What was lost with its host is dead for good, even if it lives on there:
-it is to be killed as soon as the host is back. Of a gang nobody lives on who started before the newest death in it,
-unless that death was brought about for this very reason: so its new actors can only meet new ones, even if this
-registry is itself younger than they are. Pure: the caller brings the time.
+it is to be killed as soon as the host is back. The living of a gang may all have met each other, so that when one dies
+or is condemned all of them are condemned with it, and with them whoever started before that death and registers later:
+so its new actors meet new ones only, even if this registry is itself younger than they are. Pure: the caller brings the
+time.
 
 Fails with Refused (code ``incarnation``), which names both incarnations.
 """
@@ -158,12 +159,12 @@ class Registry:
             record = ActorRecord(name=name, incarnation=incarnation, address="")
             entry = self.entries[name] = Entry(record, since=now, heard=now, ended=True)
         same = incarnation == entry.record.incarnation
-        if same and known:
+        lived = same and entry.heard_of
+        if same:
             entry.ended = True
         if died and not (same and entry.condemned):
             # Who came while this one was still taken for living may have met it, though it was dead.
-            met = self._newest_of(name) + 1 if same and known else 0
-            self._break_gang(name, max(died, met), "died")
+            self._break_gang(name, max(died, self._newest_of(name) + 1 if lived else 0), "died")
         return entry.ended
 
     def condemn(self, actors: Iterable[Condemned]) -> None:
@@ -171,8 +172,9 @@ class Registry:
         for actor in actors:
             entry = self.entries.get(actor.name)
             if entry is not None and entry.heard_of and entry.record.incarnation == actor.incarnation:
+                before = self._newest_of(actor.name) + 1
                 entry.condemned = actor.reason
-                self._break_gang(actor.name, self._newest_of(actor.name) + 1, "is killed")
+                self._break_gang(actor.name, before, "is killed")
 
     def lose(self, names: Iterable[str], reason: str) -> None:
         """Whatever lives of these is dead, with the gangs that they belong to: their host is lost."""
@@ -247,11 +249,14 @@ class Registry:
         entry = self.entries.get(name)
         if entry is None or incarnation > entry.record.incarnation:
             replaced, entry = entry, Entry(record, since=now, heard=now, progressed=now)
-            self.entries[name] = entry
             if replaced is not None and replaced.heard_of:
                 # Nobody has said so yet, but it must have died before this one was started.
-                self._break_gang(name, incarnation, "died")
-            self._spare_or_condemn(name)
+                replaced.ended = True
+                self._break_gang(name, max(incarnation, self._newest_of(name) + 1), "died")
+            self.entries[name] = entry
+            before, reason = self._broken.get(role_of(name), (0, ""))
+            if incarnation < before:
+                entry.condemned = reason
         known = entry.record.incarnation
         if incarnation < known or not entry.heard_of:
             state = ", which has ended" if entry.ended else ", which is to be killed" if entry.condemned else ""
@@ -261,19 +266,19 @@ class Registry:
         return entry
 
     def _break_gang(self, name: str, before: int, what: str) -> None:
-        """Who belongs to the gang of ``name`` and started before this incarnation is to be killed."""
+        """Who belongs to the gang of ``name`` and started before this incarnation is to be killed, with all whom it may
+        have met.
+        """
+        if not is_gang(name):
+            return
         role = role_of(name)
-        if is_gang(name) and before > self._broken.get(role, (0, ""))[0]:
-            self._broken[role] = before, f"{name} {what}, and all of {role} start again together"
-            for other in self.entries:
-                if role_of(other) == role:
-                    self._spare_or_condemn(other)
-
-    def _spare_or_condemn(self, name: str) -> None:
-        before, reason = self._broken.get(role_of(name), (0, ""))
-        entry = self.entries[name]
-        if entry.heard_of and entry.record.incarnation < before:
-            entry.condemned = reason
+        reason = f"{name} {what}, and all of {role} start again together"
+        if before > self._broken.get(role, (0, ""))[0]:
+            self._broken[role] = before, reason
+        living = [entry for other, entry in self.entries.items() if role_of(other) == role and entry.heard_of]
+        if any(entry.record.incarnation < before for entry in living):
+            for entry in living:
+                entry.condemned = reason
 
     def _newest_of(self, name: str) -> int:
         """The newest incarnation that lives of the gang of ``name``; 0 if none does."""

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -158,3 +160,19 @@ def test_a_follower_knows_at_once_that_rank_zero_is_gone() -> None:
     assert error.actor == "learner/0"
     assert "learner/1 awaited its next command" in str(error)
     said.close()
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_rendezvous_with_a_dead_rank_ends_after_its_deadline_and_may_be_tried_again(dead: int) -> None:
+    """I7: a rank that was sent to one starts anew by itself."""
+    store = parallel.open_store("127.0.0.1", TIMEOUT_S)
+    port, rank = store.port, 1 - dead
+    if dead == 0:
+        with parallel.listen("127.0.0.1") as gone:
+            port, store = gone.getsockname()[1], None
+    with pytest.raises(
+        DeadlineExceeded, match=rf"learner/{rank} waited 2.0 s on the 2 ranks for rendezvous at 127.0.0.1:{port}"
+    ) as failure:
+        parallel.Ranks(rank, 2, "127.0.0.1", port, device=torch.device("cpu"), timeout_s=TIMEOUT_S, store=store)
+    assert failure.value.restartable
+    assert not dist.is_initialized()
