@@ -179,6 +179,8 @@ def test_what_is_held_at_the_end_is_brought_out(tmp_path):
 
 
 def test_it_ends_with_the_process_that_feeds_it(tmp_path):
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
     feeder = f"""
 import sys, time
 sys.path[:0] = {sys.path!r}
@@ -191,16 +193,19 @@ while not feed.pid:
 print(feed.pid, flush=True)
 time.sleep(300)
 """
-    with subprocess.Popen([sys.executable, "-c", feeder], stdout=subprocess.PIPE, text=True) as process:
+    command, env = [sys.executable, "-c", feeder], {**os.environ, "TMPDIR": str(temporary)}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
         try:
             pid = int(process.stdout.readline())
             sinks = psutil.Process(pid)
             address = address_of(tmp_path)
             with urllib.request.urlopen(address, timeout=30) as reply:
                 assert reply.status == 200
+            assert list(temporary.iterdir())
         finally:
             process.kill()
         wait_for(lambda: not sinks.is_running() or sinks.status() == psutil.STATUS_ZOMBIE)
+        assert not list(temporary.iterdir())
         with pytest.raises(OSError, match="refused"):
             urllib.request.urlopen(address, timeout=30)
 

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
 import time
 
 import psutil
@@ -27,6 +28,12 @@ def environment(tmp_path, monkeypatch):
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("WANDB_API_KEY", KEY)
+    # Short: the service makes a socket there.
+    with tempfile.TemporaryDirectory() as temporary:
+        monkeypatch.setenv("TMPDIR", temporary)
+        monkeypatch.setattr(tempfile, "tempdir", temporary)
+        yield
+        assert os.listdir(temporary) == []
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
-"""The process of the sinks: ``python -m asyncrl.monitor.sinks FD``.
+"""The process of the sinks: ``python -m asyncrl.monitor.sinks FD TEMPORARY``.
 
 Reads records from the socket FD and hands each to the lane of every sink; it does nothing that could wait for a
 sink. Ends with the socket, that is with the run or with the controller: the sinks then have ``flush_s`` to bring out
-what they hold, and whatever they have started is killed.
+what they hold, whatever they have started is killed, and the folder TEMPORARY is removed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -32,7 +33,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def main() -> int:
-    """Serve the controller at the other end of the socket whose file descriptor is the first argument."""
+    """Serve the controller at the other end of the socket whose file descriptor is the first argument; the second is
+    the folder for temporary files.
+    """
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
     # So that what a service of a library leaves behind is ours to end.
@@ -47,6 +50,8 @@ def main() -> int:
             _serve(connection)
     finally:
         _end_descendants()
+        # The controller does so too, but may be dead.
+        shutil.rmtree(sys.argv[2], ignore_errors=True)
     # Threads that hang in a library, and what libraries do at the end of a process, are not waited for.
     sys.stderr.flush()
     os._exit(0)

@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -160,11 +161,17 @@ class SinkFeed:
 
     def _live(self) -> str:
         """One life of the process; what ended it."""
+        # Libraries keep temporary files until the regular end of a process, which theirs never has.
+        with tempfile.TemporaryDirectory(prefix="asyncrl-sinks-", ignore_cleanup_errors=True) as temporary:
+            return self._live_with(temporary)
+
+    def _live_with(self, temporary: str) -> str:
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "asyncrl.monitor.sinks", str(theirs.fileno())],
+                    [sys.executable, "-m", "asyncrl.monitor.sinks", str(theirs.fileno()), temporary],
+                    env={**os.environ, "TMPDIR": temporary},
                     stdin=subprocess.DEVNULL,
                     # Libraries print; the standard error of an actor is its log.
                     stdout=2,
