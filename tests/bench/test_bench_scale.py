@@ -1,6 +1,8 @@
 """What the scale benchmark makes of snapshots, and of a screen that nobody sees."""
 
 import os
+import pty
+import time
 from dataclasses import replace
 
 import pytest
@@ -11,6 +13,7 @@ from asyncrl.snapshot import ActorView, Histogram, RunView, Snapshot
 from tools.bench.report import Report
 from tools.bench.scale_report import LAG, LAG_TARGET_S, lost, report_all
 from tools.bench.scale_run import PROCESSES_PER_CPU, per_process
+from tools.bench.scale_terminal import Terminal
 from tools.bench.scale_top import Drawing, Top, drawing
 from tools.bench.scale_watch import Watched
 
@@ -122,6 +125,26 @@ def test_a_screen_that_has_ended_is_a_failure(tmp_path):
             screen.drawing()
     finally:
         screen.close()
+
+
+def test_what_comes_to_a_terminal_is_timed_however_busy_its_owner_is():
+    ours, theirs = pty.openpty()
+    terminal = Terminal(ours)
+    try:
+        os.write(theirs, b"ready?")
+        deadline = time.monotonic() + 60.0
+        while not terminal.read():
+            assert time.monotonic() < deadline
+        os.write(theirs, b"picture")
+        written = time.monotonic()
+        # No other thread runs meanwhile.
+        sum(range(100_000_000))
+        busy_until = time.monotonic()
+        (at,) = terminal.read()
+        assert at - written < busy_until - at
+    finally:
+        os.close(theirs)
+        terminal.close()
 
 
 @pytest.mark.parametrize(("cpus", "rollouters", "each"), [(2, 256, 32), (2, 8, 1), (64, 256, 1), (1, 257, 65)])

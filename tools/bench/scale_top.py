@@ -7,7 +7,6 @@ import os
 import pty
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,11 +15,12 @@ from pathlib import Path
 import psutil
 
 from asyncrl.errors import ActorFailed
+from tools.bench.scale_terminal import Terminal
 
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """From its first picture on."""
+    """From the first picture that counts on."""
 
     cores: float
     """Processors that it took."""
@@ -44,7 +44,7 @@ class Top:
     """asyncrl-top on the run in this folder."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._terminal, theirs = pty.openpty()
+        ours, theirs = pty.openpty()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "asyncrl.cli.top", str(run_dir)],
             stdin=theirs,
@@ -55,17 +55,22 @@ class Top:
             process_group=0,
         )
         os.close(theirs)
+        self._terminal = Terminal(ours)
         self._drawn: list[float] = []
         """When it drew, by time.monotonic."""
         self._start_cpu_s = 0.0
-        self._reader = threading.Thread(target=self._read, name="terminal")
-        self._reader.start()
 
     def drawing(self) -> Drawing | None:
-        """What it did up to now; None before its first picture and in the first second after it. Raises ActorFailed."""
+        """What it did from the last picture before the first call on; None before, and in the second after that. Raises
+        ActorFailed.
+        """
         if (exit_code := self._process.poll()) is not None:
             raise ActorFailed("asyncrl-top", f"has ended, exit code {exit_code}")
-        return drawing(list(self._drawn), time.monotonic(), self._cpu_s() - self._start_cpu_s)
+        drawn, now, cpu_s = self._terminal.read(), time.monotonic(), self._cpu_s()
+        if drawn and not self._drawn:
+            self._start_cpu_s, drawn = cpu_s, drawn[-1:]
+        self._drawn += drawn
+        return drawing(self._drawn, now, cpu_s - self._start_cpu_s)
 
     def close(self) -> None:
         """End it."""
@@ -76,16 +81,7 @@ class Top:
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
-        # Nobody holds the other end of the terminal any more.
-        self._reader.join()
-        os.close(self._terminal)
-
-    def _read(self) -> None:
-        with contextlib.suppress(OSError):
-            while os.read(self._terminal, 1 << 16):
-                if not self._drawn:
-                    self._start_cpu_s = self._cpu_s()
-                self._drawn.append(time.monotonic())
+        self._terminal.close()
 
     def _cpu_s(self) -> float:
         with contextlib.suppress(psutil.Error):
