@@ -300,6 +300,15 @@ def test_a_rank_that_dies_again_during_the_restart_begins_the_cycle_anew():
     assert killed(registry) == {}
 
 
+def test_a_death_that_is_told_again_begins_no_new_cycle():
+    registry = gang(r0=100, r1=101)
+    registry.ended("learner/1", 101, 1.0, 500)
+    registry.ended("learner/0", 100, 1.5)
+    registry.register(record(600, name="learner/0"), 2.0)
+    registry.ended("learner/1", 101, 2.5, 500)
+    assert killed(registry) == {}
+
+
 def test_a_frozen_rank_takes_its_gang_along():
     registry = gang(r0=100, r1=101, r2=102)
     registry.condemn([Condemned("learner/1", 101, FROZEN)])
