@@ -172,9 +172,8 @@ class Registry:
         for actor in actors:
             entry = self.entries.get(actor.name)
             if entry is not None and entry.heard_of and entry.record.incarnation == actor.incarnation:
-                before = self._newest_of(actor.name) + 1
                 entry.condemned = actor.reason
-                self._break_gang(actor.name, before, "is killed")
+                self._break_gang(actor.name, self._newest_of(actor.name) + 1, "is killed")
 
     def lose(self, names: Iterable[str], reason: str) -> None:
         """Whatever lives of these is dead, with the gangs that they belong to: their host is lost."""

@@ -20,7 +20,7 @@ from tools.bench.scale_terminal import Terminal
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """From the first picture that counts on."""
+    """From one picture on."""
 
     cores: float
     """Processors that it took."""
