@@ -4,15 +4,17 @@ import os
 import pty
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from asyncrl.errors import ActorFailed
+from asyncrl.launcher.folders import RunFolder
 from asyncrl.monitor.catalogue import EDGES
 from asyncrl.snapshot import ActorView, Histogram, RunView, Snapshot
 from tools.bench.report import Report
 from tools.bench.scale_report import LAG, LAG_TARGET_S, lost, report_all
-from tools.bench.scale_run import PROCESSES_PER_CPU, per_process
+from tools.bench.scale_run import PROCESSES_PER_CPU, Processes, per_process
 from tools.bench.scale_terminal import Terminal
 from tools.bench.scale_top import Drawing, Top, drawing
 from tools.bench.scale_watch import Watched
@@ -152,3 +154,19 @@ def test_no_more_processes_than_the_processors_bear(monkeypatch, cpus, rollouter
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(cpus)))
     assert per_process(rollouters) == each
     assert -(-rollouters // each) <= PROCESSES_PER_CPU * cpus
+
+
+def test_what_is_on_other_hosts_has_the_least_share_of_the_processors(tmp_path):
+    if not Path("/proc/self/autogroup").exists():
+        pytest.skip("this Linux does not share processors among sessions")
+    said = "import os, pathlib; print(os.sched_getscheduler(0), pathlib.Path('/proc/self/autogroup').read_text())"
+    yielding = f"from tools.bench.scale_host import yield_processors; yield_processors(); {said}"
+    processes = Processes(RunFolder(path=tmp_path, run_id="run"))
+    processes.folder.logs.mkdir(parents=True)
+    processes.start("ours", ["-c", said])
+    processes.start("theirs", ["-c", yielding], session=True)
+    processes.close(60.0)
+    processes.check()
+    ours, theirs = ((processes.folder.logs / f"{name}.log").read_text().split() for name in ("ours", "theirs"))
+    assert ours == [str(os.sched_getscheduler(0)), *Path("/proc/self/autogroup").read_text().split()]
+    assert theirs[0] == str(os.SCHED_IDLE) and theirs[1] != ours[1] and theirs[2:] == ["nice", "19"]

@@ -4,7 +4,7 @@ Controller, dataloader, learner, parameter server and reward pool are what they 
 own on real sockets, under full monitoring: heartbeats of all, recorded snapshots, and somebody who watches. Engines and
 learner are timing models. Where the machine has not the processors for as many processes, several rollouters share one
 (``settings`` says how many), each with its own sockets; their figures of processors are then those of the process. They
-would be on other hosts, so they run when the control plane does not (SCHED_IDLE).
+would be on other hosts, so they have what the control plane leaves of the processors.
 
 The measured time begins when all rollouters are ready and the trajectories are in flight, and ends when the run needs
 no more of them.
@@ -35,7 +35,7 @@ def measure(report: Report, *, rollouters: int, per_process: int, steps: int, to
         "rollouters": rollouters,
         "trajectories_in_flight": wanted,
         "rollouters_per_process": per_process,
-        "processes": (shared if per_process > 1 else alone) + "; rollouters run when nothing else does",
+        "processes": (shared if per_process > 1 else alone) + "; rollouters have the least priority",
         "steps": steps,
     }
     report.say(f"{rollouters} rollouters, {wanted} trajectories in flight; {report.settings['processes']}")

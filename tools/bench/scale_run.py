@@ -86,17 +86,16 @@ class Processes:
     folder: RunFolder
     started: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
-    def start(self, name: str, words: Sequence[str]) -> None:
-        """``python WORDS``."""
+    def start(self, name: str, words: Sequence[str], *, session: bool = False) -> None:
+        """``python WORDS``, in a session of its own or in ours: see scale_host.py."""
         with (self.folder.logs / f"{name.replace('/', '-')}.log").open("ab") as log:
             self.started[name] = subprocess.Popen(
                 [sys.executable, *words],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                # Not a session each: Linux shares processors among sessions first (sched_autogroup_enabled), so that
-                # the rollouters' SCHED_IDLE would mean nothing to processes of other sessions.
-                process_group=0,
+                start_new_session=session,
+                process_group=None if session else 0,
             )
 
     def actor(self, name: str, controller: str = "") -> None:
@@ -139,7 +138,7 @@ def running(chosen: Config, rollouters: int, per_process: int) -> Iterator[tuple
             for first in range(0, rollouters, per_process):
                 count = min(per_process, rollouters - first)
                 words = ["-m", "tools.bench.scale_host", str(folder.path), target.address, str(first), str(count)]
-                processes.start(f"rollouters-{first}", words)
+                processes.start(f"rollouters-{first}", words, session=True)
             yield folder, processes, target
         except BaseException:
             processes.close(0.0)

@@ -51,7 +51,6 @@ class Top:
             stdout=theirs,
             stderr=theirs,
             env=os.environ | {"TERM": "xterm-256color", "COLUMNS": "180", "LINES": "50"},
-            # Not a session of its own, for the reason that the run's processes have none.
             process_group=0,
         )
         os.close(theirs)
