@@ -148,6 +148,27 @@ async def test_it_reads_no_more_than_it_draws():
 
 
 @within_a_loop
+async def test_what_a_picture_takes_is_part_of_the_pace(monkeypatch):
+    run, read_at, drawn_at, draw = Run(steps=1000), [], {}, terminal.Top._draw
+
+    def slow(app):
+        draw(app)
+        time.sleep(terminal.DRAW_S / 2)
+        drawn_at.setdefault(len(read_at), time.monotonic())
+
+    async def feed():
+        while True:
+            read_at.append(time.monotonic())
+            yield run.at(100.0 + len(read_at))
+
+    monkeypatch.setattr(terminal.Top, "_draw", slow)
+    async with shown(Source(feed=feed)) as (_, pilot):
+        await until(pilot, "step 52/1000")
+    pauses = [read - drawn_at[number] for number, read in enumerate(read_at) if number]
+    assert min(pauses) < 0.75 * terminal.DRAW_S
+
+
+@within_a_loop
 async def test_a_controller_that_is_away_is_shown_and_what_was_seen_stays():
     async def feed():
         yield Run().at(100.0)

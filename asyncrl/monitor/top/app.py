@@ -137,9 +137,10 @@ class Top(App[int]):
                     self._away = None
                     self._history.add(seen)
                     self._stale = True
+                    at = time.monotonic()
                     self._tick()
                     # There is a newer one by then: to read what is not drawn would be for nothing.
-                    await asyncio.sleep(DRAW_S)
+                    await asyncio.sleep(max(0.0, at + DRAW_S - time.monotonic()))
             self._over = "the run has ended"
         except AsyncRLError as error:
             if self.document is None and self._history.newest is None:
