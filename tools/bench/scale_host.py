@@ -6,7 +6,7 @@ share an event loop and an interpreter.
 They would be on other hosts, so they have the least share of the processors that Linux gives: SCHED_IDLE, and where it
 shares them among sessions first (sched_autogroup_enabled), the least for this session, which must be our own. In that
 of the control plane they would weigh next to nothing in one group with it, and the kernel's own threads, which carry
-the bytes of a terminal, were seen to wait for that group for up to 3 s.
+the bytes of a terminal, were seen to wait for that group for seconds.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from asyncrl.wire.keys import load_credentials
 from asyncrl.wire.zeromq import ZmqTransport
 
 AUTOGROUP_S = 60.0
+"""To get our turn where many sessions ask for less at a time."""
 LEAST_NICE = "19"
 _AUTOGROUP = Path("/proc/self/autogroup")
 
