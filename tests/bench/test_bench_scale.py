@@ -169,4 +169,6 @@ def test_what_is_on_other_hosts_has_the_least_share_of_the_processors(tmp_path):
     processes.check()
     ours, theirs = ((processes.folder.logs / f"{name}.log").read_text().split() for name in ("ours", "theirs"))
     assert ours == [str(os.sched_getscheduler(0)), *Path("/proc/self/autogroup").read_text().split()]
-    assert theirs[0] == str(os.SCHED_IDLE) and theirs[1] != ours[1] and theirs[2:] == ["nice", "19"]
+    # Ours may have none, which Linux shows as an empty file: it is begun with a session.
+    scheduler, group, *nice = theirs
+    assert scheduler == str(os.SCHED_IDLE) and group not in ours and nice == ["nice", "19"]

@@ -178,10 +178,10 @@ async def running(
         actor = Dataloader(context)
         actor._endpoint.resolve = net._resolve
         life = tasks.create_task(actor.main())
-        while not actor.ready and not life.done():
+        while not actor.ready:
+            # Where it failed, the task group ends this wait.
+            assert not life.done() or life.exception(), "ended before it was ready"
             await asyncio.sleep(0.001)
-        if life.done():
-            await life
         net.register(ActorRecord(name="dataloader/0", incarnation=incarnation, address=actor.address))
         it = Running(net, actor, learner)
         if restore:
