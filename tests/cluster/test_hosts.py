@@ -349,7 +349,7 @@ def another_folder(host):
         ("head\nb\n", (), without_asyncrl, 1, "b: no asyncrl of this version is installed for "),
         ("head\nb\n", (), other_version, 1, "b: asyncrl 9.9 is installed there, "),
         ("head\na\nb\n", ("--supervision.start_timeout_s", "20"), unreachable, 1, "b: "),
-        ("head\nb\n", ("--supervision.start_timeout_s", "3"), silent, 1, "b: not reached within 3 s"),
+        ("head\nb\n", ("--supervision.start_timeout_s", "12"), silent, 1, "b: not reached within 12 s"),
         ("head\nb\n", (), another_folder, 2, "b: {run} is there already and is not part of this run"),
         ("head slots=2\nb slots=x\n", (), as_it_is, 2, ":2: slots='x' is no number of GPUs"),
         ("head\nb slots=4\n", (), as_it_is, 2, "b: slots=4 in the hostfile, but 0 GPUs are there"),

@@ -1,8 +1,10 @@
 """The whole thing for real: asyncrl-launch, every actor a process, vLLM on CPU, two FSDP2 ranks."""
 
+import contextlib
 import json
 import os
 import random
+import re
 import string
 import subprocess
 import sys
@@ -115,11 +117,25 @@ def finished(folder):
     )
     assert run.returncode == 0, run.stdout + run.stderr + _logs(folder)
     deadline = time.monotonic() + 10
-    while left := set(os.listdir("/dev/shm")) - shared_memory:
-        # Processes that have nothing to do with this test come and go.
+    # Processes that have nothing to do with this test come and go.
+    while left := set(os.listdir("/dev/shm")) - shared_memory - shared_memory_in_use():
         assert time.monotonic() < deadline, f"left in /dev/shm: {left}"
         time.sleep(0.2)
     return run.stdout
+
+
+def shared_memory_in_use():
+    """Names in /dev/shm of what a process that lives has mapped or open, by the inode: they may have changed."""
+    inodes = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        # Of those that end meanwhile nothing can be read.
+        with contextlib.suppress(OSError):
+            inodes.update(re.findall(r"(\d+) +/dev/shm/", (process / "maps").read_text()))
+            for file in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if os.readlink(file).startswith("/dev/shm/"):
+                        inodes.add(str(file.stat().st_ino))
+    return {entry.name for entry in os.scandir("/dev/shm") if str(entry.inode()) in inodes}
 
 
 def _logs(folder):

@@ -62,7 +62,7 @@ def encoded(picture):
 
 
 def setup(run_dir, **sinks):
-    return Setup(run_dir=str(run_dir), name="trial", config={"learner": {"steps": 40}}, flush_s=8.0, **sinks)
+    return Setup(run_dir=str(run_dir), name="trial", config={"learner": {"steps": 40}}, flush_s=NET_S, **sinks)
 
 
 @contextlib.contextmanager
