@@ -121,7 +121,7 @@ def test_what_an_actor_says_of_its_failure_is_the_last_line(launched):
 
 
 def test_ctrl_c_ends_in_order_and_the_deaf_by_force(launched):
-    run = launched({"learner/0": {"deaf": True}, "rollouter/0": {"children": True}}, drain_s=1.5)
+    run = launched({"learner/0": {"deaf": True}, "rollouter/0": {"children": True}}, drain_s=4.0)
     run.wait_to_show("running")
     run.process.send_signal(signal.SIGINT)
     code, shown = run.end()

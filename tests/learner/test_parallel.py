@@ -5,6 +5,7 @@ import os
 import socket
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -65,8 +66,11 @@ def _meet(rank: int, addresses: Any) -> parallel.Ranks:
         store = parallel.open_store("127.0.0.1", WAIT_S)
         addresses.put(store.port)
         port = store.port
+        # The timeout below is for what the tests do; to import torch may take longer.
+        store.wait(["rank 1 is there"], timedelta(seconds=WAIT_S))
     else:
         port = addresses.get(timeout=WAIT_S)
+        dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False).set("rank 1 is there", "")
     return parallel.Ranks(rank, 2, "127.0.0.1", port, device=torch.device("cpu"), timeout_s=TIMEOUT_S, store=store)
 
 

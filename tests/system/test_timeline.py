@@ -73,7 +73,8 @@ def told(happenings, sample, *kinds):
 
 
 def test_generation_of_a_version_and_training_of_the_one_before_overlap(tmp_path, logs):
-    system = live(tmp_path)
+    # Steps so slow that every version reaches an engine before the next one, on a busy machine too.
+    system = live(tmp_path, learner=TABLES["learner"] | {"sim": {"step_s": 0.5}})
     trace = load(system.run_dir / "trace" / "trace-001.json")
     assert set(trace) == set(system.config.actors)
     steps = trace["learner/0"]["steps"]
