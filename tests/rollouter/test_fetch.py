@@ -6,7 +6,6 @@ import asyncio
 import copy
 import os
 import threading
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -18,6 +17,7 @@ import xxhash
 from harness import Net, replace
 from published_weights import (
     as_streamed,
+    comes_to,
     contents_of,
     held,
     only_new_objects_collected,
@@ -69,11 +69,7 @@ def _heap():
 def no_leak() -> Any:
     before = open_memory()
     yield
-    # ZeroMQ's own thread lets go of what it has sent in its own time.
-    until = time.monotonic() + 10.0
-    while open_memory() != before and time.monotonic() < until:
-        time.sleep(0.01)
-    assert open_memory() == before
+    assert comes_to(before)
 
 
 class Server:

@@ -11,6 +11,7 @@ import xxhash
 from harness import Net, replace
 from published_weights import (
     as_streamed,
+    comes_to,
     contents_of,
     held,
     only_new_objects_collected,
@@ -142,6 +143,8 @@ class Serving:
 
 
 def test_over_the_wire() -> None:
+    before = open_memory()
+
     async def main() -> None:
         content = random_bytes(8 << 20)
         async with Net() as net:
@@ -158,6 +161,7 @@ def test_over_the_wire() -> None:
             assert not net.errors, "a wrong question is no failure of the handler"
 
     asyncio.run(main())
+    assert comes_to(before)
 
 
 # --- snapshots ---
