@@ -8,8 +8,9 @@ WHOLE = 0.005
 SHORT_S = 0.1
 """What two processes' clocks and a look at the state of one cost."""
 SAME_S = 0.01
+"""Between two looks at one heartbeat, at the most."""
 BEATS = 5
-"""Heartbeats at either end of a life, of which the one that was heard with the least delay counts."""
+"""The first of a life, which is busy with its start; of them the one that was heard with the least delay counts."""
 
 
 def assert_ledgers_add_up(snapshots):
@@ -27,11 +28,10 @@ def assert_ledgers_add_up(snapshots):
                     if not heard or told - heard[-1][0] > SAME_S:
                         heard.append((told, sum(resource.spent.values()), resource))
     for (name, incarnation), heard in beats.items():
-        kind = KINDS[name.split()[1].partition("/")[0]]
-        assert set(heard[-1][2].seconds) <= set(STATES[kind]), name
-        some = max(1, min(BEATS, len(heard) // 2))
-        since, earlier, _ = min(heard[:some], key=_delay)
-        told, total, _ = min(heard[-some:], key=_delay)
+        since, earlier, _ = min(heard[: max(1, min(BEATS, len(heard) // 2))], key=_delay)
+        told, total, resource = heard[-1]
+        kind = KINDS[resource.name.partition("/")[0]]
+        assert set(resource.seconds) <= set(STATES[kind]), name
         if kind != "worker":
             # A worker is born within the life of its actor.
             life = told - incarnation / 1e9
