@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -241,14 +242,20 @@ def listening(pids: Sequence[int]) -> dict[int, list[tuple[str, int]]]:
                 sockets[words[9]] = (_address(host), int(port, 16))
     found: dict[int, list[tuple[str, int]]] = {}
     for pid in pids:
-        try:
-            links = [os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")]
-        except OSError:
-            continue
-        inodes = [link[8:-1] for link in links if link.startswith("socket:[")]
+        inodes = {link[8:-1] for link in _descriptors(pid) if link.startswith("socket:[")}
         if here := sorted({sockets[inode] for inode in inodes if inode in sockets}):
             found[pid] = here
     return found
+
+
+def _descriptors(pid: int) -> list[str]:
+    """What a process has open; one that it closes meanwhile, or all if it ends, is left out."""
+    links = []
+    with contextlib.suppress(OSError):
+        for descriptor in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                links.append(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
+    return links
 
 
 def _address(text: str) -> str:
