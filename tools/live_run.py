@@ -179,6 +179,8 @@ class LiveRun:
         known: set[int] = set()
         while True:
             found = self.processes()
+            if not found and self._process.poll() is not None:
+                raise RunEnded(f"before it could be killed: {self.output[-2000:]}")
             for process in found:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     # Frozen first, so that nobody sees another one die.

@@ -69,12 +69,15 @@ def enter(pid: int, argv: list[str]) -> int:
     host = os.pidfd_open(pid)
     folder = os.getcwd()
     _setns(host, CLONE_NEWPID)
+    # One that comes before it can be forwarded waits.
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     child = os.fork()
     if child == 0:
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         _setns(host, CLONE_NEWNET | CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC)
         try:
             os.chdir(folder)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
             os.execvp(argv[0], argv)
         except OSError as error:
             print(f"{argv[0]}: {error}", file=sys.stderr, flush=True)
@@ -86,6 +89,7 @@ def enter(pid: int, argv: list[str]) -> int:
 
     for number in FORWARDED:
         signal.signal(number, forward)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -145,7 +145,7 @@ def launched(cluster, tmp_path):
 def test_training_goes_on_while_a_host_is_cut_off_and_after_another_is_gone(cluster, launched):
     """I1, I5, I7: what was out there is granted again, what comes back is fenced, and the ledger is exact."""
     # By a broadcast all pause together, so that one who does not answer could keep the others waiting.
-    run = launched(steps=220, transport="gloo", host_grace_s=60.0)
+    run = launched(steps=320, transport="gloo", host_grace_s=60.0)
     run.wait_for_step(5)
     needed = run.host_of("reward/0")
     back, gone = (name for name in ("a", "b", "c") if name != needed)

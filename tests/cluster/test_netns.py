@@ -141,8 +141,8 @@ def test_a_capture_sees_what_is_said_in_the_clear_and_nothing_of_what_is_not(clu
 def test_processes_are_those_of_the_host_and_are_killed_without_its_sshd(cluster):
     for name in "ab":
         cluster.ssh(name, "nohup setsid sh -c 'sleep 1000 & sleep 2000' >/dev/null 2>&1 &")
+        wait_until(lambda name=name: {"sleep 1000", "sleep 2000"} <= set(cluster[name].processes().values()), "both")
     (first,) = (pid for pid, words in cluster["a"].processes().items() if words == "sleep 1000")
-    assert "sleep 2000" in cluster["a"].processes().values()
     assert not cluster["c"].processes() and not cluster.head.processes()
     os.kill(first, signal.SIGKILL)
     wait_until(lambda: first not in cluster["a"].processes(), "its end")

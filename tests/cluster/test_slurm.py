@@ -48,7 +48,8 @@ def test_a_job_runs_a_task_on_each_of_two_nodes(slurm):
 def test_srun_of_the_user_reaches_both_nodes(slurm):
     said = slurm.run("srun", "--nodes=2", "--ntasks=2", "--label", "hostname", timeout=60).stdout
     assert sorted(said.splitlines()) == ["0: n1", "1: n2"]
-    assert slurm.run("squeue", "--noheader").stdout == ""
+    # It is listed until both nodes have said that nothing is left of it.
+    wait_until(lambda: slurm.run("squeue", "--noheader").stdout == "", "an empty queue")
 
 
 @pytest.mark.parametrize("by", ["limit", "scancel"])

@@ -160,7 +160,8 @@ def test_a_job_submitted_by_the_command(slurm: Slurm) -> None:
 def test_every_part_runs_in_the_sites_container(slurm: Slurm, container: str) -> None:
     """The words stand between srun and Python on all nodes, the head's too."""
     env = {"ASYNCRL_CONTAINER": container, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    job = Job(slurm, script=SCRIPT.with_name("train-containers.sbatch"), env=env)
+    script = SCRIPT.with_name("train-containers.sbatch")
+    job = Job(slurm, "--learner.steps", str(LONG), script=script, env=env)
     job.wait_to_show("step 2/")
     for node in NODES:
         there = slurm.processes(node)
@@ -168,4 +169,4 @@ def test_every_part_runs_in_the_sites_container(slurm: Slurm, container: str) ->
         assert len(agents) == 1, there
         assert b"ASYNCRL_HERE=1" in Path(f"/proc/{agents[0]}/environ").read_bytes().split(b"\0")
     assert job.end()["ExitCode"] == "0:0", job.shown
-    job.check(SHORT)
+    job.check(LONG)

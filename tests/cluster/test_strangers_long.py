@@ -130,7 +130,7 @@ def test_i6_a_hundred_thousand_frames_and_every_kind_of_crowd_leave_a_run_as_it_
     tree = SIM_RUN | {
         "security": {"curve": curve},
         "network": {"max_message_bytes": MAX_MESSAGE_BYTES},
-        "learner": SIM_RUN["learner"] | {"steps": 900, "sim": {"step_s": 0.1, "publish_bytes": 4096}},
+        "learner": SIM_RUN["learner"] | {"steps": 1500, "sim": {"step_s": 0.1, "publish_bytes": 4096}},
     }
     run = LiveRun(tree, tmp_path)
     context: zmq.Context[Any] = zmq.Context()
@@ -188,9 +188,16 @@ def test_i6_noise_at_the_ports_of_torch_and_of_a_broadcast_leaves_a_run_as_it_is
         run.until(lambda: run.step >= 5, "a few steps", 120)
         actors = actors_of(run)
         names = {pid: name for name, pid in actors.items()}
-        ports = {names[pid]: found for pid, found in listening(list(actors.values())).items()}
-        # Beyond everybody's own: the stores and the links at the first rank, and gloo's.
-        assert {name for name, found in ports.items() if len(found) > 1} == {"learner/0", "rollouter/0", "rollouter/1"}
+        ports: dict[str, list[tuple[str, int]]] = {}
+
+        def with_more() -> set[str]:
+            """Who listens beyond everybody's own port: at the stores and the links of the first rank, and at gloo's."""
+            ports.update({names[pid]: found for pid, found in listening(list(actors.values())).items()})
+            return {name for name, found in ports.items() if len(found) > 1}
+
+        wanted = {"learner/0", "rollouter/0", "rollouter/1"}
+        run.until(lambda: with_more() >= wanted, "a broadcast to both rollouters", 60)
+        assert with_more() == wanted
         for host, port in [one for found in ports.values() for one in found]:
             assert host == "127.0.0.1"
             for noise in (

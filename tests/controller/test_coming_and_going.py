@@ -40,7 +40,7 @@ def ended(name, exit_code, incarnation=1, *, fatal=False):
 
 async def join(cluster, *hosts):
     asked = Join(ask=ASK, hosts=[NewHost(host=host, replicas=1) for host in hosts])
-    return await cluster.caller(LAUNCHER).call(asked, timeout=0.4)
+    return await cluster.caller(LAUNCHER).call(asked, timeout=1.0)
 
 
 async def all_know(cluster, number):
@@ -239,7 +239,7 @@ def test_a_host_may_not_leave_if_the_others_do_not_serve_in_time(tmp_path):
     """I5: and whom the controller has waited for is said."""
 
     async def scenario(cluster):
-        (leave,) = await leaving_a_new_controller(cluster, "far", timeout=0.3)
+        (leave,) = await leaving_a_new_controller(cluster, "far", timeout=1.0)
         await cluster.register("rollouter/1")
         with pytest.raises(RemoteError, match="expected to, and not ready so far: rollouter/0$"):
             await leave
@@ -339,7 +339,7 @@ def test_the_last_word_of_a_host_is_answered_once_a_successor_of_the_controller_
         with nothing_written(cluster):
             # Not even when it can be parked no longer.
             with pytest.raises(RemoteError, match="members.json is not written so far") as caught:
-                await agent.call(HostLeft(), timeout=0.2)
+                await agent.call(HostLeft(), timeout=1.0)
             assert caught.value.retryable
             call = agent.call(HostLeft())
             assert await is_parked(call)

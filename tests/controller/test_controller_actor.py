@@ -357,7 +357,7 @@ def test_the_death_of_a_rank_is_the_end_of_the_others(tmp_path):
         state = await agent.call(WatchRun())
         assert [(actor.name, actor.incarnation) for actor in state.condemned] == [("learner/0", 100)]
         # Before it is killed nobody finds it any more, and it cannot come back.
-        assert (await agent.call(Resolve(name="learner/0", unready=True), timeout=0.2)).record is None
+        assert (await agent.call(Resolve(name="learner/0", unready=True), timeout=1.0)).record is None
         with pytest.raises(RemoteError, match="Refused"):
             await cluster.register("learner/0", incarnation=100)
         await agent.call(ActorEnded(name="learner/0", incarnation=100, exit_code=-9, fatal=False, reason="killed"))

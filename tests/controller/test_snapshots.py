@@ -267,7 +267,7 @@ def test_the_last_one_is_told_to_everybody_and_once(tmp_path, monkeypatch):
         assert await is_parked(asked)
         await cluster.controller._watching.conclude()
         assert decode_snapshot((await asked).snapshot).run.phase == "starting"
-        assert (await viewer.call(WatchSnapshot(seen=-1), timeout=0.2)).snapshot == b""
+        assert (await viewer.call(WatchSnapshot(seen=-1), timeout=1.0)).snapshot == b""
 
     run(tmp_path, scenario)
 
@@ -276,7 +276,7 @@ def test_who_got_nothing_is_not_told_that_it_has_seen_something(tmp_path):
     async def scenario(cluster):
         viewer = cluster.caller(VIEWER)
         await look(viewer)
-        taken = await viewer.call(WatchSnapshot(seen=-1), timeout=0.2)
+        taken = await viewer.call(WatchSnapshot(seen=-1), timeout=1.0)
         assert (taken.number, taken.snapshot) == (-1, b"")
 
     run(tmp_path, scenario)

@@ -138,7 +138,7 @@ def test_a_disk_that_is_full_from_the_first_byte_keeps_nothing_of_a_trace(tmp_pa
 def test_who_does_not_answer_is_missing_and_the_others_are_written(tmp_path):
     async def main(tasks):
         scene = Scene(tmp_path)
-        writing = tasks.create_task(scene.traces.write(tasks, 0.2))
+        writing = tasks.create_task(scene.traces.write(tasks, 1.0))
         while not scene.asked:
             await asyncio.sleep(0.001)
         await scene.hand_in("learner/0", 8, "train")

@@ -22,6 +22,7 @@ from asyncrl.doctor.leftovers import (
     read_processes,
     remove,
 )
+from tools.live_run import pid_lives
 
 ORPHAN = """
 import os, sys, time, setproctitle
@@ -223,7 +224,7 @@ def test_i7_an_orphan_is_killed_and_nothing_else():
         assert process.is_running()
         assert remove(mine[0])
         until = time.monotonic() + 30
-        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        while pid_lives(pid):
             assert time.monotonic() < until
             time.sleep(0.01)
     finally:

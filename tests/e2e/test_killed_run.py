@@ -105,7 +105,7 @@ def test_i1_with_staleness_a_resumed_run_ends_with_the_same_ledger(tmp_path):
             "steps": STEPS,
             "groups_per_step": 6,
             "dynamic_sampling": False,
-            "sim": {"step_s": 0.3},
+            "sim": {"step_s": 0.5},
         },
         "staleness": {"max": 2},
         "checkpoint": {"every_versions": 2},

@@ -116,7 +116,7 @@ def _core(ready: Any, stubborn: bool) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     ready.send(worker.pid)
-    time.sleep(600 if stubborn else 0.2)
+    time.sleep(600 if stubborn else 2.0)
     worker.kill()
     worker.wait()
 

@@ -144,4 +144,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    # What a shell starts in the background, tests too, is deaf to it, and so is what that starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

@@ -200,7 +200,7 @@ def test_a_guard_that_is_killed_ends_the_run_in_order(launched):
 
 
 def test_a_run_goes_on_without_its_launcher(launched):
-    run = launched({"learner/0": {"slow": 1, "finish": 3}, "reward/0": {"slow": 1}})
+    run = launched({"learner/0": {"slow": 3, "finish": 3}, "reward/0": {"slow": 3}})
     run.wait_to_show("starting: waiting for learner/0")
     run.process.kill()
     assert_all_gone(run)
@@ -274,8 +274,9 @@ def test_a_preempted_run_writes_a_checkpoint_and_can_be_resumed(launched, number
 def test_the_wish_to_make_way_reaches_the_successor_of_the_controller(launched):
     run = launched({"learner/0": {"preempted": 7}}, restart_window_s=60.0, backoff_s=1.0)
     run.wait_to_show("running")
-    os.kill(run.actor("controller/0"), signal.SIGKILL)
-    wait_until(lambda: " controller/0 " not in str(marked(run.run_dir)), "its end")
+    controller = run.actor("controller/0")
+    os.kill(controller, signal.SIGKILL)
+    wait_until(lambda: controller not in marked(run.run_dir), "its end")
     run.process.send_signal(signal.SIGTERM)
     code, shown = run.end()
     assert code == 75, shown

@@ -17,6 +17,8 @@ from sim_runs import STEPS
 from tensorboard_files import steps
 
 ALL = ("--sinks.tensorboard", "true", "--sinks.prometheus.enabled", "true", "--sinks.wandb.mode", "offline")
+SLOW = ("--learner.sim.step_s", "0.3")
+"""Sinks that start while the run trains are up before its end, on a busy machine too."""
 
 
 def below(run, title):
@@ -46,7 +48,7 @@ def ended_well(run, known):
 
 
 def test_a_run_does_not_notice_that_its_sinks_are_killed_and_their_clients_blocked(launch):
-    run = launch(*ALL)
+    run = launch(*ALL, *SLOW)
     run.wait_to_show("step 1/")
     address = run.run_dir / "monitor" / "prometheus.json"
     wait_until(address.exists, "the endpoint")
@@ -69,7 +71,7 @@ def test_a_run_does_not_notice_that_its_sinks_are_killed_and_their_clients_block
 
 
 def test_a_run_ends_in_time_though_its_sinks_stand_still(launch):
-    run = launch(*ALL)
+    run = launch(*ALL, *SLOW)
     run.wait_to_show("step 3/")
     core, sinks = below(run, "wandb-core"), below(run, "asyncrl sinks")
     known = run.processes()
@@ -107,7 +109,7 @@ def test_a_resumed_run_goes_on_in_its_sinks(launch):
     code, shown = run.end()
     assert code == 75, shown
     kept = (run.run_dir / "monitor" / "wandb.json").read_bytes()
-    again = launch(*ALL, "--resume", "auto")
+    again = launch(*ALL, *SLOW, "--resume", "auto")
     again.wait_to_show(f"/{STEPS}  version ")
     below(again, "asyncrl sinks")
     below(again, "wandb-core")

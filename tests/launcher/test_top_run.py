@@ -25,7 +25,7 @@ def document(run):
 
 @needs_tmux
 def test_attached_and_detached_ten_times_without_effect(launch, tmp_path):
-    run = launch("--learner.steps", "1000", "--data.size", "4000")
+    run = launch("--learner.steps", "4000", "--data.size", "16000")
     run.wait_to_show("step 1/")
     before = run.processes()
     for number in range(10):

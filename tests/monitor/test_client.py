@@ -211,7 +211,7 @@ def test_one_who_watches_too_many_is_told_so_and_disturbs_nobody(tmp_path, monke
 
 @pytest.mark.parametrize("curve", [False, True])
 def test_a_watch_goes_on_with_the_successor(tmp_path, curve, monkeypatch):
-    monkeypatch.setattr("asyncrl.monitor.client.ANSWER_S", 0.6)
+    monkeypatch.setattr("asyncrl.monitor.client.ANSWER_S", 2.0)
     config = config_with(curve)
 
     async def scenario():
@@ -256,7 +256,7 @@ def test_a_controller_that_answers_at_once_that_it_cannot_is_not_asked_at_full_s
 
 
 def test_a_watch_ends_with_the_folder_of_its_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("asyncrl.monitor.client.ANSWER_S", 0.4)
+    monkeypatch.setattr("asyncrl.monitor.client.ANSWER_S", 1.5)
 
     async def scenario():
         async with controller(tmp_path, config_with(False)):
@@ -271,7 +271,7 @@ def test_a_watch_ends_with_the_folder_of_its_run(tmp_path, monkeypatch):
 
 def test_a_watch_ends_with_a_run_that_was_killed_as_a_whole(tmp_path, monkeypatch):
     """Its folder is left behind, and nobody holds the lock of it."""
-    monkeypatch.setattr("asyncrl.monitor.client.ANSWER_S", 0.4)
+    monkeypatch.setattr("asyncrl.monitor.client.ANSWER_S", 1.5)
 
     async def scenario():
         private = tmp_path / "private"

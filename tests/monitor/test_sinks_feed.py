@@ -15,6 +15,7 @@ from tensorboard_files import steps
 from asyncrl.monitor.sinks import records
 from asyncrl.monitor.sinks.feed import MOST_RESTARTS, SinkFeed
 from asyncrl.monitor.sinks.records import PrometheusSetup
+from tools.live_run import lives
 
 
 def life(feed, but=0):
@@ -210,7 +211,7 @@ time.sleep(300)
             assert list(temporary.iterdir())
         finally:
             process.kill()
-        wait_for(lambda: not sinks.is_running() or sinks.status() == psutil.STATUS_ZOMBIE)
+        wait_for(lambda: not lives(sinks))
         assert not list(temporary.iterdir())
         with pytest.raises(OSError, match="refused"):
             urllib.request.urlopen(address, timeout=30)

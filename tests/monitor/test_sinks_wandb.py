@@ -168,11 +168,14 @@ def test_its_disk_fills_up_and_nobody_notices(small_disk):
     with feeding(setup(small_disk, wandb=OFFLINE, tensorboard=True)) as (feed, counters):
         feed.line(train(1))
         is_ready(feed)
+        core = service(feed)
         fill(small_disk)
         ends(feed_steps, feed, range(2, 500))
         wait_for(lambda: "No space" in feed._reported.trouble.get("tensorboard", ""))
         assert feed.pid and counters["sinks/restarts"] == 0
         ends(feed.close, 5.0)
+        # The disk can be taken away once nobody has a file there.
+        wait_for(lambda: not lives(core))
         assert not feed._thread.is_alive()
         assert counters["sinks/lost"] > 0
         # All of that while there was no room: who waits for some, waits for ever.

@@ -260,7 +260,7 @@ async def test_a_trace_is_asked_for_and_what_came_of_it_is_said():
 
 @within_a_loop
 async def test_what_is_said_of_a_trace_is_not_taken_away_with_what_was_said_of_the_one_before(monkeypatch):
-    monkeypatch.setattr(terminal, "NOTE_S", 0.3)
+    monkeypatch.setattr(terminal, "NOTE_S", 1.0)
     written, later = asyncio.Queue(), asyncio.Event()
     async with shown(Source(history=known(Run().between()), trace=written.get)) as (app, pilot):
         await pilot.press("t")
@@ -286,6 +286,8 @@ async def test_a_replay_learns_at_its_end_that_the_run_has_ended_meanwhile(monke
     entries = recording(run, 20)
     replay = Replay(entries[:10], lives=True)
     replay.jump(replay.end)
+    # It plays until it has been at the end for a tick.
+    replay.advance(0.0)
 
     async with shown(Source(replay=replay, whole=lambda: found[0] if found else None)) as (app, pilot):
         await until(pilot, "up to here; the run goes on")

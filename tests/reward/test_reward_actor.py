@@ -123,7 +123,9 @@ def test_a_caller_that_cancels_gives_up_its_task(tmp_path: Path, monkeypatch: py
         async with serving(config_with(workers=1, timeout_s=600.0), tmp_path) as (actor, rollouter):
             hanging = rollouter.call(request("sleep 500"))
             queued = rollouter.call(request("sleep 500"))
-            await asyncio.sleep(0.2)
+            async with asyncio.timeout(30):
+                while (actor.figures()["reward/running"], actor.figures()["reward/queued"]) != (1, 1):
+                    await asyncio.sleep(0.01)
             hanging.cancel()
             queued.cancel()
             assert (await rollouter.call(request("abc"))).rewards == [3.0]

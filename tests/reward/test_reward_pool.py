@@ -368,7 +368,7 @@ def test_the_world_of_a_worker() -> None:
 def test_a_cancelled_task_leaves_the_queue() -> None:
     async def body() -> None:
         async with started() as pool:
-            first = pool.score(request("sleep 0.3"))
+            first = pool.score(request("sleep 1.0"))
             await asyncio.sleep(0.05)
             waiting = [pool.score(request("abc")) for _ in range(5)]
             await asyncio.sleep(0.05)
@@ -383,7 +383,7 @@ def test_a_cancelled_task_leaves_the_queue() -> None:
 
 
 def test_a_cancelled_task_that_runs_loses_its_worker_after_a_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "CANCEL_GRACE_S", 0.3)
+    monkeypatch.setattr(pool_module, "CANCEL_GRACE_S", 1.0)
 
     async def body() -> None:
         async with started(timeout_s=60.0) as pool:

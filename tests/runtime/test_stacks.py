@@ -165,7 +165,7 @@ def test_py_spy_is_asked_first_under_a_deadline_and_leaves_no_process(process, t
     spy.write_text('#!/bin/sh\necho "$$" >> "$(dirname "$0")/hung"\nexec sleep 600\n')
     os.kill(one.pid, signal.SIGCONT)
     wait_for_state(one.pid, "SR")
-    taken = one.take(timeout_s=2.0)
+    taken = one.take(timeout_s=4.0)
     assert TASKS_END in taken
     hung = int((tmp_path / "hung").read_text())
     with pytest.raises(ProcessLookupError):

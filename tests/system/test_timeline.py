@@ -97,7 +97,13 @@ def test_generation_of_a_version_and_training_of_the_one_before_overlap(tmp_path
 
 
 def test_every_actor_and_every_slot_has_a_track_with_what_it_did(tmp_path, logs):
-    system = live(tmp_path, checkpoint={"every_versions": 3}, rollout=TABLES["rollout"] | {"replicas": 1})
+    system = live(
+        tmp_path,
+        checkpoint={"every_versions": 3},
+        rollout=TABLES["rollout"] | {"replicas": 1},
+        # A checkpoint is written before the next one is due.
+        learner=TABLES["learner"] | {"sim": {"step_s": 0.5}},
+    )
     trace = load(system.run_dir / "trace" / "trace-001.json")
     for actor in system.config.actors:
         assert trace[actor]["state"], actor

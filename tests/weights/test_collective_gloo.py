@@ -219,7 +219,7 @@ def test_killed_sender_is_noticed(peers, version) -> None:
 
 def test_frozen_member_fails_the_others_by_timeout(peers, version) -> None:
     members, made = peers.take(3), version(0, large_tensors(0))
-    sender = Sender("gloo", HOST, 2.0)
+    sender = Sender("gloo", HOST, 5.0)
     try:
         # With time to come up; the group is kept.
         warm = version(0, small_tensors(0))
@@ -231,11 +231,11 @@ def test_frozen_member_fails_the_others_by_timeout(peers, version) -> None:
             members[1].stop()
             yield from made.buckets
 
-        assert "waited 2 s" in failing(sender, group, made, gathered())
+        assert "waited 5 s" in failing(sender, group, made, gathered())
         for peer in (members[0], members[2]):
-            assert "waited 2 s" in peer.answer().error
+            assert "waited 5 s" in peer.answer().error
         members[1].go_on()
-        assert "waited 2 s" in members[1].answer().error
+        assert "waited 5 s" in members[1].answer().error
         assert broadcast(sender, members, 2, made) == [Answer(checksums=made.checksums)] * 3
     finally:
         sender.close()
@@ -318,10 +318,13 @@ def test_abort_from_another_thread(peers, sender, version, where: str) -> None:
     members, made = peers.take(2), version(0, large_tensors(0))
     group = group_at(sender.port, 1, 3 if where != "forming" else 4)
     begin(members, group, made)
-    threading.Timer(2.0, sender.abort, ["enough"]).start()
+    aborting = threading.Timer(2.0, sender.abort, ["enough"])
+    if where == "forming":
+        aborting.start()
 
     def gathered() -> Iterator[tuple[Bucket, int]]:
         yield made.buckets[0]
+        aborting.start()
         if where == "sending":
             members[1].stop()
             yield made.buckets[1]
@@ -402,7 +405,7 @@ def test_receiver_is_closed_while_it_waits(peers, sender, version) -> None:
     peer.ask("renew")
     # And between two buckets.
     group = group_at(sender.port, 2, 2)
-    peer.order("close_meanwhile", to_receive(group, 1, made), 0, 1.5)
+    peer.order("close_meanwhile", to_receive(group, 1, made), 0, 4.0)
 
     def gathered() -> Iterator[tuple[Bucket, int]]:
         yield made.buckets[0]

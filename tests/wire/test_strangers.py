@@ -143,7 +143,7 @@ def test_i6_strangers_are_refused_and_counted_while_friends_are_served(door, con
             counters = server._endpoint.counters
             refused = [one for one in people if one.code not in (None, "hello_required")]
             assert counters["wire/refused"] == len(refused)
-            assert counters["wire/strangers"] >= len(people) - len(refused)
+            await until(lambda: counters["wire/strangers"] >= len(people) - len(refused), "the silent to be counted")
             assert set(server._newest) == {"friend/0"}
             assert owner.taken == []
             assert await friend.call(Once()) == Done()

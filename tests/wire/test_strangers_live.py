@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,8 +36,9 @@ def where_found(secrets, run, shown):
     needles += [zmq.utils.z85.decode(secret) for secret in secrets.values() if len(secret) == 40]
     shown.look()
     texts = [(place, text) for place, seen in shown.texts.items() for text in seen]
-    files = [path for path in run.folder.rglob("*") if path.is_file() and "private" not in path.parts]
-    for path in files:
+    # Unlike Path.rglob it bears folders that are renamed meanwhile.
+    files = [Path(folder, name) for folder, _, names in os.walk(run.folder) for name in names]
+    for path in (path for path in files if "private" not in path.parts):
         # What is written aside and renamed may be gone.
         with contextlib.suppress(FileNotFoundError):
             texts.append((str(path), path.read_bytes()))
@@ -45,10 +47,13 @@ def where_found(secrets, run, shown):
 
 @pytest.mark.parametrize("curve", ["required", "off"])
 def test_i6_a_run_keeps_its_secrets_and_lets_no_stranger_in(tmp_path, curve):
-    run = LiveRun(SIM_RUN | {"security": {"curve": curve}}, tmp_path, env={"CANARY": "in the environment"})
+    # To be done with all of them before it ends.
+    tree = SIM_RUN | {"security": {"curve": curve}, "learner": SIM_RUN["learner"] | {"steps": 120}}
+    run = LiveRun(tree, tmp_path, env={"CANARY": "in the environment"})
     try:
         shown = Shown(run)
         run.until(lambda: shown.look() or run.step >= 2, "a few steps", 120)
+        run.until(lambda: len(listening(list(actors_of(run).values()))) >= 8, "all to listen", 60)
         private = run.run_dir / "private"
         assert stat.S_IMODE(private.stat().st_mode) == 0o700
         assert {stat.S_IMODE(path.stat().st_mode) for path in private.iterdir()} == {0o600}
