@@ -26,7 +26,7 @@ quickstart: $(STAMP) ## Train a small model on this machine and watch it get bet
 test: $(STAMP) ## Run the tests
 	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile
 
-test-slow: $(STAMP) ## Run the tests that take minutes each: whole runs, compared bit for bit, frozen, killed
+test-slow: $(STAMP) ## Run the tests that take long: whole runs, compared bit for bit, frozen, killed, resumed
 	$(BIN)/python -m pytest -m slow
 
 test-cluster: $(STAMP) ## Test on clusters of namespaces with ssh and SLURM (root; says what is missing)

@@ -85,6 +85,7 @@ def test_a_resumed_run_equals_one_that_was_never_interrupted_bit_for_bit(parity_
     assert sorted(trained(whole)) == list(range(1, STEPS + 1))
 
 
+@pytest.mark.slow
 def test_i1_with_staleness_a_resumed_run_ends_with_the_same_ledger(tmp_path):
     """The groups of the run are whole epochs, so whatever comes when, the same prompts are to be trained."""
     tree = {

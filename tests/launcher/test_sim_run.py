@@ -30,7 +30,9 @@ def troubles(run, attempt):
     return found
 
 
-@pytest.mark.parametrize("left", [None, b'{"address": "tcp:'], ids=["whole", "torn"])
+@pytest.mark.parametrize(
+    "left", [None, pytest.param(b'{"address": "tcp:', marks=pytest.mark.slow)], ids=["whole", "torn"]
+)
 def test_training_goes_on_while_the_controller_is_away(launch, left):
     """And it is found again, even if the file in which it keeps its address is damaged meanwhile."""
     run = launch("--learner.steps", "100")
@@ -72,6 +74,7 @@ def test_a_preempted_run_is_resumed_where_it_stopped(launch):
     assert (code, shown) == (0, [f"{run.run_dir} is finished: step {STEPS} of {STEPS}; raise learner.steps to go on"])
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_as_a_whole_is_resumed(launch):
     """I1, I7: nothing but files is left of it, and they are enough."""
     run = launch()

@@ -102,6 +102,7 @@ def test_a_run_does_not_notice_that_the_disk_of_wandb_is_full(launch):
     assert logged(run)["ended"]["counters"]["sinks/restarts"] == 0
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_in_its_sinks(launch):
     run = launch(*ALL)
     run.wait_to_show("step 8/")

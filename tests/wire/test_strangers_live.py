@@ -45,7 +45,7 @@ def where_found(secrets, run, shown):
     return [place for place, text in texts if any(needle in text for needle in needles)]
 
 
-@pytest.mark.parametrize("curve", ["required", "off"])
+@pytest.mark.parametrize("curve", ["required", pytest.param("off", marks=pytest.mark.slow)])
 def test_i6_a_run_keeps_its_secrets_and_lets_no_stranger_in(tmp_path, curve):
     # To be done with all of them before it ends.
     tree = SIM_RUN | {"security": {"curve": curve}, "learner": SIM_RUN["learner"] | {"steps": 120}}
