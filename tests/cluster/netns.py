@@ -38,8 +38,6 @@ UNSHARE = ("unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "
 PRIVATE = ("/tmp", "/var/tmp", "/root", "/home", "/run", "/dev/shm")
 PRIVATE_OF_HEAD = ("/run", "/dev/shm")
 SSH = "/run/cluster-ssh"
-CONNECTIONS = ("sshd: ", "sshd-session: ")
-"""Titles of sshd's processes for connections."""
 SSHD_CONFIG = f"""\
 Port 22
 HostKey {SSH}/host_key
@@ -198,12 +196,7 @@ class Host:
         return Path(f"/proc/{self._init}/root") / str(inside).lstrip("/")
 
     def processes(self) -> dict[int, str]:
-        """Command lines by this machine's process number: all that runs on the host but its init and its sshd, of which
-        the process of a connection may outlive what ran over it by a moment.
-        """
-        return {pid: words for pid, words in self._all_processes().items() if not words.startswith(CONNECTIONS)}
-
-    def _all_processes(self) -> dict[int, str]:
+        """Command lines by this machine's process number: all that runs on the host but its init and its sshd."""
         assert self._holder is not None
         own = {self._holder.pid, self._init, *(_children_of(self._sshd.pid) if self._sshd else ())}
         there = os.readlink(f"/proc/{self._init}/ns/net")
@@ -220,7 +213,7 @@ class Host:
     def kill_all(self) -> None:
         """SIGKILL to everything that runs there; sshd listens on."""
         until = time.monotonic() + WAIT_S
-        while there := self._all_processes():
+        while there := self.processes():
             assert time.monotonic() < until, f"{self.name} does not let go of {there}"
             for pid in there:
                 with contextlib.suppress(ProcessLookupError):

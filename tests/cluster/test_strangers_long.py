@@ -188,16 +188,15 @@ def test_i6_noise_at_the_ports_of_torch_and_of_a_broadcast_leaves_a_run_as_it_is
         run.until(lambda: run.step >= 5, "a few steps", 120)
         actors = actors_of(run)
         names = {pid: name for name, pid in actors.items()}
-        ports: dict[str, list[tuple[str, int]]] = {}
 
         def with_more() -> set[str]:
             """Who listens beyond everybody's own port: at the stores and the links of the first rank, and at gloo's."""
-            ports.update({names[pid]: found for pid, found in listening(list(actors.values())).items()})
-            return {name for name, found in ports.items() if len(found) > 1}
+            return {names[pid] for pid, found in listening(list(actors.values())).items() if len(found) > 1}
 
         wanted = {"learner/0", "rollouter/0", "rollouter/1"}
         run.until(lambda: with_more() >= wanted, "a broadcast to both rollouters", 60)
         assert with_more() == wanted
+        ports = listening(list(actors.values()))
         for host, port in [one for found in ports.values() for one in found]:
             assert host == "127.0.0.1"
             for noise in (

@@ -54,6 +54,7 @@ def test_a_host_joins_serves_and_leaves(tmp_path, within_s):
         async with asyncio.timeout(20):
             while not system.actors["rollouter/2"]._host.sampled_tokens or len(tickets._tickets._holders) < 3:
                 await asyncio.sleep(0.01)
+        assert len(tickets._tickets._holders) == 3
         assert "rollouter/2" in tickets.roster.actors
         await step(system, 2)
         await system.leave(found, within_s)
