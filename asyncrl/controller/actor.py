@@ -32,11 +32,13 @@ from asyncrl.controller.watching import Watching
 from asyncrl.errors import InvalidRequest, Refused
 from asyncrl.messages import Done
 from asyncrl.messages.actors import (
+    NOTICE,
     ActorEnded,
     ActorRecord,
     ActorStarted,
     CheckpointWritten,
     EndNoted,
+    Notice,
     Register,
     ReportFailure,
     Resolve,
@@ -313,6 +315,14 @@ class Controller(Actor):
             return
         self._lines.add(request.line)
         self._watchers.wake()
+
+    @handler
+    def notice(self, request: Notice, caller: Caller) -> Done:
+        """Pass on what the user must know to whoever follows the run step by step."""
+        said = {"kind": NOTICE, "actor": caller.name, "key": request.key, "text": request.text, "count": request.count}
+        self._lines.add(said)
+        self._watchers.wake()
+        return Done()
 
     @handler
     def stop_run(self, request: StopRun, caller: Caller) -> Done:

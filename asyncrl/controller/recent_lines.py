@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.messages.actors import NOTICE
 from asyncrl.monitor.metrics_line import is_sound
 
 LONGEST_LINE = 1 << 18
@@ -22,7 +23,7 @@ LINES_IN_REPLY = 100
 
 def is_proper(line: Mapping[str, Any]) -> bool:
     """Whether a line is one: as a run writes it, with a step if its kind is train, no longer than LONGEST_LINE."""
-    if not is_sound(line) or min(line.get("step", 0), line.get("start", 0)) < 0:
+    if not is_sound(line) or line.get("kind") == NOTICE or min(line.get("step", 0), line.get("start", 0)) < 0:
         return False
     if line.get("kind") == "train" and "step" not in line:
         return False

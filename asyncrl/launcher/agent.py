@@ -21,6 +21,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -49,13 +50,14 @@ from asyncrl.launcher.spec import (
     Event,
     MetricsEvent,
     MovingEvent,
+    NoticeEvent,
     RestartEvent,
     StacksEvent,
     StateEvent,
     StuckEvent,
 )
 from asyncrl.launcher.stacks import take_stacks
-from asyncrl.messages.actors import ActorEnded, ActorStarted, RunState, Stuck
+from asyncrl.messages.actors import NOTICE, ActorEnded, ActorStarted, RunState, Stuck
 from asyncrl.monitor.logging import configure_logging, get_logger, listen, write_text
 from asyncrl.runtime.address_file import ADDRESS_FILE, read_address_file
 from asyncrl.runtime.endpoint import new_incarnation
@@ -277,7 +279,7 @@ class Agent:
         )
         self._emit(told)
         for line in state.lines:
-            self._emit(MetricsEvent(line=line))
+            self._emit(_event_of(line))
         self._on_stuck(state.stuck)
         now, own = time.monotonic(), agent_name(self._spec.index)
         for leaving in state.leaving:
@@ -451,6 +453,12 @@ class Agent:
             event = EndedEvent(result="stopped", reason=host.stopped, exit_code=STOPPED_EXIT_CODE)
         self._emit(event)
         return event.exit_code
+
+
+def _event_of(line: dict[str, Any]) -> MetricsEvent | NoticeEvent:
+    if line.get("kind") == NOTICE:
+        return NoticeEvent(actor=line["actor"], key=line["key"], text=line["text"], count=line["count"])
+    return MetricsEvent(line=line)
 
 
 class _Finished(Exception):

@@ -127,10 +127,10 @@ class Guests:
             return 1
         if ended is None:
             log = str(self.run.folder.logs / member.log)
-            self.progress.say(str(ActorFailed(member.name, member.exit_words, log=log)))
+            self.progress.warn([str(ActorFailed(member.name, member.exit_words, log=log))])
             return 1
         if ended.result == "failed":
-            self.progress.say(str(ActorFailed(ended.actor, ended.reason, log=ended.log)))
+            self.progress.warn([str(ActorFailed(ended.actor, ended.reason, log=ended.log))])
         elif ended.result == "left" and (self.interrupts.signal or agent_name(member.index) in self._served):
             self.progress.say(f"{member.host} has left the run")
         elif ended.result == "left":

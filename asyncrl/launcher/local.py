@@ -109,11 +109,10 @@ def show_end(config: Config, folder: RunFolder, ended: EndedEvent, progress: Pro
     lines = read_metrics(folder.path / "metrics.jsonl", ("train", "eval"))
     for row in summarise(lines, folder.path, folder.logs, config.learner.steps):
         progress.say(row)
+    progress.warn(progress.notices.summary())
     if ended.result == "failed":
         first, _, rest = ended.reason.partition("\n")
-        for row in rest.splitlines():
-            progress.say(row)
-        progress.say(str(ActorFailed(ended.actor, first, log=ended.log)))
+        progress.warn([*rest.splitlines(), str(ActorFailed(ended.actor, first, log=ended.log))])
     elif ended.result == "stopped":
         progress.say(f"ended before the last step: {ended.reason}")
     elif ended.result == "preempted":

@@ -14,10 +14,13 @@ from typing import Any, TextIO
 
 from rich.cells import cell_len, set_cell_size
 
+from asyncrl.launcher.notices import Notices
+from asyncrl.launcher.pace import Pace
 from asyncrl.launcher.spec import (
     Event,
     MetricsEvent,
     MovingEvent,
+    NoticeEvent,
     RestartEvent,
     StacksEvent,
     StateEvent,
@@ -40,6 +43,10 @@ class Progress:
         self, out: TextIO, steps: int, err: TextIO | None = None, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._now_s = now
+        self._pace = Pace(steps, now())
+        self.notices = Notices()
+        self._losses: dict[str, int] = {}
+        """Groups that were not trained and the like, in the last step's line, by their key."""
         self._learner_died: tuple[str, float] | None = None
         """The rank that died first since the last step, and when."""
         self._start = 0
@@ -81,13 +88,16 @@ class Progress:
             case StacksEvent(name=name, lines=lines, more=more, log=log):
                 rest = f"  ... {more} more lines in {log}" if more else f"  (also in {log})"
                 self.warn([f"stacks of {name}:", *(f"  {line}" for line in lines), rest])
+            case NoticeEvent():
+                if line := self.notices.take(event, self._now_s()):
+                    self.warn([line])
             case MovingEvent():
                 self.warn(["watchdog: the run moves again"])
             case MetricsEvent(line=line) if line.get("kind") == "eval":
                 self.say(describe_eval(line))
             case MetricsEvent(line=line):
                 self._tell_of_return(line)
-                self._now(describe_step(line, self._steps))
+                self._show_step(line)
             case _:
                 pass
 
@@ -108,6 +118,14 @@ class Progress:
                 self.say(f"host {host} leaves the run, which goes on without: {_some(actors)}")
             else:
                 self.say(f"host {host} is back; fenced, and started again there: {_some(actors)}")
+
+    def _show_step(self, line: Line) -> None:
+        now = self._now_s()
+        if isinstance(line.get("step"), int):
+            self._pace.heard(line["step"], now)
+        losses = losses_of(line)
+        self._now(describe_step(line, self._steps, self._pace.describe(now), describe_losses(self._losses, losses)))
+        self._losses = losses
 
     def _tell_of_return(self, line: Line) -> None:
         """After a learner's death, the first step of its successor."""
@@ -164,9 +182,12 @@ class Progress:
                 os.dup2(nowhere.fileno(), self._out.fileno())
 
 
-def describe_step(line: Line, steps: int) -> str:
-    """A line of metrics in a few words; what is absent is left out."""
-    parts = [f"step {line.get('step', '?')}/{steps}"]
+def describe_step(line: Line, steps: int, pace: str = "", losses: Iterable[str] = ()) -> str:
+    """A line of metrics in a few words; what is absent is left out.
+
+    ``pace`` and ``losses`` come early, for a narrow terminal cuts the end.
+    """
+    parts = [f"step {line.get('step', '?')}/{steps}", *filter(None, [pace]), *losses]
     for key, text in (
         ("weights/version", "version {:d}"),
         ("reward/mean", "reward {:.3f}"),
@@ -178,6 +199,26 @@ def describe_step(line: Line, steps: int) -> str:
         if isinstance(value, int | float):
             parts.append(text.format(value))
     return "  ".join(parts)
+
+
+LOSSES = {
+    "ledger/filtered": "filtered",
+    "ledger/quarantined": "quarantined",
+    "rollout/dropped_trajectories": "dropped",
+    "rollout/failed_attempts": "failed",
+}
+"""Keys of a line of metrics that count what was generated and not trained, since the start."""
+
+
+def losses_of(line: Line) -> dict[str, int]:
+    """What a line says of each of LOSSES."""
+    return {key: int(line[key]) for key in LOSSES if isinstance(line.get(key), int | float)}
+
+
+def describe_losses(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
+    """Those that have moved since the line before, each with by how much."""
+    moved = {key: count - before.get(key, 0) for key, count in now.items() if count > before.get(key, 0)}
+    return [f"{LOSSES[key]} {now[key]} (+{by})" for key, by in moved.items()]
 
 
 def describe_eval(line: Line) -> str:

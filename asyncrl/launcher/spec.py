@@ -70,6 +70,16 @@ class MetricsEvent(Struct, frozen=True, kw_only=True, tag="metrics"):
     line: dict[str, Any]
 
 
+class NoticeEvent(Struct, frozen=True, kw_only=True, tag="notice"):
+    """An actor's notice to the user; a later one with the same actor and key takes its place."""
+
+    actor: str
+    key: str
+    text: str
+    count: int = 1
+    """How often it has happened."""
+
+
 class RestartEvent(Struct, frozen=True, kw_only=True, tag="restart"):
     """An actor that died for this reason ``after_s`` ago is started again."""
 
@@ -126,6 +136,7 @@ class EndedEvent(Struct, frozen=True, kw_only=True, tag="ended"):
 Event = (
     StateEvent
     | MetricsEvent
+    | NoticeEvent
     | RestartEvent
     | StuckEvent
     | StacksEvent

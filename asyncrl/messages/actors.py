@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from asyncrl.messages import Count, Done, Message, Request
 
@@ -196,6 +196,25 @@ class EndNoted(Message, frozen=True, kw_only=True):
 
 
 ActorEnded.reply = EndNoted
+
+
+LONGEST_NOTICE = 2000
+"""Characters."""
+NOTICE = "notice"
+"""Kind of the line among RunState.lines that is a notice: its actor, key, text and count."""
+
+
+class Notice(Request, frozen=True, kw_only=True):
+    """Actor to controller: something that the user must know while the run goes on.
+
+    A later one with the same key of the same actor takes the place of the one before.
+    """
+
+    reply = Done
+    key: Annotated[str, Meta(min_length=1, max_length=200)]
+    text: Annotated[str, Meta(max_length=LONGEST_NOTICE)]
+    count: Count = 1
+    """How often it has happened."""
 
 
 class ReportFailure(Request, frozen=True, kw_only=True):

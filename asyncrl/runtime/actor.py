@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from asyncrl.config import Config
-from asyncrl.errors import AsyncRLError, WireError
+from asyncrl.errors import AsyncRLError, DeadlineExceeded, RemoteError, WireError
 from asyncrl.messages.actors import ActorRecord, Dead, ReportFailure, Resolve, RunState
 from asyncrl.messages.hosts import Members
 from asyncrl.messages.monitor import AwaitRecord, Heartbeat, ResourceRecord
@@ -26,9 +26,11 @@ from asyncrl.monitor.states import Kind, StateLedger
 from asyncrl.monitor.story_log import StoryLog
 from asyncrl.monitor.trace import STATES, Trace, spans_kept
 from asyncrl.runtime.awaits import Awaits, most_telling
+from asyncrl.runtime.away import log_away
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.endpoint import Endpoint
 from asyncrl.runtime.handlers import Caller, handler
+from asyncrl.runtime.notices import Notices
 from asyncrl.runtime.peer import Peer
 from asyncrl.runtime.roster import CONTROLLER, Roster
 from asyncrl.runtime.run_watch import RunWatch
@@ -43,6 +45,8 @@ __all__ = ["CONTROLLER", "Actor", "ActorContext", "Caller", "handler"]
 
 REPORT_S = 5.0
 """Longest time that a failing actor spends on telling the controller."""
+NOTICE_PACE_S = 1.0
+"""Pause between two reports of notices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +124,8 @@ class Actor:
         self._fenced: dict[str, int] = {}
         """As ``dead``, by the word of the controller."""
         self._progress = 0
+        self._notices = Notices()
+        self._noticed = asyncio.Event()
         self._endpoint = Endpoint(
             name=context.name,
             incarnation=context.incarnation,
@@ -196,6 +202,16 @@ class Actor:
     def progress(self) -> None:
         """Count a useful event; heartbeats without any are how a stall shows."""
         self._progress += 1
+
+    def notify(self, key: str, text: str, *, count: int = 1) -> None:
+        """Tell the user ``text``, at once and in the summary of the run: what, where, what to do.
+
+        A later notice with the same ``key`` replaces it; ``count`` says how often it has happened. To be called in the
+        thread of the event loop.
+        """
+        if self._notices.add(key, text, count):
+            self.log.warning(text, notice=key)
+        self._noticed.set()
 
     async def tell_facts(self) -> None:
         """In setup: let others know ``facts`` before this actor can be called."""
@@ -289,10 +305,12 @@ class Actor:
                     self._endpoint.ending = True
                 raise _Ended
         except* _Ended:
+            await self._tell_last_notices()
             await self._run_watch.hand_in_trace(0)
         except* Exception as group:
             error = _first(group)
             self.log.error("actor failed", reason=str(error), exc_info=error)
+            await self._tell_last_notices()
             await self._report(error)
             await self._run_watch.hand_in_trace(0)
             raise error from None
@@ -319,6 +337,7 @@ class Actor:
             # Before anybody can find it: whoever has joined would be turned away, and never knock again.
             await self._run_watch.learn_members(self.config.supervision.start_timeout_s)
             self.tasks.create_task(self._run_watch.run(), name="watch_run")
+            self.tasks.create_task(self._tell_notices(), name="notices")
         await self._until_drained(self.setup())
         if self.draining:
             return
@@ -409,6 +428,35 @@ class Actor:
         if isinstance(error, AsyncRLError) and (not error.restartable or error.exit_code in UNHEALABLE_EXITS):
             return False
         return self.role in ROLES
+
+    async def _tell_notices(self) -> None:
+        while True:
+            await self._noticed.wait()
+            self._noticed.clear()
+            await self._hand_in_notices()
+            await asyncio.sleep(NOTICE_PACE_S)
+
+    async def _hand_in_notices(self) -> None:
+        """Tell the controller, or, while it is away, later."""
+        left = self._notices.take()
+        try:
+            while left:
+                await self.peer(CONTROLLER).call(left[0])
+                del left[0]
+        except (DeadlineExceeded, RemoteError) as error:
+            log_away(self.log, "controller", error)
+            self._noticed.set()
+        finally:
+            self._notices.put_back(left)
+
+    async def _tell_last_notices(self) -> None:
+        if self.context.controller is None:
+            return
+        try:
+            async with asyncio.timeout(REPORT_S):
+                await self._hand_in_notices()
+        except (TimeoutError, WireError) as error:
+            self.log.warning("notices are not told", error=str(error) or f"no answer within {REPORT_S:g} s")
 
     async def _report(self, error: BaseException) -> None:
         """Tell the controller why this actor ends."""

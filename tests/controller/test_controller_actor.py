@@ -16,6 +16,7 @@ from asyncrl.messages.actors import (
     ActorEnded,
     ActorRecord,
     CheckpointWritten,
+    Notice,
     Register,
     ReportFailure,
     Resolve,
@@ -327,6 +328,51 @@ def test_a_reported_failure_ends_the_run_though_nobody_ends(tmp_path, monkeypatc
         while state.phase != "failed":
             state = await watcher.call(WatchRun(seen=state.number))
         await cluster.main
+
+    run(tmp_path, scenario)
+
+
+def test_notices_are_passed_on_to_who_follows_the_lines_and_metrics_cannot_pass_for_them(tmp_path):
+    async def scenario(cluster):
+        await cluster.all_ready()
+        agent, learner = cluster.caller(), cluster.caller("learner/0")
+        await learner.call(Notice(key="disk", text="no space left", count=2))
+        learner.cast(MetricsLine(line={"kind": "notice", "step": 1}))
+        learner.cast(MetricsLine(line={"kind": "train", "step": 1}))
+        lines = []
+        while not any(line["kind"] == "train" for line in lines):
+            lines = (await agent.call(WatchRun(seen_line=0))).lines
+        assert lines == [
+            {"kind": "notice", "actor": "learner/0", "key": "disk", "text": "no space left", "count": 2},
+            {"kind": "train", "step": 1},
+        ]
+
+    run(tmp_path, scenario)
+
+
+def test_an_actor_tells_its_notices_while_it_lives_and_at_its_end(tmp_path):
+    class Speaker(Actor):
+        role = "reward"
+
+        async def run(self):
+            self.notify("first", "it begins")
+            await self.drained()
+            self.notify("last", "it ends", count=3)
+
+    async def scenario(cluster):
+        speaker = Speaker(cluster.context("reward/0", 5, cluster.controller.address))
+        life = asyncio.create_task(speaker.main())
+        agent, told = cluster.caller(), []
+        while len(told) < 2:
+            told = [
+                (line["actor"], line["key"], line["text"], line["count"])
+                for line in (await agent.call(WatchRun(seen_line=0))).lines
+            ]
+            if told and not speaker.draining:
+                assert told == [("reward/0", "first", "it begins", 1)]
+                speaker.begin_drain()
+        assert told[1] == ("reward/0", "last", "it ends", 3)
+        await life
 
     run(tmp_path, scenario)
 

@@ -6,7 +6,15 @@ import json
 import pytest
 
 from asyncrl.launcher.progress import CLEAR_LINE, Progress, describe_step, summarise
-from asyncrl.launcher.spec import MetricsEvent, MovingEvent, RestartEvent, StacksEvent, StateEvent, StuckEvent
+from asyncrl.launcher.spec import (
+    MetricsEvent,
+    MovingEvent,
+    NoticeEvent,
+    RestartEvent,
+    StacksEvent,
+    StateEvent,
+    StuckEvent,
+)
 from asyncrl.monitor.metrics_file import read_metrics
 from asyncrl.monitor.metrics_line import is_voided
 
@@ -53,7 +61,7 @@ def test_the_time_from_a_learners_death_to_its_next_step_is_told():
 
 def test_plain_lines():
     out = io.StringIO()
-    progress = Progress(out, steps=10)
+    progress = Progress(out, steps=10, now=lambda: 0.0)
     names = [f"rollouter/{i}" for i in range(8)]
     for left in range(8, -1, -1):
         progress.show(StateEvent(phase="starting", waiting_for=names[:left]))
@@ -72,11 +80,40 @@ def test_plain_lines():
         "starting: waiting for rollouter/0",
         "starting",
         "running",
-        describe_step(LINE, 10),
+        describe_step(LINE, 10, "elapsed 0:00"),
         "rollouter/1 died (killed by SIGKILL) and is started again",
         "step 3  eval/math 0.250",
         "draining: ending the actors in order",
     ]
+
+
+def test_a_step_line_tells_what_was_not_trained_when_that_moves():
+    out = io.StringIO()
+    progress = Progress(out, steps=10, now=lambda: 0.0)
+    for step, counts in enumerate([(0, 0), (3, 0), (3, 1), (3, 1)], 1):
+        filtered, quarantined = counts
+        line = {"kind": "train", "step": step, "ledger/filtered": filtered, "ledger/quarantined": quarantined}
+        progress.show(MetricsEvent(line=line))
+    assert out.getvalue().splitlines() == [
+        "step 1/10  elapsed 0:00",
+        "step 2/10  elapsed 0:00  left 0:00  filtered 3 (+3)",
+        "step 3/10  elapsed 0:00  left 0:00  quarantined 1 (+1)",
+        "step 4/10  elapsed 0:00  left 0:00",
+    ]
+
+
+def test_notices_go_to_the_error_output_and_stand_in_the_summary():
+    out, err, now = io.StringIO(), io.StringIO(), [0.0]
+    progress = Progress(out, 10, err, now=lambda: now[0])
+    for at, count in [(0.0, 1), (1.0, 5), (20.0, 9), (21.0, 10), (40.0, 11)]:
+        now[0] = at
+        progress.show(NoticeEvent(actor="reward/0", key="failed", text="KeyError at mine.py:3", count=count))
+    assert out.getvalue() == ""
+    assert err.getvalue().splitlines() == [
+        "reward/0: KeyError at mine.py:3",
+        "reward/0: KeyError at mine.py:3 (9 times)",
+    ]
+    assert progress.notices.summary() == ["reward/0: KeyError at mine.py:3 (11 times)"]
 
 
 AWAY = {"b (agent/2)": ["rollouter/1", "rollouter/2"]}
@@ -115,14 +152,14 @@ def test_a_lost_host_that_leaves_is_not_said_to_be_back():
 
 def test_a_terminal_has_one_live_line():
     out = Terminal()
-    progress = Progress(out, steps=10)
+    progress = Progress(out, steps=10, now=lambda: 0.0)
     progress.show(StateEvent(phase="running"))
     progress.show(MetricsEvent(line=LINE))
     progress.say("something that stays")
     progress.end()
     shown = out.getvalue().split(CLEAR_LINE)
     live = shown[2]
-    assert describe_step(LINE, 10).startswith(live)
+    assert describe_step(LINE, 10, "elapsed 0:00").startswith(live)
     assert shown == ["", "running", live, f"something that stays\n{live}", ""]
 
 

@@ -1,0 +1,53 @@
+"""Which notices of actors the terminal shows when: each at once, then its count at a decent pace. Pure.
+
+Invariant: the first notice of an actor and key is shown when it comes; a later one of another text, or with twice the
+count shown last, is shown unless that would be within PACE_S of the one before. All stand in the summary as they were
+last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from asyncrl.launcher.spec import NoticeEvent
+
+PACE_S = 10.0
+MOST = 256
+"""Notices kept; those of further keys are shown and not kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    event: NoticeEvent
+    """The newest."""
+    text: str
+    count: int
+    at: float
+
+
+class Notices:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, str], _Shown] = {}
+
+    def take(self, event: NoticeEvent, now: float) -> str:
+        """The line to show at ``now`` (s, monotonic); empty for none."""
+        key = event.actor, event.key
+        before = self._kept.get(key)
+        if before is not None:
+            is_news = event.text != before.text or event.count >= 2 * before.count
+            if not is_news or now - before.at < PACE_S:
+                self._kept[key] = replace(before, event=event)
+                return ""
+        if before is not None or len(self._kept) < MOST:
+            self._kept[key] = _Shown(event, event.text, event.count, now)
+        return _words(event)
+
+    def summary(self) -> list[str]:
+        """A line for each notice, in the order of their first appearance."""
+        return [_words(shown.event) for shown in self._kept.values()]
+
+
+def _words(event: NoticeEvent) -> str:
+    return f"{event.actor}: {event.text}" + (f" ({event.count} times)" if event.count > 1 else "")
