@@ -3,7 +3,8 @@
 A timer of the event loop for each call costs more than all else that is done for its deadline, and nearly every call
 is over long before. Here deadlines fall into ticks; what is over is removed from its tick, and one timer waits for the
 earliest tick that is not empty. Invariant: each item that is not removed is handed to ``expire`` once, late by no more
-than TICK_S, early by no more than a loop's own timers are.
+than TICK_S, early by no more than a loop's own timers are. So it is whatever ``expire`` raises for another item: that
+reaches the loop's exception handler when everything that is due has expired and the timer is set again.
 """
 
 from __future__ import annotations
@@ -66,8 +67,14 @@ class Deadlines(Generic[T]):
     def _run(self) -> None:
         self._timer, self._armed = None, math.inf
         now = self._loop.time() / TICK_S
+        errors = []
         for tick in sorted(tick for tick in self._ticks if tick <= now + EARLY_TICKS):
             for item in self._ticks.pop(tick, ()):
-                self._expire(item)
+                try:
+                    self._expire(item)
+                except Exception as error:
+                    errors.append(error)
         if self._ticks and self._timer is None:
             self._arm(min(self._ticks))
+        if errors:
+            raise ExceptionGroup("deadlines that could not expire", errors)

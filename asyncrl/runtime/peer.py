@@ -3,8 +3,9 @@
 Delivery is at least once: a call is sent again until it is answered or its deadline is over, under the same
 message id, which the peer recognises. When the peer is replaced by a new incarnation, idempotent calls go to the
 new one, and the others fail with PeerRestarted if they had been sent. Every call ends: with its reply, RemoteError,
-PeerRestarted, Refused, or DeadlineExceeded, which says who waited, on whom, for what, and what the connection was
-doing. Cancelling the awaited future cancels the handler on the other side.
+PeerRestarted, Refused, OSError where no connection can be opened (as without a free descriptor), or DeadlineExceeded,
+which says who waited, on whom, for what, and what the connection was doing. Cancelling the awaited future cancels the
+handler on the other side.
 
 Who learns in another way that a peer has been replaced says so with ``adopt``: nothing that older incarnations say is
 believed from then on. A reply may have been taken in just before; ``answered_by`` of its call tells whose it was.
@@ -116,7 +117,7 @@ class Peer:
             self._transmit(future)
         else:
             self._waiting.append(future)
-            self._connect()
+            self._connect_for(future)
         return future
 
     def cast(self, message: Message) -> bool:
@@ -198,6 +199,13 @@ class Peer:
         )
         self._say_hello()
 
+    def _connect_for(self, future: CallFuture) -> None:
+        """Connect; where that cannot be done the call ends with the reason."""
+        try:
+            self._connect()
+        except OSError as error:
+            self._finish(future).set_exception(error)
+
     def _disconnect(self) -> None:
         self.ready = False
         self._hello_ids.clear()
@@ -272,11 +280,11 @@ class Peer:
         if now >= future.deadline:
             self._finish(future).set_exception(self._expired(future))
             return
+        future.tick = self._deadlines.add(future, min(future.deadline, now + REPEAT_S))
         if not self.ready:
-            self._connect()
+            self._connect_for(future)
         elif future.on_wire:
             self._transmit(future)
-        future.tick = self._deadlines.add(future, min(future.deadline, now + REPEAT_S))
 
     def _receive(self, frames: Frames) -> None:
         try:

@@ -53,7 +53,10 @@ class Transport(Protocol):
     def connect(
         self, address: str, routing_id: bytes, receive: ClientReceive, lost: Callable[[], None], peer: str
     ) -> Client:
-        """Connect to the actor ``peer``. ``lost`` is called when the connection breaks; it may come back by itself."""
+        """Connect to the actor ``peer``. ``lost`` is called when the connection breaks; it may come back by itself.
+
+        Raises OSError when there is no descriptor left.
+        """
 
     def admit(self, peers: Mapping[str, list[str]]) -> None:
         """From here on exactly these may connect and be connected to: public keys by actor name."""

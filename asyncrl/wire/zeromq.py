@@ -76,7 +76,10 @@ class ZmqTransport:
     def connect(
         self, address: str, routing_id: bytes, receive: ClientReceive, lost: Callable[[], None], peer: str
     ) -> ZmqClient:
-        socket = self._socket(zmq.DEALER)
+        try:
+            socket = self._socket(zmq.DEALER)
+        except zmq.ZMQError as error:
+            raise OSError(error.errno, f"no connection to {peer}: {error.strerror}") from None
         socket.setsockopt(zmq.IDENTITY, routing_id)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
@@ -90,7 +93,11 @@ class ZmqTransport:
             socket.curve_secretkey = self._credentials.secret_key
             # A peer's n-th key belongs to its n-th attempt; its address says which attempt that is.
             socket.curve_serverkey = keys[min(_attempt(address), len(keys) - 1)].encode()
-        client = ZmqClient(socket, self._open.discard, receive, lost, _endpoint(address))
+        try:
+            client = ZmqClient(socket, self._open.discard, receive, lost, _endpoint(address))
+        except zmq.ZMQError as error:
+            socket.close(0)
+            raise OSError(error.errno, f"no connection to {peer}: {error.strerror}") from None
         self._open.add(client)
         return client
 
@@ -284,7 +291,11 @@ class ZmqClient(_ZmqSocket):
         self._on_message = receive
         self._monitor = _Monitor(socket, zmq.EVENT_DISCONNECTED, lost)
         super().__init__(socket, closed)
-        socket.connect(endpoint)
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError:
+            self.close()
+            raise
 
     def _receive_one(self) -> None:
         self._on_message(self._rest([self._take_frame(NOW)], 2))

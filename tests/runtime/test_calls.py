@@ -1,16 +1,21 @@
 """Calls between two endpoints over real sockets and in memory: repeats, restarts, cancels, refusals, limits."""
 
 import asyncio
+import errno
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+import zmq
 from harness import Net
 
 from asyncrl.errors import DeadlineExceeded, PeerRestarted, ProtocolError, Refused, RemoteError, RewardFailed
 from asyncrl.messages import Done, Message, Request
+from asyncrl.messages.actors import ActorRecord
 from asyncrl.runtime import peer as peer_module
 from asyncrl.runtime.handlers import Caller, handler
+from asyncrl.runtime.peer import Peer
 from asyncrl.wire.keys import Credentials, create_credentials, load_credentials
 
 
@@ -148,6 +153,38 @@ def test_a_call_that_nobody_serves_or_that_does_not_decode_is_an_error(memory):
                 await peer.call(Unknown())
             with pytest.raises(RemoteError, match="invalid"):
                 await peer.call(Echo())
+
+    run(main())
+
+
+def test_calls_end_with_the_reason_where_no_socket_can_be_opened(monkeypatch):
+    monkeypatch.setattr(peer_module, "REPEAT_S", 0.05)
+
+    async def main():
+        async with Net() as net:
+            endpoint, most = net.endpoint("client/0"), 8
+            context = endpoint.transport._context
+            context.set(zmq.MAX_SOCKETS, most)
+            nobody = ActorRecord(name="server/0", incarnation=0, address="tcp://127.0.0.1:9")
+            peer = Peer(endpoint, "server/0", nobody)
+            net.peers.append(peer)
+            repeated, held = [peer.call(Echo(n=n)) for n in range(3)], []
+            peer._disconnect()
+            # Without a turn of the loop, until ZeroMQ has let go of the peer's sockets too.
+            while len(held) < most:
+                try:
+                    held.append(context.socket(zmq.PAIR))
+                except zmq.ZMQError:
+                    time.sleep(0.001)
+            try:
+                for call in [*repeated, peer.call(Echo())]:
+                    with pytest.raises(OSError, match="no connection to server/0") as caught:
+                        await call
+                    assert caught.value.errno == errno.EMFILE
+                assert not peer.in_flight
+            finally:
+                for socket in held:
+                    socket.close(0)
 
     run(main())
 

@@ -60,3 +60,26 @@ def test_an_item_may_be_added_again_when_it_expires_and_nothing_comes_after_the_
         assert came == ["a"] * 3
 
     run_virtual(main())
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 2.0), st.booleans()), max_size=30))
+def test_an_expiry_that_raises_keeps_no_other_from_expiring_and_is_told(items):
+    """(when it expires, whether that raises)."""
+
+    async def main():
+        loop, came, told = asyncio.get_running_loop(), [], []
+        loop.set_exception_handler(lambda _, context: told.extend(context["exception"].exceptions))
+
+        def expire(item):
+            came.append(item)
+            if items[item][1]:
+                raise OSError(item)
+
+        deadlines, start = Deadlines(loop, expire), loop.time()
+        for item, (when, _) in enumerate(items):
+            deadlines.add(item, start + when)
+        await asyncio.sleep(3.0)
+        assert sorted(came) == list(range(len(items)))
+        assert sorted(error.args[0] for error in told) == [item for item, (_, raises) in enumerate(items) if raises]
+
+    run_virtual(main())
