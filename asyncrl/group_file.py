@@ -1,11 +1,11 @@
-"""Files of records, one after the other: scored groups in a checkpoint, and what a rollouter keeps on its disk.
+"""Files of scored groups, one record after the other, as in a checkpoint.
 
 A record is one MessagePack value, an array of two: the xxh3_64 of the body, and the body as a byte string. The body is
 the MessagePack map of a struct; arrays in it are [dtype, shape, bytes], little-endian. What comes before the body has a
 fixed size, so a file is read record by record, and any streaming reader of MessagePack can read it too.
 
 Invariants: a record is read whole and as it was written, or not at all; whoever reads holds one record at a time;
-nothing is unpickled. A file to which a process was appending when it died has at most its last record torn.
+nothing is unpickled.
 
 Fails with DataError, which names the file and the number of the record, counted from 1.
 """
@@ -17,7 +17,7 @@ import math
 import struct
 import sys
 from collections.abc import Iterator
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
@@ -27,8 +27,6 @@ from asyncrl.errors import DataError
 from asyncrl.messages.groups import Group
 
 assert sys.byteorder == "little", "arrays are stored in little-endian order"
-
-T = TypeVar("T")
 
 HEAD = struct.Struct(">BBQBI")
 """Array of two, uint64, its value; bin32, its length."""
@@ -42,30 +40,19 @@ DTYPES = frozenset({"bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bi
 
 
 def pack_group(group: Group) -> bytes:
-    """A group as one record, to be appended to a file. Raises ValueError over MAX_BODY_BYTES."""
-    return pack_record(group)
-
-
-def read_groups(file: BinaryIO, *, torn_tail: bool = False) -> Iterator[Group]:
-    """The groups of a file, read one by one from where it stands. Raises DataError; see ``read_records``."""
-    return read_records(file, Group, torn_tail=torn_tail)
-
-
-def pack_record(value: msgspec.Struct) -> bytes:
-    """Any struct as one record, by itself independent of all others. Raises ValueError over MAX_BODY_BYTES."""
-    body = msgspec.msgpack.encode(value, enc_hook=_encode_array)
+    """A group as one record, by itself independent of all others. Raises ValueError over MAX_BODY_BYTES."""
+    body = msgspec.msgpack.encode(group, enc_hook=_encode_array)
     if len(body) > MAX_BODY_BYTES:
-        raise ValueError(f"{type(value).__name__} of {len(body)} bytes is too large for a record")
+        raise ValueError(f"group {group.ticket.uid} of {len(body)} bytes is too large for a record")
     return HEAD.pack(ARRAY_OF_2, UINT64, xxhash.xxh3_64_intdigest(body), BIN32, len(body)) + body
 
 
-def read_records(file: BinaryIO, kind: type[T], *, torn_tail: bool = False) -> Iterator[T]:
-    """The records of a file (seekable) as ``kind``, a struct or a union of tagged ones. Raises DataError.
+def read_groups(file: BinaryIO) -> Iterator[Group]:
+    """The groups of a file (seekable), read one by one from where it stands. Raises DataError.
 
-    With ``torn_tail`` a last record that ends too early, or whose checksum is wrong, is left out instead. What follows
-    a damaged record is not read.
+    What follows a damaged record is not read.
     """
-    decoder = msgspec.msgpack.Decoder(kind, dec_hook=_decode_array)
+    decoder = msgspec.msgpack.Decoder(Group, dec_hook=_decode_array)
     at = file.tell()
     # A damaged length is not believed beyond it.
     end = file.seek(0, io.SEEK_END)
@@ -73,24 +60,17 @@ def read_records(file: BinaryIO, kind: type[T], *, torn_tail: bool = False) -> I
     number = 0
     while at < end:
         number += 1
-        body, problem, torn = b"", "", at + HEAD.size > end
-        if not torn:
-            array, uint, checksum, binary, size = HEAD.unpack(file.read(HEAD.size))
-            at += HEAD.size + size
-            torn = at > end
-            if (array, uint, binary) != (ARRAY_OF_2, UINT64, BIN32):
-                problem, torn = "does not begin as a record does", False
-            elif not torn:
-                body = file.read(size)
-                if xxhash.xxh3_64_intdigest(body) != checksum:
-                    # Pages reach the disk in any order: the last record may have its length and not its bytes.
-                    problem, torn = "is damaged: its checksum is wrong", at == end
-        if torn:
-            if torn_tail:
-                return
-            problem = problem or "ends too early"
-        if problem:
-            raise _error(file, number, problem)
+        if at + HEAD.size > end:
+            raise _error(file, number, "ends too early")
+        array, uint, checksum, binary, size = HEAD.unpack(file.read(HEAD.size))
+        if (array, uint, binary) != (ARRAY_OF_2, UINT64, BIN32):
+            raise _error(file, number, "does not begin as a record does")
+        at += HEAD.size + size
+        if at > end:
+            raise _error(file, number, "ends too early")
+        body = file.read(size)
+        if xxhash.xxh3_64_intdigest(body) != checksum:
+            raise _error(file, number, "is damaged: its checksum is wrong")
         try:
             yield decoder.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:

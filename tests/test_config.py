@@ -1,5 +1,7 @@
 """The configuration: merging, flags, and every problem reported at once with its path."""
 
+import json
+
 import pytest
 
 from asyncrl.config.keys import known_keys
@@ -28,6 +30,15 @@ def test_files_merge_left_to_right_and_flags_come_last(tmp_path):
 def test_the_json_of_a_config_is_the_config():
     config = validate_config(SIMULATED)
     assert config_from_json(config_to_json(config)) == config
+
+
+def test_a_key_that_is_gone_is_unknown_in_a_file_and_no_hindrance_in_what_an_earlier_release_wrote():
+    tree = {"rollout": {"spool": True}}
+    assert problems(SIMULATED | {"rollout": {"engine": "sim", "spool": True}}) == ["rollout.spool: unknown key"]
+    config = validate_config(SIMULATED)
+    written = json.loads(config_to_json(config))
+    written["rollout"] |= tree["rollout"]
+    assert config_from_json(json.dumps(written)) == config
 
 
 def test_every_problem_is_reported_at_once():

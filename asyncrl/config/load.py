@@ -23,6 +23,9 @@ from asyncrl.config.checks import cross_check
 from asyncrl.config.keys import describe
 from asyncrl.errors import ConfigError
 
+REMOVED = (("rollout", "spool"),)
+"""Keys of earlier releases: in what their runs have written they are passed over."""
+
 
 def load_config(files: Sequence[str | Path], overrides: Mapping[str, str] | None = None) -> Config:
     """Read TOML files left to right, lay ``overrides`` (dotted key to text) on top, and validate.
@@ -85,8 +88,11 @@ def config_to_json(config: Config) -> str:
 
 
 def config_from_json(text: str) -> Config:
-    """Read what config_to_json wrote. Raises ConfigError."""
-    return validate_config(json.loads(text))
+    """Read what config_to_json wrote, in this release or an earlier one. Raises ConfigError."""
+    tree = json.loads(text)
+    for section, key in REMOVED:
+        tree.get(section, {}).pop(key, None)
+    return validate_config(tree)
 
 
 def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:

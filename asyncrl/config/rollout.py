@@ -85,8 +85,6 @@ class RolloutConfig(Section):
     """First pause between attempts; doubles with each."""
     on_failed_trajectory: Literal["quarantine_group", "drop"] = "quarantine_group"
     """A trajectory that failed for good takes its group with it, or is left out (at least 2 must survive)."""
-    spool: bool = False
-    """Keep finished groups that the learner has not acknowledged on local disk, over a restart of their rollouter."""
     engine_timeout_s: Seconds = 120.0
     """Longest time without a token from a busy engine, or for a control call, before it counts as hanging."""
     vllm: VllmEngineConfig = VllmEngineConfig()

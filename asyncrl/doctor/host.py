@@ -180,7 +180,7 @@ def _of_config(config: Config, order: Examine, runs: Path, size: ModelSize | Non
         found.append(check_reward(config.reward))
     # Nobody knows yet whether the name is taken; another would be beside it.
     run = runs / config.run.name
-    need = run_dir_need(config, order.actors, size, is_head=order.is_head)
+    need = run_dir_need(config, size, is_head=order.is_head)
     if count(order.actors, "learner") and config.learner.backend != "sim":
         checkpoints, each = checkpoint_dir(config, run).absolute(), checkpoints_need(config, size)
         key = "checkpoint.dir" if config.checkpoint.dir is not None else "run.dir or checkpoint.dir"

@@ -1,7 +1,7 @@
 """What runs that were killed as a whole have left on this host, and its removal.
 
-Certainly dead is: a private folder whose lock is free; the spool and the unfinished checkpoints of a run none of whose
-locks is held; an engine's scratch folder whose process is no more; a process of asyncrl that has been orphaned, since
+Certainly dead is: a private folder whose lock is free; the unfinished checkpoints of a run none of whose locks is held;
+an engine's scratch folder whose process is no more; a process of asyncrl that has been orphaned, since
 a living run's processes all descend from its guard or its agent. Nothing else is ever removed. A lock says nothing
 where the file system keeps locks for each host by itself, or not at all: what lies there is only named.
 """
@@ -83,7 +83,7 @@ def find_leftovers(runs: Path | None, *, is_head: bool) -> list[Leftover]:
     """On this host. Unfinished checkpoints are looked for on the head alone, where the runs' own locks are."""
     return [
         *(_private_folders(runs) if runs is not None else ()),
-        *(_of_runs(runs, checkpoints=is_head) if runs is not None else ()),
+        *(_checkpoints(runs) if runs is not None and is_head else ()),
         *_scratch_folders(Path(tempfile.gettempdir())),
         *(
             Leftover(f"process {process.pid} ({process.title[:80]})", process=process, certain=certain)
@@ -100,13 +100,8 @@ def remove(leftover: Leftover) -> bool:
     assert path is not None
     if path.name.startswith(PRIVATE):
         return _remove_private(path)
-    if path.name.startswith(SCRATCH):
+    if path.name.startswith(SCRATCH) or not is_held(_run_of(path)):
         shutil.rmtree(path, ignore_errors=True)
-    elif not is_held(_run_of(path)):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
     return not os.path.lexists(path)
 
 
@@ -178,17 +173,12 @@ def _remove_private(path: Path) -> bool:
     return not path.exists()
 
 
-def _of_runs(runs: Path, *, checkpoints: bool) -> Iterator[Leftover]:
+def _checkpoints(runs: Path) -> Iterator[Leftover]:
     certain = locks_tell(runs)
     for config_file in sorted(runs.glob(f"*/{CONFIG}")):
         run = config_file.parent
         # The part of a run whose head is elsewhere: nothing here tells whether that goes on.
         if is_held(run) or (run / PART).exists():
-            continue
-        for spool in sorted(run.glob("spool/*.msgpack")):
-            # It belongs to one attempt of its run, and that is over.
-            yield Leftover(f"{spool} (spool)", spool, certain=certain)
-        if not checkpoints:
             continue
         try:
             folder = checkpoint_dir(config_from_json(config_file.read_text()), run)

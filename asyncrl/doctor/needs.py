@@ -19,8 +19,6 @@ TRAINING_BYTES = 16
 VERSIONS_AT_ONCE = 2
 RECORDS_BYTES = 1 << 30
 """Room for logs, metrics and samples."""
-SPOOL_BYTES = 4 << 30
-"""The most that a rollouter's spool holds."""
 PROCESS_BYTES = 100 << 20
 """Of an actor with nothing in it."""
 DESCRIPTORS_OF_A_PROCESS = 512
@@ -45,11 +43,9 @@ class DiskNeed:
     wanted: int
 
 
-def run_dir_need(config: Config, actors: Sequence[str], size: ModelSize | None, *, is_head: bool) -> DiskNeed:
+def run_dir_need(config: Config, size: ModelSize | None, *, is_head: bool) -> DiskNeed:
     """Of the run folder on one host, without checkpoints."""
     wanted = RECORDS_BYTES
-    if config.rollout.spool:
-        wanted += SPOOL_BYTES * count(actors, "rollouter")
     if is_head and size is not None and config.checkpoint.export_at_end:
         wanted += size.bytes
     return DiskNeed(least=RECORDS_BYTES // 16, wanted=wanted)

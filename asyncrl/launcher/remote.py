@@ -135,7 +135,7 @@ def _make_part(run_dir: Path, spec: HostSpec) -> None:
 
 
 def remove_part(run_dir: Path) -> None:
-    """Remove the folder of a host's part, but for what is worth keeping (a spool)."""
+    """Remove the folder of a host's part, but for what else lies in it."""
     for name in ("logs", CONFIG, PART):
         path = run_dir / name
         if path.is_dir():

@@ -29,7 +29,7 @@ class OpenTickets(Request, frozen=True, kw_only=True):
 
 
 class TicketsHeld(Message, frozen=True, kw_only=True):
-    """All that are not acknowledged by that learner, finished and spooled ones included."""
+    """All that are not acknowledged by that learner, finished ones included."""
 
     seen: Count
     """The highest grant received."""

@@ -132,8 +132,6 @@ METRICS: tuple[Metric, ...] = (
         ("rollout/engine_restarts", "restarts", "of the engine within this process"),
         ("rollout/adoptions", "learners", "that were taken for the living one after another"),
         ("rollout/delivered_again", "groups", "delivered to a learner that has replaced another"),
-        ("rollout/spool_recovered", "groups", "finished by an earlier incarnation and delivered by this one"),
-        ("rollout/spool_failed", "errors", "of the spool's file"),
         ("rollout/deaths_alone", "deaths", "of the engine while one suspect had it alone"),
         ("rollout/failed_alone", "groups", "given up after such deaths"),
         ("rollout/turns_alone", "turns", "of suspects that had the engine alone"),
@@ -150,8 +148,6 @@ METRICS: tuple[Metric, ...] = (
         ("rollout/served_version", "version", "that the engine serves; -1 before the first"),
         ("rollout/kv_use", "share", "of the engine's KV cache in use, 0 to 1; absent where an engine cannot say"),
         ("rollout/suspects", "tickets", "that were in an engine when it died"),
-        ("rollout/spool_groups", "groups", "in the spool's file"),
-        ("rollout/spool_bytes", "bytes", "size of the spool's file"),
     ),
     *_all(
         "histogram",

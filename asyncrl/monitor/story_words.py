@@ -18,7 +18,6 @@ from asyncrl.monitor.story_log import (
     GRANTED,
     NOT_TRAINED,
     ORPHANED,
-    RECOVERED,
     RESTORED,
     RETURNED,
     SETTLED,
@@ -119,10 +118,6 @@ _SAMPLE_SAYS: dict[str, Callable[..., str]] = {
 }
 
 
-def _recovered(line: Line, uid: str) -> Iterator[Happening]:
-    yield _happening(line, "delivered", "delivered to the learner from the spool of an earlier incarnation")
-
-
 def _orphaned(line: Line, uid: str) -> Iterator[Happening]:
     holder = line.facts["of"]
     yield _happening(line, "orphaned", f"its holder {holder} has died" if holder else "its holder has died")
@@ -179,7 +174,6 @@ def _other(line: Line, uid: str) -> Iterator[Happening]:
 _SAYS: dict[str, Callable[[Line, str], Iterator[Happening]]] = {
     GRANTED: _granted,
     GENERATED: _generated,
-    RECOVERED: _recovered,
     ORPHANED: _orphaned,
     SETTLED: _settled,
     RETURNED: _returned,

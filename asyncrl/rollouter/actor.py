@@ -3,8 +3,7 @@
 A ticket is held from its grant until the living learner has acknowledged the group; what a draining rollouter still
 holds is returned. One that is to leave while the run goes on first finishes what it has begun, within a time.
 ``OpenTickets`` tells who lives: no learner and no dataloader that has been replaced is believed from then on, so that
-what the answer says stays true. With a spool, groups that an earlier incarnation finished are delivered before the
-dataloader hears that it is dead.
+what the answer says stays true. Nothing outlives a rollouter: what it held returns to the gate.
 
 It asks for new tickets whenever it has room for a whole group, and asks again when it serves a newer version, since
 that is what the gate counts with.
@@ -16,14 +15,14 @@ import asyncio
 from collections import Counter
 from typing import TypeVar
 
-from asyncrl.errors import DeadlineExceeded, InvalidRequest, ProtocolError, RemoteError, WireError
+from asyncrl.errors import DeadlineExceeded, InvalidRequest, RemoteError, WireError
 from asyncrl.messages.dataloader import Lease, Leased, ReturnTickets
 from asyncrl.messages.groups import Group, Ticket, Trajectory
 from asyncrl.messages.learner import RolloutStats, UpdateTimes
 from asyncrl.messages.monitor import ResourceRecord
 from asyncrl.messages.reward import Score, Scores
 from asyncrl.messages.rollouter import HeldTicket, OpenTickets, TicketsHeld
-from asyncrl.monitor.story_log import GENERATED, RECOVERED
+from asyncrl.monitor.story_log import GENERATED
 from asyncrl.monitor.trace import FIRST_SLOT, WEIGHTS
 from asyncrl.rollouter.account import GroupAccount
 from asyncrl.rollouter.delivery import Delivery
@@ -32,7 +31,6 @@ from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.episodes import EpisodeEngine, single_turn
 from asyncrl.rollouter.groups import GroupRunner
 from asyncrl.rollouter.slots import Slots
-from asyncrl.rollouter.spool import Spool
 from asyncrl.rollouter.updates import UpdateFollower
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.runtime.away import log_away
@@ -85,10 +83,6 @@ class Rollouter(Actor):
             track=self.trace.track("weights", WEIGHTS),
         )
         self._delivery: Delivery
-        self._spool: Spool | None = None
-        if self.config.rollout.spool:
-            path = context.run_dir / "spool" / f"{self.name.replace('/', '-')}.msgpack"
-            self._spool = Spool(path, context.attempt, self.counters, self.log)
         self._dataloader = 0
         """Incarnation of the dataloader below which none lives any more."""
         self._held: dict[str, Ticket] = {}
@@ -118,33 +112,12 @@ class Rollouter(Actor):
 
     async def setup(self) -> None:
         self._delivery = Delivery(self.peer(LEARNER), awaits=self.awaits, counters=self.counters, log=self.log)
-        # Its HELLO tells this one that an earlier incarnation is dead, long before the engine is up.
+        # The HELLO tells these that an earlier incarnation is dead, long before the engine is up.
         self.peer(PARAMETER_SERVER).connect()
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._recover())
-            model = self.config.model
-            self._tokenizer = await asyncio.to_thread(
-                load_tokenizer, model.path, trust_remote_code=model.trust_remote_code
-            )
-            await self._host.start()
-
-    async def _recover(self) -> None:
-        """Deliver what an earlier incarnation has finished, and only then let the dataloader know that it is dead.
-
-        The dataloader asks the learner what it holds, and has the rest generated again.
-        """
-        if self._spool is not None:
-            async for group in self._spool.recover():
-                uid = group.ticket.uid
-                try:
-                    await self._delivery.deliver(group)
-                except (ProtocolError, RemoteError) as error:
-                    # It is generated again, and if it is refused again, that ends the run with the reason.
-                    self.log.error("group of the spool is refused", uid=uid, error=str(error))
-                self.story.tell(RECOVERED, uid=uid)
-                await self._spool.done(uid)
-                self.progress()
         self.peer(DATALOADER).connect()
+        model = self.config.model
+        self._tokenizer = await asyncio.to_thread(load_tokenizer, model.path, trust_remote_code=model.trust_remote_code)
+        await self._host.start()
 
     async def run(self) -> None:
         work = [self._follower.run(), self._lease_tickets(), self._report_stats(), self._tell_running()]
@@ -183,9 +156,6 @@ class Rollouter(Actor):
         self.begin_drain()
 
     async def close(self) -> None:
-        if self._spool is not None:
-            # What is drained has been returned, and is generated elsewhere.
-            await self._spool.close(remove=self.draining)
         await self._host.close()
 
     async def _return_ungenerated(self, given_up: list[asyncio.Task[None]]) -> None:
@@ -280,14 +250,10 @@ class Rollouter(Actor):
         finally:
             del self._accounts[ticket.uid]
             self.story.tell(GENERATED, **account.facts(end))
-        if self._spool is not None:
-            await self._spool.done(ticket.uid)
 
     async def _deliver(self, ticket: Ticket, account: GroupAccount) -> Group:
         """Generate a group and have it acknowledged."""
         group = await self._groups.run(ticket, account)
-        if self._spool is not None:
-            await self._spool.add(group)
         began = self.clock.now()
         await self._delivery.deliver(group)
         self.histograms.observe("rollout/deliver_s", self.clock.now() - began)

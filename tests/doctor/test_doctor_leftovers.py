@@ -55,8 +55,6 @@ def make_run(runs, name, **checkpoint):
     (run / "private" / "secret.json").write_text("{}")
     tree = {"data": {"source": "synthetic"}, "rollout": {"engine": "sim"}, "learner": {"backend": "sim"}}
     (run / "config.json").write_text(config_to_json(validate_config(tree | {"checkpoint": checkpoint})))
-    (run / "spool").mkdir()
-    (run / "spool" / "rollouter-0.msgpack").write_bytes(b"x")
     for name in ("v00000002", ".v00000003.partial-17", ".dead-v00000001-5"):
         (run / "checkpoints" / name).mkdir(parents=True)
     return run
@@ -90,7 +88,6 @@ def test_i7_what_is_certainly_dead_is_named_and_then_removed(tmp_path, nobody):
         "dead/checkpoints/.dead-v00000001-5",
         "dead/checkpoints/.v00000003.partial-17",
         "dead/private",
-        "dead/spool/rollouter-0.msgpack",
         "part-living/private",
     ]
     with held(living), held(part_living, "private-1"):
@@ -105,8 +102,7 @@ def test_i7_what_is_certainly_dead_is_named_and_then_removed(tmp_path, nobody):
         assert (dead / "checkpoints" / "v00000002").is_dir() and (dead / "config.json").is_file()
         assert (living / "private" / "secret.json").exists()
         assert (living / "checkpoints" / ".v00000003.partial-17").exists()
-        assert (living / "spool" / "rollouter-0.msgpack").exists()
-        assert (part_living / "spool" / "rollouter-0.msgpack").exists()
+        assert (part_living / "checkpoints" / ".v00000003.partial-17").exists()
         assert check_leftovers(runs, is_head=True, fix=True).detail == "none"
 
 
@@ -118,14 +114,16 @@ def test_a_run_that_begins_meanwhile_keeps_everything(tmp_path, nobody):
     assert all(one.path.exists() for one in found)
 
 
-def test_unfinished_checkpoints_and_spools_are_the_heads_business(tmp_path, nobody):
+def test_unfinished_checkpoints_are_the_heads_business(tmp_path, nobody):
     runs = tmp_path / "runs"
     run = make_run(runs, "a")
-    assert names(find_leftovers(runs, is_head=False), runs) == ["a/private", "a/spool/rollouter-0.msgpack"]
+    partial = "a/checkpoints/.v00000003.partial-17"
+    assert names(find_leftovers(runs, is_head=False), runs) == ["a/private"]
+    assert partial in names(find_leftovers(runs, is_head=True), runs)
     # The part of a run whose head is elsewhere, and may go on.
     (run / "part_of_run").write_text("id")
-    assert names(find_leftovers(runs, is_head=False), runs) == ["a/private"]
-    assert find_leftovers(None, is_head=False) == []
+    assert names(find_leftovers(runs, is_head=True), runs) == ["a/private"]
+    assert find_leftovers(None, is_head=True) == []
 
 
 def test_what_may_be_in_use_is_only_named(tmp_path, nobody):
@@ -134,7 +132,6 @@ def test_what_may_be_in_use_is_only_named(tmp_path, nobody):
     outside = tmp_path / "elsewhere" / "a" / ".v00000003.partial-17"
     outside.mkdir(parents=True)
     (run / "private" / "lock").unlink()
-    (run / "spool" / "rollouter-0.msgpack").unlink()
     told = check_leftovers(runs, is_head=True, fix=True)
     assert told.result == "warn" and "yourself" in told.fix and "removed" not in told.detail
     assert str(outside) in told.detail and "without a lock" in told.detail

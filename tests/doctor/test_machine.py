@@ -17,7 +17,6 @@ from asyncrl.doctor.machine import (
     shm_bytes,
 )
 from asyncrl.doctor.needs import (
-    SPOOL_BYTES,
     ModelSize,
     checkpoints_need,
     descriptors_need,
@@ -103,13 +102,11 @@ def test_memory_is_two_versions_of_the_weights_and_what_computes_on_the_cpu():
     assert 8 * GIB + (512 << 20) <= engine < 9 * GIB
 
 
-def test_spools_and_the_export_are_in_the_run_folder():
+def test_the_export_is_in_the_run_folder():
     size = ModelSize(parameters=GIB, bytes=2 * GIB)
-    plain = run_dir_need(config(), ["rollouter/0"], size, is_head=False).wanted
-    assert run_dir_need(config(), [], size, is_head=True).wanted == plain + 2 * GIB
-    assert run_dir_need(config(checkpoint={"export_at_end": False}), [], size, is_head=True).wanted == plain
-    spooled = run_dir_need(config(rollout={"spool": True}), ["rollouter/0", "rollouter/1"], size, is_head=False)
-    assert spooled.wanted == plain + 2 * SPOOL_BYTES
+    plain = run_dir_need(config(), size, is_head=False).wanted
+    assert run_dir_need(config(), size, is_head=True).wanted == plain + 2 * GIB
+    assert run_dir_need(config(checkpoint={"export_at_end": False}), size, is_head=True).wanted == plain
 
 
 def test_descriptors_grow_with_the_run():

@@ -175,7 +175,7 @@ def test_calls_end_with_the_reason_where_no_socket_can_be_opened(monkeypatch):
                 try:
                     held.append(context.socket(zmq.PAIR))
                 except zmq.ZMQError:
-                    time.sleep(0.001)
+                    time.sleep(0.001)  # noqa: ASYNC251 - the loop is to stand still
             try:
                 for call in [*repeated, peer.call(Echo())]:
                     with pytest.raises(OSError, match="no connection to server/0") as caught:

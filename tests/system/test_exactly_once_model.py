@@ -44,8 +44,6 @@ EPOCHS = 2
 class Held:
     grant: Grant
     finished: bool = False
-    spooled: bool = False
-    """Found on disk after a restart: its holder delivers it, but was not granted it."""
 
 
 @dataclass
@@ -63,7 +61,7 @@ class Rollouter:
     held: dict[str, Held] = field(default_factory=dict)
 
     def generates(self, uid: str) -> bool:
-        return uid in self.held and not self.held[uid].spooled
+        return uid in self.held
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,6 @@ class ExactlyOnce(RuleBasedStateMachine):
         oversize=st.sampled_from([frozenset(), frozenset(), frozenset({0})]),
         poison=st.sampled_from([frozenset(), frozenset({1}), frozenset({0, 1})]),
         suspects=st.one_of(st.just(frozenset()), st.frozensets(st.integers(0, 5))),
-        spool=st.booleans(),
         evals=st.booleans(),
         seed=st.integers(0, 3),
     )
@@ -113,11 +110,10 @@ class ExactlyOnce(RuleBasedStateMachine):
         oversize: frozenset[int],
         poison: frozenset[int],
         suspects: frozenset[int],
-        spool: bool,
         evals: bool,
         seed: int,
     ) -> None:
-        self.size, self.steps, self.spool, self.oversize = size, steps, spool, oversize
+        self.size, self.steps, self.oversize = size, steps, oversize
         # Somebody must be able to learn something.
         self.poison = frozenset(index for index in poison if index < size - 1 and index not in oversize)
         self.per_version = groups_per_step * steps_per_version
@@ -468,8 +464,6 @@ class ExactlyOnce(RuleBasedStateMachine):
         self.deliver(rollouter, uid, kind, acknowledged)
 
     def deliver(self, rollouter: Rollouter, uid: str, kind: str, acknowledged: str) -> None:
-        # The dataloader may have heard that it was lost.
-        self.blind |= rollouter.held[uid].spooled
         self.take_delivery(rollouter.held[uid], kind)
         ack = (rollouter, rollouter.incarnation, self.learner, uid)
         if acknowledged == "now":
@@ -496,9 +490,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         dead = rollouter.incarnation
         rollouter.incarnation += 1
         rollouter.seen, rollouter.served, rollouter.learner, rollouter.dataloader = 0, -1, 0, 0
-        rollouter.held = {uid: held for uid, held in rollouter.held.items() if self.spool and held.finished}
-        for held in rollouter.held.values():
-            held.spooled = True
+        rollouter.held = {}
         if heard:
             self.dead[rollouter.name] = dead
             if self.tickets is not None:

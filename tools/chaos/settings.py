@@ -40,7 +40,6 @@ def sim_tree(seed: int, steps: int, data: Path) -> dict[str, Any]:
             "max_attempts": 4,
             "retry_backoff_s": 0.1,
             "on_update": randomness.choice(("abort_resume", "keep", "drain")),
-            "spool": randomness.random() < 0.5,
             "engine_timeout_s": 8.0,
             "stream_interval": 8,
             "sim": {"length_median": 24.0, "decode_step_s": 0.008, "load_s": 0.05},
