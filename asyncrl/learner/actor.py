@@ -190,6 +190,7 @@ class Learner(Actor):
             checkpoint=self._checkpoint,
             published=self._published,
             progress=self.progress,
+            notify=lambda key, text, count: self.notify(key, text, count=count),
             states=self.states,
             counters=self.counters,
             histograms=self.histograms,

@@ -68,6 +68,8 @@ class Backend(Protocol):
     def train(self, plan: StepPlan) -> dict[str, float]:
         """Rank 0: one optimizer step from ``plan``. Returns the trained metrics by name.
 
+        A plan without sequences is no step: nothing is changed and there are no metrics.
+
         ``loss/policy``, ``policy/grad_norm`` (before the clip), ``policy/entropy`` (nats), ``policy/ess`` (0
         to 1), ``policy/behaviour_kl`` (nats), ``policy/tis_clipped_fraction``, ``policy/ratio_max``,
         ``learner/lr``; ``perf/mfu`` (0 to 1) where the device's peak is known; ``policy/engine_kl`` (nats) and

@@ -5,7 +5,7 @@ whatever is delivered twice, by whom ever, is trained at most once; and a group 
 outcome. Ledger, buffer and what is to be reported change together: ``snapshot`` is consistent at any moment.
 
 A group that cannot be trained is quarantined with its reason; one whose rewards are all equal is filtered under
-dynamic sampling. Neither is ever a reward of 0.
+dynamic sampling, and so are the groups of a step in which every trajectory is masked. Neither is ever a reward of 0.
 """
 
 from __future__ import annotations
@@ -66,6 +66,10 @@ class Intake:
         """Of the responses taken since the last step."""
         self._failed = 0
         """Quarantined since the last step."""
+        self._masked = 0
+        """Of those filtered since the last step: groups of steps without a token to train."""
+        self._begun: tuple[list[Group], int, int] = ([], 0, 0)
+        """What was filtered, masked and quarantined before the step that is in training."""
         self._last_problem = ""
         self._in_training: dict[str, Group] = {}
         self._came: dict[str, float] = {}
@@ -115,7 +119,9 @@ class Intake:
         assert not self._in_training
         groups = self.buffer.take(self._learner.groups_per_step)
         self._in_training = {group.ticket.uid: group for group in groups}
-        filtered, self.filtered, self._failed = in_order(self.filtered), [], 0
+        filtered = in_order(self.filtered)
+        self._begun = (filtered, self._masked, self._failed)
+        self.filtered, self._masked, self._failed = [], 0, 0
         return groups, filtered
 
     def take_ages(self, now: float) -> list[float]:
@@ -130,6 +136,16 @@ class Intake:
         lengths, self.delivered_lengths = self.delivered_lengths, []
         return lengths
 
+    def filter_step(self) -> None:
+        """The step was not taken, because it has no token to train: its groups are filtered, and replaced by others."""
+        filtered, masked, failed = self._begun
+        self.filtered = [*filtered, *self._in_training.values(), *self.filtered]
+        self._masked += masked + len(self._in_training)
+        self._failed += failed
+        for uid in self._in_training:
+            self._conclude(uid, "filtered")
+        self._in_training = {}
+
     def spoil_step(self, uids: Collection[str], reason: str) -> None:
         """The step was not taken because of these groups: they are quarantined, the others may be trained again."""
         groups, self._in_training = self._in_training, {}
@@ -143,7 +159,7 @@ class Intake:
         """Why the run cannot go on like this, or None."""
         learner = self._learner
         if len(self.filtered) + self._failed > learner.max_filtered_ratio * learner.groups_per_step:
-            return _no_signal(self.filtered, self._failed, self._last_problem)
+            return _no_signal(self.filtered, self._masked, self._failed, self._last_problem)
         quarantined = self.ledger.count("quarantined")
         concluded = quarantined + self.ledger.count("trained") + self.ledger.count("filtered")
         if concluded >= FRACTION_FROM and quarantined > learner.max_quarantined_fraction * concluded:
@@ -172,9 +188,14 @@ class Intake:
         self.outcomes.outcome(Outcome(uid, kind))
 
 
-def _no_signal(filtered: Sequence[Group], failed: int, last_problem: str) -> str:
+def _no_signal(filtered: Sequence[Group], masked: int, failed: int, last_problem: str) -> str:
     if failed > len(filtered):
         return f"no signal: {failed} groups failed since the last step, the last one because: {last_problem}"
+    if 2 * masked > len(filtered):
+        return (
+            f"no signal: {masked} groups in a row had no trajectory to train, because all were masked: raise "
+            "rollout.max_tokens, or set reward.truncated to what trains responses that are cut there"
+        )
     rewards = Counter(round(float(t.reward or 0.0), 4) for group in filtered for t in group.trajectories)
     histogram = ", ".join(f"{reward:g}: {count}" for reward, count in sorted(rewards.items())[:20])
     return (

@@ -43,6 +43,8 @@ class SimTrainer:
         """Nothing to meet for and nothing to load."""
 
     def train(self, plan: StepPlan) -> dict[str, float]:
+        if not plan.sequences:
+            return {}
         time.sleep(self._config.learner.sim.step_s)
         self._steps += 1
         return {"learner/lr": learning_rate(self._steps, self._config.learner)}

@@ -135,6 +135,9 @@ class Trainer:
         self._saver = Saver(self._ranks)
 
     def train(self, plan: StepPlan) -> dict[str, float]:
+        if not plan.sequences:
+            # Momentum alone would move the weights. No other rank hears of it.
+            return {}
         parcels = [pack_parcel(b"", _arrays(rank)) for rank in plan.ranks]
         command = Train(
             parcel_bytes=[len(parcel) for parcel in parcels],

@@ -7,6 +7,9 @@ and named in the log; the last complete one stays.
 
 Preempted, it takes what the rollouters still deliver, comes to a version boundary, and writes a checkpoint.
 
+A step in which every trajectory is masked is none: optimizer, step number and version stay as they are, its groups are
+filtered, and others take their places.
+
 Fails with ActorFailed, which ends the run, when there is no signal or a step is not finite.
 """
 
@@ -31,7 +34,7 @@ from asyncrl.learner.versions import Versions
 from asyncrl.messages.groups import Group
 from asyncrl.monitor.metrics import Figures, Histograms
 from asyncrl.monitor.states import StateLedger
-from asyncrl.monitor.story_log import TRAINED, StoryLog
+from asyncrl.monitor.story_log import NOT_TRAINED, TRAINED, StoryLog
 from asyncrl.monitor.trace import Track
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.clock import Clock
@@ -62,6 +65,7 @@ class Training:
         checkpoint: Callable[[], Awaitable[None]],
         published: Callable[[int], None],
         progress: Callable[[], None],
+        notify: Callable[[str, str, int], None],
         states: StateLedger,
         counters: Figures,
         histograms: Histograms,
@@ -90,6 +94,7 @@ class Training:
         self._checkpoint = checkpoint
         self._published = published
         self._progress = progress
+        self._notify = notify
         self._states = states
         self._counters = counters
         self._histograms = histograms
@@ -177,7 +182,7 @@ class Training:
                     await self.news.wait()
 
     async def _train_step(self, began: float) -> TrainedStep | None:
-        """One step; None when it was not taken and its bad groups are quarantined."""
+        """One step; None when it was not taken, and its groups are filtered or the bad ones quarantined."""
         learner, intake = self._config.learner, self._intake
         version = self.version
         groups, filtered = intake.begin_step()
@@ -198,6 +203,9 @@ class Training:
                 packed=self._backend.packed,
             )
         )
+        if not plan.sequences:
+            self._filter_step(groups)
+            return None
         self._track.enter("train", step=self.step + 1, version=version, **_sampled(groups))
         try:
             trained = await self._on_thread(lambda: self._backend.train(plan))
@@ -237,6 +245,20 @@ class Training:
             "ledger/quarantined": ledger.count("quarantined"),
         }
         return TrainedStep(line=line, train_began=train_wall, train_ended=self._clock.wall(), groups=groups)
+
+    def _filter_step(self, groups: list[Group]) -> None:
+        """A step without a token to train: momentum alone would move the weights."""
+        self._track.leave()
+        self._intake.filter_step()
+        self._counters.add("learner/empty_steps")
+        self._counters.add("groups/filtered", len(groups))
+        reason = "every trajectory of its step is masked"
+        for group in groups:
+            self._story.tell(NOT_TRAINED, uid=group.ticket.uid, reason=reason, outcome="filtered")
+        count = int(self._counters["learner/empty_steps"])
+        self._notify("empty_step", _masked(groups, self.step + 1, self._config), count)
+        self.supply.changed()
+        self._progress()
 
     async def _groups_are_there(self) -> bool:
         """Until a step's groups are there, or all that are ever to come are; False when the run makes way instead.
@@ -332,6 +354,17 @@ class Training:
 
     async def _on_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _masked(groups: list[Group], step: int, config: Config) -> str:
+    """Why a step has no token to train, and what to do, for the user."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    cut = sum(trajectory.finish_reason == "length" for trajectory in trajectories)
+    told = f"step {step} was not taken: all of its {len(trajectories)} trajectories are masked"
+    if config.reward.truncated == "mask" and cut:
+        told += f", {cut} because they were cut at rollout.max_tokens = {config.rollout.max_tokens} under "
+        told += 'reward.truncated = "mask"; raise the one, or set the other to "score" or "penalty"'
+    return f"{told}. Its {len(groups)} groups count as filtered, and others take their places"
 
 
 def _sampled(groups: list[Group]) -> dict[str, int]:

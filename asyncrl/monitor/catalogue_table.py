@@ -209,6 +209,7 @@ METRICS: tuple[Metric, ...] = (
         "learner",
         ("learner/tokens", "tokens", "of sequences trained, prompts included"),
         ("learner/skipped_steps", "steps", "not taken because they were not finite"),
+        ("learner/empty_steps", "steps", "not taken because every trajectory was masked; their groups are filtered"),
         ("groups/buffered", "groups", "taken into the buffer"),
         ("groups/duplicate", "groups", "delivered though they were there already"),
         ("groups/filtered", "groups", "delivered without a signal"),

@@ -152,7 +152,8 @@ def _trained(line: Line, uid: str) -> Iterator[Happening]:
 
 
 def _not_trained(line: Line, uid: str) -> Iterator[Happening]:
-    yield _happening(line, "quarantined", f"quarantined: {line.facts['reason']}")
+    outcome = line.facts.get("outcome", "quarantined")
+    yield _happening(line, outcome, f"{outcome}: {line.facts['reason']}")
 
 
 def _evaluated(line: Line, uid: str) -> Iterator[Happening]:

@@ -74,6 +74,30 @@ def test_a_step_that_is_not_finite_costs_only_the_groups_to_blame():
     assert (intake.claims, reported(intake)) == (["0-0"], [Outcome("0-1", "quarantined")])
 
 
+def test_the_groups_of_a_step_without_a_token_are_filtered_and_count_until_the_next_step():
+    intake = Intake(LearnerConfig(groups_per_step=2, max_filtered_ratio=2.0))
+    intake.deliver(group(0, rewards=(1.0, 1.0)))
+    intake.deliver(group(1, failure="it loops"))
+    for first in (2, 4):
+        for index in (first, first + 1):
+            assert intake.problem() is None
+            intake.deliver(group(index))
+        intake.begin_step()
+        intake.filter_step()
+        assert intake.claims == []
+    kinds = {1: "quarantined"} | dict.fromkeys((0, 2, 3, 4, 5), "filtered")
+    assert {outcome.uid: outcome.kind for outcome in reported(intake)} == {f"0-{i}": k for i, k in kinds.items()}
+    assert all(intake.ledger.outcome(0, index) == kind for index, kind in kinds.items())
+    assert intake.deliver(group(4)) == "duplicate"
+    assert "no signal: 4 groups in a row had no trajectory to train" in (intake.problem() or "")
+    for index in (6, 7):
+        intake.deliver(group(index))
+    _, filtered = intake.begin_step()
+    intake.end_step()
+    assert [each.ticket.index for each in filtered] == [0, 2, 3, 4, 5]
+    assert intake.problem() is None
+
+
 @given(
     deliveries=st.lists(st.tuples(st.integers(0, 12), st.sampled_from(["good", "flat", "bad"])), max_size=40),
     steps=st.integers(0, 3),

@@ -161,11 +161,18 @@ def _train_with_fillers(backend, config) -> tuple[dict[str, float], dict[str, np
     group.trajectories[0].finish_reason = "length"
     plan = build_step([group], version=0, config=config, world_size=config.learner.ranks, packed=backend.packed)
     metrics = backend.train(plan)
+    before = [p.detach().to_local().clone() for p in backend._parameters]
+    for trajectory in group.trajectories:
+        trajectory.finish_reason = "length"
+    plan = build_step([group], version=0, config=config, world_size=config.learner.ranks, packed=backend.packed)
+    assert backend.train(plan) == {}
+    assert backend.steps == 1
+    assert all(torch.equal(a, b.detach().to_local()) for a, b in zip(before, backend._parameters, strict=True))
     with backend.publish(1) as publication:
         return metrics, _weights(publication)
 
 
-def test_a_rank_without_work_changes_nothing(folder: Path, run) -> None:
+def test_a_rank_or_a_step_without_work_changes_nothing(folder: Path, run) -> None:
     one, two = (run(make_config(folder, ranks=ranks, truncated="mask"), _train_with_fillers)[0] for ranks in (1, 2))
     assert two[0] == pytest.approx(one[0], rel=1e-4)
     for name, expected in one[1].items():

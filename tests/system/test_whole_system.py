@@ -62,6 +62,44 @@ def test_filtered_groups_are_replaced_and_no_signal_ends_the_run(tmp_path):
     assert system.actors["learner/0"]._intake.ledger.count("filtered") > 12
 
 
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_step_without_a_token_to_train_is_none_and_its_groups_are_replaced(tmp_path, staleness):
+    """I1: which responses are cut is a matter of the seed, and so is how many steps are empty."""
+    config = sim_config(
+        data={"size": 16},
+        run={"samples_per_step": 100},
+        rollout={"max_tokens": 16, "sim": {"length_median": 24.0}},
+        reward={"truncated": "mask"},
+        learner={"groups_per_step": 1, "steps": 12},
+        staleness={"max": staleness},
+    )
+    system, state = run(config, tmp_path)
+    assert state.phase == "done"
+    learner, lines = system.actors["learner/0"], system.lines("train")
+    empty = learner.counters["learner/empty_steps"]
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    # A version is published for each step that was taken, and for no other.
+    assert [line["weights/version"] for line in lines] == list(range(1, 13))
+    assert (lines[-1]["ledger/trained"], learner._intake.ledger.count("filtered")) == (12, empty)
+    assert 0 < empty < 12
+    uids = trained_uids(system)
+    assert len(set(uids)) == len(uids) == 12
+    (notice,) = learner._notices._known.values()
+    assert notice.count == empty
+    assert "2 trajectories are masked, 2 because they were cut at rollout.max_tokens = 16" in notice.text
+    assert 'reward.truncated = "mask"' in notice.text
+
+
+def test_a_run_whose_responses_are_all_masked_ends_and_says_why(tmp_path):
+    config = sim_config(
+        rollout={"max_tokens": 8, "sim": {"length": "constant", "length_median": 9.0}},
+        reward={"truncated": "mask"},
+        learner={"max_filtered_ratio": 2.0},
+    )
+    with pytest.raises(Exception, match="no trajectory to train, because all were masked: raise rollout.max_tokens"):
+        asyncio.run(System(config, tmp_path / "run").run())
+
+
 def test_evaluations_run_at_start_between_and_at_the_end_and_never_train(tmp_path):
     evaluation = {"data": {"source": "synthetic", "size": 10}, "every_versions": 2, "n": 2}
     config = sim_config(eval={"held": evaluation}, run={"samples_per_step": 100})
