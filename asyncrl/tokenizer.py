@@ -32,6 +32,10 @@ class Tokenizer(Protocol):
 
     eos_ids: set[int]
     """Ids that end a response; may be empty."""
+    special_ids: dict[str, int]
+    """Ids of the special tokens, which ``decode`` leaves out, by their text."""
+    vocabulary: int
+    """Ids are below it; those of the model, which may have more than its tokenizer."""
 
     def encode_prompt(self, prompt: Prompt, template: Template, system: str | None) -> tuple[list[int], str]:
         """The ids of a prompt and its text as the model sees it.
@@ -64,9 +68,11 @@ class ByteTokenizer:
     """UTF-8 bytes as ids 0 to 255, and one id that ends a response."""
 
     eos_ids: set[int]
+    special_ids: dict[str, int]
+    vocabulary = _BYTES + 1
 
     def __init__(self) -> None:
-        self.eos_ids = {_BYTES}
+        self.eos_ids, self.special_ids = {_BYTES}, {}
 
     def encode_prompt(self, prompt: Prompt, template: Template, system: str | None) -> tuple[list[int], str]:
         """See Tokenizer. A chat is one line a message."""
@@ -94,7 +100,10 @@ class _HuggingFace:
         self._config = _read_json(folder / "tokenizer_config.json")
         self.eos_ids: set[int] = set()
         model = _read_json(folder / "config.json")
-        for source in (_read_json(folder / "generation_config.json"), model, model.get("text_config") or {}):
+        text_model = model.get("text_config") or {}
+        self.special_ids: dict[str, int] = {}
+        self.vocabulary = int(text_model.get("vocab_size") or model.get("vocab_size") or 0)
+        for source in (_read_json(folder / "generation_config.json"), model, text_model):
             ids = source.get("eos_token_id")
             self.eos_ids.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
 
@@ -146,6 +155,9 @@ class _FileTokenizer(_HuggingFace):
         self._backend.no_truncation()
         eos = self._backend.token_to_id(self._special_tokens.get("eos_token", ""))
         self.eos_ids.update([] if eos is None else [eos])
+        added = self._backend.get_added_tokens_decoder()
+        self.special_ids = {token.content: id for id, token in added.items() if token.special}
+        self.vocabulary = self.vocabulary or self._backend.get_vocab_size()
 
     def encode_prompt(self, prompt: Prompt, template: Template, system: str | None) -> tuple[list[int], str]:
         """See Tokenizer."""
@@ -186,6 +198,8 @@ class _TransformersTokenizer(_HuggingFace):
             raise ConfigError([f"model.path: {folder} holds no tokenizer: {error}"]) from None
         if self._backend.eos_token_id is not None:
             self.eos_ids.add(self._backend.eos_token_id)
+        self.special_ids = dict(zip(self._backend.all_special_tokens, self._backend.all_special_ids, strict=True))
+        self.vocabulary = self.vocabulary or len(self._backend)
 
     def encode_prompt(self, prompt: Prompt, template: Template, system: str | None) -> tuple[list[int], str]:
         """See Tokenizer."""

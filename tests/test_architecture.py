@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "asyncrl"
-CONTRACT = {"errors", "config", "messages", "snapshot", "tokenizer", "ledger", "group_file"}
+CONTRACT = {"errors", "config", "messages", "snapshot", "tokenizer", "stops", "ledger", "group_file"}
 ACTORS = {"dataloader", "rollouter", "reward", "learner", "parameter_server", "controller"}
 FOR_ACTORS = CONTRACT | {"wire", "runtime", "monitor", "weights", "checkpoint"}
 
@@ -16,6 +16,7 @@ MAY_IMPORT = {
     "snapshot": set(),
     "messages": {"snapshot"},
     "tokenizer": {"errors"},
+    "stops": {"errors", "config", "tokenizer"},
     "ledger": {"messages"},
     "group_file": {"errors", "messages"},
     "checkpoint": {"errors", "config", "messages", "group_file"},

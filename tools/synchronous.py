@@ -38,6 +38,7 @@ from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.engines.base import Engine, GenerationRequest
 from asyncrl.rollouter.episodes import request_seed
 from asyncrl.rollouter.response import Response
+from asyncrl.stops import Stops, resolve_stops
 from asyncrl.tokenizer import Tokenizer, load_tokenizer
 from asyncrl.weights.staging import Staged, layout_of
 
@@ -46,6 +47,7 @@ def train(config: Config, runner: asyncio.Runner, engine: Engine, trainer: Train
     """The loop."""
     learner, reward = config.learner, config.reward
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    stops = resolve_stops(config.rollout, tokenizer)
     prompts = PromptSet(load_dataset(config.data), config.data, tokenizer)
     prompts.tokenize(len(prompts))
     order = EpochOrder(prompts.fingerprint, config.run.seed, len(prompts), shuffle=config.data.shuffle)
@@ -57,7 +59,8 @@ def train(config: Config, runner: asyncio.Runner, engine: Engine, trainer: Train
         batch, filtered = list[Group](), list[Group]()
         while len(batch) < config.groups_per_version:
             ticket = make_ticket(config, prompts, version, *next(places))
-            responses = [runner.run(respond(config, engine, tokenizer, ticket, n)) for n in range(ticket.samples)]
+            respond_to = partial(respond, config, engine, tokenizer, stops, ticket)
+            responses = [runner.run(respond_to(sample)) for sample in range(ticket.samples)]
             task = Task(ticket.prompt, ticket.row, [r.text for r in responses], [r.finish_reason for r in responses])
             for response, outcome in zip(responses, scorer(task), strict=True):
                 response.reward, response.components = outcome
@@ -71,6 +74,8 @@ def train(config: Config, runner: asyncio.Runner, engine: Engine, trainer: Train
         for first in range(0, len(batch), learner.groups_per_step):
             groups = batch[first : first + learner.groups_per_step]
             plan = plan_step(groups, filtered=filtered if first == 0 else [], version=version, fresh=first == 0)
+            if not plan.sequences:
+                raise RuntimeError(f"every trajectory of step {trainer.steps + 1} is masked")
             line = {"kind": "train", **plan.metrics, **trainer.train(plan), "step": trainer.steps}
             newest = trainer.steps // learner.steps_per_version
             if newest > version:
@@ -89,12 +94,21 @@ def make_ticket(config: Config, prompts: PromptSet, version: int, epoch: int, in
     return Ticket(grant=0, purpose="train", **fields)
 
 
-async def respond(config: Config, engine: Engine, tokenizer: Tokenizer, ticket: Ticket, sample: int) -> Trajectory:
+async def respond(
+    config: Config, engine: Engine, tokenizer: Tokenizer, stops: Stops, ticket: Ticket, sample: int
+) -> Trajectory:
     """A response to a prompt, not scored yet."""
     key, ids, limit = f"{ticket.uid}/{sample}/1", ticket.prompt_ids.tolist(), ticket.max_tokens
     seed = request_seed(config.run.seed, key, held=0)
-    request = GenerationRequest(id=key, prompt_ids=ids, max_tokens=limit, temperature=ticket.temperature, seed=seed)
-    response = Response(max_tokens=limit, stop=config.rollout.stop)
+    request = GenerationRequest(
+        id=key,
+        prompt_ids=ids,
+        max_tokens=limit,
+        temperature=ticket.temperature,
+        seed=seed,
+        stop_token_ids=stops.token_ids,
+    )
+    response = Response(max_tokens=limit, stops=stops)
     response.submitted(ticket.param_version)
     async for delta in engine.generate(request):
         if response.finish_reason is None:

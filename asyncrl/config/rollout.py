@@ -70,7 +70,10 @@ class RolloutConfig(Section):
     temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
     """Sampling temperature; the learner divides its logits by the same."""
     stop: list[str] = []
-    """Strings that end a response, beside the model's end-of-sequence token."""
+    """Strings that end a response, beside the model's end-of-sequence token. One that is a special token, as
+    <|im_end|>, counts as its id in stop_token_ids."""
+    stop_token_ids: list[NonNegative] = []
+    """Ids of further tokens that end a response as the end-of-sequence token does, which is trained like any other."""
     concurrency: Positive = 64
     """Trajectories in flight in each rollouter."""
     stream_interval: Positive = 16
@@ -91,6 +94,11 @@ class RolloutConfig(Section):
     """Settings of the vllm engine."""
     sim: SimEngineConfig = SimEngineConfig()
     """Settings of the sim engine."""
+
+    @property
+    def stops(self) -> bool:
+        """Whether something ends a response beside the model's end-of-sequence token."""
+        return bool(self.stop or self.stop_token_ids)
 
 
 class WeightsConfig(Section):

@@ -107,7 +107,7 @@ def check_model(model: ModelConfig) -> tuple[Finding, ModelSize | None]:
         return fail("model", "; ".join(error.problems), "copy the tokenizer's files into the model's folder"), size
     told = f"{folder}: {size.parameters:,} parameters, with a tokenizer"
     if not ends:
-        fix = "name eos_token_id in config.json or generation_config.json, or set rollout.stop"
+        fix = "name eos_token_id in config.json or generation_config.json, or set rollout.stop_token_ids"
         return warn("model", f"{told} that names no end of a sequence: responses end at rollout.max_tokens", fix), size
     return ok("model", told), size
 

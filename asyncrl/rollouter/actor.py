@@ -34,6 +34,7 @@ from asyncrl.rollouter.slots import Slots
 from asyncrl.rollouter.updates import UpdateFollower
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.runtime.away import log_away
+from asyncrl.stops import Stops, resolve_stops
 from asyncrl.tokenizer import Tokenizer, load_tokenizer
 
 T = TypeVar("T")
@@ -60,6 +61,7 @@ class Rollouter(Actor):
     def __init__(self, context: ActorContext) -> None:
         super().__init__(context)
         self._tokenizer: Tokenizer
+        self._stops: Stops
         self._host = EngineHost(
             self.config, lambda: make_engine(self.config, self.name), self.clock, self.states, self.awaits
         )
@@ -117,6 +119,9 @@ class Rollouter(Actor):
         self.peer(DATALOADER).connect()
         model = self.config.model
         self._tokenizer = await asyncio.to_thread(load_tokenizer, model.path, trust_remote_code=model.trust_remote_code)
+        self._stops = resolve_stops(self.config.rollout, self._tokenizer)
+        if self.config.rollout.stops:
+            self.log.info("responses end at", token_ids=self._stops.token_ids, strings=self._stops.strings)
         await self._host.start()
 
     async def run(self) -> None:
@@ -287,7 +292,7 @@ class Rollouter(Actor):
         async with self._slots.take() as slot:
             account.took_slot(self.trace.track(f"slot {slot}", FIRST_SLOT + slot))
             try:
-                engine = EpisodeEngine(self._host, self._tokenizer, self.config, ticket, account)
+                engine = EpisodeEngine(self._host, self._tokenizer, self._stops, self.config, ticket, account)
                 trajectory = await single_turn(engine, ticket, sample)
             finally:
                 account.left_slot()

@@ -24,6 +24,7 @@ from asyncrl.rollouter.account import SampleAccount
 from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.engines.base import GenerationRequest
 from asyncrl.rollouter.response import Response
+from asyncrl.stops import Stops
 from asyncrl.tokenizer import Tokenizer
 
 
@@ -47,10 +48,17 @@ class EpisodeEngine:
     """The engine as one episode sees it."""
 
     def __init__(
-        self, host: EngineHost, tokenizer: Tokenizer, config: Config, ticket: Ticket, account: SampleAccount
+        self,
+        host: EngineHost,
+        tokenizer: Tokenizer,
+        stops: Stops,
+        config: Config,
+        ticket: Ticket,
+        account: SampleAccount,
     ) -> None:
         self._host = host
         self._tokenizer = tokenizer
+        self._stops = stops
         self._config = config
         self._ticket = ticket
         self._account = account
@@ -58,8 +66,8 @@ class EpisodeEngine:
 
     async def generate(self, ids: Sequence[int], max_tokens: int | None = None) -> Generated:
         """Sample a continuation of ``ids``, at most ``max_tokens`` long. Raises TrajectoryFailed."""
-        ticket, rollout = self._ticket, self._config.rollout
-        response = Response(max_tokens=max_tokens or ticket.max_tokens, stop=rollout.stop)
+        ticket = self._ticket
+        response = Response(max_tokens=max_tokens or ticket.max_tokens, stops=self._stops)
         self._calls += 1
         key = f"{ticket.uid}/{self._account.sample}/{self._calls}"
         while response.finish_reason is None:
@@ -75,6 +83,7 @@ class EpisodeEngine:
                     max_tokens=response.remaining,
                     temperature=ticket.temperature,
                     seed=request_seed(self._config.run.seed, key, len(response.tokens)),
+                    stop_token_ids=self._stops.token_ids,
                     cache_salt=f"v{version}",
                     key=key,
                     held=len(response.tokens),

@@ -3,7 +3,8 @@
 Invariants: tokens, log-probs and version spans always cover the same positions; every token keeps the log-prob and
 the version that sampled it, also over aborts, resumes and the death of an engine; never more than ``max_tokens``.
 A token is given up only where nobody can say which version sampled it: see ``cut_submission``.
-Stop strings are looked for in the text of the whole response, so that one that straddles a resume still stops.
+Stop strings are looked for in the text of the whole response, so that one that straddles a resume still stops; stop
+tokens are the engine's business.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from asyncrl.messages.groups import VersionSpan
+from asyncrl.stops import Stops
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -22,7 +24,7 @@ class Response:
     """Tokens held so far."""
 
     max_tokens: int
-    stop: Sequence[str] = ()
+    stops: Stops = field(default_factory=Stops)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
@@ -51,13 +53,14 @@ class Response:
         room = self.remaining
         self.tokens.extend(tokens[:room])
         self.logprobs.extend(logprobs[:room])
-        if not self.stop or not _contains(decode(self.tokens), self.stop):
+        strings = self.stops.strings
+        if not strings or not _contains(decode(self.tokens), strings):
             return False
         # The shortest prefix that holds a stop string; the text grows with the tokens, so it can be bisected.
         low, high = before + 1, len(self.tokens)
         while low < high:
             middle = (low + high) // 2
-            if _contains(decode(self.tokens[:middle]), self.stop):
+            if _contains(decode(self.tokens[:middle]), strings):
                 high = middle
             else:
                 low = middle + 1

@@ -200,6 +200,9 @@ def test_a_folder_without_tokenizer_json_goes_through_transformers(tmp_path: Pat
     assert tokenizer.encode_prompt("hello", "plain", None)[1] == "hello"
     assert tokenizer.decode([4, 3]) == "hello"
     assert tokenizer.eos_ids == {3}
+    assert tokenizer.special_ids.items() >= {"[SEP]": 3, "[UNK]": 1}.items()
+    assert "hello" not in tokenizer.special_ids
+    assert tokenizer.vocabulary == len(vocabulary) + len(tokenizer.special_ids.keys() - vocabulary)
 
 
 def test_wrong_folders_name_the_key(tmp_path: Path) -> None:

@@ -156,6 +156,22 @@ def test_i3_i4_logprobs_are_those_of_a_full_forward_after_each_load(
     asyncio.run(go())
 
 
+def test_a_response_ends_with_its_first_stop_token(folder: str, models: list[Any], publisher: Publisher) -> None:
+    async def go() -> None:
+        async with started(folder) as engine:
+            await load(engine, publisher.publish_model(0, models[0]))
+            whole = await collect(engine, ask("whole"))
+            stop = whole.tokens[20]
+            first = whole.tokens.index(stop)
+            cut = await collect(engine, ask("cut", stop_token_ids=[stop]))
+            assert (cut.tokens, cut.reason) == (whole.tokens[: first + 1], "stop")
+            assert cut.logprobs == whole.logprobs[: first + 1]
+            again = await collect(engine, ask("again"))
+            assert again.tokens == whole.tokens, "it is the request's alone"
+
+    asyncio.run(go())
+
+
 def test_i8_nothing_else_changes_a_bit_of_a_response(folder: str, models: list[Any], publisher: Publisher) -> None:
     manifest = publisher.publish_model(0, models[0])
     prompts = [[(3 * i + n) % 90 for i in range(5 + 9 * n)] for n in range(8)]

@@ -180,12 +180,13 @@ def test_lengths_are_lognormal() -> None:
     interval=st.integers(1, 20),
     kv_tokens=st.integers(40, 400),
     sigma=st.floats(0.0, 1.5),
+    stops=st.lists(st.integers(33, 126), max_size=4),
 )
 @settings(max_examples=150, deadline=None)
 def test_interruptions_change_nothing_of_a_response(
-    cuts: list[float], keys: list[int], interval: int, kv_tokens: int, sigma: float
+    cuts: list[float], keys: list[int], interval: int, kv_tokens: int, sigma: float, stops: list[int]
 ) -> None:
-    """Tokens, log-probs and length are a function of seed and key, however often and whenever it was aborted."""
+    """Tokens, log-probs and length are a function of seed, key and stop tokens, however often it was aborted."""
     made = batch(interval, length="lognormal", length_median=15, length_sigma=sigma, kv_tokens=kv_tokens)
     config = sim(length="lognormal", length_median=15, length_sigma=sigma)
     taken, held, now = Taken(), dict.fromkeys(keys, 0), 0.0
@@ -193,7 +194,8 @@ def test_interruptions_change_nothing_of_a_response(
     def submit() -> None:
         for key, count in held.items():
             if f"{key}/done" not in taken.last:
-                made.submit(now, request(f"{key}", prompt=10 + count, max_tokens=300 - count, key=f"{key}", held=count))
+                fields = {"key": f"{key}", "held": count, "stop_token_ids": stops}
+                made.submit(now, request(f"{key}", prompt=10 + count, max_tokens=300 - count, **fields))
 
     def collect() -> None:
         taken.take(made)
@@ -216,10 +218,11 @@ def test_interruptions_change_nothing_of_a_response(
         collect()
     for key in keys:
         total = min(300, response_length(config, 0, f"{key}"))
-        assert (taken.tokens[f"{key}"], taken.logprobs[f"{key}"]) == content(0, f"{key}", 0, total)
-        assert taken.last[f"{key}/done"].finish_reason == (
-            "stop" if response_length(config, 0, f"{key}") <= 300 else "length"
-        )
+        whole, _ = content(0, f"{key}", 0, total)
+        end = next((at for at, token in enumerate(whole, 1) if token in stops), None)
+        assert (taken.tokens[f"{key}"], taken.logprobs[f"{key}"]) == content(0, f"{key}", 0, end or total)
+        stopped = end is not None or response_length(config, 0, f"{key}") <= 300
+        assert taken.last[f"{key}/done"].finish_reason == ("stop" if stopped else "length")
     assert made.running == made.waiting == 0
 
 

@@ -19,7 +19,7 @@ import pytest
 from published_weights import stage
 from test_messages import make_group
 from test_vllm_engine import TOLERANCE, VllmEngine, config_for
-from tiny_models import Publisher, logprobs_of, make_model, save_model
+from tiny_models import VOCAB, Publisher, logprobs_of, make_model, save_model
 
 from asyncrl.messages.groups import Ticket
 from asyncrl.monitor.states import StateLedger
@@ -28,6 +28,7 @@ from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.episodes import EpisodeEngine, Generated
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.clock import LoopClock
+from asyncrl.stops import resolve_stops
 
 pytestmark = [
     # vLLM leaves its ZeroMQ contexts to the garbage collector.
@@ -45,6 +46,8 @@ class Letters:
     """A tokenizer of one character an id."""
 
     eos_ids: set[int] = set()
+    special_ids: dict[str, int] = {}
+    vocabulary = VOCAB
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(chr(0x100 + id) for id in ids)
@@ -102,6 +105,7 @@ class Changing:
     def __init__(self, engine: VllmEngine, versions: Iterator[int], **rollout: Any) -> None:
         self.config = config_for("unused", **rollout)
         self.borrowed = Borrowed(engine)
+        self.stops = resolve_stops(self.config.rollout, Letters())
         clock = LoopClock()
         states = StateLedger(clock.now, "engine")
         self.host = EngineHost(self.config, lambda: self.borrowed, clock, states, Awaits(clock.now))  # type: ignore
@@ -135,7 +139,7 @@ class Changing:
             max_tokens=max_tokens,
         )
         account = SampleAccount(ticket.uid, number, LoopClock().now)
-        return await EpisodeEngine(self.host, Letters(), self.config, ticket, account).generate(prompt)  # type: ignore
+        return await EpisodeEngine(self.host, Letters(), self.stops, self.config, ticket, account).generate(prompt)  # type: ignore
 
     async def run(self, episodes: int = EPISODES, updates: int = UPDATES) -> list[Generated]:
         """All episodes at once, and the updates while they run."""

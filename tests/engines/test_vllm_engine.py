@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from published_weights import stage
-from tiny_models import EOS, Publisher, logprobs_of, make_model, parameters_of, save_model
+from tiny_models import EOS, VOCAB, Publisher, logprobs_of, make_model, parameters_of, save_model
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
@@ -166,6 +166,16 @@ def test_temperature_scales_the_logprobs(served: Served, models: list[Any]) -> N
     scores = torch.log_softmax(logits[len(PROMPT) - 1 : -1], -1)
     expected = scores[torch.arange(len(answer.tokens)), torch.tensor(answer.tokens)].tolist()
     assert worst(answer.logprobs, expected) < TOLERANCE
+
+
+def test_a_response_ends_with_its_first_stop_token(served: Served, models: list[Any]) -> None:
+    served.run(served.load(models[0]))
+    whole = served.run(collect(served.engine, ask(seed=5)))
+    stop = whole.tokens[20]
+    first = whole.tokens.index(stop)
+    cut = served.run(collect(served.engine, ask(seed=5, stop_token_ids=[stop, VOCAB - 2])))
+    assert (cut.tokens, cut.reason) == (whole.tokens[: first + 1], "stop")
+    assert cut.spans[-1].end == len(cut.logprobs) == first + 1
 
 
 def test_seeds_repeat_and_differ(served: Served, models: list[Any]) -> None:

@@ -18,6 +18,7 @@ from asyncrl.rollouter.engines.base import Delta
 from asyncrl.rollouter.episodes import EpisodeEngine, TrajectoryFailed, single_turn
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.clock import LoopClock, run_virtual
+from asyncrl.stops import Stops
 
 STEP_S = 1.0
 
@@ -163,7 +164,7 @@ class World:
             make_group(uid).ticket, max_tokens=tokens, prompt_ids=np.array([5], np.int32), temperature=1.0, **changes
         )
         account = SampleAccount(uid, sample, LoopClock().now)
-        engine = EpisodeEngine(self.host, Letters(), self.config, ticket, account)
+        engine = EpisodeEngine(self.host, Letters(), Stops(), self.config, ticket, account)
         return await single_turn(engine, ticket, sample)
 
     async def __aenter__(self):

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.rollouter.response import Response
+from asyncrl.stops import Stops
 
 ALPHABET = "abcdefgh"
 
@@ -61,7 +62,7 @@ def test_a_switch_within_one_submission_is_kept_where_it_happened():
 def test_a_stop_string_that_straddles_the_cut_still_stops(cut):
     """I3 and the stop: tokens after it are dropped with their log-probs, whatever the submissions were."""
     tokens = [0, 1, 2, 3, 4, 5]  # abcdef, stop at "cd"
-    response = Response(max_tokens=10, stop=["cd"])
+    response = Response(max_tokens=10, stops=Stops(strings=("cd",)))
     stopped, sent = False, 0
     for version, part in ((1, tokens[:cut]), (2, tokens[cut:])):
         if response.finish_reason or stopped:
@@ -94,7 +95,7 @@ def test_the_death_of_an_engine_costs_only_what_nobody_can_date():
 
 
 def test_a_response_that_was_over_when_its_engine_died_stays_so():
-    response = Response(max_tokens=4, stop=["cd"])
+    response = Response(max_tokens=4, stops=Stops(strings=("cd",)))
     response.submitted(1)
     assert response.extend([0, 2, 3], [0.0] * 3, decode)
     response.cut_submission(known=3)
@@ -107,7 +108,7 @@ def test_a_response_that_was_over_when_its_engine_died_stays_so():
 
 
 def test_a_stop_string_among_what_is_forgotten_did_not_stop_anything():
-    response = Response(max_tokens=9, stop=["cd"])
+    response = Response(max_tokens=9, stops=Stops(strings=("cd",)))
     response.submitted(1)
     response.extend([0, 2], [0.0] * 2, decode)
     assert response.extend([3], [0.0], decode)

@@ -10,7 +10,7 @@ the engine raises EngineDied when the engine is gone or does not answer in time;
 called.
 
 Strings that end a response are the caller's business: it sees the whole joined text, an engine only the tokens of
-one submission. It calls ``abort`` when it has found one.
+one submission. It calls ``abort`` when it has found one. Tokens that do are the engine's.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ class GenerationRequest:
     """0 is greedy; only for evaluation."""
     seed: int | None
     """Of this submission's noise; None leaves it to the engine."""
+    stop_token_ids: Sequence[int] = ()
+    """Tokens that end the response, beside the model's end-of-sequence token."""
     cache_salt: str = ""
     """Prefix-cache blocks are shared only between requests of the same salt."""
     priority: int = 0
@@ -53,9 +55,9 @@ class GenerationRequest:
 class Delta:
     """Tokens sampled since the last delta, each with the log-prob (nats, after temperature) that sampled it.
 
-    The last delta of a submission has a finish reason: ``stop`` (the end-of-sequence token is the last one),
-    ``length``, or ``abort``; and the version spans over this submission's tokens, from 0 and without gaps. It may
-    hold no tokens, and an abort before the first token leaves no spans.
+    The last delta of a submission has a finish reason: ``stop`` (the last token is the end-of-sequence token or one of
+    the request's ``stop_token_ids``), ``length``, or ``abort``; and the version spans over this submission's tokens,
+    from 0 and without gaps. It may hold no tokens, and an abort before the first token leaves no spans.
     """
 
     tokens: list[int]

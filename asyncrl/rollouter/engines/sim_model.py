@@ -132,7 +132,12 @@ class Batch:
         self.advance(now)
         key = request.key or request.id
         left = max(1, response_length(self._config, self._seed, key) - request.held)
-        new = min(left, request.max_tokens)
+        new, offset = min(left, request.max_tokens), _hash(self._seed, key) + request.held
+        reason = "stop" if left <= request.max_tokens else "length"
+        if request.stop_token_ids:
+            ends = (at for at, token in enumerate(_content(offset, new)[0], 1) if token in request.stop_token_ids)
+            if (end := next(ends, None)) is not None:
+                new, reason = end, "stop"
         context = len(request.prompt_ids)
         run = _Run(
             id=request.id,
@@ -140,8 +145,8 @@ class Batch:
             new=new,
             # One that is larger than the whole cache runs alone.
             reserve=min(context + new, self._config.kv_tokens),
-            reason="stop" if left <= request.max_tokens else "length",
-            offset=_hash(self._seed, key) + request.held,
+            reason=reason,
+            offset=offset,
         )
         self._arrivals += 1
         heapq.heappush(self._waiting, (request.priority, self._arrivals, run))

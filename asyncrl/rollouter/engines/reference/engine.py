@@ -112,7 +112,8 @@ class ReferenceEngine:
     def _make_model(self) -> Model:
         from asyncrl.rollouter.engines.reference.model import Model
 
-        return Model(self._config.model, checkpoint.stop_token_ids(self._folder))
+        ends = checkpoint.stop_token_ids(self._folder, required=not self._config.rollout.stops)
+        return Model(self._config.model, ends)
 
     async def close(self) -> None:
         """See Engine."""
@@ -181,6 +182,7 @@ class ReferenceEngine:
             prompt=max(1, len(ids) - request.held),
             limit=limit if model.context is None else min(limit, model.context),
             temperature=request.temperature,
+            stop=model.stop.union(request.stop_token_ids),
             seed=seed_of(self._config.run.seed, self.name, request.id) if seed is None else seed,
         )
 

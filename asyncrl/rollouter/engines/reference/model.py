@@ -44,6 +44,8 @@ class Continuation:
     temperature: float
     """0 is greedy."""
     seed: int
+    stop: frozenset[int]
+    """Tokens at which it ends."""
     cache: Any = None
     """Keys and values of the first ``seen`` tokens."""
     seen: int = 0
@@ -88,7 +90,8 @@ class Model:
         self.context: int | None = getattr(text, "max_position_embeddings", None)
         """Longest sequence, where there is a limit."""
         self.vocabulary: int = text.vocab_size
-        self._stop = frozenset(stop_token_ids)
+        self.stop = frozenset(stop_token_ids)
+        """Tokens that end every sequence."""
         self._model: Any = None
         self.fed = 0
         """Portions computed so far, for those who watch from another thread."""
@@ -139,7 +142,7 @@ class Model:
             it.ids.append(token)
             sampled.tokens.append(token)
             sampled.logprobs.append(logprob)
-            if token in self._stop:
+            if token in it.stop:
                 sampled.finish_reason = "stop"
             elif len(it.ids) >= it.limit:
                 sampled.finish_reason = "length"

@@ -92,13 +92,13 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[variable] = value
 
 
-def sampling(request: GenerationRequest, stop_token_ids: list[int], stream_interval: int) -> SamplingParams:
+def sampling(request: GenerationRequest, eos_token_ids: list[int], stream_interval: int) -> SamplingParams:
     """Parameters of a request: nothing but temperature shapes the distribution, so that log-probs are the policy's."""
     return SamplingParams(
         temperature=request.temperature,
         max_tokens=request.max_tokens,
         seed=request.seed,
-        stop_token_ids=stop_token_ids,
+        stop_token_ids=[*eos_token_ids, *request.stop_token_ids],
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,

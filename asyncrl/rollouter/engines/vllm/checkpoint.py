@@ -42,10 +42,10 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     return nested if isinstance(nested, dict) else config
 
 
-def stop_token_ids(folder: str) -> list[int]:
+def stop_token_ids(folder: str, *, required: bool = True) -> list[int]:
     """Ids that end a response: those of generation_config.json and config.json, and the tokenizer's own.
 
-    Raises ConfigError when there is none, because every response would then run to its limit.
+    Raises ConfigError when one is ``required`` and there is none, because every response would run to its limit.
     """
     config = read_config(folder)
     found: set[int] = set()
@@ -57,8 +57,13 @@ def stop_token_ids(folder: str) -> list[int]:
     if isinstance(content, str):
         tokenizer = _read(Path(folder) / "tokenizer.json") or {}
         found.update(added["id"] for added in tokenizer.get("added_tokens", ()) if added["content"] == content)
-    if not found:
-        raise ConfigError([f"model.path: {folder} names no end-of-sequence token (eos_token_id in config.json)"])
+    if required and not found:
+        raise ConfigError(
+            [
+                f"model.path: {folder} names no end-of-sequence token (eos_token_id in config.json); add it there, or "
+                "set rollout.stop_token_ids"
+            ]
+        )
     return sorted(found)
 
 

@@ -71,7 +71,7 @@ class VllmEngine:
         self._update_open = False
         self._scores = 0
         self._folder = ""
-        self._stop_token_ids: list[int] = []
+        self._eos_token_ids: list[int] = []
         self._launching: asyncio.Future[Any] | None = None
         self._others: list[BaseProcess] = []
         self._cores: list[BaseProcess] = []
@@ -115,7 +115,7 @@ class VllmEngine:
         self._look()
 
     def _read_model(self) -> dict[str, Any]:
-        self._stop_token_ids = checkpoint.stop_token_ids(self._model_path)
+        self._eos_token_ids = checkpoint.stop_token_ids(self._model_path, required=not self._config.rollout.stops)
         return checkpoint.read_config(self._model_path)
 
     def _launch(self, model: dict[str, Any]) -> Any:
@@ -204,7 +204,7 @@ class VllmEngine:
         try:
             outputs = llm.generate(
                 vllm.tokens_input(_plain(request.prompt_ids), cache_salt=request.cache_salt or None),
-                vllm.sampling(request, self._stop_token_ids, self._stream_interval),
+                vllm.sampling(request, self._eos_token_ids, self._stream_interval),
                 request.id,
                 priority=request.priority,
             )
