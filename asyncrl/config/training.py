@@ -114,6 +114,9 @@ class LearnerConfig(Section):
     """Where it trains; auto takes CUDA where there is one."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Compute type; master weights and reductions are float32. auto is bfloat16 on CUDA and float32 on CPU."""
+    threads: NonNegative = 0
+    """Threads of each rank that trains on CPU; 0 shares the host's cores among its ranks. The last bits of what is
+    computed depend on it."""
     steps: Positive = 100
     """Optimizer steps of the run."""
     groups_per_step: Positive = 8

@@ -9,8 +9,13 @@ numbered in the order of the hosts.
 
 On each host GPUs go to the learner's ranks first, in order, then to the engines; no GPU is shared. Every learner rank
 of a host sees all the learner's GPUs there and takes one of its own, as under torchrun; an engine sees its own alone;
-everybody else sees none. Threads: the learner's ranks and the engines of a host share its cores evenly and everybody
-else gets one, so nothing is oversubscribed. What does not fit is refused with the sum that does not.
+everybody else sees none. What does not fit is refused with the sum that does not.
+
+Threads: engines get an even share of their host's cores, counting the learner's ranks there; so do ranks with a GPU.
+Ranks that train on the CPU share all of its cores among themselves: an engine beside them mostly has nothing to do for
+as long as a slow learner trains, and the kernel divides the cores where it has. So what a learner computes depends, in
+the last bits, on the cores of its host and on its ranks there (or on learner.threads), and not on how many engines
+there are. Everybody else gets one thread.
 """
 
 from __future__ import annotations
@@ -61,7 +66,7 @@ def place(config: Config, hosts: Sequence[Host]) -> list[Placed]:
     assert len({host.name for host in hosts}) == len(hosts)
     ranks, replicas = _counts(config, hosts)
     on_gpu, each = _learner_on_gpu(config, hosts), _gpus_per_replica(config)
-    threads = [_threads(config, *there) for there in zip(hosts, ranks, replicas, strict=True)]
+    threads = [_threads(config, *there, on_gpu) for there in zip(hosts, ranks, replicas, strict=True)]
     placed = {}
     first_rank = first_replica = 0
     for index, host in enumerate(hosts):
@@ -93,7 +98,7 @@ def replicas_of(config: Config, host: Host) -> int:
 def place_replicas(config: Config, host: Host, names: Sequence[str]) -> list[Placed]:
     """Place engines of these names on a host that has nothing else of the run."""
     each = _gpus_per_replica(config)
-    threads = _threads(config, host, 0, len(names)).get("rollouter", 1)
+    threads = _threads(config, host, 0, len(names), on_gpu=False).get("rollouter", 1)
     placed = []
     for local, name in enumerate(names):
         gpus = host.gpus[local * each :][:each]
@@ -214,8 +219,8 @@ def _reward_host(config: Config, hosts: Sequence[Host], ranks: Sequence[int], re
     return hosts[free.index(max(free))]
 
 
-def _threads(config: Config, host: Host, ranks: int, replicas: int) -> dict[str, int]:
-    """Threads of a process of each role that computes on the host."""
+def _threads(config: Config, host: Host, ranks: int, replicas: int, on_gpu: bool) -> dict[str, int]:
+    """Threads of a process of each role that computes on the host; ``on_gpu``: the learner does it on GPUs."""
     counts = {}
     if config.learner.backend != "sim":
         counts["learner"] = ranks
@@ -223,6 +228,8 @@ def _threads(config: Config, host: Host, ranks: int, replicas: int) -> dict[str,
         counts["rollouter"] = replicas
     share = max(1, host.cpus // max(1, sum(counts.values())))
     threads = dict.fromkeys(counts, share)
+    if "learner" in counts and not on_gpu:
+        threads["learner"] = config.learner.threads or max(1, host.cpus // max(1, ranks))
     if "rollouter" in counts and config.rollout.vllm.threads:
         threads["rollouter"] = config.rollout.vllm.threads
     return threads

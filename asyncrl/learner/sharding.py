@@ -49,14 +49,16 @@ def compute_dtype(config: LearnerConfig, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
 
 
-def prepare_device(device: torch.device, ranks_here: int) -> None:
-    """Settings of this process: its CUDA device, or its share of the cores unless OMP_NUM_THREADS says
-    otherwise.
+def prepare_device(device: torch.device, config: LearnerConfig) -> None:
+    """Settings of this process: its CUDA device, or its threads: as learner.threads or OMP_NUM_THREADS says, or its
+    share of the cores.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    elif config.threads:
+        torch.set_num_threads(config.threads)
     elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // config.ranks))
 
 
 def build_policy(config: Config, ranks: Ranks, dtype: torch.dtype) -> tuple[Policy, Scoring]:

@@ -116,7 +116,7 @@ class Trainer:
 
     def setup(self, host: str, port: int) -> None:
         device = choose_device(self._learner, self._rank)
-        prepare_device(device, self._learner.ranks)
+        prepare_device(device, self._learner)
         self._ranks = Ranks(
             self._rank,
             self._learner.ranks,

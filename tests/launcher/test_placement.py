@@ -11,12 +11,17 @@ from asyncrl.errors import ConfigError
 from asyncrl.launcher.placement import Host, describe, place
 
 
-def config(ranks=1, replicas=1, gpus_per_replica=1, device="auto", threads=0, sim=False, **tables):
+def config(ranks=1, replicas=1, gpus_per_replica=1, device="auto", threads=0, sim=False, learner_threads=0, **tables):
     return validate_config(
         {
             "model": {"path": "/models/m"},
             "data": {"source": "synthetic"},
-            "learner": {"ranks": ranks, "device": device, "backend": "sim" if sim else "fsdp2"},
+            "learner": {
+                "ranks": ranks,
+                "device": device,
+                "backend": "sim" if sim else "fsdp2",
+                "threads": learner_threads,
+            },
             "rollout": {
                 "replicas": replicas,
                 "gpus_per_replica": gpus_per_replica,
@@ -110,10 +115,11 @@ def test_what_is_simulated_needs_no_gpu():
 @pytest.mark.parametrize(
     ("cpus", "ranks", "replicas", "threads", "sim", "learner", "engine"),
     [
-        (2, 1, 1, 0, False, "1", "1"),
+        (2, 1, 1, 0, False, "2", "1"),
         (2, 2, 2, 0, False, "1", "1"),
-        (16, 2, 2, 0, False, "4", "4"),
-        (64, 1, 1, 6, False, "32", "6"),
+        (16, 2, 2, 0, False, "8", "4"),
+        (16, 3, 8, 0, False, "5", "1"),
+        (64, 1, 1, 6, False, "64", "6"),
         (64, 1, 4, 0, True, "1", "1"),
     ],
 )
@@ -122,6 +128,16 @@ def test_computing_processes_share_the_cores(cpus, ranks, replicas, threads, sim
     assert placed["learner/0"].env["OMP_NUM_THREADS"] == learner
     assert placed["rollouter/0"].env["OMP_NUM_THREADS"] == engine
     assert placed["reward/0"].env["OMP_NUM_THREADS"] == "1"
+
+
+def test_threads_of_a_rank_on_cpu_may_be_set():
+    for device, gpus, expected in (("cpu", 0, "3"), ("auto", 0, "3"), ("cuda", 1, "4")):
+        asked = config(1, 1, 0, device, learner_threads=3)
+        placed = by_name(place(asked, [host(gpus, cpus=8)]))
+        assert (placed["learner/0"].env["OMP_NUM_THREADS"], placed["rollouter/0"].env["OMP_NUM_THREADS"]) == (
+            expected,
+            "4",
+        )
 
 
 def test_torch_finds_its_ranks():
@@ -355,11 +371,12 @@ def test_placement_over_hosts(gpus, cpus, ranks, replicas, each, device):
             actor.gpus == tuple(actor.env["CUDA_VISIBLE_DEVICES"].split(",")[there.index(actor.name) :][:1])
             or not on_gpu
         )
-    # Nothing that computes outnumbers its cores but by having a thread at least.
+    # Neither ranks nor engines outnumber their cores but by having a thread at least, nor both together on GPUs.
     for host in hosts:
-        roles = ("learner/", "rollouter/")
-        threads = [int(a.env["OMP_NUM_THREADS"]) for a in placed if a.host == host.name and a.name.startswith(roles)]
-        assert sum(threads) <= max(host.cpus, len(threads))
+        for roles in ("learner/", "rollouter/", *([("learner/", "rollouter/")] if on_gpu else [])):
+            computing = [a for a in placed if a.host == host.name and a.name.startswith(roles)]
+            threads = [int(a.env["OMP_NUM_THREADS"]) for a in computing]
+            assert sum(threads) <= max(host.cpus, len(threads))
 
 
 @given(count=st.integers(1, 6), ranks=st.integers(1, 12), replicas=st.integers(1, 24))
