@@ -49,13 +49,14 @@ class DataConfig(Section):
     options: dict[str, Any] = {}
     """Further options of the reasoning-gym task."""
     prompt_key: str = "prompt"
-    """Column that holds the prompt: text, or a list of chat messages with role and content."""
+    """Column that holds the prompt: text, or a list of chat messages with role and content, which is text or a list of
+    text parts ({"type": "text", "text": ...}), joined by newlines."""
     template: Literal["plain", "chat"] = "plain"
     """How a prompt becomes tokens: as it stands, or through the tokenizer's chat template."""
     system: str | None = None
     """System message put before each prompt; chat template only."""
     max_prompt_tokens: Positive = 1024
-    """Longer prompts are quarantined before they are ever leased."""
+    """Longer prompts are quarantined before they are ever leased; the terminal tells how many."""
     on_bad_row: Literal["error", "skip"] = "error"
     """A row that cannot be read ends the start with file and line, or is counted and left out."""
     shuffle: bool = True

@@ -112,6 +112,8 @@ class Dataloader(Actor):
             bad_rows=prompts.skipped,
             fingerprint=prompts.fingerprint,
         )
+        if told := prompts.told_of_oversize(key):
+            self.notify(f"too_long/{key}", told, count=len(prompts.oversize))
         return prompts
 
     def _make_source(self) -> None:

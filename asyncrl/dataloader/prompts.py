@@ -29,6 +29,8 @@ class PromptSet:
         self.skipped = dataset.skipped
         self.oversize: set[int] = set()
         """Indices of prompts over max_prompt_tokens."""
+        self._longest = (0, "")
+        """Tokens and place of the longest prompt."""
         self._size = len(dataset.rows)
         self._rows = dataset.rows
         """Emptied once all are tokenized."""
@@ -53,6 +55,7 @@ class PromptSet:
                 raise DataError(str(error), path=row.path, line=row.line) from None
             if not ids:
                 raise DataError("the prompt has no tokens", path=row.path, line=row.line)
+            self._longest = max(self._longest, (len(ids), f"{row.path}:{row.line}"), key=lambda found: found[0])
             if len(ids) > config.max_prompt_tokens:
                 self.oversize.add(index)
                 ids, text = [], ""
@@ -63,10 +66,23 @@ class PromptSet:
             return False
         if len(self.oversize) == self._size:
             raise DataError(
-                f"every prompt is over max_prompt_tokens = {config.max_prompt_tokens}", path=self._rows[0].path
+                f"every prompt is over max_prompt_tokens = {config.max_prompt_tokens}; the longest has "
+                f"{self._longest[0]} tokens",
+                path=self._rows[0].path,
             )
         self._rows = []
         return True
+
+    def told_of_oversize(self, key: str) -> str:
+        """For the user: how many prompts are left out, and the longest; empty where none is. ``key``: the data's."""
+        if not self.oversize:
+            return ""
+        tokens, place = self._longest
+        return (
+            f"{key}: {len(self.oversize)} of {len(self)} prompts have more than {key}.max_prompt_tokens = "
+            f"{self._config.max_prompt_tokens} tokens and are left out; the longest has {tokens} ({place}). Raise "
+            f"{key}.max_prompt_tokens, or shorten them"
+        )
 
     @property
     def admissible(self) -> tuple[int, ...]:

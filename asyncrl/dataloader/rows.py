@@ -139,11 +139,31 @@ def _check_prompt(prompt: Any, key: str) -> Prompt:
     for number, message in enumerate(prompt, 1):
         if not isinstance(message, dict):
             raise BadRow(f"{key}: message {number} must be an object, not {_kind(message)}")
-        for field in ("role", "content"):
-            if not isinstance(message.get(field), str):
-                raise BadRow(f"{key}: message {number} needs a {field} that is text, not {_kind(message.get(field))}")
-        messages.append({"role": message["role"], "content": message["content"]})
+        where, role = f"{key}: message {number}", message.get("role")
+        if not isinstance(role, str):
+            raise BadRow(f"{where} needs a role that is text, not {_kind(role)}")
+        messages.append({"role": role, "content": _check_content(message.get("content"), where)})
     return messages
+
+
+def _check_content(content: Any, where: str) -> str:
+    """Text, or text parts, which are joined as vLLM's server does it for templates that know no parts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise BadRow(f"{where} needs a content that is text or a list of text parts, not {_kind(content)}")
+    texts = []
+    for number, part in enumerate(content, 1):
+        if not isinstance(part, dict):
+            raise BadRow(f"{where}: part {number} of its content must be an object, not {_kind(part)}")
+        if part.get("type") != "text":
+            raise BadRow(
+                f"{where}: part {number} of its content has the type {part.get('type')!r}; only text is trained"
+            )
+        if not isinstance(part.get("text"), str):
+            raise BadRow(f"{where}: part {number} of its content needs a text, not {_kind(part.get('text'))}")
+        texts.append(part["text"])
+    return "\n".join(texts)
 
 
 def _simplify(value: Any) -> Any:

@@ -43,6 +43,11 @@ def test_prompts_over_the_limit_are_kept_apart() -> None:
     assert prompts.tokenize(9)
     assert prompts.oversize == {1}
     assert prompts.admissible == (0, 2)
+    assert prompts.told_of_oversize("eval.a.data") == (
+        "eval.a.data: 1 of 3 prompts have more than eval.a.data.max_prompt_tokens = 5 tokens and are left out; the "
+        "longest has 6 (d.jsonl:2). Raise eval.a.data.max_prompt_tokens, or shorten them"
+    )
+    assert make_set(["12345"], max_prompt_tokens=5).told_of_oversize("data") == ""
 
 
 def test_the_template_and_the_system_message_are_applied_before_the_length_is_taken() -> None:
@@ -56,7 +61,7 @@ def test_the_template_and_the_system_message_are_applied_before_the_length_is_ta
 
 def test_every_prompt_over_the_limit_is_an_error() -> None:
     prompts = make_set(["12", "34"], max_prompt_tokens=1)
-    with pytest.raises(DataError, match="every prompt is over max_prompt_tokens = 1"):
+    with pytest.raises(DataError, match="every prompt is over max_prompt_tokens = 1; the longest has 2"):
         prompts.tokenize(9)
 
 

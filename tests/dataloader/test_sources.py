@@ -75,6 +75,19 @@ def test_chat_messages(tmp_path: Path) -> None:
     assert columns(dataset) == [{"chat": messages}]
 
 
+def test_content_may_be_text_parts_from_either_kind_of_file(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    rows = [{"prompt": [{"role": "user", "content": parts[:1]}]}, {"prompt": [{"role": "user", "content": parts}]}]
+    parquet.write_table(pyarrow.table({"prompt": [row["prompt"] for row in rows]}), tmp_path / "a.parquet")
+    for dataset in (
+        load(path=write_rows(tmp_path / "a.jsonl", rows)),
+        load(source="parquet", path=str(tmp_path / "a.parquet")),
+    ):
+        assert [row.prompt[0]["content"] for row in dataset.rows] == ["one", "one\ntwo"]
+        # The reward function sees the row as it stands.
+        assert columns(dataset) == rows
+
+
 BAD_LINES = {
     "{": "not valid JSON",
     "[1, 2]": "a row must be an object, not a list",
@@ -89,7 +102,13 @@ BAD_LINES = {
     '{"prompt": []}': "prompt holds no message",
     '{"prompt": ["x"]}': "message 1 must be an object, not text",
     '{"prompt": [{"role": "user", "content": "x"}, {"content": "x"}]}': "message 2 needs a role that is text, not null",
-    '{"prompt": [{"role": "user", "content": ["x"]}]}': "message 1 needs a content that is text, not a list",
+    '{"prompt": [{"role": "user", "content": 3}]}': "message 1 needs a content that is text or a list of text parts",
+    '{"prompt": [{"role": "user", "content": []}]}': "message 1 needs a content that is text or a list of text parts",
+    '{"prompt": [{"role": "user", "content": ["x"]}]}': "message 1: part 1 of its content must be an object, not text",
+    '{"prompt": [{"role": "u", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": 1}]}]}': (
+        "message 1: part 2 of its content has the type 'image_url'; only text is trained"
+    ),
+    '{"prompt": [{"role": "u", "content": [{"type": "text"}]}]}': "part 1 of its content needs a text, not null",
     '{"prompt": "x", "n": NaN}': "not valid JSON",
     '{"prompt": "x", "n": 123456789012345678901234567890}': "cannot be sent",
     "\ufeff" + '{"prompt": "x"}': "not valid JSON",
