@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 import tomllib
 
 import pytest
@@ -28,6 +30,27 @@ def test_wrong_usage(arguments, capsys):
         parser().parse_args(arguments)
     assert caught.value.code == 2
     assert "usage" in capsys.readouterr().err
+
+
+NOISY = """
+import os, subprocess, sys
+from tools.bench.report import Report, for_json_alone
+print("before")
+with for_json_alone() as stdout:
+    print("a library")
+    os.write(1, b"a library in C\\n")
+    subprocess.run([sys.executable, "-c", "print('an engine')"], check=True)
+    print(Report("calls").to_json(), file=stdout)
+print("after")
+"""
+
+
+def test_the_json_is_alone_on_standard_output():
+    """Whatever libraries print, and processes that were started."""
+    ended = subprocess.run([sys.executable, "-c", NOISY], capture_output=True, text=True, check=True, timeout=60)
+    before, line, after = ended.stdout.splitlines()
+    assert (before, json.loads(line)["bench"], after) == ("before", "calls", "after")
+    assert set(ended.stderr.splitlines()) == {"a library", "a library in C", "an engine"}
 
 
 def test_a_tiny_run_of_calls(monkeypatch):

@@ -1,6 +1,7 @@
 """``python -m tools.bench {calls,rollout,overlap}``: measure asyncrl against the floor.
 
-A table goes to stderr; with ``--json`` the last line of stdout is one JSON object whose last key is ``ratios``.
+A table goes to stderr, with all that engines log; with ``--json`` stdout is one JSON object whose last key is
+``ratios``, and nothing else.
 The exit code says nothing of the targets: 0 when everything was measured.
 """
 
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 import uvloop
 
 from asyncrl.runtime.process import tune_memory
-from tools.bench.report import Report
+from tools.bench.report import Report, for_json_alone
 from tools.bench.weights_layouts import LAYOUTS
 
 
@@ -56,6 +57,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser().parse_args(arguments)
     report = Report(chosen.bench)
     tune_memory()
+    with for_json_alone() as stdout:
+        _measure(chosen, report)
+        if chosen.json:
+            print(report.to_json(), file=stdout)
+    return 0
+
+
+def _measure(chosen: argparse.Namespace, report: Report) -> None:
     if chosen.bench == "calls":
         from tools.bench import calls
 
@@ -82,9 +91,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from tools.bench import overlap
 
         overlap.measure(report, steps=chosen.steps)
-    if chosen.json:
-        print(report.to_json())
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a benchmark prints: a table for people on stderr, and one JSON object as the last line of stdout."""
+"""What a benchmark prints: a table for people on stderr, and one JSON object, alone, on stdout."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from tools.bench.paired import Comparison
 
@@ -95,6 +97,19 @@ class Report:
         if target is not None:
             line += f"  target {target}  {'met' if target.met(ratio.median) else 'NOT MET'}"
         self.say(line)
+
+
+@contextmanager
+def for_json_alone() -> Iterator[TextIO]:
+    """Standard output. What anybody else writes there meanwhile, our processes included, goes to standard error."""
+    sys.stdout.flush()
+    with os.fdopen(os.dup(1), "w") as stdout:
+        os.dup2(2, 1)
+        try:
+            yield stdout
+        finally:
+            sys.stdout.flush()
+            os.dup2(stdout.fileno(), 1)
 
 
 def machine() -> dict[str, Any]:
