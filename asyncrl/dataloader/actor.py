@@ -113,7 +113,7 @@ class Dataloader(Actor):
             fingerprint=prompts.fingerprint,
         )
         if told := prompts.told_of_oversize(key):
-            self.notify(f"too_long/{key}", told, count=len(prompts.oversize))
+            self.notify(f"too_long/{key}", told)
         return prompts
 
     def _make_source(self) -> None:

@@ -199,7 +199,7 @@ def test_prompts_that_are_too_long_are_reported_and_never_granted(
             await it.report("0-1", kind="quarantined", version=-1)
             assert (await it.supply()).rejected == []
             (notice,) = it.actor._notices.take()
-            assert (notice.key, notice.count) == ("too_long/data", 1)
+            assert notice.key == "too_long/data"
             assert notice.text.startswith("data: 1 of 3 prompts have more than data.max_prompt_tokens = 10 tokens")
             assert f"the longest has 30 ({path}:2)" in notice.text
 
