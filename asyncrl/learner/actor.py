@@ -423,7 +423,7 @@ class Learner(Actor):
             self._rounds_changed.clear()
             for round, groups in self._evals.complete():
                 name = round.rpartition("@")[0]
-                line = {"kind": "eval", "step": self._training.step, "weights/version": self.param_version}
+                line = {"kind": "eval", "step": self._training.step}
                 await self._lines.emit(line | eval_metrics(name, groups))
                 self._rounds_written.add(round)
                 self.story.tell(EVALUATED, uids=[group.ticket.uid for group in groups], step=self._training.step)

@@ -111,9 +111,9 @@ def eval_metrics(name: str, groups: list[Group]) -> dict[str, Any]:
     if not trajectories:
         return found
     versions = [span.version for trajectory in trajectories for span in trajectory.spans]
+    if versions:
+        found |= {"weights/version": max(versions), f"eval/{name}/version_min": min(versions)}
     return found | {
-        "weights/version": max(versions, default=-1),
-        f"eval/{name}/version_min": min(versions, default=-1),
         f"eval/{name}/mean": float(np.mean([t.reward for t in trajectories])),
         f"eval/{name}/pass_at_k": float(np.mean([any((t.reward or 0) >= 1 for t in g.trajectories) for g in scored])),
         f"eval/{name}/k": max(len(group.trajectories) for group in scored),

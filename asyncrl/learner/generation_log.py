@@ -1,6 +1,8 @@
 """What the rollouters say they did, so that a step can be held against it: tokens, updates, overlap. Pure.
 
-Statistics arrive up to an interval late; ``covers`` tells whether everything up to a time has arrived.
+Statistics arrive up to an interval late; ``covers`` tells whether everything up to a time has arrived. The tokens of a
+report count evenly over the time from the report before it, so a step that lies between two reports has its part of
+them. Invariant: each token counts in one step at most, whenever the lines of the steps are written.
 """
 
 from __future__ import annotations
@@ -15,16 +17,37 @@ from asyncrl.messages.learner import RolloutStats, UpdateTimes
 @dataclass(slots=True)
 class _Source:
     incarnation: int
-    tokens: int = 0
-    heard: float = 0.0
+    tokens: int
+    heard: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    """Tokens between two reports of a rollouter."""
+
+    tokens: int
+    since: float
+    until: float
+
+    def within(self, start: float, end: float) -> float:
+        """So many of them between ``start`` and ``end``."""
+        seconds = self.until - self.since
+        if seconds <= 0.0:
+            return self.tokens if start < self.until <= end else 0.0
+        return self.tokens * max(0.0, min(end, self.until) - max(start, self.since)) / seconds
 
 
 @dataclass(slots=True)
 class GenerationLog:
-    """Statistics of all rollouters. Times are wall clock, in seconds."""
+    """Statistics of all rollouters. Times are wall clock, in seconds.
 
+    ``succeeds``: an earlier learner had reports too, so that of a rollouter that is new here it is not known what it
+    sampled since the last of them.
+    """
+
+    succeeds: bool = False
     _sources: dict[str, _Source] = field(default_factory=dict)
-    _tokens: int = 0
+    _sampled: list[_Sampled] = field(default_factory=list)
     _intervals: list[tuple[float, float]] = field(default_factory=list)
     _updates: list[tuple[str, UpdateTimes]] = field(default_factory=list)
 
@@ -32,8 +55,10 @@ class GenerationLog:
         """Take a rollouter's statistics, which came at ``now``."""
         source = self._sources.get(name)
         if source is None or source.incarnation != incarnation:
-            source = self._sources[name] = _Source(incarnation)
-        self._tokens += stats.sampled_tokens - source.tokens
+            known = 0 if source is not None or not self.succeeds else stats.sampled_tokens
+            began = now - _extent(stats.sampling)
+            source = self._sources[name] = _Source(incarnation, known, began)
+        self._sampled.append(_Sampled(stats.sampled_tokens - source.tokens, source.heard, now))
         source.tokens, source.heard = stats.sampled_tokens, now
         self._intervals += stats.sampling
         self._updates += [(name, update) for update in stats.updates]
@@ -42,10 +67,15 @@ class GenerationLog:
         """Whether every rollouter has been heard of since ``time``; one silent for ``patience_s`` is not waited for."""
         return all(source.heard >= time or source.heard < now - patience_s for source in self._sources.values())
 
-    def take(self) -> tuple[int, list[tuple[str, UpdateTimes]]]:
-        """(tokens sampled, updates as (rollouter, times)) since the last call."""
-        taken = (self._tokens, self._updates)
-        self._tokens, self._updates = 0, []
+    def take_tokens(self, start: float, end: float) -> int | None:
+        """Tokens sampled in [start, end); None if nobody told of that time. Forgets what lies before ``end``."""
+        told = [each for each in self._sampled if each.until > start]
+        self._sampled = [each for each in told if each.until > end]
+        return round(sum(each.within(start, end) for each in told)) if told else None
+
+    def take_updates(self) -> list[tuple[str, UpdateTimes]]:
+        """Updates since the last call, as (rollouter, times)."""
+        taken, self._updates = self._updates, []
         return taken
 
     def overlap(self, start: float, end: float) -> float:
@@ -53,6 +83,11 @@ class GenerationLog:
         self._intervals = merge([(a, b) for a, b in self._intervals if b > start])
         covered = sum(max(0.0, min(b, end) - max(a, start)) for a, b in self._intervals)
         return covered / (end - start) if end > start else 0.0
+
+
+def _extent(intervals: Sequence[tuple[float, float]]) -> float:
+    """From the first to the last of them (s), by whatever clock."""
+    return max(end for _, end in intervals) - min(start for start, _ in intervals) if intervals else 0.0
 
 
 def merge(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -1,8 +1,9 @@
 """The lines of metrics.jsonl, the samples of each step and what is quarantined: in order, off the training path.
 
 A step's line waits, for a limited time, until the rollouters have said what they did while it was trained; with it
-go the lines of the weight updates that ended meanwhile. A line that cannot be written is lost and counted; training
-goes on.
+go the lines of the weight updates that ended meanwhile. What is sampled is counted from the end of one step's training
+to the end of the next one's, and left out where not all of it is known. A line that cannot be written is lost and
+counted; training goes on.
 """
 
 from __future__ import annotations
@@ -59,10 +60,11 @@ class StepLines:
         self._counters = counters
         self._clock = clock
         self._log = log
-        self._generation = GenerationLog()
+        self._generation = GenerationLog(succeeds=records.start > 1)
         self._stats_came = asyncio.Event()
         self._steps: asyncio.Queue[TrainedStep] = asyncio.Queue(LINES_PENDING)
-        self._counted_at = clock.now()
+        self._counted_until: float | None = None
+        """When the training of the newest step that has a line ended (wall clock, s)."""
         self._written = step
         """The last step whose line is written."""
         self._line_written = asyncio.Event()
@@ -93,17 +95,18 @@ class StepLines:
 
     async def run(self) -> None:
         """Until cancelled."""
-        self._counted_at = self._clock.now()
         while True:
             step = await self._steps.get()
+            complete = True
             try:
                 async with asyncio.timeout(STATS_WAIT_S):
                     while not self._covered(step):
                         self._stats_came.clear()
                         await self._stats_came.wait()
             except TimeoutError:
+                complete = False
                 self._log.warning("statistics of a step are incomplete", step=step.line["step"])
-            await self._write_step(step)
+            await self._write_step(step, complete=complete)
             self._written = step.line["step"]
             self._line_written.set()
             self._steps.task_done()
@@ -117,8 +120,7 @@ class StepLines:
     async def finish(self) -> None:
         """Until all lines are written, with the updates that ended after the last step."""
         await self._steps.join()
-        _, updates = self._generation.take()
-        await self._write_updates(updates, self._written)
+        await self._write_updates(self._generation.take_updates(), self._written)
 
     async def _write_updates(self, updates: list[tuple[str, UpdateTimes]], step: int) -> None:
         lines = [update_line(*update) | {"step": step} for update in updates]
@@ -133,20 +135,29 @@ class StepLines:
     def _covered(self, step: TrainedStep) -> bool:
         return self._generation.covers(step.train_ended, now=self._clock.wall(), patience_s=STATS_WAIT_S)
 
-    async def _write_step(self, step: TrainedStep) -> None:
-        tokens, updates = self._generation.take()
-        now = self._clock.now()
-        since, self._counted_at = self._counted_at, now
-        line = step.line | {
-            "rollout/tokens": tokens,
-            "rollout/tokens_per_s": tokens / (now - since),
-            "perf/overlap": self._generation.overlap(step.train_began, step.train_ended),
-            **update_metrics([times for _, times in updates]),
-        }
+    async def _write_step(self, step: TrainedStep, *, complete: bool) -> None:
+        updates = self._generation.take_updates()
+        sampling = self._sampling_metrics(step)
+        line = step.line | (sampling if complete else {}) | update_metrics([times for _, times in updates])
         await self._write_updates(updates, line["step"])
         await self.emit(line)
         kept = step.groups[: self._samples_per_step]
         await self._write(partial(self._records.samples, line["step"], line["weights/version"], kept))
+
+    def _sampling_metrics(self, step: TrainedStep) -> dict[str, float]:
+        """Empty where nothing is known, which is not the same as nothing sampled."""
+        end, start = step.train_ended, self._counted_until
+        if start is None:
+            start = step.train_began - step.line["time/wait_for_groups_s"]
+        self._counted_until = end
+        tokens = self._generation.take_tokens(start, end)
+        if tokens is None or end <= start:
+            return {}
+        return {
+            "rollout/tokens": tokens,
+            "rollout/tokens_per_s": tokens / (end - start),
+            "perf/overlap": self._generation.overlap(step.train_began, end),
+        }
 
     async def _write(self, write: Callable[[], None]) -> None:
         try:

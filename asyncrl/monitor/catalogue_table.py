@@ -295,7 +295,7 @@ METRICS: tuple[Metric, ...] = (
         ("rollout/truncated_fraction", "share", "of responses cut at their longest"),
         ("rollout/mixed_version_fraction", "share", "of responses sampled under several versions"),
         ("rollout/resumed_trajectories", "trajectories", "that were aborted and taken up again"),
-        ("rollout/tokens", "tokens", "sampled since the line before"),
+        ("rollout/tokens", "tokens", "sampled from the training of the step before to its own; absent if not all told"),
         ("rollout/tokens_per_s", "tokens/s", "likewise, a second"),
         ("staleness/token_mean", "versions", "of trained tokens"),
         ("staleness/token_max", "versions", "of trained tokens"),
@@ -309,7 +309,11 @@ METRICS: tuple[Metric, ...] = (
         ("weights/publish_bytes", "bytes", "size of the version"),
         ("weights/updates", "updates", "of replicas that ended since the line before"),
     ),
-    *_all("line", "train, update, eval", ("weights/version", "version", "trained or published; served; or sampled")),
+    *_all(
+        "line",
+        "train, update, eval",
+        ("weights/version", "version", "trained or published; served; or the newest that sampled any of it"),
+    ),
     *_all(
         "line",
         "train, update",

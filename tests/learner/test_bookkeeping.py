@@ -106,7 +106,8 @@ def test_eval_figures_label_the_versions_served_and_count_failures_apart():
     assert figures["eval/held/pass_at_k"] == 1.0
     assert figures["eval/held/failed"] == 1
     assert (figures["weights/version"], figures["eval/held/version_min"]) == (5, 4)
-    assert "eval/held/mean" not in eval_metrics("held", [failed])
+    nothing = eval_metrics("held", [failed])
+    assert not {"eval/held/mean", "weights/version", "eval/held/version_min"} & nothing.keys()
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20)), max_size=15), st.integers(0, 40), st.integers(1, 30))
@@ -130,8 +131,56 @@ def test_tokens_are_counted_over_restarts_of_a_rollouter():
     assert log.covers(3.0, now=4.0, patience_s=3.0)
     assert not log.covers(3.1, now=4.0, patience_s=3.0)
     assert log.covers(3.1, now=6.1, patience_s=3.0)
-    assert log.take() == (180, [("rollouter/0", update)])
-    assert log.take() == (0, [])
+    assert log.take_tokens(0.0, 3.0) == 180
+    assert log.take_updates() == [("rollouter/0", update)]
+    assert log.take_updates() == []
+
+
+def told(log, name, *reports, incarnation=1):
+    """Reports of (when, tokens sampled so far)."""
+    for now, tokens in reports:
+        log.add(name, incarnation, RolloutStats(sampled_tokens=tokens, sampling=[(now - 0.5, now)]), now)
+
+
+def test_steps_between_two_reports_have_the_rate_of_that_time():
+    """Lines are written once the second report is there: no step is said to have sampled nothing."""
+    log = GenerationLog()
+    told(log, "rollouter/0", (10.0, 0), (11.0, 1000))
+    told(log, "rollouter/1", (10.5, 0), (11.5, 500))
+    assert [log.take_tokens(start, start + 0.25) for start in (10.0, 10.25, 10.5, 10.75)] == [250, 250, 375, 375]
+
+
+def test_of_a_time_that_nobody_tells_of_nothing_is_said():
+    log = GenerationLog()
+    assert log.take_tokens(0.0, 1.0) is None
+    told(log, "rollouter/0", (10.0, 100), (11.0, 100))
+    assert log.take_tokens(9.5, 10.0) == 100
+    assert log.take_tokens(10.0, 11.0) == 0, "nothing was sampled, which is known"
+    assert log.take_tokens(11.0, 12.0) is None
+
+
+@pytest.mark.parametrize(("succeeds", "tokens"), [(False, 5000), (True, 250)])
+def test_the_whole_life_of_a_rollouter_is_not_the_first_step_of_a_learner_that_starts_again(succeeds, tokens):
+    log = GenerationLog(succeeds=succeeds)
+    told(log, "rollouter/0", (10.0, 4750), (10.5, 5000))
+    assert log.take_tokens(9.0, 10.5) == tokens
+    # That of one that is known begins in this learner's time.
+    told(log, "rollouter/0", (11.0, 70), incarnation=2)
+    assert log.take_tokens(10.5, 11.0) == 70
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.1, 2.0), st.integers(0, 500)), min_size=1, max_size=12),
+    st.lists(st.floats(0.0, 30.0), max_size=12),
+)
+def test_each_token_counts_in_one_step(reports, ends):
+    log, now, tokens = GenerationLog(), 0.5, 0
+    for seconds, more in reports:
+        now, tokens = now + seconds, tokens + more
+        told(log, "rollouter/0", (now, tokens))
+    ends = [0.0, *sorted({end for end in ends if end < now}), now]
+    found = [log.take_tokens(start, end) or 0 for start, end in zip(ends, ends[1:], strict=False)]
+    assert sum(found) == pytest.approx(tokens, abs=len(found))
 
 
 FIRST = UpdateTimes(
