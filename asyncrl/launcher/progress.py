@@ -26,7 +26,8 @@ from asyncrl.launcher.spec import (
     StateEvent,
     StuckEvent,
 )
-from asyncrl.monitor.metrics_line import Line
+from asyncrl.monitor.metrics_line import Line, is_eval_mean, served_versions
+from asyncrl.monitor.numbers import count, fixed
 from asyncrl.monitor.printable import printable
 from asyncrl.runtime.supervision import role_of
 
@@ -182,22 +183,25 @@ class Progress:
                 os.dup2(nowhere.fileno(), self._out.fileno())
 
 
+_STEP_WORDS: dict[str, Callable[[float], str]] = {
+    "weights/version": lambda value: f"version {value}",
+    "reward/mean": lambda value: f"reward {fixed(value, 3)}",
+    "staleness/token_mean": lambda value: f"staleness {fixed(value)}",
+    "rollout/tokens_per_s": lambda value: f"{count(value)} tokens/s",
+    "time/step_s": lambda value: f"{fixed(value, 1)} s",
+}
+
+
 def describe_step(line: Line, steps: int, pace: str = "", losses: Iterable[str] = ()) -> str:
     """A line of metrics in a few words; what is absent is left out.
 
     ``pace`` and ``losses`` come early, for a narrow terminal cuts the end.
     """
     parts = [f"step {line.get('step', '?')}/{steps}", *filter(None, [pace]), *losses]
-    for key, text in (
-        ("weights/version", "version {:d}"),
-        ("reward/mean", "reward {:.3f}"),
-        ("staleness/token_mean", "staleness {:.2f}"),
-        ("rollout/tokens_per_s", "{:.0f} tokens/s"),
-        ("time/step_s", "{:.1f} s"),
-    ):
+    for key, words in _STEP_WORDS.items():
         value = line.get(key)
         if isinstance(value, int | float):
-            parts.append(text.format(value))
+            parts.append(words(value))
     return "  ".join(parts)
 
 
@@ -222,9 +226,13 @@ def describe_losses(before: Mapping[str, int], now: Mapping[str, int]) -> list[s
 
 
 def describe_eval(line: Line) -> str:
-    """An evaluation's line in a few words."""
-    means = [f"{key.removesuffix('/mean')} {_number(line[key])}" for key in sorted(line) if _is_eval_mean(key)]
-    return f"step {line.get('step', '?')}  " + ("  ".join(means) or "evaluation without results")
+    """An evaluation's line in a few words: the versions that were sampled, which the step of the line does not tell."""
+    means = [f"{key.removesuffix('/mean')} {_number(line[key])}" for key in sorted(line) if is_eval_mean(key)]
+    served = served_versions(line)
+    if not means or served is None:
+        return "  ".join([f"step {line.get('step', '?')}", *(means or ["evaluation without results"])])
+    oldest, newest = served
+    return "  ".join([f"version {newest}" if oldest == newest else f"versions {oldest} to {newest}", *means])
 
 
 def summarise(lines: Iterable[Line], run_dir: Path, log_dir: Path, steps: int) -> list[str]:
@@ -236,10 +244,10 @@ def summarise(lines: Iterable[Line], run_dir: Path, log_dir: Path, steps: int) -
     rewards = [line["reward/mean"] for line in train if isinstance(line.get("reward/mean"), int | float)]
     rows = [("steps", f"{max((line.get('step', 0) for line in train), default=0)} of {steps}")]
     if rewards:
-        rows.append(("reward", f"{rewards[0]:.3f} → {rewards[-1]:.3f}"))
+        rows.append(("reward", f"{fixed(rewards[0], 3)} → {fixed(rewards[-1], 3)}"))
     evals: dict[str, list[Any]] = {}
     for line in lines:
-        for key in filter(_is_eval_mean, line):
+        for key in filter(is_eval_mean, line):
             evals.setdefault(key.removesuffix("/mean"), []).append(line[key])
     for name, values in sorted(evals.items()):
         rows.append((name, " → ".join(_number(value) for value in dict.fromkeys((values[0], values[-1])))))
@@ -260,12 +268,8 @@ def summarise(lines: Iterable[Line], run_dir: Path, log_dir: Path, steps: int) -
     return [f"{label:<{width}}  {text}" for label, text in rows]
 
 
-def _is_eval_mean(key: str) -> bool:
-    return key.startswith("eval/") and key.endswith("/mean")
-
-
 def _number(value: Any) -> str:
-    return f"{value:.3f}" if isinstance(value, int | float) else "n/a"
+    return fixed(value, 3) if isinstance(value, int | float) else "n/a"
 
 
 def _some(names: list[str]) -> str:

@@ -56,6 +56,23 @@ def number_in(line: Line, key: str) -> float | None:
     return float(value)
 
 
+def is_eval_mean(key: str) -> bool:
+    """Whether this figure is the mean reward of an evaluation."""
+    return key.startswith("eval/") and key.endswith("/mean")
+
+
+def served_versions(line: Line) -> tuple[int, int] | None:
+    """The oldest and the newest version that sampled the responses of a line of kind eval; None where none is told.
+
+    Its step is that at which its round was complete: engines may have served older weights.
+    """
+    newest = line.get("weights/version")
+    oldest = [number_in(line, key) for key in line if key.startswith("eval/") and key.endswith("/version_min")]
+    if not isinstance(newest, int) or newest < 0 or not oldest or oldest[0] is None:
+        return None
+    return min(newest, int(oldest[0])), newest
+
+
 def without_first(train: Sequence[Line]) -> list[Line]:
     """Lines of kind train, in order, without the first of each learner: that step waits for engines and evaluations,
     and tells nothing of the others. The first line of all is taken for such a one."""

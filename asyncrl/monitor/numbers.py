@@ -1,56 +1,94 @@
-"""Numbers for people: short, with their units, never more exact than they are. Pure. What is not known is ABSENT."""
+"""Numbers for people: short, with their units, never more exact than they are. Pure. What is not known is ABSENT.
+
+Invariant: each takes at most LONGEST characters, whatever a reward function returns or a file says; so very large
+and very small ones are written with an exponent.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from functools import wraps
+
 ABSENT = "–"
+LONGEST = 10
+LARGEST_FIXED = 1e5
+"""From here on a number with decimals is written with an exponent."""
+LARGEST_EXACT = 1e8
 
 
-def count(value: float | None) -> str:
-    """12, 3.4k, 1.2M: at most five characters."""
-    if value is None:
-        return ABSENT
-    if abs(value) < 1000:
+def _of_what_is_known(words: Callable[..., str]) -> Callable[..., str]:
+    """None is ABSENT, and what is no number says so."""
+
+    @wraps(words)
+    def said(value: float | None, *rest: int) -> str:
+        if value is None:
+            return ABSENT
+        return words(value, *rest) if math.isfinite(value) else str(float(value))
+
+    return said
+
+
+@_of_what_is_known
+def fixed(value: float, digits: int = 2) -> str:
+    """With so many decimals, at most 3; where these would show nothing of it, with three digits: 0.50, 1.2e-05."""
+    size = abs(value)
+    if size == 0 or 10.0**-digits <= size < LARGEST_FIXED - 0.5:
+        return f"{value:.{digits}f}"
+    return f"{value:.3g}"
+
+
+@_of_what_is_known
+def count(value: float) -> str:
+    """12, 3.4k, 1.2M: at most five characters, up to 999P."""
+    if abs(value) < 999.5:
         return f"{value:.0f}"
-    for unit in ("k", "M", "G", "T"):
-        value /= 1000
-        if abs(value) < 999.5:
-            return f"{value:.0f}{unit}" if abs(value) >= 99.95 else f"{value:.1f}{unit}"
-    return f"{value:.0f}P"
+    scaled = value
+    for unit in ("k", "M", "G", "T", "P"):
+        scaled /= 1000
+        if abs(scaled) < 999.5:
+            return f"{scaled:.0f}{unit}" if abs(scaled) >= 99.95 else f"{scaled:.1f}{unit}"
+    return f"{value:.0e}"
 
 
-def exact(value: float | None) -> str:
-    """A whole number with all of its digits: 15,936."""
-    return ABSENT if value is None else f"{value:,.0f}"
+@_of_what_is_known
+def exact(value: float) -> str:
+    """A whole number with all of its digits: 15,936; from LARGEST_EXACT on as ``count``."""
+    return f"{value:,.0f}" if 0 <= value < LARGEST_EXACT - 0.5 else count(value)
 
 
-def rate(value: float | None) -> str:
+@_of_what_is_known
+def rate(value: float) -> str:
     """As ``count``, with decimals where it is small."""
-    if value is None or abs(value) >= 99.95:
+    if abs(value) >= 99.95:
         return count(value)
     return f"{value:.1f}" if value >= 9.995 or value == 0 else f"{value:.2f}"
 
 
-def size(value: float | None) -> str:
+@_of_what_is_known
+def size(value: float) -> str:
     """Bytes, in decimal units."""
-    if value is None:
-        return ABSENT
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(value) < 999.5 or unit == "TB":
-            return f"{value:.0f} {unit}" if unit == "B" or abs(value) >= 99.95 else f"{value:.1f} {unit}"
-        value /= 1000
-    raise AssertionError
+    scaled = value
+    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
+        if abs(scaled) < 999.5:
+            return f"{scaled:.0f} {unit}" if unit == "B" or abs(scaled) >= 99.95 else f"{scaled:.1f} {unit}"
+        scaled /= 1000
+    return f"{value:.0e} B"
 
 
-def duration(seconds: float | None) -> str:
+@_of_what_is_known
+def duration(seconds: float) -> str:
     """850 µs, 12 ms, 1.2 s, 12 s, 3m20s, 2h05m, 3d04h."""
-    if seconds is None:
-        return ABSENT
+    if seconds < 0:
+        return f"-{duration(-seconds)}"
     if seconds < 0.001:
         return f"{seconds * 1e6:.0f} µs" if seconds else "0 s"
     if seconds < 0.9995:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 59.5:
         return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    if seconds >= 86400 * LARGEST_FIXED:
+        return f"{seconds / 86400:.0e}d"
     whole = round(seconds)
     if whole < 3600:
         return f"{whole // 60}m{whole % 60:02}s"
@@ -59,11 +97,7 @@ def duration(seconds: float | None) -> str:
     return f"{whole // 86400}d{whole % 86400 // 3600:02}h"
 
 
-def percent(share: float | None) -> str:
+@_of_what_is_known
+def percent(share: float) -> str:
     """A share, 0 to 1."""
-    return ABSENT if share is None else f"{100 * share:.0f}%"
-
-
-def fixed(value: float | None, digits: int = 2) -> str:
-    """With so many decimals."""
-    return ABSENT if value is None else f"{value:.{digits}f}"
+    return f"{100 * share:.0f}%" if abs(share) < 1000 else f"{share:.0e}"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncrl.monitor.numbers import fixed
 from asyncrl.monitor.story_lines import Line
 from asyncrl.monitor.story_log import (
     EVALUATED,
@@ -104,7 +105,7 @@ def _failed(reason: str) -> str:
 
 
 def _scored(reward: float, run_s: float) -> str:
-    return f"scored {reward:g}, which took {1000 * run_s:.3g} ms"
+    return f"scored {fixed(reward, 3)}, which took {1000 * run_s:.3g} ms"
 
 
 _SAMPLE_SAYS: dict[str, Callable[..., str]] = {

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from asyncrl.launcher.progress import CLEAR_LINE, Progress, describe_step, summarise
+from asyncrl.launcher.progress import CLEAR_LINE, Progress, describe_eval, describe_step, summarise
 from asyncrl.launcher.spec import (
     MetricsEvent,
     MovingEvent,
@@ -39,8 +39,21 @@ TRAIN = {"kind": "train"}
 
 
 def test_a_step_in_a_few_words():
-    assert describe_step(LINE, 10) == "step 3/10  version 2  reward 0.500  staleness 0.75  1234 tokens/s  1.0 s"
+    assert describe_step(LINE, 10) == "step 3/10  version 2  reward 0.500  staleness 0.75  1.2k tokens/s  1.0 s"
     assert describe_step({"step": 3, "reward/mean": None}, 10) == "step 3/10"
+
+
+@pytest.mark.parametrize(
+    ("versions", "said"),
+    [
+        ({"weights/version": 3, "eval/gsm/version_min": 2}, "versions 2 to 3  eval/gsm 0.250"),
+        ({"weights/version": 3, "eval/gsm/version_min": 3}, "version 3  eval/gsm 0.250"),
+        ({}, "step 4  eval/gsm 0.250"),
+    ],
+)
+def test_an_evaluation_is_told_by_the_versions_that_it_sampled(versions, said):
+    line = {"kind": "eval", "step": 4, "eval/gsm/mean": 0.25, "eval/gsm/prompts": 8} | versions
+    assert describe_eval(line) == said
 
 
 def test_the_time_from_a_learners_death_to_its_next_step_is_told():

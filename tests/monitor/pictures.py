@@ -12,6 +12,9 @@ WORKER = {"scoring": 0.2, "idle": 0.8}
 RANK = {"training": 0.8, "waiting": 0.15, "publishing": 0.05}
 
 
+SERVED = {"weights/version": 3, "eval/heldout/version_min": 2}
+
+
 @dataclass
 class Run:
     """A run that goes on evenly: ``at(t)`` is its snapshot after t seconds."""
@@ -110,7 +113,7 @@ class Run:
                 }
                 for n in range(32 if step else 0)
             ],
-            evals=[{"kind": "eval", "step": 0, "eval/heldout/mean": 0.25}],
+            evals=[{"kind": "eval", "step": 3, "eval/heldout/mean": 0.25} | SERVED],
             events=self.events
             or [
                 Event(number=1, wall=WALL, level="info", actor="controller/0", text="the run has begun"),
@@ -213,6 +216,12 @@ class Run:
         return {
             "kind": "train",
             "step": step,
+            "loss/policy": 0.0123 - 0.0001 * step,
+            "policy/grad_norm": 1.234,
+            "policy/entropy": 2.1,
+            "policy/behaviour_kl": 0.00042,
+            "learner/lr": 1e-6,
+            "reward/std": 0.25,
             "reward/mean": 0.2 + 0.6 * step / self.steps + 0.03 * (step * 7 % 5),
             "time/step_s": self.step_s,
             "time/train_s": 0.7 * self.step_s,

@@ -85,7 +85,7 @@ def test_a_story_is_told_in_words_and_in_order(logs, tmp_path):
         "      +0.501  rollouter/0   sample 0: aborted with 60 tokens\n"
         "      +0.601  rollouter/0   sample 0: resumed at version 3\n"
         "      +1.001  rollouter/0   sample 0: finished with 90 tokens (stop): 60 at version 2, 30 at version 3\n"
-        "      +1.101  rollouter/0   sample 0: scored 0.5, which took 2 ms\n"
+        "      +1.101  rollouter/0   sample 0: scored 0.500, which took 2 ms\n"
         "      +1.200  learner/0     taken into the buffer\n"
         "      +1.300  rollouter/0   delivered to the learner\n"
         "      +2.000  learner/0     trained at step 3, on the weights of version 2\n"

@@ -8,20 +8,20 @@ from pathlib import Path
 import jsonschema
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pictures import STATES, Run, empty
 from rich.cells import cell_len
 
 from asyncrl.monitor import catalogue
 from asyncrl.monitor.metrics_line import number_in
+from asyncrl.monitor.numbers import count, duration, exact, size
 from asyncrl.monitor.top.bars import sparkline, state_bar
 from asyncrl.monitor.top.detail import detail
 from asyncrl.monitor.top.document import json_schema, to_json
 from asyncrl.monitor.top.history import KEPT, History
 from asyncrl.monitor.top.layout import BUCKETS_FRAME, MOST_BUCKETS, RANKS_FRAME, heights, help_lines
 from asyncrl.monitor.top.model import build
-from asyncrl.monitor.top.numbers import count, duration, exact, size
 from asyncrl.monitor.top.panes import PANES, pane
 from asyncrl.monitor.top.panes.base import Choice
 from asyncrl.monitor.top.panes.rollouters import SORTS, sorted_next
@@ -234,6 +234,27 @@ def test_a_figure_that_is_no_number_is_absent(value):
     assert number_in({"x": 2}, "x") == 2.0
 
 
+def test_the_learner_pane_tells_whether_the_policy_learns():
+    snapshot = Run().at(100.0)
+    document = seen([snapshot])
+    assert plain(pane("learner", document, Choice(), 78, UNICODE).head[1]).split("   ") == [
+        *("loss 0.007", "grad norm 1.234", "entropy 2.100", "KL 0.00042", "lr 1e-06")
+    ]
+    assert document.learning.step == 50 and document.learning.reward_std == 0.25
+    # Absent is not 0, which stands out.
+    still = snapshot.train[-1] | {"policy/grad_norm": 0.0, "learner/lr": 0.0, "policy/entropy": None}
+    line = pane("learner", seen([msgspec.structs.replace(snapshot, train=[still])]), Choice(), 78, UNICODE).head[1]
+    assert "grad norm 0.000   entropy –" in plain(line)
+    assert [text for text, style in line if style == "bad"] == ["0.000", "0.000"]
+    assert plain(pane("learner", document, Choice(), 40, UNICODE).head[1]) == "loss 0.007   grad norm 1.234"
+
+
+def test_an_evaluation_is_shown_with_the_versions_that_it_sampled():
+    document = seen([Run().at(100.0)])
+    assert document.run.eval_versions == {"heldout": (2, 3)}
+    assert "heldout 0.250 v2–3" in plain(header(document, 200, UNICODE)[1])
+
+
 def test_a_gate_of_which_nothing_is_told_is_not_known():
     snapshot = Run().at(100.0)
     for actor in snapshot.actors:
@@ -372,7 +393,7 @@ def test_ranks_and_buckets_share_the_room_by_what_they_need():
         found = heights(seen(Run(ranks=ranks).between()), "wide", rows)
         return found["learner"] - RANKS_FRAME, found["staleness"] - BUCKETS_FRAME
 
-    assert given(2, 40) == (2, 2) and given(1, 40) == (1, 3)
+    assert given(2, 40) == (1, 2) and given(1, 40) == (1, 2)
     assert given(2, 50) == (2, 5) and given(8, 100) == (6, 5)
 
 
@@ -486,7 +507,8 @@ def test_a_bar_is_as_wide_as_it_is_asked_to_be(kinds, width):
     assert length(state_bar(kinds, width, UNICODE)) == width
 
 
-@given(st.lists(st.floats(-1e6, 1e6)), st.integers(1, 50))
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False)), st.integers(1, 50))
+@example([-1.7e308, 1.7e308, 0.0], 3)
 def test_a_sparkline_has_a_mark_for_each_of_the_newest_values(values, width):
     assert len(sparkline(values, width, UNICODE)) == min(len(values), width)
 

@@ -41,6 +41,9 @@ def sparkline(values: Sequence[float], width: int, glyphs: Glyphs) -> str:
     shown = list(values)[-width:]
     if not shown:
         return ""
-    low, high = min(shown), max(shown)
+    # Halved, or the difference of the largest numbers that there are would be infinite.
+    low, high = min(shown) / 2, max(shown) / 2
     steps = len(glyphs.spark) - 1
-    return "".join(glyphs.spark[round((value - low) / (high - low) * steps) if high > low else 0] for value in shown)
+    return "".join(
+        glyphs.spark[round((value / 2 - low) / (high - low) * steps) if high > low else 0] for value in shown
+    )

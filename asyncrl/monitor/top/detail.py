@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from asyncrl.monitor.bottleneck import by_kind, kind_of
 from asyncrl.monitor.json_text import from_json
+from asyncrl.monitor.numbers import ABSENT, count, duration, fixed, percent, size
 from asyncrl.monitor.top.bars import state_bar
 from asyncrl.monitor.top.document import Document
 from asyncrl.monitor.top.levels import GONE
-from asyncrl.monitor.top.numbers import ABSENT, count, duration, fixed, percent, size
 from asyncrl.monitor.top.panes.base import Pane, said_state
 from asyncrl.monitor.top.panes.events import CONTROLLER, LEVEL_STYLES
 from asyncrl.monitor.top.text import Glyphs, Line, Style, columns, joined, length, wrapped

@@ -47,6 +47,8 @@ class RunRow(Struct, frozen=True, kw_only=True):
     """Of the newest steps, oldest first."""
     evals: dict[str, float] = {}
     """Newest mean of each evaluation."""
+    eval_versions: dict[str, tuple[int, int]] = {}
+    """The oldest and the newest version that sampled it."""
     reason: str = ""
     exit_code: int = 0
     waiting_for: list[str] = []
@@ -124,6 +126,26 @@ class RankRow(Struct, frozen=True, kw_only=True):
     rss_bytes: Count | None = None
     gpu_bytes: Count | None = None
     gpu_total_bytes: Count | None = None
+
+
+class LearningView(Struct, frozen=True, kw_only=True):
+    """Whether the policy learns: figures of the newest step."""
+
+    step: Count | None = None
+    loss: float | None = None
+    """Of the policy (nats)."""
+    grad_norm: float | None = None
+    """Before the clip."""
+    entropy: float | None = None
+    """Of the policy over trained tokens, the mean (nats)."""
+    kl: float | None = None
+    """Of the policy that sampled from the one being trained (nats)."""
+    engine_kl: float | None = None
+    """Of the engine from the learner on tokens of equal weights (nats)."""
+    lr: float | None = None
+    reward: float | None = None
+    """Mean over everything scored since the step before."""
+    reward_std: float | None = None
 
 
 class PhaseRow(Struct, frozen=True, kw_only=True):
@@ -227,6 +249,7 @@ class Document(Struct, frozen=True, kw_only=True):
     rollouters: list[RollouterRow]
     ranks: list[RankRow]
     phases: list[PhaseRow]
+    learning: LearningView
     weights: WeightsView
     staleness: StalenessView
     reward: RewardView

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from asyncrl.monitor.client import Away
+from asyncrl.monitor.numbers import duration
 from asyncrl.monitor.top.bars import level_bar
-from asyncrl.monitor.top.numbers import duration
 from asyncrl.monitor.top.panes import PANES
 from asyncrl.monitor.top.panes.base import LEVELS, Choice, PaneName
 from asyncrl.monitor.top.replay import Replay

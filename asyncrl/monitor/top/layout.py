@@ -17,7 +17,7 @@ LEAST = (60, 16)
 """Below this there is no room for anything."""
 MOST_RANKS, MOST_BUCKETS = 6, 12
 """Seen at once where all panes are."""
-RANKS_FRAME, BUCKETS_FRAME = 5, 4
+RANKS_FRAME, BUCKETS_FRAME = 6, 4
 """Rows of borders and heads."""
 TAKEN = 27
 """Rows that learner and staleness leave to others: 11 around the panes, 10 for reward and ledger, 6 for weights."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from asyncrl.monitor.bottleneck import kind_of
+from asyncrl.monitor.numbers import count, duration, fixed, percent, rate
 from asyncrl.monitor.phase import phase_and_reason, phase_word
 from asyncrl.monitor.top.bars import level_bar, sparkline, state_bar
 from asyncrl.monitor.top.document import Document, RunRow, StageRow
-from asyncrl.monitor.top.numbers import count, duration, fixed, percent, rate
 from asyncrl.monitor.top.table import NARROW
-from asyncrl.monitor.top.text import Glyphs, Line, Style, fit, joined, length, wrapped
+from asyncrl.monitor.top.text import Glyphs, Line, Style, fit, fitting, length, wrapped
 
 PHASE_STYLES: dict[str, Style] = {
     "starting": "start",
@@ -48,8 +48,18 @@ def header(document: Document, width: int, glyphs: Glyphs) -> list[Line]:
         [("samples/s ", "dim"), (rate(run.samples_per_s), "")],
         [("step ", "dim"), (duration(run.step_s), "")],
     ]
-    second += [[(f"{name} ", "dim"), (fixed(mean, 3), "")] for name, mean in sorted(run.evals.items())]
-    return [fit(_fitting(first, width), width), fit(_fitting(second, width), width)]
+    second += [
+        [(f"{name} ", "dim"), (fixed(mean, 3), ""), (_versions(run.eval_versions.get(name)), "dim")]
+        for name, mean in sorted(run.evals.items())
+    ]
+    return [fit(fitting(first, width), width), fit(fitting(second, width), width)]
+
+
+def _versions(served: tuple[int, int] | None) -> str:
+    if served is None:
+        return ""
+    oldest, newest = served
+    return f" v{newest}" if oldest == newest else f" v{oldest}–{newest}"
 
 
 def _said_phase(run: RunRow) -> str:
@@ -57,17 +67,6 @@ def _said_phase(run: RunRow) -> str:
     if run.phase == "running" and run.stalled:
         return "stalled"
     return phase_word(run.phase, run.exit_code)
-
-
-def _fitting(parts: list[Line], width: int) -> Line:
-    """The first of them that stand side by side in this width; there is always one."""
-    found = joined(parts[:1])
-    for number in range(2, len(parts) + 1):
-        line = joined(parts[:number])
-        if length(line) > width:
-            break
-        found = line
-    return found
 
 
 def pipeline(document: Document, width: int, glyphs: Glyphs) -> list[Line]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from asyncrl.monitor.top.numbers import ABSENT
+from asyncrl.monitor.numbers import ABSENT
 from asyncrl.monitor.top.text import Line, Span, cells, fit, length
 
 

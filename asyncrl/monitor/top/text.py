@@ -14,8 +14,8 @@ from typing import Literal
 from rich.cells import cell_len, set_cell_size, split_graphemes
 
 from asyncrl.monitor.bottleneck import Kind
+from asyncrl.monitor.numbers import ABSENT
 from asyncrl.monitor.printable import printable
-from asyncrl.monitor.top.numbers import ABSENT
 
 Style = Literal[
     "", "dim", "bold", "good", "warn", "bad", "mark", "work", "weights", "upkeep", "start", "wait", "level", "chosen"
@@ -75,6 +75,7 @@ def to_ascii(text: str) -> str:
         ("·", "."),
         ("µ", "u"),
         ("≤", "<"),
+        ("±", "~"),
         ("▾", "v"),
         ("▴", "^"),
     ):
@@ -124,6 +125,17 @@ def joined(parts: Sequence[Line], between: str = "   ") -> Line:
     for part in parts:
         if part:
             found += [(between, ""), *part] if found else part
+    return found
+
+
+def fitting(parts: Sequence[Line], width: int) -> Line:
+    """The first of them that stand side by side in this width; there is always one."""
+    found = joined(parts[:1])
+    for number in range(2, len(parts) + 1):
+        line = joined(parts[:number])
+        if length(line) > width:
+            break
+        found = line
     return found
 
 

@@ -6,7 +6,7 @@ from asyncrl.monitor.top.document import Document
 from asyncrl.monitor.top.history import History
 from asyncrl.monitor.top.model.actors import rank, rollouter
 from asyncrl.monitor.top.model.facts import Facts
-from asyncrl.monitor.top.model.run import phases, run_row
+from asyncrl.monitor.top.model.run import learning, phases, run_row
 from asyncrl.monitor.top.model.stages import bottleneck, stages
 from asyncrl.monitor.top.model.views import ledger, reward, staleness, weights
 
@@ -28,6 +28,7 @@ def build(history: History) -> Document:
         rollouters=rollouters,
         ranks=[rank(facts, actor) for actor in facts.of("learner")],
         phases=phases(facts),
+        learning=learning(facts),
         weights=updates,
         staleness=staleness(facts),
         reward=pool,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncrl.monitor.metrics_line import number_in
+from asyncrl.monitor.metrics_line import is_eval_mean, number_in, served_versions
 from asyncrl.monitor.rates import total
-from asyncrl.monitor.top.document import PhaseRow, RollouterRow, RunRow
+from asyncrl.monitor.top.document import LearningView, PhaseRow, RollouterRow, RunRow
 from asyncrl.monitor.top.model.facts import Facts
 
 REWARDS = 40
@@ -18,6 +18,19 @@ PHASES = (
 )
 
 
+LEARNING = {
+    "loss": "loss/policy",
+    "grad_norm": "policy/grad_norm",
+    "entropy": "policy/entropy",
+    "kl": "policy/behaviour_kl",
+    "engine_kl": "policy/engine_kl",
+    "lr": "learner/lr",
+    "reward": "reward/mean",
+    "reward_std": "reward/std",
+}
+"""Fields of LearningView, and what they are called in a line of metrics."""
+
+
 def run_row(facts: Facts, rollouters: Sequence[RollouterRow]) -> RunRow:
     """Where it stands, and what it does a second."""
     run, train = facts.run, facts.snapshot.train
@@ -25,6 +38,12 @@ def run_row(facts: Facts, rollouters: Sequence[RollouterRow]) -> RunRow:
     left = run.steps - run.step
     goes_on = run.phase == "running" and not run.stalled and left > 0
     eta_s = left * step_s if step_s is not None and goes_on else None
+    evals = {
+        key.removeprefix("eval/").removesuffix("/mean"): (value, served_versions(line))
+        for line in facts.snapshot.evals
+        for key in filter(is_eval_mean, line)
+        if (value := number_in(line, key)) is not None
+    }
     rewards = [value for line in train[-REWARDS:] if (value := number_in(line, "reward/mean")) is not None]
     return RunRow(
         name=run.name,
@@ -41,18 +60,23 @@ def run_row(facts: Facts, rollouters: Sequence[RollouterRow]) -> RunRow:
         samples_per_s=facts.rate("rollouter", "rollout/trajectories"),
         reward=rewards[-1] if rewards else None,
         rewards=rewards,
-        evals={
-            key.removeprefix("eval/").removesuffix("/mean"): value
-            for line in facts.snapshot.evals
-            for key in line
-            if key.startswith("eval/") and key.endswith("/mean") and (value := number_in(line, key)) is not None
-        },
+        evals={name: value for name, (value, _) in evals.items()},
+        eval_versions={name: versions for name, (_, versions) in evals.items() if versions is not None},
         reason=run.reason,
         exit_code=run.exit_code,
         waiting_for=run.waiting_for,
         lost_hosts=run.lost_hosts,
         stalled=run.stalled,
         disk_free_bytes=run.disk_free_bytes or None,
+    )
+
+
+def learning(facts: Facts) -> LearningView:
+    """The newest step."""
+    last = facts.last
+    return LearningView(
+        step=last.get("step"),
+        **{name: number_in(last, key) for name, key in LEARNING.items()},
     )
 
 

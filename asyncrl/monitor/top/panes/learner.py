@@ -1,14 +1,14 @@
-"""The learner's step and its ranks. Pure."""
+"""The learner's step, whether the policy learns, and the ranks. Pure."""
 
 from __future__ import annotations
 
 from asyncrl.monitor.bottleneck import by_kind
+from asyncrl.monitor.numbers import count, duration, fixed, percent, size
 from asyncrl.monitor.top.bars import state_bar
 from asyncrl.monitor.top.document import Document, RankRow
-from asyncrl.monitor.top.numbers import count, duration, percent, size
 from asyncrl.monitor.top.panes.base import BAR, Choice, Pane, is_amiss, matches, said_state
 from asyncrl.monitor.top.table import Column, Row, Table
-from asyncrl.monitor.top.text import Glyphs, Line, joined
+from asyncrl.monitor.top.text import Glyphs, Line, Style, fitting, joined
 
 RANKS = (
     Column(title="rank", width=9),
@@ -21,10 +21,15 @@ RANKS = (
 
 
 def learner(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pane:
-    """Phases of a step, and a row for each rank."""
+    """Phases of a step, figures of the newest one, and a row for each rank."""
     rows = [_rank_row(row, glyphs) for row in document.ranks if matches(choice, row.name, row.host, row.state)]
     titles, line = Table(RANKS, rows).laid(width)
-    return Pane([_step(document), _speed(document), titles], [row.key for row in rows], line, "learner/0")
+    return Pane(
+        [_step(document), _learning(document, width), _speed(document), titles],
+        [row.key for row in rows],
+        line,
+        "learner/0",
+    )
 
 
 def _step(document: Document) -> Line:
@@ -40,6 +45,17 @@ def _step(document: Document) -> Line:
     return joined([[("step ", "dim"), (duration(whole), "bold")], *phases])
 
 
+def _learning(document: Document, width: int) -> Line:
+    """A gradient or a learning rate of 0 stands out: nothing is learnt from it."""
+    found = document.learning
+    figures = {"loss": found.loss, "grad norm": found.grad_norm, "entropy": found.entropy, "KL": found.kl}
+    figures["lr"] = found.lr
+    styles: dict[str, Style] = {name: "bad" for name in ("grad norm", "lr") if figures[name] == 0}
+    return fitting(
+        [[(f"{name} ", "dim"), (fixed(value, 3), styles.get(name, ""))] for name, value in figures.items()], width
+    )
+
+
 def _speed(document: Document) -> Line:
     """A step is of all ranks, and so are its tokens and its share of the peak."""
     first = document.ranks[0] if document.ranks else None
@@ -48,6 +64,15 @@ def _speed(document: Document) -> Line:
     ]
     if first is not None and first.mfu is not None:
         parts.append([("MFU ", "dim"), (percent(first.mfu), "")])
+    if (reward := document.learning.reward) is not None:
+        spread = document.learning.reward_std
+        parts.append(
+            [
+                ("reward ", "dim"),
+                (fixed(reward, 3), ""),
+                (f" ± {fixed(spread, 3)}" if spread is not None else "", "dim"),
+            ]
+        )
     return joined(parts)
 
 

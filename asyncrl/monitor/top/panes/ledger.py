@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from asyncrl.monitor.numbers import count, exact
 from asyncrl.monitor.top.bars import level_bar
 from asyncrl.monitor.top.document import Document
-from asyncrl.monitor.top.numbers import count, exact
 from asyncrl.monitor.top.panes.base import Choice, Pane, facts
 from asyncrl.monitor.top.text import Glyphs, Line, Style
 

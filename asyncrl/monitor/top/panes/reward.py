@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from asyncrl.monitor.bottleneck import by_kind
+from asyncrl.monitor.numbers import count, duration, percent, rate
 from asyncrl.monitor.top.bars import state_bar
 from asyncrl.monitor.top.document import Document
-from asyncrl.monitor.top.numbers import count, duration, percent, rate
 from asyncrl.monitor.top.panes.base import Choice, Pane, facts
 from asyncrl.monitor.top.text import Glyphs
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from itertools import groupby
 
 from asyncrl.monitor.bottleneck import by_kind
+from asyncrl.monitor.numbers import count, duration, percent
 from asyncrl.monitor.rates import total
 from asyncrl.monitor.top.bars import state_bar
 from asyncrl.monitor.top.document import Document, RollouterRow
-from asyncrl.monitor.top.numbers import count, duration, percent
 from asyncrl.monitor.top.panes.base import BAR, Choice, Pane, is_amiss, is_there, matches, said_state
 from asyncrl.monitor.top.table import Cell, Column, Row, Table
 from asyncrl.monitor.top.text import Glyphs, Style

@@ -5,9 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
+from asyncrl.monitor.numbers import count, fixed, percent
 from asyncrl.monitor.top.bars import level_bar
 from asyncrl.monitor.top.document import Document, StalenessView
-from asyncrl.monitor.top.numbers import count, fixed, percent
 from asyncrl.monitor.top.panes.base import Choice, Pane
 from asyncrl.monitor.top.text import Glyphs, Line, Style, joined
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from asyncrl.monitor.numbers import count, duration, size
 from asyncrl.monitor.top.document import Document
-from asyncrl.monitor.top.numbers import count, duration, size
 from asyncrl.monitor.top.panes.base import Choice, Pane, matches
 from asyncrl.monitor.top.table import Column, Row, Table
 from asyncrl.monitor.top.text import Glyphs, joined
