@@ -14,7 +14,8 @@ steps, with the share of time in which the resources of a stage (ranks, workers,
    serve older weights than there are, admission waits for the weights. If the gate has room all the time, prompts do
    not come fast enough. Else it is the gate: with a larger staleness.max the stages would wait less. When all prompts
    that are left to be trained are under way, they wait for the end, and no stage is named.
-4. Nothing is said of less than MIN_WINDOW_S, of a run that is not running, and when there is nothing to go by.
+4. The window does not reach back beyond the first step of the learner. Nothing is said of less than MIN_WINDOW_S, of a
+   run that is not running, and when there is nothing to go by.
 
 Shares of a stage are taken over the time of all of its resources; whoever is dead has none, and starting counts as
 occupied, since others wait for it just so. Those of the learner are of rank 0: what the other ranks do they do because

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from pictures import STATES, Run, empty
+from pictures import STATES, WALL, Run, empty
 from rich.cells import cell_len
 
 from asyncrl.monitor import catalogue
@@ -93,6 +93,44 @@ def test_learner_and_engines_that_are_busy_in_turns_do_not_take_the_mark_from_on
         history.add(at(100.0 + 0.75 * n))
         stages.append(build(history).bottleneck.stage)
     assert set(stages[40:]) == {"rollouters"}
+
+
+START = {"starting": 29.0, "waiting": 1.0}
+"""Seconds before the first step."""
+
+
+def started(t, start=START, step_s=2.0):
+    """A run whose resources were starting and waiting for 30 s, and whose learner then trains steps."""
+    snapshot = Run(step_s=step_s, engine={"generating": 0.4, "waiting": 0.6}, rank=FED, limit=3.0).at(
+        max(0.0, t - 30.0)
+    )
+    actors = []
+    for actor in snapshot.actors:
+        resources = [
+            msgspec.structs.replace(
+                each,
+                seconds={
+                    state: each.seconds.get(state, 0.0) + min(1.0, t / 30.0) * start.get(state, 0.0)
+                    for state in {*each.seconds, *start}
+                },
+            )
+            for each in actor.resources
+        ]
+        actors.append(msgspec.structs.replace(actor, resources=resources))
+    return msgspec.structs.replace(snapshot, wall=WALL + t, actors=actors)
+
+
+def test_once_a_run_steps_its_start_is_not_what_sets_the_pace():
+    history, said = History(), []
+    for n in range(80):
+        history.add(started(0.5 * n + 1.0))
+        found = build(history).bottleneck
+        said.append((history.newest.run.step, found.stage, found.why))
+    assert any("starting" in why for step, _, why in said if step == 0), "until then it does"
+    assert not [why for step, _, why in said if step and "starting" in why]
+    stepping = [(stage, why) for step, stage, why in said if step]
+    assert stepping[0] == (None, "measuring") and {stage for stage, _ in stepping[8:]} == {"gate"}
+    assert build(history).window_s == pytest.approx(8.0, abs=0.6)
 
 
 # --- numbers ---

@@ -1,7 +1,8 @@
 """The snapshots that rates, shares and the verdict are taken from. Pure.
 
 Rates are those of the last RATES_S. Shares are taken over a few steps, or they would show the phase of a step and not
-who waits on whom. Snapshots are thinned: about KEPT are held.
+who waits on whom; once a learner has trained a step, not over the time before that, in which all others wait for the
+start. Snapshots are thinned: about KEPT are held.
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ class Moment:
     def wall(self) -> float:
         """Unix time (s)."""
         return self.snapshot.wall
+
+    @property
+    def learner(self) -> object:
+        """Which of the run's learners trained the newest step; None before the first."""
+        return self.snapshot.train[-1].get("start", 0) if self.snapshot.train else None
 
 
 class History:
@@ -83,7 +89,18 @@ class History:
 
     def window(self) -> list[Moment]:
         """The moments from one end of ``steps`` to the other, oldest first; there must be one."""
-        return self._back(self.window_s(self._kept[-1].snapshot))
+        found = self._back(self.window_s(self._kept[-1].snapshot))
+        stepping = self._stepping(found)
+        return stepping if len(stepping) > 1 else found
+
+    def stepping_s(self) -> float:
+        """How long of ``window`` the present learner has trained steps; all of it before the first."""
+        stepping = self._stepping(self.window())
+        return stepping[-1].wall - stepping[0].wall
+
+    @staticmethod
+    def _stepping(moments: list[Moment]) -> list[Moment]:
+        return [each for each in moments if each.learner == moments[-1].learner]
 
     def _since(self, seconds: float) -> Interval:
         return Interval(self._back(seconds)[0].snapshot, self._kept[-1].snapshot)

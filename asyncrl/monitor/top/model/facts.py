@@ -27,6 +27,8 @@ class Facts:
         self.steps = steps or Interval(None, snapshot)
         """For shares."""
         self.window_s = 0.0 if steps is None else steps.seconds
+        self.stepping_s = history.stepping_s()
+        """How long of it the present learner has trained steps."""
         self.window = [moment.levels for moment in history.window()]
         """Levels over the time that shares are taken over, oldest first."""
         self.by_role: dict[str, list[ActorView]] = {}

@@ -22,7 +22,7 @@ def bottleneck(facts: Facts, reward: RewardView, ledger: LedgerView) -> Verdict:
     return find_bottleneck(
         Flow(
             running=facts.run.phase == "running" and not facts.run.stalled,
-            window_s=facts.window_s if facts.steps.seconds else facts.run.age_s,
+            window_s=facts.stepping_s if facts.steps.seconds else facts.run.age_s,
             rollouters=facts.states("rollouter"),
             reward=reward.states,
             learner=_learner(facts),
