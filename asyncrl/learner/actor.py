@@ -13,9 +13,9 @@ fails in the next collective, or is ended before.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from asyncrl.checkpoint.contents import Contents
 from asyncrl.checkpoint.folder import checkpoint_dir
@@ -24,7 +24,9 @@ from asyncrl.errors import CheckpointError, DeadlineExceeded, NonFiniteStep
 from asyncrl.learner.backend import Backend, create
 from asyncrl.learner.checkpoint.writer import Checkpoints, Written
 from asyncrl.learner.evals import EvalCollector, eval_metrics
+from asyncrl.learner.group_metrics import rewards_of
 from asyncrl.learner.intake import Intake, Snapshot
+from asyncrl.learner.learning_watch import LearningWatch, Notice
 from asyncrl.learner.records import RecordFiles
 from asyncrl.learner.step_lines import StepLines
 from asyncrl.learner.supply_line import DATALOADER, SupplyLine
@@ -63,6 +65,7 @@ class Learner(Actor):
         """How often a learner has begun in this run folder."""
         self._intake = Intake(self.config.learner)
         self._evals = EvalCollector()
+        self._watch = LearningWatch(self.config)
         self._telling: set[asyncio.Task[None]] = set()
         """Of the controller, about checkpoints."""
         self._rounds_written: set[str] = set()
@@ -160,7 +163,7 @@ class Learner(Actor):
         self._lines = StepLines(
             records,
             samples_per_step=self.config.run.samples_per_step,
-            tell=lambda line: self.peer(CONTROLLER).cast(MetricsLine(line=line)),
+            tell=self._tell_line,
             counters=self.counters,
             clock=self.clock,
             log=self.log,
@@ -254,6 +257,7 @@ class Learner(Actor):
 
     async def _train(self) -> None:
         training = self._training
+        self._notify_all(self._watch.at_start())
         await training.begin()
         self.states.enter("waiting", DATALOADER)
         await self._supply.restore()
@@ -329,6 +333,8 @@ class Learner(Actor):
         if taken == "quarantined":
             self.log.warning("group quarantined", uid=uid, reason=self._intake.quarantined[-1].reason)
             self._quarantine_changed.set()
+        if taken in ("buffered", "filtered"):
+            self._notify_all(self._watch.group_came(rewards_of(group), filtered=len(self._intake.filtered)))
         if taken != "duplicate":
             self._supply.changed()
             self._training.news.set()
@@ -356,7 +362,16 @@ class Learner(Actor):
     def _published(self, version: int) -> None:
         self.param_version = version
 
+    def _notify_all(self, notices: Iterable[Notice]) -> None:
+        for notice in notices:
+            self.notify(notice.key, notice.text)
+
     # --- what is written ---
+
+    def _tell_line(self, line: dict[str, Any]) -> None:
+        self.peer(CONTROLLER).cast(MetricsLine(line=line))
+        if line["kind"] == "train":
+            self._notify_all(self._watch.after_step(line))
 
     async def _checkpoint(self, *, final: bool = False) -> None:
         """Begin to write one, of a version boundary. A ``final`` one waits for one that is being written."""

@@ -1,0 +1,125 @@
+"""Notices that nothing can be learnt, and says why, once each: no learning rate, no gradient, no signal in the rewards,
+no token with a loss. Pure.
+
+A run with such a fault goes on as any other, and its reward stays where it is. Invariant: what is told holds exactly
+and for some time (STEPS steps, or as many groups), so a run that learns is told nothing; a figure that a line does not
+have tells nothing either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from asyncrl.config import Config
+from asyncrl.monitor.metrics_line import number_in
+from asyncrl.monitor.numbers import fixed
+
+STEPS = 3
+"""Steps in a row, or groups of as many steps, after which a fault is told."""
+LEAST_GROUPS = 32
+"""Equal rewards of fewer groups in a row may be chance where a step takes few."""
+FILTERED_SHARE = 0.5
+"""Of the filtered groups at which the run ends: from there on it is told that it will."""
+
+
+class Notice(NamedTuple):
+    """For the user; see Actor.notify."""
+
+    key: str
+    text: str
+
+
+class LearningWatch:
+    """See the module."""
+
+    def __init__(self, config: Config) -> None:
+        self._learner = config.learner
+        self._masks = config.reward.truncated == "mask"
+        self._max_tokens = config.rollout.max_tokens
+        self._told: set[str] = set()
+        self._still = 0
+        """Steps in a row with a gradient of 0."""
+        self._masked = 0
+        """Steps in a row without a token that has a loss."""
+        self._groups = 0
+        """Groups in a row whose rewards all lie between the next two, and these are equal."""
+        self._low = self._high = 0.0
+
+    def at_start(self) -> list[Notice]:
+        """Before the first step. No schedule takes a learning rate above 0 to 0 before its last step."""
+        if self._learner.lr > 0.0:
+            return []
+        return self._once(
+            "no learning rate",
+            f"learner.lr is 0: none of the {self._learner.steps} steps will change the weights. Set learner.lr to "
+            "train, as 1e-6 for a whole model",
+        )
+
+    def after_step(self, line: Mapping[str, Any]) -> list[Notice]:
+        """A step was trained, with this line of metrics."""
+        step = line.get("step", "?")
+        all_cut = self._masks and number_in(line, "rollout/truncated_fraction") == 1.0
+        no_tokens = "loss/policy" in line and "policy/entropy" not in line
+        self._masked = self._masked + 1 if all_cut or no_tokens else 0
+        if self._masked >= STEPS:
+            cause = (
+                f"every response is cut at rollout.max_tokens = {self._max_tokens}, and reward.truncated = 'mask' "
+                "leaves those out of the loss. Raise rollout.max_tokens, let responses end (rollout.stop, the chat "
+                "template), or set reward.truncated = 'score'"
+                if all_cut
+                else "no response has a token of the model's own. Look at samples/"
+            )
+            return self._once(
+                "nothing in the loss", f"the last {STEPS} steps, up to {step}, had no token with a loss: {cause}"
+            )
+        self._still = self._still + 1 if number_in(line, "policy/grad_norm") == 0.0 else 0
+        if self._still < STEPS:
+            return []
+        return self._once(
+            "no gradient",
+            f"the gradient was exactly 0 in the last {STEPS} steps, up to {step}: they changed nothing that is "
+            "learnt. Either all rewards of each group are equal (learner.dynamic_sampling = false trains such groups, "
+            "too; see reward/std, reward.function), or no parameter of the model takes part in the loss",
+        )
+
+    def group_came(self, rewards: np.ndarray, *, filtered: int) -> list[Notice]:
+        """A group with these rewards ([n]) was delivered; ``filtered`` groups were filtered since the last step."""
+        return [*self._equal_rewards(rewards), *self._mostly_filtered(filtered)]
+
+    def _equal_rewards(self, rewards: np.ndarray) -> list[Notice]:
+        low, high = float(rewards.min()), float(rewards.max())
+        if self._groups and max(high, self._high) - min(low, self._low) <= self._learner.signal_tolerance:
+            self._groups, self._low, self._high = self._groups + 1, min(low, self._low), max(high, self._high)
+        elif high - low <= self._learner.signal_tolerance:
+            self._groups, self._low, self._high = 1, low, high
+        else:
+            self._groups = 0
+        if self._groups < max(LEAST_GROUPS, STEPS * self._learner.groups_per_step):
+            return []
+        return self._once(
+            "equal rewards",
+            f"every reward of the last {self._groups} groups is {fixed(high, 3)}: nothing is learnt from equal "
+            "rewards. Either reward.function gives this to every response (call it by hand on a right and a wrong "
+            "one), or the prompts are all too hard or all too easy for this model (data.path), or responses are cut "
+            f"before their answer (rollout.max_tokens = {self._max_tokens})",
+        )
+
+    def _mostly_filtered(self, filtered: int) -> list[Notice]:
+        most = self._learner.max_filtered_ratio * self._learner.groups_per_step
+        if filtered < FILTERED_SHARE * most:
+            return []
+        return self._once(
+            "mostly filtered",
+            f"{filtered} groups were filtered since the last step, as all rewards in each of them are equal; over "
+            f"{most:g} (learner.max_filtered_ratio times groups_per_step) the run ends. Prompts of medium difficulty "
+            "(data.path), more rollout.samples_per_prompt or a finer reward.function give a signal",
+        )
+
+    def _once(self, key: str, text: str) -> list[Notice]:
+        if key in self._told:
+            return []
+        self._told.add(key)
+        return [Notice(key, text)]
