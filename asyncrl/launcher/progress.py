@@ -26,7 +26,7 @@ from asyncrl.launcher.spec import (
     StateEvent,
     StuckEvent,
 )
-from asyncrl.monitor.metrics_line import Line, is_eval_mean, served_versions
+from asyncrl.monitor.metrics_line import Line, is_eval_mean, versions_in_words
 from asyncrl.monitor.numbers import count, fixed
 from asyncrl.monitor.printable import printable
 from asyncrl.runtime.supervision import role_of
@@ -228,11 +228,8 @@ def describe_losses(before: Mapping[str, int], now: Mapping[str, int]) -> list[s
 def describe_eval(line: Line) -> str:
     """An evaluation's line in a few words: the versions that were sampled, which the step of the line does not tell."""
     means = [f"{key.removesuffix('/mean')} {_number(line[key])}" for key in sorted(line) if is_eval_mean(key)]
-    served = served_versions(line)
-    if not means or served is None:
-        return "  ".join([f"step {line.get('step', '?')}", *(means or ["evaluation without results"])])
-    oldest, newest = served
-    return "  ".join([f"version {newest}" if oldest == newest else f"versions {oldest} to {newest}", *means])
+    where = versions_in_words(line) or f"step {line.get('step', '?')}"
+    return "  ".join([where, *(means or ["evaluation without results"])])
 
 
 def summarise(lines: Iterable[Line], run_dir: Path, log_dir: Path, steps: int) -> list[str]:

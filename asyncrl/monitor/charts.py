@@ -1,23 +1,23 @@
-"""The charts of a report, made with Plotly from the lines of metrics.jsonl and from recorded spans.
+"""The charts of a report, made from the lines of metrics.jsonl and from recorded spans. Pure.
 
-Whatever comes from the run, as the name of an evaluation, is text and never markup. Long runs are thinned: neighbours
-are put together, by mean or by maximum, so that no curve has more than MOST_POINTS.
+Each is one or more panels; none where there is nothing to show. Long runs are thinned: neighbours are put together, by
+mean or by maximum, so that no curve has more than MOST_POINTS.
 """
 
 from __future__ import annotations
 
-import html
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
+from itertools import pairwise
 
-import plotly.graph_objects as go
-from plotly.subplots import make_subplots
-
-from asyncrl.monitor.metrics_line import Line, number_in
+from asyncrl.monitor.metrics_line import Line, is_eval_mean, number_in, served_versions, versions_in_words
+from asyncrl.monitor.svg import Curve, Panel
 from asyncrl.monitor.utilisation import KINDS, Span
 
-MOST_POINTS = 2000
+MOST_POINTS = 600
+HALF, THIRD = 540, 360
+"""Widths of panels that stand beside others."""
 BLUE, ORANGE, GREEN, RED, PURPLE, GREY, TEAL, BROWN = (
     *("#3b6fb6", "#e08a2c", "#4f9d5d", "#c8504b", "#8566ad", "#9aa3ad", "#3aa3a0", "#8c6d4f"),
 )
@@ -35,14 +35,14 @@ PARTS = {"wait_for_groups": GREY, "train": GREEN, "publish": PURPLE, "other": BR
 Points = tuple[list[float], list[float]]
 
 
-def text(value: object) -> str:
-    """As Plotly, which knows some tags, is to be given what may hold any."""
-    return html.escape(str(value))
-
-
 def series(lines: Sequence[Line], key: str, *, by: str = "step", join: Callable[[list[float]], float] = max) -> Points:
     """The finite values of ``key``; None of those that are absent. Thinned by ``join``."""
-    points = [(float(line[by]), y) for line in lines if (y := number_in(line, key)) is not None and by in line]
+    return _thinned(
+        [(float(line[by]), y) for line in lines if (y := number_in(line, key)) is not None and by in line], join
+    )
+
+
+def _thinned(points: Sequence[tuple[float, float]], join: Callable[[list[float]], float]) -> Points:
     width = math.ceil(len(points) / MOST_POINTS) or 1
     bins = [points[at : at + width] for at in range(0, len(points), width)]
     return [bin[-1][0] for bin in bins], [join([y for _, y in bin]) for bin in bins]
@@ -50,185 +50,204 @@ def series(lines: Sequence[Line], key: str, *, by: str = "step", join: Callable[
 
 def mean(values: list[float]) -> float:
     """Of at least one."""
-    return sum(values) / len(values)
+    return math.fsum(value / len(values) for value in values)
 
 
-def reward(train: Sequence[Line], evals: Sequence[Line]) -> go.Figure | None:
-    """Of training, and each evaluation."""
-    figure = _figure("reward")
-    _line(figure, train, "reward/mean", "all scored", BLUE)
-    _line(figure, train, "reward/trained_mean", "trained", TEAL, dash="dot")
-    keys = sorted({key for line in evals for key in line if key.startswith("eval/") and key.endswith("/mean")})
-    for index, key in enumerate(keys):
-        x, y = series(evals, key, join=mean)
-        colour = OTHERS[(index + 1) % len(OTHERS)]
-        figure.add_scatter(x=x, y=y, name=text(key.removesuffix("/mean")), mode="lines+markers", line={"color": colour})
-    return _unless_empty(figure)
+def reward(train: Sequence[Line], evals: Sequence[Line]) -> list[Panel]:
+    """Of training, and each evaluation at the step that made the newest of the weights that it sampled."""
+    curves = [
+        *_curve(train, "reward/mean", "all scored", BLUE),
+        *_curve(train, "reward/trained_mean", "trained", TEAL, dashed=True),
+    ]
+    steps = _StepsOfVersions(train)
+    for index, key in enumerate(sorted({key for line in evals for key in filter(is_eval_mean, line)})):
+        found = sorted(
+            (steps.of(line), value, versions_in_words(line))
+            for line in evals
+            if (value := number_in(line, key)) is not None and "step" in line
+        )
+        x, y = _thinned([(step, value) for step, value, _ in found], mean)
+        if x:
+            colour, notes = OTHERS[(index + 1) % len(OTHERS)], [note for *_, note in found]
+            notes = notes if len(notes) == len(x) else []
+            name = key.removesuffix("/mean")
+            curves.append(Curve(name=name, colour=colour, x=x, y=y, marks="line and dots", notes=notes))
+    return _unless_empty(Panel(curves=curves, unit="reward"))
 
 
-def staleness(train: Sequence[Line]) -> go.Figure | None:
+class _StepsOfVersions:
+    """Which step made a version."""
+
+    def __init__(self, train: Sequence[Line]) -> None:
+        known = [line for line in train if "weights/version" in line]
+        # The lines of a learner that went back are gone, and versions are never used twice: they ascend.
+        self._versions = [line["weights/version"] for line in known]
+        self._lines = known
+
+    def of(self, line: Line) -> float:
+        """The step of the newest version that an evaluation sampled; of one that does not tell, its own."""
+        served = served_versions(line)
+        if served is None or not self._lines:
+            return float(line["step"])
+        at = bisect_left(self._versions, served[1])
+        if at == len(self._lines):
+            return float(self._lines[-1]["step"])
+        first = self._lines[at]
+        # One that no step has published are the weights of a learner at its start.
+        made = self._versions[at] == served[1] and "weights/gather_s" in first
+        return float(first["step"] if made else max(0, first["step"] - 1))
+
+
+def learning(train: Sequence[Line]) -> list[Panel]:
+    """Whether the policy learns."""
+    return [
+        panel
+        for title, unit, zero, curves in (
+            ("Loss", "nats", False, _curve(train, "loss/policy", "loss", BLUE)),
+            ("Gradient norm before the clip", "", True, _curve(train, "policy/grad_norm", "gradient norm", PURPLE)),
+            ("Entropy", "nats", True, _curve(train, "policy/entropy", "entropy", TEAL)),
+            (
+                "KL",
+                "nats",
+                True,
+                [
+                    *_curve(train, "policy/behaviour_kl", "of the policy that sampled", ORANGE),
+                    *_curve(train, "policy/engine_kl", "of the engine, at equal weights", GREY),
+                ],
+            ),
+            ("Effective share of the sample", "", True, _curve(train, "policy/ess", "effective share", GREEN)),
+            ("Learning rate", "", True, _curve(train, "learner/lr", "learning rate", BROWN)),
+        )
+        for panel in _unless_empty(Panel(curves=curves, title=title, unit=unit, zero=zero, width=THIRD, height=210))
+    ]
+
+
+def staleness(train: Sequence[Line]) -> list[Panel]:
     """Of the trained tokens, in versions, and what was allowed."""
-    figure = _figure("versions")
-    _line(figure, train, "staleness/token_mean", "mean", BLUE)
-    _line(figure, train, "staleness/token_max", "max", ORANGE, join=max)
-    _line(figure, train, "staleness/limit", "limit", RED, dash="dash")
-    return _unless_empty(figure)
+    curves = [
+        *_curve(train, "staleness/token_mean", "mean", BLUE),
+        *_curve(train, "staleness/token_max", "max", ORANGE, join=max),
+        *_curve(train, "staleness/limit", "limit", RED, dashed=True),
+    ]
+    return _unless_empty(Panel(curves=curves, unit="versions"))
 
 
-def utilisation(found: Sequence[Span]) -> go.Figure | None:
+def utilisation(found: Sequence[Span]) -> list[Panel]:
     """Shares of states, stacked, for each kind of resource."""
-    kinds = [kind for kind in KINDS if any(kind in span.shares for span in found)]
-    if not kinds:
-        return None
-    figure = make_subplots(
-        rows=len(kinds), cols=1, shared_xaxes=True, vertical_spacing=0.06, subplot_titles=[KINDS[k] for k in kinds]
-    )
-    began = [_moment(span.began) for span in found]
-    width = [1000 * (span.ended - span.began) for span in found]
-    shown: set[str] = set()
-    for row, kind in enumerate(kinds, 1):
-        states = {state for span in found for state in span.shares.get(kind, {})}
-        for state in sorted(states, key=_state_order):
-            figure.add_bar(
-                x=began,
-                y=[span.shares.get(kind, {}).get(state, 0.0) for span in found],
-                width=width,
-                offset=0,
-                name=text(state),
-                legendgroup=state,
-                showlegend=state not in shown,
-                marker={"color": STATE_COLOURS.get(state, BROWN), "line": {"width": 0}},
-                hovertemplate="%{y:.1%}<extra>%{fullData.name}</extra>",
-                row=row,
-                col=1,
+    panels: list[Panel] = []
+    for kind, title in KINDS.items():
+        told = [span for span in found if kind in span.shares]
+        states = sorted({state for span in told for state in span.shares[kind]}, key=_state_order)
+        if not states:
+            continue
+        origin = told[0].began
+        x = [(span.began + span.ended) / 2 - origin for span in told]
+        panels.append(
+            Panel(
+                curves=[
+                    Curve(
+                        name=state,
+                        colour=STATE_COLOURS.get(state, BROWN),
+                        x=x,
+                        y=[span.shares[kind].get(state, 0.0) for span in told],
+                    )
+                    for state in states
+                ],
+                title=title,
+                across="time (UTC)",
+                stack="bars",
+                widths=[span.ended - span.began for span in told],
+                shares=True,
+                origin=origin,
+                height=190,
             )
-            shown.add(state)
-        figure.update_yaxes(range=[0, 1], tickformat=".0%", row=row, col=1)
-    figure.update_layout(barmode="stack", bargap=0)
-    _style(figure, height=140 + 190 * len(kinds), titled=True)
-    return figure
+        )
+    return panels
 
 
-def step_breakdown(train: Sequence[Line]) -> go.Figure | None:
+def step_breakdown(train: Sequence[Line]) -> list[Panel]:
     """Where the seconds of a step went."""
-    figure = _figure("seconds")
     rows = []
     for line in train:
         if (step_s := number_in(line, STEP)) is not None:
             parts = {name: number_in(line, f"time/{name}_s") or 0.0 for name in PARTS if name != "other"}
             rows.append({"step": line["step"], **parts, "other": max(0.0, step_s - sum(parts.values()))})
-    for name, colour in PARTS.items():
-        x, y = series(rows, name, join=mean)
-        if any(y):
-            figure.add_bar(x=x, y=y, name=name.replace("_", " "), marker={"color": colour, "line": {"width": 0}})
-    figure.update_layout(barmode="stack", bargap=0)
-    return _unless_empty(figure)
+    found = {name: series(rows, name, join=mean) for name in PARTS}
+    curves = [
+        Curve(name=name.replace("_", " "), colour=PARTS[name], x=x, y=y) for name, (x, y) in found.items() if any(y)
+    ]
+    steps = curves[0].x if curves else []
+    widths = [1.0, *(after - before for before, after in pairwise(steps))]
+    # A bar is as wide as the steps that it stands for, and its middle is at its step.
+    widths[0] = widths[1] if len(widths) > 1 else 1.0
+    return _unless_empty(Panel(curves=curves, unit="seconds", stack="bars", widths=widths[: len(steps)]))
 
 
-def weight_stall(train: Sequence[Line], updates: Sequence[Line]) -> go.Figure | None:
+def weight_stall(train: Sequence[Line], updates: Sequence[Line]) -> list[Panel]:
     """Generation time that weight updates cost: each update of a replica, and all of a step together."""
-    figure = make_subplots(
-        *(1, 2), subplot_titles=["each update, by weights version", "all replicas together, by step"]
-    )
-    transports = sorted({str(line.get("weights/transport", "")) for line in updates})
-    for index, transport in enumerate(transports):
+    curves = []
+    for index, transport in enumerate(sorted({str(line.get("weights/transport", "")) for line in updates})):
         chosen = [line for line in updates if str(line.get("weights/transport", "")) == transport]
         chosen.sort(key=lambda line: line.get("weights/version", 0))
         x, y = series(chosen, "weights/stall_s", by="weights/version")
-        colour = OTHERS[index % len(OTHERS)]
-        figure.add_scatter(
-            x=x, y=y, name=text(transport or "update"), mode="markers", marker={"size": 4, "color": colour}
-        )
-    x, y = series(train, "weights/stall_s", join=mean)
-    if x:
-        figure.add_scatter(x=x, y=y, name="sum of a step", mode="lines", line={"color": PURPLE}, row=1, col=2)
-    _style(figure, titled=True)
-    figure.update_yaxes(title="seconds", rangemode="tozero")
-    return _unless_empty(figure)
+        if x:
+            colour = OTHERS[index % len(OTHERS)]
+            curves.append(Curve(name=transport or "update", colour=colour, x=x, y=y, marks="dots"))
+    whole = _curve(train, "weights/stall_s", "sum of a step", PURPLE)
+    each = Panel(curves=curves, title="Each update", unit="seconds", across="weights version", width=HALF)
+    together = Panel(curves=whole, title="All replicas together", unit="seconds", width=HALF)
+    return [panel for given in (each, together) for panel in _unless_empty(given)]
 
 
-def lengths(train: Sequence[Line]) -> go.Figure | None:
+def lengths(train: Sequence[Line]) -> list[Panel]:
     """Of responses."""
-    figure = _figure("tokens")
-    _line(figure, train, "rollout/length_mean", "mean", BLUE)
-    _line(figure, train, "rollout/length_p95", "95th percentile", ORANGE)
-    _line(figure, train, "rollout/granted_length_mean", "mean of all delivered", GREY, dash="dot")
-    return _unless_empty(figure)
+    curves = [
+        *_curve(train, "rollout/length_mean", "mean", BLUE),
+        *_curve(train, "rollout/length_p95", "95th percentile", ORANGE),
+        *_curve(train, "rollout/granted_length_mean", "mean of all delivered", GREY, dashed=True),
+    ]
+    return _unless_empty(Panel(curves=curves, unit="tokens"))
 
 
-def tokens(train: Sequence[Line]) -> go.Figure | None:
+def tokens(train: Sequence[Line]) -> list[Panel]:
     """Sampled a second, by all engines."""
-    figure = _figure("tokens/s")
-    _line(figure, train, "rollout/tokens_per_s", "sampled", GREEN)
-    return _unless_empty(figure)
+    return _unless_empty(Panel(curves=_curve(train, "rollout/tokens_per_s", "sampled", GREEN), unit="tokens/s"))
 
 
-def ledger(train: Sequence[Line]) -> go.Figure | None:
+def ledger(train: Sequence[Line]) -> list[Panel]:
     """What became of the prompt groups, since the start of the run."""
-    figure = _figure("groups")
-    for key, colour in (("trained", GREEN), ("filtered", GREY), ("quarantined", RED)):
-        x, y = series(train, f"ledger/{key}")
+    kinds = {"trained": GREEN, "filtered": GREY, "quarantined": RED}
+    rows = [
+        {"step": line["step"], **{kind: number_in(line, f"ledger/{kind}") or 0.0 for kind in kinds}}
+        for line in train
+        if number_in(line, "ledger/trained") is not None
+    ]
+    curves = []
+    for kind, colour in kinds.items():
+        x, y = series(rows, kind)
         if any(y):
-            figure.add_scatter(x=x, y=y, name=key, mode="lines", stackgroup="groups", line={"color": colour})
-    return _unless_empty(figure)
+            curves.append(Curve(name=kind, colour=colour, x=x, y=y))
+    return _unless_empty(Panel(curves=curves, unit="groups", stack="areas"))
 
 
-def _line(
-    figure: go.Figure,
+def _curve(
     lines: Sequence[Line],
     key: str,
     name: str,
     colour: str,
     *,
-    dash: str = "solid",
+    dashed: bool = False,
     join: Callable[[list[float]], float] = mean,
-) -> None:
+) -> list[Curve]:
+    """One, or none where no line has a value."""
     x, y = series(lines, key, join=join)
-    if x:
-        figure.add_scatter(x=x, y=y, name=name, mode="lines", line={"color": colour, "dash": dash})
+    return [Curve(name=name, colour=colour, x=x, y=y, marks="dashes" if dashed else "line")] if x else []
 
 
-def _figure(unit: str) -> go.Figure:
-    figure = go.Figure()
-    _style(figure)
-    figure.update_yaxes(title=unit, rangemode="tozero")
-    figure.update_xaxes(title="step")
-    return figure
-
-
-def _style(figure: go.Figure, height: int = 340, *, titled: bool = False) -> None:
-    """``titled``: there are titles of its parts, and the legend goes above them."""
-    figure.update_layout(
-        template="none",
-        height=height,
-        margin={"l": 60, "r": 20, "t": 80 if titled else 30, "b": 45},
-        paper_bgcolor="white",
-        plot_bgcolor="white",
-        font={"family": "system-ui, sans-serif", "size": 12, "color": "#333"},
-        legend={
-            "orientation": "h",
-            "y": 1 + 28 / (height - 125) if titled else 1.02,
-            "yanchor": "bottom",
-            # On the right are the buttons.
-            "x": 0,
-            "xanchor": "left",
-        },
-        hovermode="x unified",
-        showlegend=True,
-    )
-    figure.update_xaxes(showgrid=False, linecolor="#ccc", ticks="outside", tickcolor="#ccc")
-    figure.update_yaxes(gridcolor="#eee", zerolinecolor="#ccc")
-
-
-def _unless_empty(figure: go.Figure) -> go.Figure | None:
-    return figure if figure.data else None
+def _unless_empty(panel: Panel) -> list[Panel]:
+    return [] if panel.is_empty else [panel]
 
 
 def _state_order(state: str) -> tuple[int, str]:
     known = list(STATE_COLOURS)
     return (known.index(state) if state in known else len(known)), state
-
-
-def _moment(wall: float) -> datetime:
-    # Without a time zone, which a browser would apply.
-    return datetime.fromtimestamp(wall, UTC).replace(tzinfo=None)

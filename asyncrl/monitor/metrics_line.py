@@ -73,6 +73,15 @@ def served_versions(line: Line) -> tuple[int, int] | None:
     return min(newest, int(oldest[0])), newest
 
 
+def versions_in_words(line: Line) -> str:
+    """served_versions for people; empty where none is told."""
+    served = served_versions(line)
+    if served is None:
+        return ""
+    oldest, newest = served
+    return f"version {newest}" if oldest == newest else f"versions {oldest} to {newest}"
+
+
 def without_first(train: Sequence[Line]) -> list[Line]:
     """Lines of kind train, in order, without the first of each learner: that step waits for engines and evaluations,
     and tells nothing of the others. The first line of all is taken for such a one."""

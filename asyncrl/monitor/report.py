@@ -2,8 +2,8 @@
 
 Made from the run folder alone, of a run that lives or has ended: metrics.jsonl, config.json and the recorded snapshots.
 What there is none of, or cannot be read, is said. Whatever comes from the run is escaped, and the page forbids itself
-to load anything. Fails with UsageError where there is no run, no Plotly or no place for a file, and OSError where the
-page cannot be written.
+to load anything. It is read without its script, too, which says the values under the pointer and zooms. Fails with
+UsageError where there is no run or no place for a file, and OSError where the page cannot be written.
 """
 
 from __future__ import annotations
@@ -12,16 +12,20 @@ import html
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from importlib.util import find_spec
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import UsageError
+from asyncrl.monitor import charts
+from asyncrl.monitor.charts import mean, series
 from asyncrl.monitor.json_text import read_json_object
 from asyncrl.monitor.metrics_file import read_metrics
 from asyncrl.monitor.metrics_line import Line, number_in, without_first
+from asyncrl.monitor.numbers import exact, fixed, percent
 from asyncrl.monitor.phase import phase_and_reason
 from asyncrl.monitor.recording import decode, read_bodies
+from asyncrl.monitor.svg import Panel, draw
 from asyncrl.monitor.top.replay import ended
 from asyncrl.monitor.user_file import check_writable, write_user_file
 from asyncrl.monitor.utilisation import evenly, spans
@@ -35,37 +39,18 @@ EXCERPT = (
     *("learner.steps", "learner.groups_per_step", "learner.lr", "staleness.max", "weights.transport", "run.seed"),
 )
 """Of the configuration, what a reader wants to know first."""
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #f4f5f7; margin: 0 }
-main { max-width: 1180px; margin: 0 auto; padding: 24px }
-h1 { margin: 0 0 4px; font-size: 26px } h2 { margin: 0 0 8px; font-size: 17px }
-section { background: #fff; border: 1px solid #e2e5e9; border-radius: 6px; padding: 16px 20px; margin: 16px 0 }
-.phase { color: #666; margin: 0 } .none, .note { color: #777; margin: 0 }
-.figures { display: flex; flex-wrap: wrap; gap: 28px; margin-top: 16px }
-.figures div { font-size: 20px; font-variant-numeric: tabular-nums }
-.figures span { display: block; font-size: 12px; color: #777 }
-table { border-collapse: collapse; font-size: 13px } td { padding: 2px 16px 2px 0; vertical-align: top }
-td:first-child { color: #666; white-space: nowrap } pre { font-size: 12px; overflow: auto }
-.warning { color: #9a6200 } .error { color: #b3261e }
-"""
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
 
 
 def write_report(run_dir: Path, out: Path, *, lives: bool = False) -> None:
     """Write the report of the run in ``run_dir``, which may live, to the file ``out``, as a whole or not at all."""
     if not (run_dir / "config.json").is_file():
         raise UsageError(f"{run_dir} is not a run folder: it holds no config.json")
-    if find_spec("plotly") is None:
-        raise UsageError("a report needs plotly; pip install 'asyncrl[report]'")
     check_writable(out)
     write_user_file(out, _page(run_dir, lives=lives))
 
 
 def _page(run_dir: Path, *, lives: bool) -> str:
-    from plotly.offline import get_plotlyjs
-
-    from asyncrl.monitor import charts
-
     config, amiss = _read_config(run_dir)
     damaged: list[int] = []
     lines = read_metrics(run_dir / "metrics.jsonl", KINDS_OF_LINES, damaged)
@@ -77,7 +62,14 @@ def _page(run_dir: Path, *, lives: bool) -> str:
     no_lines = "metrics.jsonl has nothing of it."
     no_recording = f"{'Too few' if snapshots else 'No'} snapshots of this run were recorded."
     sections = [
-        ("Reward", charts.reward(train, evals), no_lines, "Mean over everything scored since the last step."),
+        (
+            "Reward",
+            charts.reward(train, evals),
+            no_lines,
+            "Mean over everything scored since the last step. An evaluation stands at the step that made the newest of "
+            "the weights that sampled it.",
+        ),
+        ("Learning", charts.learning(train), no_lines, "Of each step."),
         ("Staleness", charts.staleness(train), no_lines, "Of trained tokens, in versions of the weights."),
         ("Utilisation", charts.utilisation(spans(snapshots)), no_recording, "Shares of time by state (UTC)."),
         ("Step", charts.step_breakdown(train), no_lines, "What a training step waited for and did."),
@@ -89,7 +81,7 @@ def _page(run_dir: Path, *, lives: bool) -> str:
     body = [
         f"<header><h1>{name}</h1><p class=phase>{_phase(last, train, config)}</p>{_note(damaged)}{_figures(train)}"
         "</header>",
-        *(_chart(number, *section) for number, section in enumerate(sections)),
+        *(_section(*section) for section in sections),
         _events(last.events if last is not None else []),
         _config(config, amiss),
     ]
@@ -99,10 +91,10 @@ def _page(run_dir: Path, *, lives: bool) -> str:
             f'<html lang=en><head><meta charset="utf-8"><title>{name} – asyncrl</title>',
             f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
             '<meta name="viewport" content="width=device-width">',
-            f"<style>{STYLE}</style>",
-            f"<script>{get_plotlyjs()}</script></head><body><main>",
+            f"<style>{_beside('report.css')}</style>",
+            "</head><body><main>",
             *body,
-            "</main></body></html>\n",
+            f"</main><script>{_beside('report.js')}</script></body></html>\n",
         ]
     )
 
@@ -136,20 +128,16 @@ def _snapshots(run_dir: Path) -> list[Snapshot]:
     return [snapshot for snapshot in found if snapshot is not None]
 
 
-def _chart(number: int, title: str, figure: Any, missing: str, note: str) -> str:
-    from plotly.io import to_html
-
-    if figure is None:
+def _section(title: str, panels: Sequence[Panel], missing: str, note: str) -> str:
+    if not panels:
         return f"<section><h2>{title}</h2><p class=none>{missing}</p></section>"
-    plot = to_html(
-        figure,
-        include_plotlyjs=False,
-        full_html=False,
-        div_id=f"chart-{number}",
-        # Plotly's own choice is a button that uploads the figures of the run to its makers.
-        config={"displaylogo": False, "responsive": True, "showSendToCloud": False},
-    )
-    return f"<section><h2>{title}</h2><p class=note>{note}</p>{plot}</section>"
+    drawn = "".join(f'<div style="flex: 1 1 {panel.width * 0.85:.0f}px">{draw(panel)}</div>' for panel in panels)
+    return f"<section><h2>{title}</h2><p class=note>{note}</p><div class=panels>{drawn}</div></section>"
+
+
+def _beside(name: str) -> str:
+    """A file that comes with this module."""
+    return (files("asyncrl.monitor") / name).read_text()
 
 
 def _phase(last: Snapshot | None, train: Sequence[Line], config: Mapping[str, Any]) -> str:
@@ -164,27 +152,25 @@ def _phase(last: Snapshot | None, train: Sequence[Line], config: Mapping[str, An
 
 
 def _figures(train: Sequence[Line]) -> str:
-    from asyncrl.monitor.charts import mean, series
-
     def values(key: str) -> list[float]:
         return series(train, key, join=mean)[1]
 
     rows: list[tuple[str, str]] = []
     if found := values("reward/mean"):
-        rows.append(("reward, first → last", f"{found[0]:.3f} → {found[-1]:.3f}"))
+        rows.append(("reward, first → last", f"{fixed(found[0], 3)} → {fixed(found[-1], 3)}"))
     timed = [line for line in without_first(train) if (number_in(line, "time/step_s") or 0.0) > 0]
     steps_s = [float(line["time/step_s"]) for line in timed]
     rates = [number_in(line, "rollout/tokens_per_s") for line in timed]
     if steps_s:
-        rows.append(("mean step", f"{mean(steps_s):.2f} s"))
+        rows.append(("mean step", f"{fixed(mean(steps_s))} s"))
     # Tokens of all of these steps over the time of all of them.
     if told := [(rate, step_s) for rate, step_s in zip(rates, steps_s, strict=True) if rate is not None]:
         mean_rate = sum(rate * step_s for rate, step_s in told) / sum(step_s for _, step_s in told)
-        rows.append(("mean throughput", f"{mean_rate:,.0f} tokens/s"))
+        rows.append(("mean throughput", f"{exact(mean_rate)} tokens/s"))
     if found := values("perf/overlap"):
-        rows.append(("generation during training", f"{mean(found):.0%}"))
+        rows.append(("generation during training", percent(mean(found))))
     if found := values("staleness/token_mean"):
-        rows.append(("mean staleness", f"{mean(found):.2f}"))
+        rows.append(("mean staleness", fixed(mean(found))))
     if not rows:
         return ""
     return "<div class=figures>" + "".join(f"<div><span>{key}</span>{value}</div>" for key, value in rows) + "</div>"

@@ -86,7 +86,7 @@ ZERO, ONE, MIXED = group(0, 0, 0), group(1, 1, 1), group(0, 1, 0)
         # Groups that are all right and others that are all wrong differ from one another.
         (([ZERO] * 3 + [ONE]) * 50, 12, []),
         # Rewards that creep are not equal, though each is as good as equal to the one before.
-        ([group(n * 1e-6, n * 1e-6) for n in range(99)], 12, []),
+        ([group(n * 9e-7, n * 9e-7) for n in range(99)], 12, []),
         ([ZERO] * (LEAST_GROUPS - 1), 1, []),
         ([ZERO] * LEAST_GROUPS, 1, ["0.000"]),
     ],

@@ -1,15 +1,18 @@
 """The report of a run: one page that holds everything, and nothing of the run as markup."""
 
+import html
 import html.parser
 import json
+import math
 import re
+import subprocess
+import sys
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pictures import WALL, Run
-from plotly.offline import get_plotlyjs
 from recordings import record
 
 from asyncrl.errors import UsageError
@@ -36,6 +39,8 @@ def step(number, start=1, **figures):
         **{"staleness/token_mean": 1.0, "staleness/token_max": 2.0, "staleness/limit": 3.0, "perf/overlap": 0.9},
         **{"time/step_s": 2.0, "time/wait_for_groups_s": 0.5, "time/train_s": 1.0, "time/publish_s": 0.25},
         **{"rollout/length_mean": 50.0, "rollout/length_p95": 90.0, "weights/stall_s": 0.3},
+        **{"loss/policy": 0.1, "policy/grad_norm": 0.5, "policy/entropy": 2.0, "policy/behaviour_kl": 1e-4},
+        **{"policy/ess": 0.9, "learner/lr": 1e-6, "weights/gather_s": 0.1},
         **{"ledger/trained": 4 * number, "ledger/filtered": number, "ledger/quarantined": 0},
         **figures,
     }
@@ -69,20 +74,27 @@ class Page(html.parser.HTMLParser):
         super().__init__()
         self.tags, self.text = [], []
         self.page = path.read_text()
-        self.own = self.page.replace(get_plotlyjs(), "")
+        self.panels = []
+        """What the script is told of each, in order, as (section, what)."""
+        self._section = -1
         self.feed(self.page)
 
     def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
+        self._section += tag == "section"
+        if "data-told" in (known := dict(attrs)):
+            self.panels.append((self._section, json.loads(known["data-told"])))
 
     def handle_data(self, data):
         self.text.append(data)
 
     @property
     def figures(self):
-        """Traces of each chart, by the number of its section."""
-        found = re.findall(r'Plotly\.newPlot\(\s*"chart-(\d+)",\s*(\[.*?\]),\s*\{"template', self.own, re.DOTALL)
-        return {int(number): json.loads(traces) for number, traces in found}
+        """Curves of each chart, by the number of its section."""
+        found = {}
+        for section, told in self.panels:
+            found.setdefault(section, []).extend(told["curves"])
+        return found
 
 
 def written(run_dir, tmp_path):
@@ -98,10 +110,14 @@ def test_a_whole_run(run_dir, tmp_path):
     run = Run(steps=8, phase="done")
     record(run_dir, *(run.at(t) for t in range(0, 60, 2)))
     page = written(run_dir, tmp_path)
-    assert sorted(page.figures) == list(range(8))
+    assert sorted(page.figures) == list(range(9))
     rewards = {trace["name"]: trace for trace in page.figures[0]}
     assert rewards["all scored"]["y"] == [number / 10 for number in range(1, 9)]
     assert rewards["eval/gsm"]["x"] == [4, 8]
+    assert [curve["name"] for curve in page.figures[1]] == [
+        *("loss", "gradient norm", "entropy", "of the policy that sampled", "effective share", "learning rate")
+    ]
+    assert page.figures[1][-1]["y"] == [1e-6] * 8
     shown = " ".join(page.text)
     assert "done · step 8 of 8" in shown and "0.100 → 0.800" in shown and "90%" in shown
     assert "learner.lr" in shown
@@ -146,10 +162,7 @@ def test_there_is_nothing_to_load_and_it_is_forbidden(run_dir, tmp_path):
     for tag, attrs in page.tags:
         assert tag not in ("link", "iframe", "object", "embed", "img")
         assert "src" not in attrs and "href" not in attrs, (tag, attrs)
-    assert not re.findall(r"https?:|src=|url\(", page.own)
-    # Nor is there a button that sends it anywhere, as Plotly has by itself.
-    charts = page.own.count("Plotly.newPlot")
-    assert charts and page.own.count('"showSendToCloud": false') == charts
+    assert page.panels and not re.findall(r"https?:|src=|url\(|import|fetch|XMLHttp", page.page)
 
 
 def test_whatever_comes_from_the_run_is_text(tmp_path):
@@ -166,15 +179,15 @@ def test_whatever_comes_from_the_run_is_text(tmp_path):
     page = written(run_dir, tmp_path)
     assert {tag for tag, _ in page.tags} <= {
         *("html", "head", "meta", "title", "style", "script", "body", "main", "header", "section", "div", "span"),
-        *("h1", "h2", "p", "table", "tr", "td", "details", "summary", "pre"),
+        *("h1", "h2", "h3", "p", "table", "tr", "td", "details", "summary", "pre", "figure", "i"),
+        *("svg", "path", "rect", "text"),
     }
     assert not [attrs for _, attrs in page.tags if any(name.startswith("on") for name in attrs)]
     scripts = sum(tag == "script" for tag, _ in page.tags)
-    assert scripts == 1 + len(page.figures)
-    # Plotly takes some tags in names: there are none.
-    names = [trace["name"] for traces in page.figures.values() for trace in traces]
-    assert not [name for name in names if "<" in name]
-    assert any("&lt;/script&gt;" in name for name in names)
+    assert scripts == 1
+    # In a legend, and for the script, which makes text of it.
+    assert html.escape(EVIL) in page.page and EVIL not in page.page
+    assert any(EVIL in curve["name"] for curves in page.figures.values() for curve in curves)
 
 
 def test_torn_lines_are_left_out_and_of_repeated_steps_the_last_counts(run_dir, tmp_path):
@@ -194,27 +207,60 @@ def test_what_there_is_none_of_is_said(run_dir, tmp_path):
     assert page.figures == {}
     shown = " ".join(page.text)
     assert "No snapshots of this run were recorded." in shown
-    assert shown.count("metrics.jsonl has nothing of it.") == 7
+    assert shown.count("metrics.jsonl has nothing of it.") == 8
     write_lines(run_dir, step(1))
-    assert sorted(written(run_dir, tmp_path).figures) == [0, 1, 3, 4, 5, 6, 7]
+    assert sorted(written(run_dir, tmp_path).figures) == [0, 1, 2, 4, 5, 6, 7, 8]
 
 
-def test_what_is_no_run_or_cannot_be_written(tmp_path, run_dir, monkeypatch):
+def test_what_is_no_run_or_cannot_be_written(tmp_path, run_dir):
     with pytest.raises(UsageError, match="no config.json"):
         write_report(tmp_path / "nothing", tmp_path / "out.html")
     with pytest.raises(UsageError, match="out.html: there is no folder"):
         write_report(run_dir, tmp_path / "nowhere" / "out.html")
-    monkeypatch.setattr(report, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"pip install 'asyncrl\[report\]'"):
-        write_report(run_dir, tmp_path / "out.html")
 
 
 def test_long_runs_are_thinned(run_dir):
     lines = [step(number) for number in range(1, 10_001)]
     x, y = charts.series(lines, "reward/mean", join=charts.mean)
-    assert len(x) == 2000 and x[-1] == 10_000 and x == sorted(x)
-    assert y[0] == pytest.approx(0.3)
-    assert charts.series(lines, "staleness/token_max")[1] == [2.0] * 2000
+    assert len(x) == 589 and x[-1] == 10_000 and x == sorted(x)
+    assert y[0] == pytest.approx(0.9)
+    assert charts.series(lines, "staleness/token_max")[1] == [2.0] * 589
+
+
+def test_a_report_is_small_however_long_the_run(run_dir, tmp_path):
+    write_lines(run_dir, *(step(n) for n in range(1, 9)), *(update(n) for n in range(1, 9)))
+    assert len(written(run_dir, tmp_path).page) < 60_000
+    lines = [line for n in range(1, 5001) for line in (update(n, n / 7e5), step(n, **{"loss/policy": math.sin(n)}))]
+    write_lines(run_dir, *lines)
+    record(run_dir, *(Run(steps=5000).at(t) for t in range(0, 600, 2)))
+    assert len(written(run_dir, tmp_path).page) < 600_000
+
+
+def test_a_report_needs_no_more_than_asyncrl_itself(run_dir, tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from asyncrl.monitor.report import write_report;"
+        f"write_report(Path({str(run_dir)!r}), Path({str(tmp_path / 'out.html')!r}));"
+        "print([name for name in ('plotly', 'numpy', 'torch', 'matplotlib') if name in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert found.stdout == "[]\n"
+
+
+def of_versions(number, oldest, newest):
+    return evaluation(number) | {"weights/version": newest, "eval/gsm/version_min": oldest}
+
+
+def test_an_evaluation_stands_at_the_step_that_made_what_it_sampled():
+    # The learner went back to step 2 and published its weights as 10; from step 4 on two steps make a version.
+    train = [step(n, **{"weights/version": version}) for n, version in ((1, 1), (2, 2), (3, 11), (4, 11), (5, 12))]
+    del train[3]["weights/gather_s"]
+    for oldest, newest, at in ((0, 0, 0), (1, 1, 1), (1, 2, 2), (10, 10, 2), (10, 11, 3), (11, 12, 5), (12, 99, 5)):
+        (panel,) = charts.reward(train, [of_versions(7, oldest, newest)])
+        curve = panel.curves[-1]
+        said = f"version {newest}" if oldest == newest else f"versions {oldest} to {newest}"
+        assert (list(curve.x), list(curve.notes)) == ([at], [said])
+    (panel,) = charts.reward(train, [evaluation(3)])
+    assert list(panel.curves[-1].x) == [3] and list(panel.curves[-1].notes) == [""]
 
 
 @pytest.mark.parametrize(
