@@ -27,7 +27,7 @@ from asyncrl.launcher.spec import (
     StuckEvent,
 )
 from asyncrl.monitor.metrics_line import Line, is_eval_mean, versions_in_words
-from asyncrl.monitor.numbers import count, fixed
+from asyncrl.monitor.numbers import count, duration, fixed
 from asyncrl.monitor.printable import printable
 from asyncrl.runtime.supervision import role_of
 
@@ -188,7 +188,7 @@ _STEP_WORDS: dict[str, Callable[[float], str]] = {
     "reward/mean": lambda value: f"reward {fixed(value, 3)}",
     "staleness/token_mean": lambda value: f"staleness {fixed(value)}",
     "rollout/tokens_per_s": lambda value: f"{count(value)} tokens/s",
-    "time/step_s": lambda value: f"{fixed(value, 1)} s",
+    "time/step_s": duration,
 }
 
 

@@ -33,5 +33,5 @@ def test_what_three_decimals_do_not_show_has_an_exponent(value, said):
 
 def test_a_mad_reward_leaves_the_lines_of_the_terminal_short():
     line = {"kind": "train", "step": 1, "reward/mean": -1e300, "time/step_s": 1e-9, "rollout/tokens_per_s": 1e300}
-    assert describe_step(line, 2) == "step 1/2  reward -1e+300  1e+300 tokens/s  1e-09 s"
+    assert describe_step(line, 2) == "step 1/2  reward -1e+300  1e+300 tokens/s  0 µs"
     assert describe_eval({"kind": "eval", "step": 1, "eval/gsm/mean": 1e300}) == "step 1  eval/gsm 1e+300"
