@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "asyncrl"
-CONTRACT = {"errors", "config", "messages", "snapshot", "tokenizer", "stops", "ledger", "group_file"}
+CONTRACT = {"errors", "disk", "config", "messages", "snapshot", "tokenizer", "stops", "ledger", "group_file"}
 ACTORS = {"dataloader", "rollouter", "reward", "learner", "parameter_server", "controller"}
 FOR_ACTORS = CONTRACT | {"wire", "runtime", "monitor", "weights", "checkpoint"}
 
 MAY_IMPORT = {
     "errors": set(),
+    "disk": set(),
     "config": {"errors"},
     "snapshot": set(),
     "messages": {"snapshot"},
@@ -19,7 +20,7 @@ MAY_IMPORT = {
     "stops": {"errors", "config", "tokenizer"},
     "ledger": {"messages"},
     "group_file": {"errors", "messages"},
-    "checkpoint": {"errors", "config", "messages", "group_file"},
+    "checkpoint": {"errors", "disk", "config", "messages", "group_file"},
     "wire": {"errors", "messages"},
     "weights": {"errors", "messages"},
     "monitor": {"errors", "messages", "snapshot"},

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl.config import Config
-from asyncrl.doctor.findings import Finding, fail, in_bytes, listed, ok, warn
+from asyncrl.disk import in_bytes
+from asyncrl.doctor.findings import Finding, fail, listed, ok, warn
 from asyncrl.doctor.talk import HostFacts
 from asyncrl.launcher.placement import Placed
 from asyncrl.runtime.supervision import role_of

@@ -87,12 +87,3 @@ def as_json(findings: Sequence[Finding]) -> str:
 def listed(names: Sequence[str], most: int = 8) -> str:
     """Names in a row, the first of many."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def in_bytes(count: float) -> str:
-    """A number of bytes for people, as 1.5 GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"

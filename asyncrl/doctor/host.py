@@ -21,6 +21,7 @@ import msgspec
 from asyncrl.checkpoint.folder import checkpoint_dir
 from asyncrl.config import Config
 from asyncrl.config.load import config_from_json
+from asyncrl.disk import nearest_folder
 from asyncrl.doctor import network
 from asyncrl.doctor.findings import Finding
 from asyncrl.doctor.inputs import check_data, check_reward
@@ -44,7 +45,7 @@ from asyncrl.doctor.needs import (
     memory_need,
     run_dir_need,
 )
-from asyncrl.doctor.storage import check_folder, nearest_folder, same_disk
+from asyncrl.doctor.storage import check_folder, same_disk
 from asyncrl.doctor.talk import (
     Begin,
     Connect,

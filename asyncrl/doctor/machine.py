@@ -17,7 +17,8 @@ from pathlib import Path
 
 import psutil
 
-from asyncrl.doctor.findings import Finding, fail, in_bytes, ok, warn
+from asyncrl.disk import in_bytes
+from asyncrl.doctor.findings import Finding, fail, ok, warn
 from asyncrl.doctor.talk import Card, HostFacts
 from asyncrl.errors import UsageError
 from asyncrl.launcher.addresses import interfaces

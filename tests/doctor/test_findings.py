@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from asyncrl.doctor.findings import CHECKS, as_json, as_lines, exit_code, fail, in_bytes, in_order, ok, on_host, warn
+from asyncrl.disk import in_bytes
+from asyncrl.doctor.findings import CHECKS, as_json, as_lines, exit_code, fail, in_order, ok, on_host, warn
 
 FINE, ODD, BAD = (
     ok("shm", "enough", "a"),

@@ -8,10 +8,11 @@ from doctor.model_files import write_model, write_weights
 
 from asyncrl.config.load import validate_config
 from asyncrl.config.training import ModelConfig, RewardConfig
+from asyncrl.disk import free_bytes, nearest_folder
 from asyncrl.doctor.inputs import check_data, check_reward
 from asyncrl.doctor.model import check_model, digest, measure
 from asyncrl.doctor.needs import DiskNeed, ModelSize
-from asyncrl.doctor.storage import check_folder, free_bytes, nearest_folder, same_disk
+from asyncrl.doctor.storage import check_folder, same_disk
 
 
 @pytest.fixture
