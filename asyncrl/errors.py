@@ -196,10 +196,13 @@ class RunChanged(AsyncRLError, ValueError):
 
 
 class CheckpointError(AsyncRLError, OSError):
-    """A checkpoint cannot be written or read. ``path`` says which; the last complete one stays."""
+    """A checkpoint cannot be written or read. ``path`` says which; the last complete one stays.
 
-    def __init__(self, path: str, reason: str) -> None:
-        self.path, self.reason = path, reason
+    ``full`` is ENOSPC or EDQUOT where its disk has no room, else 0.
+    """
+
+    def __init__(self, path: str, reason: str, *, full: int = 0) -> None:
+        self.path, self.reason, self.full = path, reason, full
         super().__init__(f"checkpoint {path}: {reason}")
 
 

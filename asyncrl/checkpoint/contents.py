@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.checkpoint.durable import write_file
+from asyncrl.checkpoint.durable import refused, write_file
 from asyncrl.checkpoint.state import FORMAT, CheckpointState
 from asyncrl.errors import CheckpointError, DataError
 from asyncrl.group_file import pack_group, read_groups
@@ -43,8 +43,10 @@ def write_contents(folder: Path, state: CheckpointState, buffered: Sequence[Grou
         write_file(path, [msgspec.json.encode(state)])
         path = folder / GROUPS
         write_file(path, map(pack_group, chain(buffered, filtered)))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(str(path), getattr(error, "strerror", None) or str(error)) from error
+    except OSError as error:
+        raise refused(path, error) from error
+    except ValueError as error:
+        raise CheckpointError(str(path), str(error)) from error
 
 
 def read_state(folder: Path) -> CheckpointState:

@@ -14,7 +14,16 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from asyncrl.disk import full_errno
+from asyncrl.errors import CheckpointError
+
 CHUNK_BYTES = 4 << 20
+
+
+def refused(path: Path, error: OSError) -> CheckpointError:
+    """What the operating system refuses on a checkpoint: of the file that it names, or of ``path``."""
+    where = error.filename if isinstance(error.filename, str) else str(path)
+    return CheckpointError(where, error.strerror or str(error), full=full_errno(error))
 
 
 class Digest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -39,6 +39,7 @@ from asyncrl.checkpoint.durable import (
     Digest,
     difference,
     digest_file,
+    refused,
     replace_file,
     sync_folder,
     write_file,
@@ -121,6 +122,10 @@ class CheckpointFolder:
         if complete.version != int(name[1]):
             raise CheckpointError(str(mark), f"it is of version {complete.version}; the folder was renamed")
         return Found(complete.version, int(name[2] or 0), complete.step, path)
+
+    def older(self) -> list[str]:
+        """Names of the complete checkpoints beside the newest, oldest first. Raises CheckpointError."""
+        return [name for *_, name in sorted(self._complete_names())][:-1]
 
     def verify(self, found: Found) -> None:
         """Hold the files that ``commit`` was given against their checksums. Raises CheckpointError naming one."""
@@ -287,5 +292,4 @@ def _telling(path: Path) -> Iterator[None]:
     except CheckpointError:
         raise
     except OSError as error:
-        where = error.filename if isinstance(error.filename, str) else str(path)
-        raise CheckpointError(where, error.strerror or str(error)) from error
+        raise refused(path, error) from error

@@ -22,6 +22,9 @@ class CheckpointConfig(Section):
     """Checkpoints of steps that are multiples of this are kept for good; 0 keeps none."""
     export_at_end: bool = True
     """Write the final weights in Hugging Face layout to export/ in the run folder."""
+    room_wait_s: Seconds = 300.0
+    """Longest that the end of the run waits for room for the last checkpoint and the export on a full disk; without
+    it the run ends as failed. A run that makes way waits within preempt.grace_s."""
 
 
 class ResumeConfig(Section):

@@ -336,9 +336,14 @@ class Controller(Actor):
 
     @handler
     def run_finished(self, request: RunFinished, caller: Caller) -> Done:
-        """All is trained and written."""
-        if self._run.finish(self.clock.now(), preempted=request.preempted):
-            self.log.info("run is finished", by=caller.name, preempted=request.preempted)
+        """All is trained, and written as far as it could be."""
+        now = self.clock.now()
+        if request.failure:
+            changed = self._run.fail(caller.name, request.failure, "", 1, now)
+        else:
+            changed = self._run.finish(now, preempted=request.preempted)
+        if changed:
+            self.log.info("run is finished", by=caller.name, preempted=request.preempted, failure=request.failure)
             self._tell()
         return Done()
 

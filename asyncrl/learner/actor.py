@@ -13,6 +13,8 @@ fails in the next collective, or is ended before.
 from __future__ import annotations
 
 import asyncio
+import errno
+import math
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -20,10 +22,19 @@ from typing import Any, TypeVar
 from asyncrl.checkpoint.contents import Contents
 from asyncrl.checkpoint.folder import checkpoint_dir
 from asyncrl.checkpoint.state import CheckpointState, Geometry
-from asyncrl.errors import CheckpointError, DeadlineExceeded, NonFiniteStep
+from asyncrl.disk import free_bytes, full_errno, in_words, no_room
+from asyncrl.errors import ActorFailed, AsyncRLError, DeadlineExceeded, NonFiniteStep
 from asyncrl.learner.backend import Backend, create
 from asyncrl.learner.checkpoint.writer import Checkpoints, Written
 from asyncrl.learner.evals import EvalCollector, eval_metrics
+from asyncrl.learner.failed_writes import (
+    Failed,
+    checkpoint_complete_again,
+    checkpoint_failed,
+    end_of_run,
+    room,
+    waits_for_room,
+)
 from asyncrl.learner.group_metrics import rewards_of
 from asyncrl.learner.intake import Intake, Snapshot
 from asyncrl.learner.learning_watch import LearningWatch, Notice
@@ -48,6 +59,9 @@ PARAMETER_SERVER, RANK_0 = "parameter_server/0", "learner/0"
 PHASE_STATES = {"gather": "publishing", "probe": "publishing"}
 """In which state a rank above 0 is at a part of the work; it trains at all others."""
 
+ROOM_SHARE = 0.3
+"""Of preempt.grace_s: longest that a run which makes way waits for room on a full disk."""
+
 T = TypeVar("T")
 
 
@@ -68,6 +82,12 @@ class Learner(Actor):
         self._watch = LearningWatch(self.config)
         self._telling: set[asyncio.Task[None]] = set()
         """Of the controller, about checkpoints."""
+        self._room_until = math.inf
+        """Until when the end of the run may wait for room on a full disk."""
+        self._checkpoints_failed = 0
+        """In a row."""
+        self._is_trained = False
+        """Nothing more is trained: what cannot be written now is told by the end of the run."""
         self._rounds_written: set[str] = set()
         """Rounds of evaluation whose line is written, as NAME@ROUND."""
         self._rounds_changed = asyncio.Event()
@@ -154,7 +174,7 @@ class Learner(Actor):
             "goes on from a checkpoint",
             version=state.version,
             step=state.step,
-            path=str(self._checkpoints.newest),
+            path=str(contents.path),
             buffered=len(contents.buffered),
         )
         return contents
@@ -165,6 +185,7 @@ class Learner(Actor):
             samples_per_step=self.config.run.samples_per_step,
             tell=self._tell_line,
             counters=self.counters,
+            notify=self._tell_lost_records,
             clock=self.clock,
             log=self.log,
             step=restored.state.step if restored is not None else 0,
@@ -191,9 +212,10 @@ class Learner(Actor):
             versions=self._versions,
             lines=self._lines,
             checkpoint=self._checkpoint,
+            checkpoint_owed=lambda: self._checkpoints.owed,
             published=self._published,
             progress=self.progress,
-            notify=lambda key, text, count: self.notify(key, text, count=count),
+            notify=self.notify,
             states=self.states,
             counters=self.counters,
             histograms=self.histograms,
@@ -264,21 +286,88 @@ class Learner(Actor):
         self.tasks.create_task(self._supply.report())
         self.tasks.create_task(self._supply.watch())
         await training.run()
+        self._is_trained = True
         preempted = training.step < self.config.learner.steps
         self.states.enter("checkpointing")
-        if preempted or self.config.checkpoint.every_versions:
+        kept = self._checkpoints.newest
+        if preempted or (self.config.checkpoint.every_versions and (kept is None or kept.step < training.step)):
             await self._checkpoint(final=True)
         if not preempted:
             await training.finish()
+        self._room_until = min(self._room_until, self.clock.now() + self.config.checkpoint.room_wait_s)
+        self.states.enter("checkpointing")
+        checkpoint, export = await self._last_checkpoint(), None
+        exported = not preempted and self.config.checkpoint.export_at_end
+        if exported:
             self.states.enter("exporting")
-            if self.config.checkpoint.export_at_end:
-                await self._on_thread(lambda: self._backend.export(self.context.run_dir / "export"))
-        await self._checkpoints.settle()
+            export = await self._last_export()
         await self._write_found()
         await self._lines.finish()
         await asyncio.gather(*self._telling)
-        await self._until_answered(RunFinished(preempted=preempted))
+        failure = end_of_run(
+            checkpoint,
+            export,
+            self._checkpoints.newest,
+            self.context.run_dir,
+            exported=exported and export is None,
+        )
+        await self._until_answered(RunFinished(preempted=preempted, failure=failure))
         self.states.enter("done")
+
+    async def _last_checkpoint(self) -> Failed | None:
+        """Until the last checkpoint is complete; why it is not, after all."""
+        await self._checkpoints.settle()
+        while (failed := self._checkpoints.failed) is not None and await self._has_room("the last checkpoint", failed):
+            await self._checkpoint(final=True)
+            await self._checkpoints.settle()
+        kept = self._checkpoints.newest
+        if failed is not None and kept is not None and kept.step == self._training.step:
+            # Nothing was trained since.
+            return None
+        return failed
+
+    async def _last_export(self) -> Failed | None:
+        """Until the model is exported; why it is not, after all."""
+        while (failed := await self._export()) is not None and await self._has_room("the model", failed):
+            self.log.info("there is room again", folder=str(failed.folder))
+        return failed
+
+    async def _export(self) -> Failed | None:
+        training, folder = self._training, self.context.run_dir / "export"
+        needed = self._backend.export_bytes()
+
+        def failed(reason: str, full: int) -> Failed:
+            return Failed(
+                version=training.version, step=training.step, folder=folder, reason=reason, full=full, needed=needed
+            )
+
+        free = await asyncio.to_thread(free_bytes, folder)
+        if free is not None and free < needed:
+            return failed(await asyncio.to_thread(lambda: no_room(folder.parent, needed=needed)), errno.ENOSPC)
+        try:
+            await self._on_thread(lambda: self._backend.export(folder))
+        except Exception as error:
+            if isinstance(error, OSError) and not isinstance(error, AsyncRLError):
+                full = full_errno(error)
+                self.log.error("the model is not exported", error=str(error))
+                if full:
+                    return failed(await asyncio.to_thread(lambda: no_room(folder.parent, full, needed=needed)), full)
+                return failed(in_words(error, folder), 0)
+            kept = self._checkpoints.newest
+            if kept is not None and kept.step == training.step:
+                # Who starts again has nothing to train, and exports.
+                raise
+            reason = end_of_run(None, failed(str(error), 0), kept, self.context.run_dir, exported=False)
+            raise ActorFailed(self.name, reason) from error
+        return None
+
+    async def _has_room(self, what: str, failed: Failed) -> bool:
+        """Whether another attempt at the end of the run is worth while; waits for it."""
+        left = self._room_until - self.clock.now()
+        if not failed.full or left <= 0:
+            return False
+        self.notify(what, waits_for_room(what, failed, left))
+        return await room(failed, lambda: self._room_until, self.clock)
 
     def figures(self) -> dict[str, float]:
         """Nothing is known before rank 0 has found where the run stands."""
@@ -297,6 +386,7 @@ class Learner(Actor):
     def preempted(self) -> None:
         """Make way: the run ends at the next version boundary, with a checkpoint."""
         if self._is_rank_0 and hasattr(self, "_training"):
+            self._room_until = min(self._room_until, self.clock.now() + ROOM_SHARE * self.config.preempt.grace_s)
             self._training.preempted = True
             self._training.news.set()
 
@@ -304,6 +394,8 @@ class Learner(Actor):
         if hasattr(self, "_backend"):
             self._backend.interrupt()
             await self._on_thread(self._backend.stop)
+        if hasattr(self, "_checkpoints"):
+            self._checkpoints.close()
         if hasattr(self, "_versions"):
             await self._versions.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -410,15 +502,23 @@ class Learner(Actor):
             version=written.version,
             staged_s=round(written.staged_s, 6),
         )
+        if self._checkpoints_failed and self._checkpoints.newest is not None:
+            again = checkpoint_complete_again(self._checkpoints_failed, self._checkpoints.newest)
+            self.notify("checkpoint", again)
+            self._checkpoints_failed = 0
         self.log.info("checkpoint is complete", version=written.version, step=written.step, path=str(written.path))
         told = CheckpointWritten(version=written.version, step=written.step, path=str(written.path))
         telling = self.tasks.create_task(self._until_answered(told))
         self._telling.add(telling)
         telling.add_done_callback(self._telling.discard)
 
-    def _checkpoint_failed(self, version: int, error: CheckpointError) -> None:
+    def _checkpoint_failed(self, failed: Failed) -> None:
         self.counters.add("checkpoint/failed")
-        self.log.error("no checkpoint; the last complete one stays", version=version, error=str(error))
+        self._checkpoints_failed += 1
+        self.log.error("no checkpoint; the last complete one stays", version=failed.version, error=failed.reason)
+        if not self._is_trained:
+            text = checkpoint_failed(failed, self._checkpoints.newest)
+            self.notify("checkpoint", text, count=self._checkpoints_failed)
 
     async def _write_quarantined(self) -> None:
         while True:
@@ -431,6 +531,11 @@ class Learner(Actor):
         for item in found:
             self.story.tell(NOT_TRAINED, uid=item.uid, reason=item.reason)
         await self._lines.quarantined(self._training.step, found)
+
+    def _tell_lost_records(self, lost: int, error: OSError) -> None:
+        where = in_words(error, self.context.run_dir)
+        what = "what is lost is missing from metrics.jsonl, quarantine.jsonl or samples/, and from the report"
+        self.notify("records", f"a record of the run is lost: {where}. Training goes on; {what}", count=lost)
 
     async def _conclude_rounds(self) -> None:
         while True:

@@ -1,7 +1,7 @@
 """What the learner's shell needs of whatever trains: one interface, two backends.
 
 ``fsdp2`` (trainer.py) trains a model on ``learner.ranks`` processes; ``sim`` (sim.py) only takes time. Both
-are blocking and not thread-safe: a rank calls every method but ``interrupt`` from **one** thread of its own,
+are blocking and not thread-safe: a rank calls every method that does not say otherwise from **one** thread of its own,
 so that its collectives stay in order and its CUDA device stays current.
 
 Order of calls, rank 0::
@@ -91,6 +91,12 @@ class Backend(Protocol):
 
     def export(self, folder: Path) -> None:
         """Rank 0: write the current weights to ``folder`` in Hugging Face layout. Raises OSError."""
+
+    def checkpoint_bytes(self) -> int:
+        """From any thread: about how much all ranks together write in a ``save``."""
+
+    def export_bytes(self) -> int:
+        """From any thread: about how much an ``export`` writes."""
 
     def sees(self, folder: Path) -> None:
         """Rank 0: make sure that every rank finds what rank 0 puts into ``folder``. Raises CheckpointError."""

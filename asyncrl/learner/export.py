@@ -2,9 +2,9 @@
 
 ``config.json`` and the tokenizer's files are those of model.path, with the dtype that the weights are written
 in; the weights lie in ``model.safetensors``, or, past SHARD_BYTES, in several files with an index. Written
-aside, synced, then renamed, so that the folder is either complete or not there.
+aside, synced, then renamed, so that the folder is either complete or as it was.
 
-Fails with OSError on rank 0, after all ranks have finished the gather.
+Fails with OSError on rank 0, after all ranks have finished the gather; nothing of what was written aside is left then.
 """
 
 from __future__ import annotations
@@ -31,6 +31,21 @@ def export(gathered: Iterator[dict[str, Tensor]], source: Path, folder: Path, dt
     ``source`` is the folder that the model was loaded from.
     """
     aside = folder.with_name(f".{folder.name}.partial")
+    try:
+        _write_aside(gathered, source, aside, dtype)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    old = folder.with_name(f".{folder.name}.old")
+    if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+    aside.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+    _sync(folder.parent)
+
+
+def _write_aside(gathered: Iterator[dict[str, Tensor]], source: Path, aside: Path, dtype: torch.dtype) -> None:
     problem: OSError | None = None
     writer = _Writer(aside)
     for tensors in gathered:
@@ -44,13 +59,6 @@ def export(gathered: Iterator[dict[str, Tensor]], source: Path, folder: Path, dt
     writer.finish()
     copy_settings(source, aside, dtype)
     _sync_folder(aside)
-    old = folder.with_name(f".{folder.name}.old")
-    if folder.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        folder.rename(old)
-    aside.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
-    _sync(folder.parent)
 
 
 def copy_settings(source: Path, target: Path, dtype: torch.dtype) -> None:

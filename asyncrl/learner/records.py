@@ -76,6 +76,8 @@ def _append(path: Path, lines: Iterable[dict[str, Any]]) -> None:
         if size and os.pread(descriptor, 1, size - 1) != b"\n":
             data = b"\n" + data
         append_whole(descriptor, data)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(descriptor)
 

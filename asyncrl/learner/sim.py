@@ -13,9 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.checkpoint.durable import sync_folder, write_file
+from asyncrl.checkpoint.durable import refused, sync_folder, write_file
 from asyncrl.config import Config
-from asyncrl.errors import CheckpointError
 from asyncrl.learner.batch import StepPlan
 from asyncrl.learner.checkpoint.trainer_contents import CONTENTS, TrainerContents, read_trainer_contents
 from asyncrl.learner.publication import OnSealed, Publication
@@ -78,6 +77,12 @@ class SimTrainer:
     def export(self, folder: Path) -> None:
         """There are no weights to write."""
 
+    def checkpoint_bytes(self) -> int:
+        return 0
+
+    def export_bytes(self) -> int:
+        return 0
+
     def sees(self, folder: Path) -> None:
         """Rank 0 writes alone."""
 
@@ -89,7 +94,7 @@ class SimTrainer:
             write_file(folder / CONTENTS, [msgspec.json.encode(contents)])
             sync_folder(folder)
         except OSError as error:
-            done.set_exception(CheckpointError(str(folder), error.strerror or str(error)))
+            done.set_exception(refused(folder, error))
         else:
             done.set_result(None)
         return done

@@ -2,8 +2,8 @@
 
 A step's line waits, for a limited time, until the rollouters have said what they did while it was trained; with it
 go the lines of the weight updates that ended meanwhile. What is sampled is counted from the end of one step's training
-to the end of the next one's, and left out where not all of it is known. A line that cannot be written is lost and
-counted; training goes on.
+to the end of the next one's, and left out where not all of it is known. A line that cannot be written is lost, counted
+and told to the user; training goes on.
 """
 
 from __future__ import annotations
@@ -49,15 +49,19 @@ class StepLines:
         samples_per_step: int,
         tell: Callable[[dict[str, Any]], object],
         counters: dict[str, float],
+        notify: Callable[[int, OSError], object],
         clock: Clock,
         log: FilteringBoundLogger,
         step: int = 0,
     ) -> None:
-        """``step`` is the last one whose line is written already."""
+        """``step`` is the last one whose line is written already; ``notify`` is told how many writes were lost so far,
+        and why the last one.
+        """
         self._records = records
         self._samples_per_step = samples_per_step
         self._tell = tell
         self._counters = counters
+        self._notify = notify
         self._clock = clock
         self._log = log
         self._generation = GenerationLog(succeeds=records.start > 1)
@@ -165,3 +169,4 @@ class StepLines:
         except OSError as error:
             self._counters["records/lost"] = self._counters.get("records/lost", 0) + 1
             self._log.error("record not written", error=str(error))
+            self._notify(int(self._counters["records/lost"]), error)

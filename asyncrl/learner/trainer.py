@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 
+from asyncrl.checkpoint.durable import refused
 from asyncrl.config import Config
 from asyncrl.errors import CheckpointError, NonFiniteStep
 from asyncrl.learner.batch import MicroBatch, StepPlan
@@ -182,12 +183,18 @@ class Trainer:
         self._tell(Gather())
         export(self._gather(), model_folder(self._config.model), folder, self._dtype)
 
+    def checkpoint_bytes(self) -> int:
+        return dcp.expected_bytes(self._policy)
+
+    def export_bytes(self) -> int:
+        return sum(parameter.numel() * self._dtype.itemsize for parameter in self._parameters)
+
     def sees(self, folder: Path) -> None:
         probe = folder / f".probe-{uuid.uuid4().hex}"
         try:
             probe.touch()
         except OSError as error:
-            raise CheckpointError(str(folder), error.strerror or str(error)) from error
+            raise refused(folder, error) from error
         try:
             self._tell(See(str(probe)))
             problems = self._look(probe)

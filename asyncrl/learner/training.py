@@ -2,8 +2,8 @@
 
 It waits for groups, never for a replica, the parameter server or a disk. A version that cannot be written, as on a
 full disk, is owed: training goes on with the groups that the last one admits, and the run ends with the reason only
-when those are used up and nothing can be published for UNPUBLISHED_S. A checkpoint that cannot be written is counted
-and named in the log; the last complete one stays.
+when those are used up and nothing can be published for UNPUBLISHED_S. A checkpoint that cannot be written is told, and
+owed where its disk is full: it is tried again at the first boundary with room; the last complete one stays.
 
 Preempted, it takes what the rollouters still deliver, comes to a version boundary, and writes a checkpoint.
 
@@ -18,11 +18,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
 
 from structlog.typing import FilteringBoundLogger
 
 from asyncrl.config import Config
+from asyncrl.disk import in_words
 from asyncrl.errors import ActorFailed, AsyncRLError, NonFiniteStep
 from asyncrl.learner.backend import Backend
 from asyncrl.learner.batch import build_step
@@ -38,6 +40,7 @@ from asyncrl.monitor.story_log import NOT_TRAINED, TRAINED, StoryLog
 from asyncrl.monitor.trace import Track
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.clock import Clock
+from asyncrl.runtime.notices import Notify
 
 OWED_RETRY_S = 5.0
 """Pause before a version that could not be published is tried again."""
@@ -45,6 +48,9 @@ UNPUBLISHED_S = 120.0
 """Longest that no version can be published while there is nothing left to train."""
 LAST_GROUPS_SHARE = 0.3
 """Of preempt.grace_s: longest wait for what the rollouters still deliver."""
+
+UNPUBLISHED = "publish"
+"""Key of the notice of versions that cannot be published."""
 
 T = TypeVar("T")
 
@@ -63,9 +69,10 @@ class Training:
         versions: Versions,
         lines: StepLines,
         checkpoint: Callable[[], Awaitable[None]],
+        checkpoint_owed: Callable[[], bool],
         published: Callable[[int], None],
         progress: Callable[[], None],
-        notify: Callable[[str, str, int], None],
+        notify: Notify,
         states: StateLedger,
         counters: Figures,
         histograms: Histograms,
@@ -92,6 +99,7 @@ class Training:
         self._versions = versions
         self._lines = lines
         self._checkpoint = checkpoint
+        self._checkpoint_owed = checkpoint_owed
         self._published = published
         self._progress = progress
         self._notify = notify
@@ -155,11 +163,14 @@ class Training:
             step.line["time/step_s"] = self._clock.now() - began
             await self._lines.put(step)
             self._progress()
-            every = self._config.checkpoint.every_versions * learner.steps_per_version
-            if boundary and every and self.step % every == 0 and self.step < learner.steps:
+            if boundary and self.step < learner.steps and self._checkpoint_is_due():
                 self._states.enter("checkpointing")
                 await self._checkpoint()
         await self._publish_the_rest()
+
+    def _checkpoint_is_due(self) -> bool:
+        every = self._config.checkpoint.every_versions * self._config.learner.steps_per_version
+        return bool(every and self.step % every == 0) or self._checkpoint_owed()
 
     async def finish(self) -> None:
         """The last step is trained: what is left are the last evaluations and what the user keeps.
@@ -256,7 +267,7 @@ class Training:
         for group in groups:
             self._story.tell(NOT_TRAINED, uid=group.ticket.uid, reason=reason, outcome="filtered")
         count = int(self._counters["learner/empty_steps"])
-        self._notify("empty_step", _masked(groups, self.step + 1, self._config), count)
+        self._notify("empty_step", _masked(groups, self.step + 1, self._config), count=count)
         self.supply.changed()
         self._progress()
 
@@ -331,11 +342,20 @@ class Training:
             if isinstance(error, AsyncRLError):
                 # Not a disk or memory that is full: the ranks are out of step.
                 raise
-            self._not_published = str(error)
+            self._not_published = _why_not_published(error)
             self._counters.add("weights/not_published")
             self._log.error("no version published; training goes on as long as it can", error=str(error))
+            owed = f"{self._unpublished} trained steps are in none" if self._unpublished else "it is tried again"
+            self._notify(
+                UNPUBLISHED,
+                f"no version of the weights can be published: {self._not_published}. Training goes on with the groups "
+                f"that are admitted; {UNPUBLISHED_S:g} s after these the run ends. Version {self.version} is the "
+                f"newest; {owed}",
+            )
             if until is not None and self._clock.now() >= until:
-                reason = f"no version could be published for {UNPUBLISHED_S:g} s: {error}"
+                reason = f"no version could be published for {UNPUBLISHED_S:g} s: {self._not_published}"
+                if self._unpublished:
+                    reason += f"; the last {self._unpublished} steps are in no checkpoint"
                 raise ActorFailed(self._name, reason) from error
             return None
 
@@ -345,6 +365,9 @@ class Training:
         made = await self._versions.make()
         self._unpublished = 0
         self.version = made.version
+        if self._not_published:
+            self._not_published = ""
+            self._notify(UNPUBLISHED, f"versions are published again, from {made.version} on; nothing is lost")
         self._trained_at_version = self._intake.ledger.count("trained")
         self._published(made.version)
         # Harmless before the parameter server has it: the gate counts with what engines serve.
@@ -365,6 +388,13 @@ def _masked(groups: list[Group], step: int, config: Config) -> str:
         told += f", {cut} because they were cut at rollout.max_tokens = {config.rollout.max_tokens} under "
         told += 'reward.truncated = "mask"; raise the one, or set the other to "score" or "penalty"'
     return f"{told}. Its {len(groups)} groups count as filtered, and others take their places"
+
+
+def _why_not_published(error: OSError) -> str:
+    """Only a file says its name; memory has none."""
+    if isinstance(error.filename, str):
+        return in_words(error, Path(error.filename))
+    return f"shared memory for the weights: {error.strerror or error}"
 
 
 def _sampled(groups: list[Group]) -> dict[str, int]:

@@ -58,10 +58,11 @@ class VersionMark:
                 os.fsync(file.fileno())
             aside.replace(self._path)
             _sync_folder(self._path.parent)
-        except OSError:
+        except OSError as error:
             with contextlib.suppress(OSError):
                 aside.unlink(missing_ok=True)
-            raise
+            # A write does not say which file it was.
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
         self.version, self.start = mark.version, mark.start
 
     def _read(self) -> _Mark:

@@ -153,6 +153,8 @@ class RunFinished(Request, frozen=True, kw_only=True):
 
     reply = Done
     preempted: bool = False
+    failure: str = ""
+    """Why not everything could be written, what is lost and what to do: the run ends as failed."""
 
 
 class CheckpointWritten(Request, frozen=True, kw_only=True):

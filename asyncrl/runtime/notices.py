@@ -6,10 +6,18 @@ and further keys are counted in the last one. Pure.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from asyncrl.messages.actors import LONGEST_NOTICE, Notice
 
 MOST_KEYS = 64
 MORE = "more"
+
+
+class Notify(Protocol):
+    """Tells the user, as Actor.notify does."""
+
+    def __call__(self, key: str, text: str, *, count: int = 1) -> None: ...
 
 
 class Notices:

@@ -18,6 +18,7 @@ load the weights are of no use.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -40,7 +41,8 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from asyncrl.checkpoint.durable import Digest, difference, digest_file, sync_folder, write_file
+from asyncrl.checkpoint.durable import Digest, difference, digest_file, refused, sync_folder, write_file
+from asyncrl.disk import full_errno
 from asyncrl.errors import CheckpointError
 from asyncrl.learner.checkpoint.trainer_contents import CONTENTS, TrainerContents, read_trainer_contents
 from asyncrl.learner.parallel import Ranks
@@ -51,6 +53,8 @@ EXCHANGE_WAIT_S = 1800.0
 WEIGHTS = "weights"
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 """AdamW's state of a parameter."""
+AROUND_TENSOR_BYTES = 2560
+"""What torch writes around a tensor: an archive of its own, and its place in the metadata."""
 
 
 T = TypeVar("T")
@@ -70,8 +74,8 @@ class _Shard(msgspec.Struct, frozen=True, array_like=True):
 class _Report(msgspec.Struct, frozen=True, array_like=True):
     """What a rank has written."""
 
-    problem: tuple[str, str] | None
-    """(file, reason)."""
+    problem: tuple[str, str, int] | None
+    """(file, reason, errno of a full disk or 0)."""
     shards: list[_Shard] = []
     files: dict[str, Digest] = {}
 
@@ -112,6 +116,13 @@ class Staged:
         }
 
 
+def expected_bytes(policy: nn.Module) -> int:
+    """About what all ranks together write of a model and its optimizer."""
+    tensors = [parameter.numel() * parameter.element_size() for parameter in policy.parameters()]
+    # Weights and two moments; the steps are of no size.
+    return 3 * sum(tensors) + 4 * AROUND_TENSOR_BYTES * len(tensors)
+
+
 class _CopiesPlanner(DefaultSavePlanner):
     """Plans from the live tensors, writes from copies of them."""
 
@@ -136,7 +147,8 @@ def write(folder: Path, staged: Staged | CheckpointError, ranks: Ranks, group: A
     reports = [msgspec.msgpack.decode(answer, type=_Report) for answer in answers]
     for rank, found in enumerate(reports):
         if found.problem is not None:
-            raise CheckpointError(found.problem[0], f"{found.problem[1]} (learner/{rank})")
+            where, reason, full = found.problem
+            raise CheckpointError(where, f"{reason} (learner/{rank})", full=full)
     if ranks.rank == 0:
         assert isinstance(staged, Staged)
         _guard(folder, lambda: _finish(folder, staged, reports, writer))
@@ -171,7 +183,7 @@ def _write_own(folder: Path, staged: Staged | CheckpointError, ranks: Ranks, wri
     try:
         return _guard(folder, work)
     except CheckpointError as error:
-        return _Report((error.path, error.reason))
+        return _Report((error.path, error.reason, error.full))
 
 
 def _finish(folder: Path, staged: Staged, reports: list[_Report], writer: FileSystemWriter) -> None:
@@ -348,7 +360,8 @@ def _guard(path: Path, work: Callable[[], T]) -> T:
     except CheckpointError:
         raise
     except OSError as error:
-        where = error.filename if isinstance(error.filename, str) else str(path)
-        raise CheckpointError(where, error.strerror or str(error)) from error
+        raise refused(path, error) from error
     except Exception as error:
-        raise CheckpointError(str(path), f"{type(error).__name__}: {error}") from error
+        full = full_errno(error, path)
+        reason = os.strerror(full) if full else f"{type(error).__name__}: {error}"
+        raise CheckpointError(str(path), reason, full=full) from error

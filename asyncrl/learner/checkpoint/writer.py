@@ -4,6 +4,9 @@ Training waits only until the state is copied. What follows (writing, flushing, 
 on in a task of the caller's. At most one checkpoint is being written: one that comes due meanwhile is skipped and
 counted, but for a final one, which waits.
 
+Where there is not enough room for one it is not begun, so that the disk is not filled to the brim under whatever else
+is written there. While that is so, a task looks for room, and the checkpoint is ``owed`` as soon as there is some.
+
 Fails with CheckpointError from ``restore``. A checkpoint that cannot be written is told to ``on_failed``, what there is
 of it is removed, and the last complete one stays; training goes on.
 """
@@ -11,6 +14,8 @@ of it is removed, and the last complete one stays; training goes on.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, Future
@@ -27,9 +32,11 @@ from asyncrl.checkpoint.contents import (
 )
 from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.checkpoint.state import CheckpointState
+from asyncrl.disk import free_bytes, no_room
 from asyncrl.errors import CheckpointError
 from asyncrl.learner.backend import Backend
 from asyncrl.learner.checkpoint.trainer_contents import CONTENTS
+from asyncrl.learner.failed_writes import LOOK_S, Failed, Kept
 from asyncrl.messages.groups import Group
 from asyncrl.runtime.clock import Clock
 
@@ -66,15 +73,20 @@ class Checkpoints:
         clock: Clock,
         recorded: Callable[[CheckpointState], Awaitable[None]],
         on_written: Callable[[Written], object],
-        on_failed: Callable[[int, CheckpointError], object],
+        on_failed: Callable[[Failed], object],
     ) -> None:
         """``recorded`` returns once the lines of all that the checkpoint holds are written: whoever goes on from it
         does not write them again.
         """
         self.skipped = 0
         """Checkpoints that came due while one was being written."""
-        self.newest: Path | None = None
+        self.newest: Kept | None = None
         """The newest complete one, restored or written."""
+        self.failed: Failed | None = None
+        """Why nothing came of the newest attempt; None while one is being written, and once it is complete."""
+        self.owed = False
+        """One could not be written for want of room, and now there is some."""
+        self._looking: asyncio.Task[None] | None = None
         self._folder = CheckpointFolder(folder)
         self._incarnation = incarnation
         self._backend = backend
@@ -102,7 +114,8 @@ class Checkpoints:
         contents = await asyncio.to_thread(self._read_newest)
         if contents is not None:
             await loop.run_in_executor(self._thread, self._backend.load, contents.path / TRAINER)
-            self.newest = contents.path
+            state = contents.state
+            self.newest = Kept(version=state.version, step=state.step, path=contents.path)
         return contents
 
     async def write(
@@ -125,27 +138,79 @@ class Checkpoints:
         while self.busy:
             await self._idle.wait()
         self._idle.clear()
+        self._stop_looking()
+        self.owed, self.failed = False, None
         began = self._clock.now()
+        needed = self._backend.checkpoint_bytes() + sum(map(_group_bytes, (*buffered, *filtered)))
         try:
-            partial = await asyncio.to_thread(self._folder.begin, state.version)
+            partial = await asyncio.to_thread(self._begin, state.version, needed)
             loop = asyncio.get_running_loop()
             saving = await loop.run_in_executor(self._thread, self._backend.save, partial / TRAINER)
         except CheckpointError as error:
-            self._idle.set()
-            self._on_failed(state.version, error)
+            try:
+                await self._fail(state, error, needed)
+            finally:
+                self._idle.set()
             return False
         except BaseException:
             self._idle.set()
             raise
         staged_s = self._clock.now() - began
         self._tasks.create_task(
-            self._finish(partial, saving, state, buffered, filtered, began=began, staged_s=staged_s)
+            self._finish(partial, saving, state, buffered, filtered, began=began, staged_s=staged_s, needed=needed)
         )
         return True
 
     async def settle(self) -> None:
         """Until none is being written. May be cancelled; the writing goes on then."""
         await self._idle.wait()
+
+    def close(self) -> None:
+        """Look for room no longer."""
+        self._stop_looking()
+
+    def _begin(self, version: int, needed: int) -> Path:
+        folder = self._folder.folder
+        free = free_bytes(folder)
+        if free is not None and free < needed:
+            raise CheckpointError(str(folder), no_room(folder, needed=needed), full=errno.ENOSPC)
+        return self._folder.begin(version)
+
+    async def _fail(self, state: CheckpointState, error: CheckpointError, needed: int) -> None:
+        folder, reason, older, free = self._folder.folder, error.reason, list[str](), None
+        if error.full:
+            # Told as it is once what was written of it is gone.
+            reason = await asyncio.to_thread(no_room, folder, error.full, needed=needed)
+            free = await asyncio.to_thread(free_bytes, folder)
+            with contextlib.suppress(CheckpointError):
+                older = await asyncio.to_thread(self._folder.older)
+        elif error.path != str(folder):
+            reason = f"{error.path}: {reason}"
+        self.failed = Failed(
+            version=state.version,
+            step=state.step,
+            folder=folder,
+            reason=reason,
+            full=error.full,
+            needed=needed,
+            older=older,
+        )
+        if free is not None and free < needed:
+            self._looking = self._tasks.create_task(self._look_for_room(needed))
+        self._on_failed(self.failed)
+
+    async def _look_for_room(self, needed: int) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            free = await asyncio.to_thread(free_bytes, self._folder.folder)
+            if free is not None and free >= needed:
+                self.owed = True
+                return
+
+    def _stop_looking(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
 
     async def _finish(
         self,
@@ -157,10 +222,11 @@ class Checkpoints:
         *,
         began: float,
         staged_s: float,
+        needed: int,
     ) -> None:
         try:
             path = await self._commit(partial, saving, state, buffered, filtered)
-            self.newest = path
+            self.newest = Kept(version=state.version, step=state.step, path=path)
             seconds = self._clock.now() - began
             self._on_written(
                 Written(version=state.version, step=state.step, path=path, staged_s=staged_s, seconds=seconds)
@@ -168,7 +234,7 @@ class Checkpoints:
             await self._retain()
         except CheckpointError as error:
             await asyncio.to_thread(self._folder.discard, partial)
-            self._on_failed(state.version, error)
+            await self._fail(state, error, needed)
         finally:
             self._idle.set()
 
@@ -206,3 +272,10 @@ class Checkpoints:
             return None
         self._folder.verify(found)
         return read_contents(found.path)
+
+
+def _group_bytes(group: Group) -> int:
+    """About what a group takes on disk."""
+    return len(group.ticket.prompt) + sum(
+        t.tokens.nbytes + t.logprobs.nbytes + t.loss_mask.nbytes + len(t.text) for t in group.trajectories
+    )

@@ -1,0 +1,147 @@
+"""What follows when a checkpoint or the model cannot be written: waiting for room, and the words for the user.
+
+A disk that is full may have room again a moment later, and what a run ends with is worth waiting for. Where the disk
+says that there is room and refused all the same (a quota of which it knows nothing, an estimate that was too low),
+another attempt is worth a pause alone.
+
+Fails with nothing. The words are pure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.disk import free_bytes, in_bytes
+from asyncrl.runtime.clock import Clock
+
+LOOK_S = 2.0
+"""Pause between two looks for room."""
+REFUSED_PAUSE_S = 30.0
+"""Pause before another attempt where the disk says that there is room."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """A checkpoint, or a model, that could not be written."""
+
+    version: int
+    step: int
+    folder: Path
+    """Where it was to be."""
+    reason: str
+    full: int = 0
+    """ENOSPC or EDQUOT where the disk is full, else 0."""
+    needed: int = 0
+    """About as many bytes."""
+    older: Sequence[str] = ()
+    """Complete checkpoints that are there beside the newest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """The newest complete checkpoint."""
+
+    version: int
+    step: int
+    path: Path
+
+
+async def room(failed: Failed, until: Callable[[], float], clock: Clock) -> bool:
+    """Whether another attempt is worth while before ``until()``, which may change meanwhile; waits for it."""
+    retry_at = clock.now() + REFUSED_PAUSE_S
+    there = await asyncio.to_thread(free_bytes, failed.folder)
+    refused = there is None or there >= failed.needed
+    while (left := until() - clock.now()) > 0:
+        await asyncio.sleep(min(LOOK_S, left))
+        free = await asyncio.to_thread(free_bytes, failed.folder)
+        if clock.now() >= retry_at if refused else free is not None and free >= failed.needed:
+            return True
+    return False
+
+
+def advice(failed: Failed) -> str:
+    """What to do about a full disk."""
+    words = f"make room for {in_bytes(failed.needed)} there"
+    if failed.older:
+        words += f", as by removing {failed.older[0]}, which is older than the newest"
+    return words
+
+
+def checkpoint_failed(failed: Failed, kept: Kept | None) -> str:
+    """While training goes on."""
+    if kept is None:
+        stays = f"no checkpoint is complete so far: all {failed.step} steps would be lost"
+    else:
+        lost = failed.step - kept.step
+        stays = f"the last complete one is {kept.path} (step {kept.step}): {_steps(lost)} would be lost"
+    if failed.full:
+        then = f"To do: {advice(failed)}; it is tried again at the first new version after that"
+    else:
+        then = "It is tried again when the next one is due"
+    return f"no checkpoint of version {failed.version}: {failed.reason}. Training goes on; {stays}. {then}"
+
+
+def checkpoint_complete_again(failed: int, kept: Kept) -> str:
+    """After ``failed`` attempts before."""
+    what = "attempt at a checkpoint" if failed == 1 else "attempts at checkpoints"
+    return f"{failed} {what} failed; {kept.path} (step {kept.step}) is complete, and nothing is lost"
+
+
+def waits_for_room(what: str, failed: Failed, seconds: float) -> str:
+    """At the end of the run."""
+    return (
+        f"{what} of version {failed.version} cannot be written: {failed.reason}. It waits for up to {seconds:.0f} s "
+        f"(checkpoint.room_wait_s). To do: {advice(failed)}"
+    )
+
+
+def end_of_run(
+    checkpoint: Failed | None, export: Failed | None, kept: Kept | None, run_dir: Path, *, exported: bool
+) -> str:
+    """Why a run that was trained ends as failed: what is lost, and what to do. Empty if nothing failed.
+
+    ``exported``: the weights of the last step are in export/.
+    """
+    parts = []
+    if checkpoint is not None:
+        parts.append(f"the last checkpoint (version {checkpoint.version}) could not be written: {checkpoint.reason}")
+    if export is not None:
+        parts.append(f"the model could not be exported to {export.folder}: {export.reason}")
+    if checkpoint is not None:
+        parts.append(_lost(checkpoint, kept, exported=exported))
+        to_do = advice(checkpoint) if checkpoint.full else "mend what is named"
+        began = "goes on from there" if kept is not None else "begins again"
+        parts.append(f"to do: {to_do}; the same command with --resume {run_dir} {began}")
+    elif export is not None:
+        to_do = f"{advice(export)}; " if export.full else ""
+        if kept is not None and kept.step == export.step:
+            out = run_dir / "export" if not os.path.lexists(run_dir / "export") else run_dir / f"export-{kept.version}"
+            command = f"asyncrl-export {run_dir} {out} --version {kept.version}"
+            parts.append(f"nothing that was trained is lost: it is in {kept.path}; to do: {to_do}{command}")
+        else:
+            # No checkpoint was wanted.
+            parts.append(_lost(export, kept, exported=False))
+            parts.append(f"to do: {to_do}train again with checkpoint.every_versions")
+    return "; ".join(parts)
+
+
+def _lost(failed: Failed, kept: Kept | None, *, exported: bool) -> str:
+    first = 1 if kept is None else kept.step + 1
+    steps = f"step {first}" if first == failed.step else f"steps {first} to {failed.step}"
+    of = (
+        "no checkpoint is complete"
+        if kept is None
+        else f"the last complete checkpoint is {kept.path} (step {kept.step})"
+    )
+    what = f"what {steps} taught is in the exported model alone" if exported else f"{steps} are lost"
+    if not exported and first == failed.step:
+        what = f"{steps} is lost"
+    return f"{of}, and {what}"
+
+
+def _steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count} steps"
