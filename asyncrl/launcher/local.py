@@ -14,8 +14,9 @@ from pathlib import Path
 
 import msgspec
 
+from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
 from asyncrl.config import Config
-from asyncrl.errors import ActorFailed
+from asyncrl.errors import ActorFailed, CheckpointError
 from asyncrl.launcher.folders import RunFolder, create_run_folder, private_folder, remove_abandoned
 from asyncrl.launcher.follow import Follower
 from asyncrl.launcher.member import Member
@@ -103,11 +104,27 @@ async def start_guard(folder: RunFolder, lock: int, spec: AgentSpec) -> asyncio.
     return guard
 
 
+def _newest_checkpoint(config: Config, run_dir: Path) -> Path | None:
+    """None where none is complete; one that cannot be read is not either."""
+    try:
+        found = CheckpointFolder(checkpoint_dir(config, run_dir)).newest()
+    except CheckpointError:
+        return None
+    return found.path if found is not None else None
+
+
 def show_end(config: Config, folder: RunFolder, ended: EndedEvent, progress: Progress) -> int:
     """Show what came of a run; its exit code."""
     progress.end()
     lines = read_metrics(folder.path / "metrics.jsonl", ("train", "eval"))
-    for row in summarise(lines, folder.path, folder.logs, config.learner.steps):
+    for row in summarise(
+        lines,
+        folder.path,
+        folder.logs,
+        config.learner.steps,
+        trained=progress.step,
+        checkpoint=_newest_checkpoint(config, folder.path),
+    ):
         progress.say(row)
     progress.warn(progress.notices.summary())
     if ended.result == "failed":

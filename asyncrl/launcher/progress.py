@@ -46,6 +46,8 @@ class Progress:
         self._now_s = now
         self._pace = Pace(steps, now())
         self.notices = Notices()
+        self.step = 0
+        """The last one heard of."""
         self._losses: dict[str, int] = {}
         """Groups that were not trained and the like, in the last step's line, by their key."""
         self._learner_died: tuple[str, float] | None = None
@@ -123,6 +125,7 @@ class Progress:
     def _show_step(self, line: Line) -> None:
         now = self._now_s()
         if isinstance(line.get("step"), int):
+            self.step = line["step"]
             self._pace.heard(line["step"], now)
         losses = losses_of(line)
         self._now(describe_step(line, self._steps, self._pace.describe(now), describe_losses(self._losses, losses)))
@@ -232,14 +235,23 @@ def describe_eval(line: Line) -> str:
     return "  ".join([where, *(means or ["evaluation without results"])])
 
 
-def summarise(lines: Iterable[Line], run_dir: Path, log_dir: Path, steps: int) -> list[str]:
+def summarise(
+    lines: Iterable[Line],
+    run_dir: Path,
+    log_dir: Path,
+    steps: int,
+    *,
+    trained: int = 0,
+    checkpoint: Path | None = None,
+) -> list[str]:
     """What came of a run: steps, reward and evaluations first → last, and where everything lies.
 
-    ``lines`` are those of training and evaluations.
+    ``lines`` are those of training and evaluations, which a full disk may lack: of ``trained`` steps was heard at
+    least. ``checkpoint`` is the newest complete one.
     """
     train = [line for line in lines if line.get("kind") != "eval"]
     rewards = [line["reward/mean"] for line in train if isinstance(line.get("reward/mean"), int | float)]
-    rows = [("steps", f"{max((line.get('step', 0) for line in train), default=0)} of {steps}")]
+    rows = [("steps", f"{max([trained, *(line.get('step', 0) for line in train)])} of {steps}")]
     if rewards:
         rows.append(("reward", f"{fixed(rewards[0], 3)} → {fixed(rewards[-1], 3)}"))
     evals: dict[str, list[Any]] = {}
@@ -252,12 +264,12 @@ def summarise(lines: Iterable[Line], run_dir: Path, log_dir: Path, steps: int) -
     for label, place in (
         ("metrics", run_dir / "metrics.jsonl"),
         ("samples", run_dir / "samples"),
-        ("checkpoints", run_dir / "checkpoints"),
+        ("checkpoint", checkpoint),
         ("model", run_dir / "export"),
         ("trace", run_dir / "trace"),
         ("logs", log_dir),
     ):
-        if place.exists():
+        if place is not None and place.exists():
             rows.append((label, str(place)))
     if (run_dir / "monitor").exists():
         rows.append(("replay", f"asyncrl-top {shlex.quote(str(run_dir))} --replay, or --report FILE.html"))

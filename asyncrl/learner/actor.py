@@ -13,8 +13,6 @@ fails in the next collective, or is ended before.
 from __future__ import annotations
 
 import asyncio
-import errno
-import math
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -22,21 +20,15 @@ from typing import Any, TypeVar
 from asyncrl.checkpoint.contents import Contents
 from asyncrl.checkpoint.folder import checkpoint_dir
 from asyncrl.checkpoint.state import CheckpointState, Geometry
-from asyncrl.disk import free_bytes, full_errno, in_words, no_room
-from asyncrl.errors import ActorFailed, AsyncRLError, DeadlineExceeded, NonFiniteStep
+from asyncrl.disk import in_words
+from asyncrl.errors import DeadlineExceeded, NonFiniteStep
 from asyncrl.learner.backend import Backend, create
 from asyncrl.learner.checkpoint.writer import Checkpoints, Written
 from asyncrl.learner.evals import EvalCollector, eval_metrics
-from asyncrl.learner.failed_writes import (
-    Failed,
-    checkpoint_complete_again,
-    checkpoint_failed,
-    end_of_run,
-    room,
-    waits_for_room,
-)
+from asyncrl.learner.failed_writes import Failed, checkpoint_complete_again, checkpoint_failed
 from asyncrl.learner.group_metrics import rewards_of
 from asyncrl.learner.intake import Intake, Snapshot
+from asyncrl.learner.last_writes import LastWrites
 from asyncrl.learner.learning_watch import LearningWatch, Notice
 from asyncrl.learner.records import RecordFiles
 from asyncrl.learner.step_lines import StepLines
@@ -59,9 +51,6 @@ PARAMETER_SERVER, RANK_0 = "parameter_server/0", "learner/0"
 PHASE_STATES = {"gather": "publishing", "probe": "publishing"}
 """In which state a rank above 0 is at a part of the work; it trains at all others."""
 
-ROOM_SHARE = 0.3
-"""Of preempt.grace_s: longest that a run which makes way waits for room on a full disk."""
-
 T = TypeVar("T")
 
 
@@ -82,8 +71,6 @@ class Learner(Actor):
         self._watch = LearningWatch(self.config)
         self._telling: set[asyncio.Task[None]] = set()
         """Of the controller, about checkpoints."""
-        self._room_until = math.inf
-        """Until when the end of the run may wait for room on a full disk."""
         self._checkpoints_failed = 0
         """In a row."""
         self._is_trained = False
@@ -96,6 +83,7 @@ class Learner(Actor):
         self._versions: Versions
         self._checkpoints: Checkpoints
         self._training: Training
+        self._last_writes: LastWrites
         self._supply: SupplyLine
 
     @property
@@ -226,6 +214,20 @@ class Learner(Actor):
             track=steps,
             step=restored.state.step if restored is not None else 0,
         )
+        self._last_writes = LastWrites(
+            self.config,
+            name=self.name,
+            run_dir=self.context.run_dir,
+            backend=self._backend,
+            thread=self._thread,
+            training=self._training,
+            checkpoints=self._checkpoints,
+            checkpoint=lambda: self._checkpoint(final=True),
+            states=self.states,
+            notify=self.notify,
+            clock=self.clock,
+            log=self.log,
+        )
         self._supply = self._training.supply = SupplyLine(
             lambda request: self.peer(DATALOADER).call(request),
             self._intake,
@@ -288,86 +290,15 @@ class Learner(Actor):
         await training.run()
         self._is_trained = True
         preempted = training.step < self.config.learner.steps
-        self.states.enter("checkpointing")
-        kept = self._checkpoints.newest
-        if preempted or (self.config.checkpoint.every_versions and (kept is None or kept.step < training.step)):
-            await self._checkpoint(final=True)
+        await self._last_writes.begin(preempted=preempted)
         if not preempted:
             await training.finish()
-        self._room_until = min(self._room_until, self.clock.now() + self.config.checkpoint.room_wait_s)
-        self.states.enter("checkpointing")
-        checkpoint, export = await self._last_checkpoint(), None
-        exported = not preempted and self.config.checkpoint.export_at_end
-        if exported:
-            self.states.enter("exporting")
-            export = await self._last_export()
+        failure = await self._last_writes.finish(preempted=preempted)
         await self._write_found()
         await self._lines.finish()
         await asyncio.gather(*self._telling)
-        failure = end_of_run(
-            checkpoint,
-            export,
-            self._checkpoints.newest,
-            self.context.run_dir,
-            exported=exported and export is None,
-        )
         await self._until_answered(RunFinished(preempted=preempted, failure=failure))
         self.states.enter("done")
-
-    async def _last_checkpoint(self) -> Failed | None:
-        """Until the last checkpoint is complete; why it is not, after all."""
-        await self._checkpoints.settle()
-        while (failed := self._checkpoints.failed) is not None and await self._has_room("the last checkpoint", failed):
-            await self._checkpoint(final=True)
-            await self._checkpoints.settle()
-        kept = self._checkpoints.newest
-        if failed is not None and kept is not None and kept.step == self._training.step:
-            # Nothing was trained since.
-            return None
-        return failed
-
-    async def _last_export(self) -> Failed | None:
-        """Until the model is exported; why it is not, after all."""
-        while (failed := await self._export()) is not None and await self._has_room("the model", failed):
-            self.log.info("there is room again", folder=str(failed.folder))
-        return failed
-
-    async def _export(self) -> Failed | None:
-        training, folder = self._training, self.context.run_dir / "export"
-        needed = self._backend.export_bytes()
-
-        def failed(reason: str, full: int) -> Failed:
-            return Failed(
-                version=training.version, step=training.step, folder=folder, reason=reason, full=full, needed=needed
-            )
-
-        free = await asyncio.to_thread(free_bytes, folder)
-        if free is not None and free < needed:
-            return failed(await asyncio.to_thread(lambda: no_room(folder.parent, needed=needed)), errno.ENOSPC)
-        try:
-            await self._on_thread(lambda: self._backend.export(folder))
-        except Exception as error:
-            if isinstance(error, OSError) and not isinstance(error, AsyncRLError):
-                full = full_errno(error)
-                self.log.error("the model is not exported", error=str(error))
-                if full:
-                    return failed(await asyncio.to_thread(lambda: no_room(folder.parent, full, needed=needed)), full)
-                return failed(in_words(error, folder), 0)
-            kept = self._checkpoints.newest
-            if kept is not None and kept.step == training.step:
-                # Who starts again has nothing to train, and exports.
-                raise
-            reason = end_of_run(None, failed(str(error), 0), kept, self.context.run_dir, exported=False)
-            raise ActorFailed(self.name, reason) from error
-        return None
-
-    async def _has_room(self, what: str, failed: Failed) -> bool:
-        """Whether another attempt at the end of the run is worth while; waits for it."""
-        left = self._room_until - self.clock.now()
-        if not failed.full or left <= 0:
-            return False
-        self.notify(what, waits_for_room(what, failed, left))
-        return await room(failed, lambda: self._room_until, self.clock)
 
     def figures(self) -> dict[str, float]:
         """Nothing is known before rank 0 has found where the run stands."""
@@ -385,8 +316,8 @@ class Learner(Actor):
 
     def preempted(self) -> None:
         """Make way: the run ends at the next version boundary, with a checkpoint."""
-        if self._is_rank_0 and hasattr(self, "_training"):
-            self._room_until = min(self._room_until, self.clock.now() + ROOM_SHARE * self.config.preempt.grace_s)
+        if self._is_rank_0 and hasattr(self, "_last_writes"):
+            self._last_writes.make_way()
             self._training.preempted = True
             self._training.news.set()
 

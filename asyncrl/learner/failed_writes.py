@@ -10,7 +10,6 @@ Fails with nothing. The words are pure.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +36,8 @@ class Failed:
     """ENOSPC or EDQUOT where the disk is full, else 0."""
     needed: int = 0
     """About as many bytes."""
+    free: int | None = None
+    """Bytes, of a full disk that says so."""
     older: Sequence[str] = ()
     """Complete checkpoints that are there beside the newest."""
 
@@ -65,7 +66,7 @@ async def room(failed: Failed, until: Callable[[], float], clock: Clock) -> bool
 
 def advice(failed: Failed) -> str:
     """What to do about a full disk."""
-    words = f"make room for {in_bytes(failed.needed)} there"
+    words = f"free {in_bytes(max(0, failed.needed - (failed.free or 0)) or failed.needed)} or more there"
     if failed.older:
         words += f", as by removing {failed.older[0]}, which is older than the newest"
     return words
@@ -119,8 +120,7 @@ def end_of_run(
     elif export is not None:
         to_do = f"{advice(export)}; " if export.full else ""
         if kept is not None and kept.step == export.step:
-            out = run_dir / "export" if not os.path.lexists(run_dir / "export") else run_dir / f"export-{kept.version}"
-            command = f"asyncrl-export {run_dir} {out} --version {kept.version}"
+            command = f"asyncrl-export {run_dir} {export.folder} --version {kept.version}"
             parts.append(f"nothing that was trained is lost: it is in {kept.path}; to do: {to_do}{command}")
         else:
             # No checkpoint was wanted.

@@ -193,6 +193,7 @@ class Checkpoints:
             reason=reason,
             full=error.full,
             needed=needed,
+            free=free,
             older=older,
         )
         if free is not None and free < needed:

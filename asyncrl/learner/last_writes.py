@@ -1,0 +1,176 @@
+"""What a run leaves behind: its last checkpoint and the exported model, or the reason why one of them is not there.
+
+A full disk is waited for within ``checkpoint.room_wait_s``, or a share of ``preempt.grace_s`` when the run makes way. A
+model that cannot be exported never ends the learner while it has trained what no checkpoint holds: it would start again
+and train the same steps once more.
+
+Fails with whatever broke an export but a disk, where the last step is in a checkpoint, since a learner that starts
+again then only exports; otherwise with ActorFailed, which ends the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import math
+import os
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from pathlib import Path
+
+from structlog.typing import FilteringBoundLogger
+
+from asyncrl.config import Config
+from asyncrl.disk import free_bytes, full_errno, in_words, no_room
+from asyncrl.errors import ActorFailed, AsyncRLError
+from asyncrl.learner.backend import Backend
+from asyncrl.learner.checkpoint.writer import Checkpoints
+from asyncrl.learner.failed_writes import Failed, end_of_run, room, waits_for_room
+from asyncrl.learner.training import Training
+from asyncrl.monitor.states import StateLedger
+from asyncrl.runtime.clock import Clock
+
+GRACE_SHARE = 0.3
+"""Of preempt.grace_s: longest that a run which makes way waits for room."""
+
+
+class LastWrites:
+    """See the module. ``checkpoint`` begins to write a last checkpoint, ``thread`` is the backend's."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        name: str,
+        run_dir: Path,
+        backend: Backend,
+        thread: Executor,
+        training: Training,
+        checkpoints: Checkpoints,
+        checkpoint: Callable[[], Awaitable[None]],
+        states: StateLedger,
+        notify: Callable[[str, str], None],
+        clock: Clock,
+        log: FilteringBoundLogger,
+    ) -> None:
+        self._config = config
+        self._name = name
+        self._run_dir = run_dir
+        self._backend = backend
+        self._thread = thread
+        self._training = training
+        self._checkpoints = checkpoints
+        self._checkpoint = checkpoint
+        self._states = states
+        self._notify = notify
+        self._clock = clock
+        self._log = log
+        self._room_until = math.inf
+
+    def make_way(self) -> None:
+        """The run is to end soon."""
+        self._room_until = min(self._room_until, self._clock.now() + GRACE_SHARE * self._config.preempt.grace_s)
+
+    async def begin(self, *, preempted: bool) -> None:
+        """Begin to write the last checkpoint, where one is wanted and there is anything new."""
+        kept = self._checkpoints.newest
+        is_new = kept is None or kept.step < self._training.step
+        if preempted or (self._config.checkpoint.every_versions and is_new):
+            self._states.enter("checkpointing")
+            await self._checkpoint()
+
+    async def finish(self, *, preempted: bool) -> str:
+        """Until all is written, or cannot be: why, what is lost and what to do. Raises what the module says."""
+        self._room_until = min(self._room_until, self._clock.now() + self._config.checkpoint.room_wait_s)
+        self._states.enter("checkpointing")
+        checkpoint, export = await self._last_checkpoint(), None
+        exports = not preempted and self._config.checkpoint.export_at_end
+        if exports:
+            self._states.enter("exporting")
+            export = await self._last_export()
+        kept = self._checkpoints.newest
+        return end_of_run(checkpoint, export, kept, self._run_dir, exported=exports and export is None)
+
+    async def _last_checkpoint(self) -> Failed | None:
+        async def look() -> Failed | None:
+            await self._checkpoints.settle()
+            # What was trained may be in an earlier one.
+            return None if self._is_kept else self._checkpoints.failed
+
+        async def write() -> Failed | None:
+            await self._checkpoint()
+            return await look()
+
+        return await self._persist("the last checkpoint", await look(), write)
+
+    async def _last_export(self) -> Failed | None:
+        failed = await self._persist("the model", await self._export(), self._export)
+        if failed is not None:
+            await asyncio.to_thread(_set_aside, failed.folder)
+        return failed
+
+    async def _persist(
+        self, what: str, failed: Failed | None, write: Callable[[], Awaitable[Failed | None]]
+    ) -> Failed | None:
+        """After an attempt that came to ``failed``: others, as long as there is room in time."""
+        waited = False
+        while failed is not None and failed.full and (left := self._room_until - self._clock.now()) > 0:
+            waited = True
+            self._notify(what, waits_for_room(what, failed, left))
+            if not await room(failed, lambda: self._room_until, self._clock):
+                return failed
+            failed = await write()
+        if waited and failed is None:
+            self._notify(what, f"{what} is written: there was room again")
+        return failed
+
+    @property
+    def _is_kept(self) -> bool:
+        """Whether a checkpoint holds the last step."""
+        kept = self._checkpoints.newest
+        return kept is not None and kept.step == self._training.step
+
+    async def _export(self) -> Failed | None:
+        folder = self._run_dir / "export"
+        needed = self._backend.export_bytes()
+        free = await asyncio.to_thread(free_bytes, folder)
+        if free is not None and free < needed:
+            return await self._failed(folder, needed, errno.ENOSPC)
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._backend.export, folder)
+        except Exception as error:
+            self._log.error("the model is not exported", error=str(error))
+            if isinstance(error, OSError) and not isinstance(error, AsyncRLError):
+                return await self._failed(folder, needed, full_errno(error), in_words(error, folder))
+            if self._is_kept:
+                raise
+            failed = await self._failed(folder, needed, 0, f"{type(error).__name__}: {error}")
+            reason = end_of_run(None, failed, self._checkpoints.newest, self._run_dir, exported=False)
+            raise ActorFailed(self._name, reason) from error
+        return None
+
+    async def _failed(self, folder: Path, needed: int, full: int, reason: str = "") -> Failed:
+        free = await asyncio.to_thread(free_bytes, folder) if full else None
+        if full:
+            reason = await asyncio.to_thread(lambda: no_room(folder.parent, full, needed=needed))
+        training = self._training
+        return Failed(
+            version=training.version,
+            step=training.step,
+            folder=folder,
+            reason=reason,
+            full=full,
+            needed=needed,
+            free=free,
+        )
+
+
+def _set_aside(folder: Path) -> None:
+    """What is there is of an earlier end of the run: nobody is to take it for the model of this one."""
+    count, aside = 1, folder.with_name(f"{folder.name}-earlier")
+    while os.path.lexists(aside):
+        count += 1
+        aside = folder.with_name(f"{folder.name}-earlier-{count}")
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(folder, aside)
