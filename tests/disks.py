@@ -1,7 +1,11 @@
 """Disks that are full."""
 
 import contextlib
+import os
 import resource
+import subprocess
+
+import pytest
 
 
 @contextlib.contextmanager
@@ -13,3 +17,27 @@ def room_for(size):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@contextlib.contextmanager
+def small_disk(folder, size):
+    """``folder`` is a disk of its own of so many bytes. Skips the test where none can be mounted."""
+    folder.mkdir(exist_ok=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    mounted = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        # An error that is looked at may still hold a file open there.
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(folder, left=0):
+    """Take the room of a small disk but for ``left`` bytes; the file that has it, to be removed."""
+    room = os.statvfs(folder)
+    ballast = folder / "ballast"
+    with ballast.open("wb", buffering=0) as file:
+        file.write(bytes(max(0, room.f_bavail * room.f_frsize - left)))
+    return ballast

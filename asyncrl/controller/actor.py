@@ -29,10 +29,11 @@ from asyncrl.controller.run_state import RunStateMachine
 from asyncrl.controller.sinks import FLUSH_S, FLUSH_SHARE, start_sinks
 from asyncrl.controller.traces import Traces, remove_unfinished
 from asyncrl.controller.watching import Watching
+from asyncrl.disk import in_words
 from asyncrl.errors import InvalidRequest, Refused
 from asyncrl.messages import Done
 from asyncrl.messages.actors import (
-    NOTICE,
+    LONGEST_NOTICE,
     ActorEnded,
     ActorRecord,
     ActorStarted,
@@ -112,6 +113,7 @@ class Controller(Actor):
             ask=self._ask_for_trace,
             number=context.incarnation,
             log=self.log,
+            notify=self.notify,
         )
         self._sinks: SinkFeed | None = None
         self._flush_until: float | None = None
@@ -179,7 +181,9 @@ class Controller(Actor):
             try:
                 await self._write_address_file()
             except OSError as error:
-                self.log.warning("list of hosts is not kept", error=str(error))
+                self.notify(
+                    "hosts", f"a later controller lacks the list of hosts: {in_words(error, self._address_file)}"
+                )
 
     @property
     def _address_file(self) -> Path:
@@ -319,10 +323,14 @@ class Controller(Actor):
     @handler
     def notice(self, request: Notice, caller: Caller) -> Done:
         """Pass on what the user must know to whoever follows the run step by step."""
-        said = {"kind": NOTICE, "actor": caller.name, "key": request.key, "text": request.text, "count": request.count}
-        self._lines.add(said)
+        self._lines.add_notice(caller.name, request)
         self._watchers.wake()
         return Done()
+
+    def notify(self, key: str, text: str, *, count: int = 1) -> None:
+        super().notify(key, text, count=count)
+        self._lines.add_notice(self.name, Notice(key=key, text=text[:LONGEST_NOTICE], count=count))
+        self._watchers.wake()
 
     @handler
     def stop_run(self, request: StopRun, caller: Caller) -> Done:
@@ -337,12 +345,7 @@ class Controller(Actor):
     @handler
     def run_finished(self, request: RunFinished, caller: Caller) -> Done:
         """All is trained, and written as far as it could be."""
-        now = self.clock.now()
-        if request.failure:
-            changed = self._run.fail(caller.name, request.failure, "", 1, now)
-        else:
-            changed = self._run.finish(now, preempted=request.preempted)
-        if changed:
+        if self._run.finish(self.clock.now(), preempted=request.preempted, by=caller.name, failure=request.failure):
             self.log.info("run is finished", by=caller.name, preempted=request.preempted, failure=request.failure)
             self._tell()
         return Done()

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.messages.actors import NOTICE
+from asyncrl.messages.actors import NOTICE, Notice
 from asyncrl.monitor.metrics_line import is_sound
 
 LONGEST_LINE = 1 << 18
@@ -45,6 +45,11 @@ class RecentLines:
         """The oldest goes when there are too many."""
         self._lines.append(line)
         self.last += 1
+
+    def add_notice(self, actor: str, notice: Notice) -> None:
+        """What the user must know goes the way of the lines."""
+        said = {"actor": actor, "key": notice.key, "text": notice.text, "count": notice.count}
+        self.add({"kind": NOTICE, **said})
 
     def after(self, seen: int) -> tuple[list[dict[str, Any]], int]:
         """The next lines after number ``seen``, at most LINES_IN_REPLY, and the number of the last of them."""

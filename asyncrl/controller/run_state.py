@@ -246,8 +246,13 @@ class RunStateMachine:
         self._preempted_until = now + self.grace_s
         return self._changed()
 
-    def finish(self, now: float, *, preempted: bool = False) -> bool:
-        """The last step is trained and everything is written; with ``preempted``, a checkpoint of what is trained."""
+    def finish(self, now: float, *, preempted: bool = False, by: str = "", failure: str = "") -> bool:
+        """The last step is trained and everything is written; with ``preempted``, a checkpoint of what is trained.
+
+        With ``failure`` not everything could be written, and the run ends as failed, whatever was trained.
+        """
+        if failure:
+            return self.fail(by, failure, "", 1, now)
         return self._begin_drain(self._preempted() if preempted else Outcome(), now)
 
     def tick(self, now: float) -> bool:

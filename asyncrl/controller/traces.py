@@ -208,8 +208,9 @@ class Traces:
         ask: Callable[[int], None],
         number: int,
         log: FilteringBoundLogger,
+        notify: Callable[[str, str], None],
     ) -> None:
-        self._run_dir, self._run = run_dir, run
+        self._run_dir, self._run, self._notify = run_dir, run, notify
         self._pids = _Pids(actors)
         self._name, self._trace = name, trace
         self._ready, self._ask, self._number, self._log = ready, ask, number, log
@@ -277,6 +278,7 @@ class Traces:
         written = await collection.finish()
         if written.error:
             self._log.warning("trace is not written", error=written.error)
+            self._notify("trace", f"no timeline is written to {self._run_dir / FOLDER}: {written.error}")
         else:
             self._log.info("trace is written", path=written.path, actors=len(written.actors), missing=written.missing)
         return written

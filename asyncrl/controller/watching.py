@@ -19,6 +19,7 @@ from asyncrl.controller.recent_lines import is_proper
 from asyncrl.controller.run_state import RunStateMachine
 from asyncrl.controller.sinks import are_wanted
 from asyncrl.controller.snapshots import Snapshots
+from asyncrl.disk import in_bytes, in_words
 from asyncrl.messages.monitor import EventRecord, Heartbeat
 from asyncrl.monitor.phase import phase_and_reason
 from asyncrl.monitor.recording import Recorder, last_recorded
@@ -72,6 +73,8 @@ class Watching:
         self._own_event = 0
         """Number of the newest of the controller's own events."""
         self._disk_free = 0
+        self._logs_lost = 0
+        """Lines, of all actors, as far as told."""
         self._recorder = Recorder(context.run_dir, self._constants.attempt, config.monitor.record_bytes)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
         self._disk_thread = ThreadPoolExecutor(1, thread_name_prefix="disk")
@@ -198,8 +201,13 @@ class Watching:
     def _recorded(self, writing: asyncio.Future[None]) -> None:
         if not writing.cancelled() and (error := writing.exception()) is not None:
             self._actor.counters.add("snapshots/lost")
-            if self._actor.counters["snapshots/lost"] == 1:
+            lost = self._actor.counters["snapshots/lost"]
+            if lost == 1:
                 self._actor.log.warning("snapshots cannot be recorded", error=str(error))
+            if isinstance(error, OSError):
+                where = in_words(error, self._actor.context.run_dir)
+                text = f"the recording of the run lacks snapshots: {where}. The run goes on; a replay shows gaps"
+                self._actor.notify("recording", text, count=int(lost))
 
     def _failed(self, error: Exception) -> None:
         self._actor.counters.add("snapshots/failed")
@@ -222,7 +230,19 @@ class Watching:
             counters["snapshots/taken"] = self.snapshots.taken
             counters["snapshots/recorded_bytes"] = self._recorder.size
             self._look_at_self()
+            self._look_at_logs()
             await asyncio.sleep(self._actor.config.supervision.heartbeat_s)
+
+    def _look_at_logs(self) -> None:
+        beats = [entry.heartbeat for entry in self._registry.entries.values() if entry.heartbeat is not None]
+        if self._own is not None:
+            beats.append(self._own)
+        lost = int(sum(beat.counters.get("logs/lost", 0) for beat in beats))
+        if lost > self._logs_lost:
+            self._logs_lost = lost
+            disk = self._actor.context.run_dir / "logs"
+            text = f"lines of the logs are lost; {disk} has {in_bytes(self._disk_free)} free. The run goes on"
+            self._actor.notify("logs", text, count=lost)
 
     async def _look_at_disk(self) -> None:
         loop = asyncio.get_running_loop()

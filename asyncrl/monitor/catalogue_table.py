@@ -61,6 +61,7 @@ METRICS: tuple[Metric, ...] = (
         ("facts/cpu_s", "s", "processor time of the thread that gathers and sends all of this"),
         ("facts/late", "figures", "figures that had to wait for a later heartbeat"),
         ("heartbeats/sent", "heartbeats", "sent"),
+        ("logs/lost", "lines", "of the log that could not be written, as on a full disk"),
         ("heartbeats/sent_bytes", "bytes", "of all heartbeats: what monitoring puts on the wire"),
         ("wire/strangers", "messages", "connections turned away, and messages of who has not said HELLO"),
         ("wire/refused", "messages", "HELLOs refused, and messages that do not fit their connection or its rights"),

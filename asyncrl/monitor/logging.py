@@ -1,6 +1,6 @@
 """Structured logs: one JSON object a line on standard error, which the node agent keeps in the actor's log file.
 
-A line that cannot be written, as on a full disk, is lost; logging never fails.
+A line that cannot be written, as on a full disk, is lost and counted; logging never fails.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def configure_logging(level: str) -> None:
             structlog.processors.JSONRenderer(default=str),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=_Lines,
+        # What was torn and what is lost is the affair of the whole process.
+        logger_factory=lambda *_: _lines,
         cache_logger_on_first_use=True,
     )
 
@@ -60,6 +61,11 @@ def writes(level: str) -> bool:
     return _level is not None and logging.getLevelNamesMapping()[level.upper()] >= _level
 
 
+def lost_lines() -> int:
+    """Lines of this process that could not be written."""
+    return _lines.lost
+
+
 def write_line(line: str) -> None:
     """Write a line that is whole already, as the others are."""
     _lines.msg(line)
@@ -79,17 +85,20 @@ def write_text(text: str) -> None:
 class _Lines:
     """Each message as one write, so that lines of several threads and processes do not mix."""
 
-    def __init__(self, *_: Any) -> None:
+    def __init__(self) -> None:
         self._torn = b""
+        self.lost = 0
 
     def msg(self, message: str) -> None:
         line = self._torn + message.encode(errors="replace") + b"\n"
         try:
             written = os.write(STANDARD_ERROR, line)
         except OSError:
+            self.lost += 1
             return
         # A disk that fills up takes the beginning of a line; the next one starts afresh.
         self._torn = b"\n" if written < len(line) else b""
+        self.lost += written < len(line)
 
     log = debug = info = warn = warning = msg
     fatal = failure = err = error = critical = exception = msg

@@ -21,7 +21,7 @@ from asyncrl.errors import AsyncRLError, DeadlineExceeded, RemoteError, WireErro
 from asyncrl.messages.actors import ActorRecord, Dead, ReportFailure, Resolve, RunState
 from asyncrl.messages.hosts import Members
 from asyncrl.messages.monitor import AwaitRecord, Heartbeat, ResourceRecord
-from asyncrl.monitor.logging import get_logger
+from asyncrl.monitor.logging import get_logger, lost_lines
 from asyncrl.monitor.states import Kind, StateLedger
 from asyncrl.monitor.story_log import StoryLog
 from asyncrl.monitor.trace import STATES, Trace, spans_kept
@@ -266,6 +266,7 @@ class Actor:
             "calls/in_flight": sum(peer.in_flight for peer in list(self._peers.values())),
             "calls/being_served": self._server.being_served if self._server is not None else 0,
             "events/dropped": self.events.dropped,
+            "logs/lost": lost_lines(),
         }
 
     def measure(self) -> None:

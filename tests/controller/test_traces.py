@@ -5,7 +5,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from disks import room_for
+from disks import fill, room_for, small_disk
 from trace_files import WALL, load, make_trace
 
 from asyncrl.controller.traces import MOST_SPANS, TraceFile, Traces, remove_unfinished
@@ -48,7 +48,7 @@ class Scene:
     def __init__(self, run_dir, actors=("controller/0", "learner/0", "rollouter/0")):
         self.time, trace = make_trace()
         trace.track("state", 0).enter("ready")
-        self.asked, self.living = [], set(actors)
+        self.asked, self.told, self.living = [], [], set(actors)
         self.traces = Traces(
             run_dir,
             "demo",
@@ -59,6 +59,7 @@ class Scene:
             ask=self.asked.append,
             number=7,
             log=get_logger("controller/0"),
+            notify=lambda key, text: self.told.append((key, text)),
         )
 
     async def hand_in(self, actor, number, *names):
@@ -133,6 +134,18 @@ def test_a_disk_that_is_full_from_the_first_byte_keeps_nothing_of_a_trace(tmp_pa
     with room_for(10), pytest.raises(OSError, match="too large"):
         TraceFile(tmp_path / "trace", "demo")
     assert list((tmp_path / "trace").iterdir()) == []
+
+
+def test_a_trace_that_finds_no_room_is_told_to_the_user(tmp_path):
+    async def main(_tasks):
+        with small_disk(tmp_path / "disk", 1 << 16) as disk:
+            fill(disk)
+            scene = Scene(disk)
+            await scene.hand_in("learner/0", 0, "train")
+            await scene.traces.finish()
+        assert scene.told == [("trace", f"no timeline is written to {disk / 'trace'}: No space left on device")]
+
+    run(main)
 
 
 def test_who_does_not_answer_is_missing_and_the_others_are_written(tmp_path):

@@ -220,6 +220,18 @@ def test_the_summary_of_a_run_that_never_ran(run_dir):
     assert summarise([], run_dir, run_dir / "logs", steps=4)[0] == "steps       0 of 4"
 
 
+def test_the_summary_tells_what_was_trained_and_what_is_complete(run_dir):
+    """Lines of metrics may be lost, and a folder of checkpoints may hold none that is whole."""
+    (run_dir / "checkpoints").mkdir()
+    rows = summarise([{"kind": "train", "step": 2}], run_dir, run_dir / "logs", steps=4, trained=3)
+    assert rows[0].split(maxsplit=1) == ["steps", "3 of 4"]
+    assert not [row for row in rows if row.startswith("checkpoint")]
+    newest = run_dir / "checkpoints" / "v00000003"
+    newest.mkdir()
+    rows = summarise([], run_dir, run_dir / "logs", steps=4, checkpoint=newest)
+    assert [row.split(maxsplit=1)[1] for row in rows if row.startswith("checkpoint")] == [str(newest)]
+
+
 def test_a_torn_line_is_left_out(tmp_path):
     path = tmp_path / "metrics.jsonl"
     assert read_metrics(path) == []

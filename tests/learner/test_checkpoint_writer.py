@@ -22,6 +22,7 @@ from asyncrl.checkpoint.state import CheckpointState, Geometry
 from asyncrl.errors import CheckpointError
 from asyncrl.learner.backend import create
 from asyncrl.learner.checkpoint.writer import Checkpoints, Written
+from asyncrl.learner.failed_writes import Failed, Kept
 from asyncrl.ledger import Ledger
 from asyncrl.messages.groups import Group
 from asyncrl.runtime.clock import LoopClock
@@ -113,10 +114,14 @@ class _Held:
 
     def __init__(self, sim: Any) -> None:
         self._sim = sim
+        self.bytes = 0
         self.savings: list[tuple[Path, Future[None]]] = []
 
     def sees(self, folder: Path) -> None:
         pass
+
+    def checkpoint_bytes(self) -> int:
+        return self.bytes
 
     def save(self, folder: Path) -> Future[None]:
         done: Future[None] = Future()
@@ -140,7 +145,7 @@ class _World:
         self.folder, self.thread, self.incarnation = folder, thread, incarnation
         self.backend = backend or create(CONFIG, 0)
         self.written: list[Written] = []
-        self.failed: list[tuple[int, CheckpointError]] = []
+        self.failed: list[Failed] = []
 
     def make(self, tasks: asyncio.TaskGroup) -> Checkpoints:
         return Checkpoints(
@@ -154,7 +159,7 @@ class _World:
             clock=LoopClock(),
             recorded=self.recorded,
             on_written=self.written.append,
-            on_failed=lambda version, error: self.failed.append((version, error)),
+            on_failed=self.failed.append,
         )
 
     async def recorded(self, state: CheckpointState) -> None:
@@ -190,7 +195,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint(folder, thread) -> None:
             assert await checkpoints.write(_state(version), groups[:version], groups[version:])
             await checkpoints.settle()
             assert not checkpoints.busy
-        assert checkpoints.newest == folder / "v00000004"
+        assert checkpoints.newest == Kept(version=4, step=8, path=folder / "v00000004")
 
     world = _World(folder, thread)
     world.backend._steps = 8
@@ -267,16 +272,19 @@ def test_a_failure_is_told_and_the_last_good_one_stays(folder, thread, monkeypat
             assert not await checkpoints.write(_state(6), [], [])
         assert not checkpoints.busy
         await checkpoints.write(_state(7), [], [])
-        assert checkpoints.newest == folder / "v00000003"
+        assert checkpoints.newest is not None and checkpoints.newest.path == folder / "v00000003"
         held.finish()
 
     world = _World(folder, thread, backend=held)
     world.play(script)
-    assert [(version, error.reason) for version, error in world.failed] == [
-        (4, "a rank had no space"),
-        (5, "No space left on device"),
-        (6, "No space left on device"),
+    assert [(failed.version, failed.step, failed.full) for failed in world.failed] == [
+        (4, 8, 0),
+        (5, 10, errno.ENOSPC),
+        (6, 12, errno.ENOSPC),
     ]
+    assert world.failed[0].reason == "trainer: a rank had no space"
+    for failed in world.failed[1:]:
+        assert failed.reason.startswith(f"no space left on {folder}: ") and "needed" in failed.reason
     assert [w.version for w in world.written] == [3, 7]
     assert sorted(p.name for p in folder.iterdir()) == ["latest", "v00000007", "writer.json"]
 
