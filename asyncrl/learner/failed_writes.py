@@ -54,8 +54,7 @@ class Kept:
 async def room(failed: Failed, until: Callable[[], float], clock: Clock) -> bool:
     """Whether another attempt is worth while before ``until()``, which may change meanwhile; waits for it."""
     retry_at = clock.now() + REFUSED_PAUSE_S
-    there = await asyncio.to_thread(free_bytes, failed.folder)
-    refused = there is None or there >= failed.needed
+    refused = failed.free is None or failed.free >= failed.needed
     while (left := until() - clock.now()) > 0:
         await asyncio.sleep(min(LOOK_S, left))
         free = await asyncio.to_thread(free_bytes, failed.folder)

@@ -207,6 +207,21 @@ def test_past_the_grace_only_a_complete_checkpoint_counts(checkpoint, exit_code)
     assert (run.phase, run.outcome.exit_code, run.outcome.actor) == ("draining", exit_code, "")
 
 
+@pytest.mark.parametrize("preempted", [False, True])
+def test_a_run_whose_last_writes_failed_ends_as_failed(preempted):
+    run = machine()
+    run.checkpoint_written(4)
+    if preempted:
+        run.preempt(10.0)
+    assert run.finish(12.0, preempted=preempted, by="learner/0", failure="the disk is full")
+    assert (run.phase, run.outcome.actor, run.outcome.reason) == ("draining", "learner/0", "the disk is full")
+    assert run.outcome.exit_code == 1
+    run.tick(1000.0)
+    run.tick(2000.0)
+    run.tick(3000.0)
+    assert run.phase == "failed"
+
+
 def test_who_makes_way_may_just_finish_fail_or_be_stopped():
     for event, exit_code in (
         (lambda run: run.finish(12.0), 0),

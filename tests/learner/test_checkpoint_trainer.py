@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -13,9 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from disks import small_disk
 from learner_cases import RankPool, make_config, random_groups, run_alone, save_small_model
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from asyncrl.disk import full_errno
 from asyncrl.errors import CheckpointError
 from asyncrl.learner.batch import build_step
 from asyncrl.learner.checkpoint import dcp, saver
@@ -305,3 +308,36 @@ def _stop_while_saving(backend, config, target: Path) -> Any:
 
 def test_a_rank_that_stops_waits_for_a_limited_time_and_a_second_save_is_a_mistake(folder, tmp_path, run) -> None:
     assert run(_config(folder, 1), _stop_while_saving, tmp_path / "trainer")
+
+
+# --- a disk that is full ---
+
+
+def _save_and_export(backend, config, folder: Path) -> dict[str, Any]:
+    _train(backend, config, 1)
+    found: dict[str, Any] = {"checkpoint": backend.checkpoint_bytes(), "export": backend.export_bytes()}
+    for name, write in (("save", lambda: backend.save(folder / "trainer").result()), ("export", backend.export)):
+        try:
+            write(*([folder / "export"] if name == "export" else []))
+        except OSError as error:
+            full = error.full if isinstance(error, CheckpointError) else full_errno(error)
+            found[name] = (full, str(error))
+    return found
+
+
+def _bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def test_about_as_much_is_written_as_is_expected(folder, tmp_path, run) -> None:
+    found = run(_config(folder, 2), _save_and_export, tmp_path)
+    assert 0.8 < _bytes(tmp_path / "trainer") / found["checkpoint"] < 1.25
+    assert 0.9 < (tmp_path / "export" / "model.safetensors").stat().st_size / found["export"] < 1.1
+
+
+def test_a_full_disk_is_recognised_on_any_rank(folder, tmp_path, run) -> None:
+    with small_disk(tmp_path / "disk", 64 << 10) as disk:
+        found = run(_config(folder, 2), _save_and_export, disk)
+        assert found["save"][0] == found["export"][0] == errno.ENOSPC
+        assert "No space left on device" in found["save"][1] and "unexpected pos" not in found["save"][1]
+        assert [path.name for path in disk.iterdir()] == ["trainer"], "nothing is left of the export"

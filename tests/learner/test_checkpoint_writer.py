@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from disks import fill, small_disk
 from learner_cases import make_config, random_groups
 
 from asyncrl.checkpoint import contents as contents_module
@@ -21,6 +22,7 @@ from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.checkpoint.state import CheckpointState, Geometry
 from asyncrl.errors import CheckpointError
 from asyncrl.learner.backend import create
+from asyncrl.learner.checkpoint import writer as writer_module
 from asyncrl.learner.checkpoint.writer import Checkpoints, Written
 from asyncrl.learner.failed_writes import Failed, Kept
 from asyncrl.ledger import Ledger
@@ -140,8 +142,9 @@ class _Held:
 
 class _World:
     def __init__(
-        self, folder: Path, thread: ThreadPoolExecutor, *, backend: Any = None, incarnation: int = 100
+        self, folder: Path, thread: ThreadPoolExecutor, *, backend: Any = None, incarnation: int = 100, keep: int = 1
     ) -> None:
+        self.keep = keep
         self.folder, self.thread, self.incarnation = folder, thread, incarnation
         self.backend = backend or create(CONFIG, 0)
         self.written: list[Written] = []
@@ -153,7 +156,7 @@ class _World:
             self.incarnation,
             self.backend,
             self.thread,
-            keep=1,
+            keep=self.keep,
             keep_every_steps=0,
             tasks=tasks,
             clock=LoopClock(),
@@ -291,6 +294,69 @@ def test_a_failure_is_told_and_the_last_good_one_stays(folder, thread, monkeypat
 
 def _full(*arguments: Any, **keywords: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_without_room_none_is_begun_and_it_is_owed_once_there_is_some(tmp_path, thread, monkeypatch) -> None:
+    monkeypatch.setattr(writer_module, "LOOK_S", 0.01)
+    held = _Held(create(CONFIG, 0))
+    held.bytes = 3 << 18
+
+    async def script(checkpoints: Checkpoints) -> None:
+        await checkpoints.restore()
+        for version in (2, 3):
+            held.bytes = (version - 1) << 18
+            await checkpoints.write(_state(version), [], [])
+            held.finish()
+            await checkpoints.settle()
+        ballast = fill(disk, left=1 << 18)
+        assert not await checkpoints.write(_state(4), [], [])
+        assert not checkpoints.busy and not checkpoints.owed
+        assert sorted(p.name for p in folder.iterdir()) == ["latest", "v00000002", "v00000003", "writer.json"]
+        ballast.unlink()
+        while not checkpoints.owed:
+            await asyncio.sleep(0.01)
+        assert await checkpoints.write(_state(5), [], [])
+        assert checkpoints.failed is None and not checkpoints.owed
+        held.finish()
+
+    with small_disk(tmp_path / "disk", 1 << 20) as disk:
+        folder = disk / "checkpoints"
+        world = _World(folder, thread, backend=held, keep=2)
+        world.play(script)
+        (failed,) = world.failed
+        assert (failed.version, failed.full, failed.free) == (4, errno.ENOSPC, 1 << 18)
+        assert failed.reason == f"no space left on {folder}: 256.0 KiB free, about 576.0 KiB needed"
+        assert failed.older == ["v00000002"]
+        assert [w.version for w in world.written] == [2, 3, 5]
+
+
+def test_a_disk_that_fills_up_under_one_keeps_nothing_of_it(tmp_path, thread) -> None:
+    """And where the disk refuses although it says that there is room, the next one is tried when it is due."""
+    held = _Held(create(CONFIG, 0))
+
+    async def script(checkpoints: Checkpoints) -> None:
+        await checkpoints.restore()
+        await checkpoints.write(_state(3), [], [])
+        held.finish()
+        await checkpoints.settle()
+        await checkpoints.write(_state(4), random_groups(1, 2), [])
+        ballast = fill(disk)
+        held.finish(error=CheckpointError("trainer", "No space left on device", full=errno.ENOSPC))
+        await checkpoints.settle()
+        assert world.failed[0].full == errno.ENOSPC and checkpoints._looking is not None
+        checkpoints.close()
+        ballast.unlink()
+        await checkpoints.write(_state(5), [], [])
+        held.finish(error=CheckpointError("trainer", "Disk quota exceeded", full=errno.EDQUOT))
+        await checkpoints.settle()
+        assert checkpoints._looking is None
+
+    with small_disk(tmp_path / "disk", 1 << 20) as disk:
+        folder = disk / "checkpoints"
+        world = _World(folder, thread, backend=held)
+        world.play(script)
+        assert world.failed[1].reason.startswith(f"the disk quota is used up on {folder}: ")
+        assert sorted(p.name for p in folder.iterdir()) == ["latest", "v00000003", "writer.json"]
 
 
 def test_a_learner_that_ends_waits_for_no_disk_and_the_next_one_removes_the_rest(folder, thread) -> None:

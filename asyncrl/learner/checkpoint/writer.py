@@ -40,6 +40,8 @@ from asyncrl.learner.failed_writes import LOOK_S, Failed, Kept
 from asyncrl.messages.groups import Group
 from asyncrl.runtime.clock import Clock
 
+AROUND_BYTES = 1 << 16
+"""Beside the trainer's files and the groups: state, checksums, folders."""
 _FILES = (STATE, GROUPS, f"{TRAINER}/{CONTENTS}")
 _LOG = logging.getLogger(__name__)
 
@@ -141,7 +143,8 @@ class Checkpoints:
         self._stop_looking()
         self.owed, self.failed = False, None
         began = self._clock.now()
-        needed = self._backend.checkpoint_bytes() + sum(map(_group_bytes, (*buffered, *filtered)))
+        groups = sum(map(_group_bytes, (*buffered, *filtered)))
+        needed = self._backend.checkpoint_bytes() + groups + AROUND_BYTES
         try:
             partial = await asyncio.to_thread(self._begin, state.version, needed)
             loop = asyncio.get_running_loop()
