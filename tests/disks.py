@@ -1,11 +1,12 @@
 """Disks that are full."""
 
 import contextlib
-import os
 import resource
 import subprocess
 
 import pytest
+
+from asyncrl.disk import free_bytes
 
 
 @contextlib.contextmanager
@@ -36,8 +37,9 @@ def small_disk(folder, size):
 
 def fill(folder, left=0):
     """Take the room of a small disk but for ``left`` bytes; the file that has it, to be removed."""
-    room = os.statvfs(folder)
     ballast = folder / "ballast"
     with ballast.open("wb", buffering=0) as file:
-        file.write(bytes(max(0, room.f_bavail * room.f_frsize - left)))
+        while (room := free_bytes(folder) or 0) > left:
+            with contextlib.suppress(OSError):
+                file.write(bytes(room - left))
     return ballast
