@@ -19,7 +19,7 @@ from asyncrl.controller.recent_lines import is_proper
 from asyncrl.controller.run_state import RunStateMachine
 from asyncrl.controller.sinks import are_wanted
 from asyncrl.controller.snapshots import Snapshots
-from asyncrl.disk import in_bytes, in_words
+from asyncrl.disk import in_words
 from asyncrl.messages.monitor import EventRecord, Heartbeat
 from asyncrl.monitor.phase import phase_and_reason
 from asyncrl.monitor.recording import Recorder, last_recorded
@@ -241,7 +241,7 @@ class Watching:
         if lost > self._logs_lost:
             self._logs_lost = lost
             disk = self._actor.context.run_dir / "logs"
-            text = f"lines of the logs are lost; {disk} has {in_bytes(self._disk_free)} free. The run goes on"
+            text = f"lines of the logs in {disk} are lost: they cannot be written, as on a full disk. The run goes on"
             self._actor.notify("logs", text, count=lost)
 
     async def _look_at_disk(self) -> None:

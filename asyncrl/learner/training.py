@@ -345,13 +345,13 @@ class Training:
             self._not_published = _why_not_published(error)
             self._counters.add("weights/not_published")
             self._log.error("no version published; training goes on as long as it can", error=str(error))
-            owed = f"{self._unpublished} trained steps are in none" if self._unpublished else "it is tried again"
-            self._notify(
-                UNPUBLISHED,
-                f"no version of the weights can be published: {self._not_published}. Training goes on with the groups "
-                f"that are admitted; {UNPUBLISHED_S:g} s after these the run ends. Version {self.version} is the "
-                f"newest; {owed}",
-            )
+            if self.version >= 0:
+                self._notify(
+                    UNPUBLISHED,
+                    f"no version of the weights after {self.version} can be published: {self._not_published}. Training "
+                    "goes on with the groups that are admitted, and it is tried again; the run ends when these are "
+                    f"used up and none could be published for {UNPUBLISHED_S:g} s. To do: mend what is named",
+                )
             if until is not None and self._clock.now() >= until:
                 reason = f"no version could be published for {UNPUBLISHED_S:g} s: {self._not_published}"
                 if self._unpublished:
