@@ -355,7 +355,7 @@ class Training:
             if until is not None and self._clock.now() >= until:
                 reason = f"no version could be published for {UNPUBLISHED_S:g} s: {self._not_published}"
                 if self._unpublished:
-                    reason += f"; the last {self._unpublished} steps are in no checkpoint"
+                    reason += "; what was trained after the last complete checkpoint is lost"
                 raise ActorFailed(self._name, reason) from error
             return None
 

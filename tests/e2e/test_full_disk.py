@@ -1,0 +1,41 @@
+"""A real model on a disk that has room for neither a checkpoint nor the export: the run says so and ends as failed,
+with every step trained once."""
+
+import pytest
+from disks import small_disk
+from test_parity import configuration
+from test_parity import folder as parity_folder  # noqa: F401
+
+from tools.live_run import LiveRun
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def test_without_room_for_checkpoints_nothing_is_trained_twice(parity_folder, tmp_path):  # noqa: F811
+    with small_disk(tmp_path / "disk", 1536 << 10) as disk:
+        tree = configuration(
+            parity_folder,
+            learner={"steps": 4, "groups_per_step": 2, "dynamic_sampling": False},
+            rollout={"replicas": 1},
+            checkpoint={"every_versions": 2, "room_wait_s": 1.0},
+            staleness={"max": 1},
+            run={"samples_per_step": 0, "seed": 3},
+        )
+        run = LiveRun(tree, disk, env={"PYTHONPATH": str(parity_folder)})
+        try:
+            code = run.wait(400)
+            assert code == 1, run.output
+            assert run.left() == []
+        finally:
+            run.close()
+        assert sorted(line["step"] for line in run.lines("train")) == [1, 2, 3, 4]
+        assert {line["start"] for line in run.lines("train")} == {1}, "nobody started again"
+        assert sorted(path.name for path in (run.run_dir / "checkpoints").iterdir()) == ["writer.json"]
+        assert not list(run.run_dir.glob("*export*")) and not list(run.run_dir.glob(".*export*"))
+        shown = run.output.splitlines()
+        assert any(row.startswith("learner/0: no checkpoint of version 2: no space left on ") for row in shown)
+        assert not any(row.startswith(("checkpoint ", "model ")) for row in shown)
+        assert any(row.split() == ["steps", "4", "of", "4"] for row in shown)
+        last = shown[-1]
+        assert last.startswith("learner/0: the last checkpoint (version 4) could not be written: no space left on ")
+        assert "the model could not be exported to " in last and "steps 1 to 4 are lost" in last
