@@ -4,6 +4,7 @@ import asyncio
 import json
 
 import pytest
+from disks import fill, small_disk
 
 from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.config.load import validate_config
@@ -348,6 +349,27 @@ def test_notices_are_passed_on_to_who_follows_the_lines_and_metrics_cannot_pass_
         ]
 
     run(tmp_path, scenario)
+
+
+def test_lines_of_logs_and_snapshots_that_find_no_room_are_told(tmp_path):
+    async def scenario(cluster):
+        await cluster.all_ready()
+        fill(cluster.run_dir)
+        for name, lost in (("learner/0", 3), ("rollouter/0", 4)):
+            peer = cluster.caller(name)
+            await peer.call(WatchRun())
+            peer.cast(Heartbeat(beat=1, progress=1, state="ready", counters={"logs/lost": lost}))
+        agent, told = cluster.caller(), {}
+        while not {"logs", "recording"} <= told.keys() or told["logs"]["count"] < 7:
+            lines = (await agent.call(WatchRun(seen_line=0))).lines
+            told = {line["key"]: line for line in lines if line["actor"] == CONTROLLER}
+            await asyncio.sleep(0.01)
+        assert told["logs"]["count"] == 7
+        assert str(cluster.run_dir / "logs") in told["logs"]["text"]
+        assert f"no space left on {cluster.run_dir}: 0 B free" in told["recording"]["text"]
+
+    with small_disk(tmp_path / "disk", 1 << 20) as disk:
+        run(disk, scenario)
 
 
 def test_an_actor_tells_its_notices_while_it_lives_and_at_its_end(tmp_path):

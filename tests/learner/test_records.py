@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import os
 
 import pytest
+from disks import fill, small_disk
 from test_messages import make_group
 
 from asyncrl.learner.intake import Quarantined
 from asyncrl.learner.records import RecordFiles
+from asyncrl.learner.step_lines import StepLines
+from asyncrl.monitor.logging import get_logger
+from asyncrl.runtime.clock import Clock
 
 
 def lines(path):
@@ -60,3 +65,26 @@ def test_a_line_that_does_not_fit_leaves_nothing_of_itself(tmp_path, monkeypatch
         records.metrics({"step": 2})
     monkeypatch.undo()
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_lines_that_find_no_room_are_counted_and_told(tmp_path):
+    counters, told, shown = {}, [], []
+    with small_disk(tmp_path / "disk", 1 << 16) as disk:
+        lines = StepLines(
+            RecordFiles(disk, 1),
+            samples_per_step=1,
+            tell=shown.append,
+            counters=counters,
+            notify=lambda lost, error: told.append((lost, error.errno, error.filename)),
+            clock=Clock(),
+            log=get_logger("learner/0"),
+        )
+        fill(disk)
+        asyncio.run(lines.emit({"kind": "train", "step": 1}))
+        asyncio.run(lines.quarantined(1, [Quarantined("0-8", "too long")]))
+    assert told == [
+        (1, errno.ENOSPC, str(disk / "metrics.jsonl")),
+        (2, errno.ENOSPC, str(disk / "quarantine.jsonl")),
+    ]
+    assert counters == {"records/lost": 2}
+    assert shown == [{"kind": "train", "step": 1, "start": 1}], "whoever watches has it all the same"

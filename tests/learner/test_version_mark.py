@@ -41,8 +41,9 @@ def test_a_number_that_cannot_be_made_durable_is_not_given(tmp_path, monkeypatch
         targets = {"open": (version_mark.Path, "open"), "replace": (version_mark.Path, "replace")}
         owner, name = targets.get(call, (version_mark, "_sync_folder"))
         patch.setattr(*((os, "fsync") if call == "fsync" else (owner, name)), full)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(OSError, match="No space left") as caught:
             mark.advance()
+        assert caught.value.filename == str(tmp_path / FILE)
     assert mark.version == 0
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
     assert mark.advance() == 1
