@@ -206,6 +206,10 @@ class CheckpointError(AsyncRLError, OSError):
         super().__init__(f"checkpoint {path}: {reason}")
 
 
+class DamagedCheckpoint(CheckpointError):
+    """A file of a checkpoint is not there, or not what was written: the checkpoint before it may be whole."""
+
+
 class BroadcastFailed(AsyncRLError, ConnectionError):
     """A broadcast of weights broke off, or never began; any of its members may be to blame."""
 

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import msgspec
 
+from asyncrl.checkpoint.damage import reading
 from asyncrl.checkpoint.durable import refused, write_file
 from asyncrl.checkpoint.state import FORMAT, CheckpointState
-from asyncrl.errors import CheckpointError, DataError
+from asyncrl.errors import CheckpointError, DamagedCheckpoint
 from asyncrl.group_file import pack_group, read_groups
 from asyncrl.messages.groups import Group
 
@@ -52,10 +53,8 @@ def write_contents(folder: Path, state: CheckpointState, buffered: Sequence[Grou
 def read_state(folder: Path) -> CheckpointState:
     """Where the run stood. Raises CheckpointError."""
     path = folder / STATE
-    try:
+    with reading(path):
         state = msgspec.json.decode(path.read_bytes(), type=CheckpointState)
-    except (OSError, msgspec.DecodeError) as error:
-        raise CheckpointError(str(path), f"cannot be read: {error}") from error
     if state.format != FORMAT:
         reason = f"has format {state.format}, and this asyncrl reads {FORMAT}; go on with the asyncrl that wrote it"
         raise CheckpointError(str(path), reason)
@@ -66,11 +65,8 @@ def read_contents(folder: Path) -> Contents:
     """Both files. Raises CheckpointError."""
     state = read_state(folder)
     path = folder / GROUPS
-    try:
-        with path.open("rb") as file:
-            groups = list(read_groups(file))
-    except (OSError, DataError) as error:
-        raise CheckpointError(str(path), f"cannot be read: {error}") from error
+    with reading(path), path.open("rb") as file:
+        groups = list(read_groups(file))
     if len(groups) != state.buffered + state.filtered:
-        raise CheckpointError(str(path), f"holds {len(groups)} groups, not {state.buffered + state.filtered}")
+        raise DamagedCheckpoint(str(path), f"holds {len(groups)} groups, not {state.buffered + state.filtered}")
     return Contents(folder, state, groups[: state.buffered], groups[state.buffered :])

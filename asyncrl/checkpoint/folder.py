@@ -8,12 +8,15 @@
             state.json  groups.msgpack  trainer/
         v00000012.1/                         version 12 written once more, with groups that came in since
         abandoned-v00000031/                 newer than what the run was resumed from
+        damaged-v00000012/                   was the newest and is not whole: the run went on from the one before
         .v00000013.partial-INCARNATION/      being written
         .dead-...                            being removed
 
 It keeps: whatever dies at whatever moment, ``newest`` gives the checkpoint of the last ``commit`` that returned, or the
 one being committed, whole. A checkpoint is written aside, flushed, marked COMPLETE, flushed, and appears by one
 rename; a complete one is never written to, and removed only once it has been renamed away and a newer one is there.
+Nothing is committed below the newest, neither by its version nor by its step: the newest is always the one that the
+most was trained for.
 
 An older learner that wakes up does no harm: it finds a newer incarnation in writer.json, and what it was writing has
 been renamed away by the newer one's ``claim``, so that its own last rename fails.
@@ -29,15 +32,16 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
+from asyncrl.checkpoint.contents import STATE, TRAINER, read_state
+from asyncrl.checkpoint.damage import DAMAGE, check_files
 from asyncrl.checkpoint.durable import (
     Digest,
-    difference,
     digest_file,
     refused,
     replace_file,
@@ -45,13 +49,16 @@ from asyncrl.checkpoint.durable import (
     write_file,
 )
 from asyncrl.checkpoint.retention import Found, superfluous
+from asyncrl.checkpoint.trainer_contents import CONTENTS, read_trainer_contents
 from asyncrl.config import Config
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import CheckpointError, DamagedCheckpoint
 
 COMPLETE, WRITER, LATEST = "COMPLETE", "writer.json", "latest"
 LOOKS = 10
 """Times that a folder in which somebody removes checkpoints is looked at."""
 _NAME = re.compile(r"^v(\d{8,})(?:\.(\d+))?$")
+_ANY_VERSION = re.compile(r"(?:^|[.-])v(\d{8,})(?:[.-]|$)")
+"""In the name of a folder of any kind, unfinished, set aside and half removed ones among them."""
 _LEFTOVER = re.compile(r"^\.(v\d+\.partial-\d+|dead-.*)$")
 _LOG = logging.getLogger(__name__)
 
@@ -64,6 +71,10 @@ class _Complete(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int
     step: int
     files: dict[str, Digest]
+
+
+class _Stand(msgspec.Struct, frozen=True):
+    step: int
 
 
 def is_leftover(name: str) -> bool:
@@ -120,35 +131,60 @@ class CheckpointFolder:
             raise CheckpointError(str(path), "its name is not that of a checkpoint, as v00000012 is")
         complete = _read_complete(mark)
         if complete.version != int(name[1]):
-            raise CheckpointError(str(mark), f"it is of version {complete.version}; the folder was renamed")
+            raise DamagedCheckpoint(str(mark), f"it is of version {complete.version}; the folder was renamed")
         return Found(complete.version, int(name[2] or 0), complete.step, path)
 
     def older(self) -> list[str]:
         """Names of the complete checkpoints beside the newest, oldest first. Raises CheckpointError."""
         return [name for *_, name in sorted(self._complete_names())][:-1]
 
+    def candidates(self) -> list[Path]:
+        """The checkpoints, the newest first, damaged ones among them: whatever has the name of one and holds a file.
+
+        Raises CheckpointError.
+        """
+        return [self.folder / name for *_, name in sorted(self._named(_holds_a_file), reverse=True)]
+
+    def highest_version(self) -> int:
+        """The highest version that anything here is named for, also what is unfinished or was set aside; -1 for none.
+
+        Raises CheckpointError.
+        """
+        found = map(_ANY_VERSION.search, self._names())
+        return max((int(match[1]) for match in found if match), default=-1)
+
     def verify(self, found: Found) -> None:
         """Hold the files that ``commit`` was given against their checksums. Raises CheckpointError naming one."""
-        for name, written in _read_complete(found.path / COMPLETE).files.items():
-            path = found.path / name
-            with _telling(path):
-                problem = difference(path, written)
-            if problem is not None:
-                raise CheckpointError(str(path), f"{problem}; {_GO_BACK}")
+        check_files(found.path, _read_complete(found.path / COMPLETE).files, None)
+
+    def verify_all(self, found: Found, limit_bytes: int | None) -> None:
+        """The same, and the trainer's files too: each against its size, and its checksum as far as ``limit_bytes`` of
+        reading go, from the smallest file on (None: all of them). Raises CheckpointError naming one.
+        """
+        self.verify(found)
+        state = read_state(found.path)
+        if state.step != found.step:
+            raise DamagedCheckpoint(str(found.path / COMPLETE), f"tells of step {found.step}, {STATE} of {state.step}")
+        if f"{TRAINER}/{CONTENTS}" in _read_complete(found.path / COMPLETE).files:
+            trainer = found.path / TRAINER
+            check_files(trainer, read_trainer_contents(trainer).files, limit_bytes)
 
     def _complete_names(self) -> list[tuple[int, int, str]]:
         """(version, serial, name) of the complete ones, in no order."""
+        return self._named(lambda path: (path / COMPLETE).exists())
+
+    def _named(self, counts: Callable[[Path], bool]) -> list[tuple[int, int, str]]:
+        """(version, serial, name) of what has the name of a checkpoint, and counts."""
+        with _telling(self.folder):
+            found = [match for match in map(_NAME.match, self._names()) if match]
+            return [(int(name[1]), int(name[2] or 0), name[0]) for name in found if counts(self.folder / name[0])]
+
+    def _names(self) -> list[str]:
         with _telling(self.folder):
             try:
-                names = os.listdir(self.folder)
+                return os.listdir(self.folder)
             except FileNotFoundError:
                 return []
-            found = [match for match in map(_NAME.match, names) if match]
-            return [
-                (int(name[1]), int(name[2] or 0), name[0])
-                for name in found
-                if (self.folder / name[0] / COMPLETE).exists()
-            ]
 
     # --- writing ---
 
@@ -166,7 +202,8 @@ class CheckpointFolder:
         with _telling(self.folder):
             for name in sorted(os.listdir(self.folder)):
                 path = self.folder / name
-                if is_leftover(name) or (_NAME.match(name) and not (path / COMPLETE).exists()):
+                # One that holds files is damaged: those who look for the newest set it aside.
+                if is_leftover(name) or (_NAME.match(name) and not _holds_a_file(path)):
                     self._bury(path)
 
     def begin(self, version: int) -> Path:
@@ -183,8 +220,10 @@ class CheckpointFolder:
         """Make what is in ``partial`` the newest checkpoint. Returns where it is.
 
         ``files`` are the names of those whose checksums are to be noted, flushed like everything in folders inside
-        ``partial``. Raises CheckpointError: it is not committed then, and to be discarded.
+        ``partial``. Raises CheckpointError: it is not committed then, and to be discarded. So it is if a complete one
+        is of a higher version or step, which is what the run goes on from.
         """
+        self._refuse_if_below(partial, version, step)
         with _telling(partial):
             complete = _Complete(version, step, {name: digest_file(partial / name) for name in files})
             sync_folder(partial)
@@ -198,7 +237,10 @@ class CheckpointFolder:
                 serial += 1
                 target = self.folder / f"v{version:08d}.{serial}"
             if target.exists():
-                self._bury(target)
+                if _holds_a_file(target):
+                    self.set_aside_damaged(target)
+                else:
+                    self._bury(target)
             os.rename(partial, target)
             sync_folder(self.folder)
         try:
@@ -212,24 +254,26 @@ class CheckpointFolder:
         shutil.rmtree(partial, ignore_errors=True)
 
     def set_aside_above(self, kept: Found) -> list[Path]:
-        """Rename every complete checkpoint newer than ``kept``: the run goes on from ``kept``, and what came after it
-        is another history. Returns their new paths. Raises CheckpointError.
+        """Rename every checkpoint newer than ``kept``: the run goes on from ``kept``, and what came after it is
+        another history. Returns their new paths. Raises CheckpointError.
         """
-        aside = []
+        candidates = self.candidates()
         # The newest first: until the last one is renamed, none that is to stay is hidden.
-        for version, serial, name in sorted(self._complete_names(), reverse=True):
-            if (version, serial) <= (kept.version, kept.serial):
-                break
-            target, count = self.folder / f"abandoned-{name}", 1
-            with _telling(target):
-                while target.exists():
-                    count += 1
-                    target = self.folder / f"abandoned-{name}-{count}"
-                os.rename(self.folder / name, target)
-            aside.append(target)
-        with _telling(self.folder):
+        return [self._set_aside(path, "abandoned") for path in candidates[: candidates.index(kept.path)]]
+
+    def set_aside_damaged(self, path: Path) -> Path:
+        """Rename a checkpoint that is not whole; its new path. Raises CheckpointError."""
+        return self._set_aside(path, "damaged")
+
+    def _set_aside(self, path: Path, why: str) -> Path:
+        target, count = self.folder / f"{why}-{path.name}", 1
+        with _telling(target):
+            while target.exists():
+                count += 1
+                target = self.folder / f"{why}-{path.name}-{count}"
+            os.rename(path, target)
             sync_folder(self.folder)
-        return aside
+        return target
 
     def retain(self, *, keep: int, keep_every_steps: int) -> list[Path]:
         """Remove what need not be kept; see retention.py. Returns what was removed. Raises CheckpointError."""
@@ -264,6 +308,21 @@ class CheckpointFolder:
                 f"a newer learner (incarnation {writer.incarnation}) writes here; {incarnation} may not any more",
             )
 
+    def _refuse_if_below(self, partial: Path, version: int, step: int) -> None:
+        names = self._complete_names()
+        if not names:
+            return
+        newest, _, name = max(names)
+        # One that cannot be read says nothing but its name.
+        newest_step = step_of(self.folder / name)
+        if version < newest or (newest_step is not None and step < newest_step):
+            of = "" if newest_step is None else f" of step {newest_step}"
+            reason = (
+                f"version {version} of step {step} is below the newest checkpoint, {name}{of}: this learner did not go "
+                "on from it; end this run and resume it"
+            )
+            raise CheckpointError(str(partial), reason)
+
     def _bury(self, path: Path) -> None:
         """Remove a folder such that no half of it is ever seen under its name. Raises OSError."""
         grave = self.folder / f".dead-{path.name.lstrip('.')}-{time.time_ns()}"
@@ -272,16 +331,28 @@ class CheckpointFolder:
         shutil.rmtree(grave)
 
 
-_GO_BACK = "to go on from the checkpoint before it, move this one out of the folder of checkpoints"
+def _holds_a_file(path: Path) -> bool:
+    return any(entry.is_file() for entry in path.rglob("*"))
+
+
+def step_of(path: Path) -> int | None:
+    """The step of a checkpoint, damaged or not; None if that cannot be read."""
+    for name in (COMPLETE, STATE):
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            return msgspec.json.decode((path / name).read_bytes(), type=_Stand).step
+    return None
 
 
 def _read_complete(mark: Path) -> _Complete:
     try:
         return msgspec.json.decode(mark.read_bytes(), type=_Complete)
     except FileNotFoundError as error:
-        raise CheckpointError(str(mark.parent), f"is not complete: it holds no {COMPLETE}") from error
-    except (OSError, msgspec.DecodeError) as error:
-        raise CheckpointError(str(mark), f"cannot be read: {error}; {_GO_BACK}") from error
+        raise DamagedCheckpoint(str(mark.parent), f"is not complete: it holds no {COMPLETE}") from error
+    except msgspec.DecodeError as error:
+        raise DamagedCheckpoint(str(mark), f"cannot be read: {error}") from error
+    except OSError as error:
+        kind = DamagedCheckpoint if error.errno in DAMAGE else CheckpointError
+        raise kind(str(mark), f"cannot be read: {error.strerror or error}") from error
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Which checkpoints are kept. Pure.
 
-Kept are the newest, and for good those of steps that are multiples of a number. The newest one is never given up.
+Kept are the newest, and for good those of steps that are multiples of a number. The newest one is never given up, and
+neither is the one of the highest step, should versions and steps ever disagree on which that is.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ def superfluous(complete: Iterable[Found], *, keep: int, keep_every_steps: int) 
     ordered = sorted(complete)
     last = {found.version: found for found in ordered}
     newest = set(sorted(last)[-max(1, keep) :])
+    newest |= {max(last.values(), key=lambda found: (found.step, found)).version} if last else set()
     return [
         found
         for found in ordered

@@ -5,8 +5,8 @@ filtered, quarantined), trains a step whenever there are enough, gathers a new v
 was gathered is handed to the publisher and the broadcaster, which have their own tasks. The other ranks follow its
 collectives and keep only their control channel.
 
-At every start it goes on from the newest complete checkpoint, or from the initial weights, publishes what it has under
-a new number, and tells the dataloader where the run stands. When a rank dies all ranks start again: whoever survives
+At every start it goes on from the newest whole checkpoint, or from the initial weights, publishes what it has under a
+new number, and tells the dataloader where the run stands. When a rank dies all ranks start again: whoever survives
 fails in the next collective, or is ended before.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncrl.checkpoint.contents import Contents
@@ -34,7 +35,7 @@ from asyncrl.learner.records import RecordFiles
 from asyncrl.learner.step_lines import StepLines
 from asyncrl.learner.supply_line import DATALOADER, SupplyLine
 from asyncrl.learner.training import Training
-from asyncrl.learner.version_mark import VersionMark
+from asyncrl.learner.version_mark import FILE, VersionMark, find_used
 from asyncrl.learner.versions import Versions
 from asyncrl.messages import Request
 from asyncrl.messages.actors import CheckpointWritten, Resolve, Resolved, RunFinished
@@ -107,8 +108,11 @@ class Learner(Actor):
             await self._on_thread(lambda: self._backend.setup(host, port))
             return
         # Before anything slow: without it nothing can be published.
-        mark = await self._on_thread(lambda: VersionMark(self.context.run_dir))
+        mark = await self._on_thread(self._read_mark)
         start = await self._on_thread(mark.begin)
+        if mark.problem:
+            path = self.context.run_dir / FILE
+            self.notify("version mark", f"{path} {mark.problem}; no harm is done: versions go on above {mark.version}")
         host, port = await self._on_thread(lambda: self._backend.open_store(self.context.host))
         self.facts = {"store_host": host, "store_port": port}
         await self.tell_facts()
@@ -127,9 +131,14 @@ class Learner(Actor):
         if not self._is_rank_0 and self.ready:
             self.states.enter(PHASE_STATES.get(name, "training") if name else "following", "" if name else RANK_0)
 
+    def _read_mark(self) -> VersionMark:
+        run_dir = self.context.run_dir
+        return VersionMark(run_dir, find_used(run_dir, checkpoint_dir(self.config, run_dir)))
+
     async def _restore(self) -> Contents | None:
-        """What the newest complete checkpoint holds; the backend has loaded its part of it."""
+        """What the newest whole checkpoint holds; the backend has loaded its part of it."""
         self.states.enter("starting", "checkpoint")
+        damaged: list[str] = []
         self._checkpoints = Checkpoints(
             checkpoint_dir(self.config, self.context.run_dir),
             self.context.incarnation,
@@ -142,6 +151,7 @@ class Learner(Actor):
             recorded=self._recorded,
             on_written=self._checkpoint_written,
             on_failed=self._checkpoint_failed,
+            on_damaged=damaged.append,
         )
         contents = await self._checkpoints.restore()
         if contents is None:
@@ -150,6 +160,11 @@ class Learner(Actor):
         buffered = [group.ticket.uid for group in contents.buffered]
         self.story.tell(RESTORED, step=contents.state.step, version=contents.state.version, uids=buffered)
         state = contents.state
+        for text in damaged:
+            self.notify(f"damaged checkpoint: {text}", text)
+        if damaged:
+            # It may have found the damaged one.
+            self._tell_of_checkpoint(state.version, state.step, contents.path)
         self._intake = Intake(
             self.config.learner,
             Snapshot(
@@ -438,7 +453,11 @@ class Learner(Actor):
             self.notify("checkpoint", again)
             self._checkpoints_failed = 0
         self.log.info("checkpoint is complete", version=written.version, step=written.step, path=str(written.path))
-        told = CheckpointWritten(version=written.version, step=written.step, path=str(written.path))
+        self._tell_of_checkpoint(written.version, written.step, written.path)
+
+    def _tell_of_checkpoint(self, version: int, step: int, path: Path) -> None:
+        """Let the controller know which one is the newest."""
+        told = CheckpointWritten(version=version, step=step, path=str(path))
         telling = self.tasks.create_task(self._until_answered(told))
         self._telling.add(telling)
         telling.add_done_callback(self._telling.discard)

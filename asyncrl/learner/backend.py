@@ -27,7 +27,8 @@ Order of calls, every other rank::
 
 Fails: an exception from any method but ``publish``, ``export``, ``sees`` and ``load`` leaves the ranks out of step;
 the only thing left to do is to end the process. The four raise after all ranks have finished their part, on rank 0
-alone but for ``load``, so that training may go on (after a failed ``load``: from the beginning, in new processes).
+alone but for ``load``, so that training may go on. After a failed ``load`` that is from the beginning, in new
+processes; but DamagedCheckpoint comes before anything is changed, and another checkpoint may be loaded.
 What goes wrong while a checkpoint is written is the result of its future alone.
 """
 
@@ -112,7 +113,8 @@ class Backend(Protocol):
     def load(self, folder: Path) -> None:
         """Rank 0: put back on all ranks what ``save`` wrote, by however many ranks.
 
-        Comes after ``setup`` and before anything else. Raises CheckpointError naming a file, on all ranks alike.
+        Comes after ``setup`` and before anything else. Raises CheckpointError naming a file, on all ranks alike; when
+        a file is not what was written it is DamagedCheckpoint, and nothing was changed.
         """
 
     def follow(self) -> None:

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl.checkpoint.durable import refused
 from asyncrl.config import Config
-from asyncrl.errors import CheckpointError, NonFiniteStep
+from asyncrl.errors import CheckpointError, DamagedCheckpoint, NonFiniteStep
 from asyncrl.learner.batch import MicroBatch, StepPlan
 from asyncrl.learner.checkpoint import dcp
 from asyncrl.learner.checkpoint.saver import Saver
@@ -237,7 +237,9 @@ class Trainer:
                 # How it ends is told to rank 0, and logged here.
                 self._save(command)
             elif isinstance(command, Load):
-                self._load(Path(command.folder))
+                # Damage is seen before anything is changed: rank 0 goes on with another one.
+                with contextlib.suppress(DamagedCheckpoint):
+                    self._load(Path(command.folder))
             else:
                 return
 

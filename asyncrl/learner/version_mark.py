@@ -5,8 +5,11 @@ So a number is made durable in the run's folder before anybody hears of it, and 
 dies between the two and whatever then starts in the same folder. A number that was marked and never published is
 left out.
 
-Fails with ConfigError naming the file when there is a mark that cannot be read, and with OSError when a number cannot
-be made durable; it is not to be used then.
+The mark may get lost, as when a run is copied, come from a backup, or be damaged. So it is never taken alone: what
+else is durable bears version numbers too (``find_used``), and the mark begins above all of them.
+
+Fails with ConfigError naming the file when there is a mark that this user may not read, and with OSError when a number
+cannot be made durable; it is not to be used then.
 """
 
 from __future__ import annotations
@@ -17,39 +20,56 @@ from pathlib import Path
 
 import msgspec
 
+from asyncrl.checkpoint.durable import sync_folder
+from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.errors import ConfigError
 
 FILE = "version_mark.json"
 """In the run's folder: ``{"version": ..., "start": ...}``."""
+TAIL_BYTES = 4 << 20
+"""Of metrics.jsonl that is read: versions and starts only rise in it."""
 
 
-class _Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    version: int
+_MISSING = "is not there"
+
+
+class Used(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Numbers up to which all may have been given."""
+
+    version: int = -1
     start: int = 0
 
 
 class VersionMark:
     """The mark of one run. Reading and writing it blocks."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, used: Used | None = None) -> None:
+        """``used`` is what else in the run's folder tells of; the mark is not below it."""
         self._path = folder / FILE
-        mark = self._read()
-        self.version = mark.version
+        used = used or Used()
+        mark, self.problem = self._read()
+        """What was wrong with the mark, in words for the user; empty if nothing was."""
+        is_new_run = self.problem == _MISSING and used == Used()
+        if is_new_run:
+            self.problem = ""
+        elif used.version > mark.version or used.start > mark.start:
+            self.problem = self.problem or f"is older than the run: it tells of version {mark.version}"
+        self.version = max(mark.version, used.version)
         """The highest number given so far; -1 before the first."""
-        self.start = mark.start
+        self.start = max(mark.start, used.start)
         """How often a learner has begun in this folder."""
 
     def begin(self) -> int:
         """The number of this start of a learner, from 1, durable now. Raises OSError."""
-        self._write(_Mark(self.version, self.start + 1))
+        self._write(Used(self.version, self.start + 1))
         return self.start
 
     def advance(self) -> int:
         """A number that was never given before, durable now. Raises OSError."""
-        self._write(_Mark(self.version + 1, self.start))
+        self._write(Used(self.version + 1, self.start))
         return self.version
 
-    def _write(self, mark: _Mark) -> None:
+    def _write(self, mark: Used) -> None:
         aside = self._path.with_suffix(".new")
         try:
             with aside.open("wb") as file:
@@ -57,7 +77,7 @@ class VersionMark:
                 file.flush()
                 os.fsync(file.fileno())
             aside.replace(self._path)
-            _sync_folder(self._path.parent)
+            sync_folder(self._path.parent)
         except OSError as error:
             with contextlib.suppress(OSError):
                 aside.unlink(missing_ok=True)
@@ -65,26 +85,45 @@ class VersionMark:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
         self.version, self.start = mark.version, mark.start
 
-    def _read(self) -> _Mark:
+    def _read(self) -> tuple[Used, str]:
+        """The mark as it is there, and what is wrong with it. Raises ConfigError."""
         try:
-            mark = msgspec.json.decode(self._path.read_bytes(), type=_Mark)
+            mark = msgspec.json.decode(self._path.read_bytes(), type=Used)
         except FileNotFoundError:
-            return _Mark(-1)
-        except (OSError, msgspec.DecodeError) as error:
-            raise ConfigError([f"{self._path}: {_UNREADABLE}: {error}"]) from error
-        if mark.version < -1:
-            raise ConfigError([f"{self._path}: {_UNREADABLE}: the version is {mark.version}"])
-        return mark
+            return Used(), _MISSING
+        except msgspec.DecodeError as error:
+            return Used(), f"is damaged: {error}"
+        except OSError as error:
+            reason = f"cannot be read, so that a number could be given twice: {error.strerror or error}"
+            raise ConfigError([f"{self._path}: {reason}; make it readable, or restore it"]) from error
+        if mark.version < -1 or mark.start < 0:
+            return Used(), f"is damaged: it tells of version {mark.version}, start {mark.start}"
+        return mark, ""
 
 
-_UNREADABLE = (
-    "the version mark cannot be read, so that a number could be given twice; restore the file, or begin another run"
-)
+class _Line(msgspec.Struct, frozen=True):
+    version: int | None = msgspec.field(default=None, name="weights/version")
+    start: int = 0
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def find_used(run_dir: Path, checkpoints: Path) -> Used:
+    """The highest numbers that the folder of checkpoints (in names of any kind) and metrics.jsonl tell of.
+
+    Raises CheckpointError or OSError.
+    """
+    version, start = CheckpointFolder(checkpoints).highest_version(), 0
+    for line in _last_lines(run_dir / "metrics.jsonl"):
+        with contextlib.suppress(msgspec.DecodeError):
+            found = msgspec.json.decode(line, type=_Line)
+            version, start = max(version, -1 if found.version is None else found.version), max(start, found.start)
+    return Used(version, start)
+
+
+def _last_lines(path: Path) -> list[bytes]:
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL_BYTES))
+            return file.read().splitlines()
+    except FileNotFoundError:
+        return []

@@ -20,7 +20,7 @@ from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
 from asyncrl.checkpoint.retention import Found, superfluous
 from asyncrl.config import Config
 from asyncrl.config.operation import CheckpointConfig
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import CheckpointError, DamagedCheckpoint
 
 FILES = ("state.json", "trainer/contents.json")
 
@@ -61,7 +61,7 @@ def test_where_they_are(tmp_path: Path) -> None:
 def test_a_committed_one_is_found_and_the_highest_version_counts(checkpoints, tmp_path) -> None:
     assert CheckpointFolder(tmp_path / "nothing").newest() is None
     assert checkpoints.newest() is None
-    for version in (2, 100_000_000, 12):
+    for version in (2, 12, 100_000_000):
         path = _write(checkpoints, version)
         assert path.name == f"v{version:08d}"
         assert (checkpoints.folder / "latest").read_text() == path.name + "\n"
@@ -97,6 +97,51 @@ def test_an_incomplete_target_gives_way(checkpoints) -> None:
     (checkpoints.folder / "v00000005" / "trainer").mkdir(parents=True)
     assert _write(checkpoints, 5).name == "v00000005"
     assert _text(checkpoints) == "state of 5"
+
+
+def test_what_holds_files_and_is_not_complete_is_never_removed(checkpoints) -> None:
+    """Somebody has lost its COMPLETE: by a commit there is one in every folder of that name."""
+    old = _write(checkpoints, 5)
+    (old / "COMPLETE").unlink()
+    checkpoints.claim(101)
+    assert checkpoints.candidates() == [old]
+    assert _write(checkpoints, 5) == old
+    assert (checkpoints.folder / "damaged-v00000005" / "state.json").read_text() == "state of 5"
+
+
+def test_nothing_is_committed_below_the_newest(checkpoints) -> None:
+    """Whoever does not know of the newest would have its steps trained for nothing: the next one goes on from there."""
+    _write(checkpoints, 40)
+    for version, step in ((20, 90), (41, 79)):
+        partial = checkpoints.begin(version)
+        (partial / "state.json").write_text("below")
+        said = rf"version {version} of step {step} is below the newest checkpoint, v00000040 of step 80"
+        with pytest.raises(CheckpointError, match=said):
+            checkpoints.commit(partial, version=version, step=step, files=["state.json"])
+        checkpoints.discard(partial)
+    assert _text(checkpoints) == "state of 40"
+    # Its name alone still counts, when nothing in it can be read any more.
+    (checkpoints.folder / "v00000040" / "COMPLETE").write_text("{")
+    (checkpoints.folder / "v00000040" / "state.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"version 39 of step 90 is below the newest checkpoint, v00000040: "):
+        checkpoints.commit(checkpoints.begin(39), version=39, step=90, files=[])
+    assert _write(checkpoints, 41).name == "v00000041"
+
+
+@pytest.mark.parametrize(
+    ("names", "highest"),
+    [
+        ([], -1),
+        (["v00000007", "v00000012.1", "writer.json", "notes-v9"], 12),
+        (["v00000007", ".v00000013.partial-5"], 13),
+        (["v00000007", "abandoned-v00000031", "damaged-v00000040-2"], 40),
+        (["v00000007", ".dead-v100000000-1700000000000000000", ".dead-v00000013.partial-5-99"], 100_000_000),
+    ],
+)
+def test_the_highest_version_is_that_of_any_name(checkpoints, names, highest) -> None:
+    for name in names:
+        (checkpoints.folder / name).mkdir(exist_ok=True) if name != "writer.json" else None
+    assert checkpoints.highest_version() == highest
 
 
 def test_an_abandoned_history_is_set_aside(checkpoints) -> None:
@@ -157,13 +202,13 @@ def test_what_is_no_checkpoint_or_was_damaged_is_named(checkpoints) -> None:
     with pytest.raises(CheckpointError, match=r"v00000004: is not complete: it holds no COMPLETE"):
         checkpoints.at(checkpoints.folder / "v00000004")
     (path / "state.json").write_text("state of 4")
-    with pytest.raises(CheckpointError, match=r"state\.json: does not hold what was written .* go on from the check"):
+    with pytest.raises(DamagedCheckpoint, match=r"state\.json: does not hold what was written"):
         checkpoints.verify(checkpoints.newest())
     (path / "state.json").unlink()
-    with pytest.raises(CheckpointError, match=r"state\.json: No such file"):
+    with pytest.raises(DamagedCheckpoint, match=r"state\.json: cannot be read: No such file"):
         checkpoints.verify(checkpoints.newest())
     (path / "COMPLETE").write_text("{")
-    with pytest.raises(CheckpointError, match=r"COMPLETE: cannot be read: .* move this one out of the folder"):
+    with pytest.raises(DamagedCheckpoint, match=r"COMPLETE: cannot be read: "):
         checkpoints.newest()
     # An unreadable one is left where it is.
     for version in (5, 6):
@@ -427,6 +472,9 @@ TABLE = [
     ([10, 20, 30, 40], 1, 20, [1, 3]),
     ([10, 20, 30, 40], 2, 100, [1, 2]),
     ([0, 5], 1, 5, [1]),
+    # What the most was trained for stays, whatever its number.
+    ([40, 20, 35], 1, 0, [2]),
+    ([40, 40, 35], 1, 0, [1]),
 ]
 
 
@@ -450,8 +498,10 @@ def test_the_newest_stay_and_removing_again_removes_nothing(complete, keep, ever
     assert superfluous(left, keep=keep, keep_every_steps=every) == []
     if complete:
         assert max(complete) in left
+        counting = {found.version: found for found in sorted(complete)}.values()
+        assert max(found.step for found in counting) == max(found.step for found in left)
     versions = sorted({found.version for found in complete})
     assert {found.version for found in left} >= set(versions[-keep:])
     assert len({found.version for found in left}) == len(left)
     if not every:
-        assert len(left) == min(keep, len(versions))
+        assert min(keep, len(versions)) <= len(left) <= min(keep, len(versions)) + 1

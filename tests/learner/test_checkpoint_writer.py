@@ -18,9 +18,8 @@ from learner_cases import make_config, random_groups
 
 from asyncrl.checkpoint import contents as contents_module
 from asyncrl.checkpoint.contents import GROUPS, STATE, TRAINER, read_contents, read_state, write_contents
-from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.checkpoint.state import CheckpointState, Geometry
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import CheckpointError, DamagedCheckpoint
 from asyncrl.learner.backend import create
 from asyncrl.learner.checkpoint import writer as writer_module
 from asyncrl.learner.checkpoint.writer import Checkpoints, Written
@@ -85,6 +84,10 @@ def _forget_a_group(path: Path) -> None:
     (path.parent / STATE).write_bytes(msgspec.json.encode(state | {"buffered": 1}))
 
 
+def _another_shape(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'"step":6', b'"step":"6"'))
+
+
 def _another_format(path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b'"format":1', b'"format":9'))
 
@@ -95,6 +98,7 @@ def _another_format(path: Path) -> None:
         (STATE, _shorten, "cannot be read"),
         (STATE, os.unlink, "cannot be read"),
         (STATE, _another_format, "has format 9, and this asyncrl reads 1"),
+        (STATE, _another_shape, "cannot be read, as if another version of asyncrl had written it"),
         (GROUPS, _shorten, "cannot be read"),
         (GROUPS, os.unlink, "cannot be read"),
         (GROUPS, _forget_a_group, "holds 2 groups, not 1"),
@@ -106,6 +110,8 @@ def test_a_damaged_file_is_named(tmp_path, name, damage, expected) -> None:
     with pytest.raises(CheckpointError, match=expected) as caught:
         read_contents(tmp_path)
     assert caught.value.path == str(tmp_path / name)
+    # What another version has written is no damage: going on from an older one would give it up.
+    assert isinstance(caught.value, DamagedCheckpoint) == (damage not in (_another_format, _another_shape))
 
 
 # --- writing and restoring ---
@@ -144,11 +150,11 @@ class _World:
     def __init__(
         self, folder: Path, thread: ThreadPoolExecutor, *, backend: Any = None, incarnation: int = 100, keep: int = 1
     ) -> None:
-        self.keep = keep
-        self.folder, self.thread, self.incarnation = folder, thread, incarnation
+        self.folder, self.thread, self.incarnation, self.keep = folder, thread, incarnation, keep
         self.backend = backend or create(CONFIG, 0)
         self.written: list[Written] = []
         self.failed: list[Failed] = []
+        self.damaged: list[str] = []
 
     def make(self, tasks: asyncio.TaskGroup) -> Checkpoints:
         return Checkpoints(
@@ -163,6 +169,7 @@ class _World:
             recorded=self.recorded,
             on_written=self.written.append,
             on_failed=self.failed.append,
+            on_damaged=self.damaged.append,
         )
 
     async def recorded(self, state: CheckpointState) -> None:
@@ -377,16 +384,109 @@ def test_a_learner_that_ends_waits_for_no_disk_and_the_next_one_removes_the_rest
     assert sorted(p.name for p in folder.iterdir()) == ["writer.json"]
 
 
-def test_a_checkpoint_that_was_damaged_is_not_gone_on_from(folder, thread) -> None:
+@pytest.fixture
+def two(folder, thread) -> Path:
+    """The checkpoints 3 and 4, of steps 6 and 8."""
+
     async def script(checkpoints: Checkpoints) -> None:
         await checkpoints.restore()
-        await checkpoints.write(_state(3), [], [])
-        await checkpoints.settle()
+        for version in (3, 4):
+            await checkpoints.write(_state(version), random_groups(2, 2), [])
+            await checkpoints.settle()
 
-    _World(folder, thread).play(script)
-    damaged = folder / "v00000003" / TRAINER / "contents.json"
-    damaged.write_bytes(damaged.read_bytes().replace(b'"steps":0', b'"steps":9'))
+    _World(folder, thread, keep=2).play(script)
+    return folder
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+KINDS_OF_DAMAGE = [
+    ("COMPLETE", os.unlink, "is not complete: it holds no COMPLETE"),
+    ("COMPLETE", _empty, "cannot be read"),
+    (STATE, _flip, "its checksum differs"),
+    (STATE, os.unlink, "cannot be read: No such file"),
+    (GROUPS, _shorten, "bytes instead of"),
+    (GROUPS, _flip, "its checksum differs"),
+    (f"{TRAINER}/contents.json", _empty, "has 0 bytes instead of"),
+    (f"{TRAINER}/contents.json", os.unlink, "cannot be read: No such file"),
+]
+
+
+@pytest.mark.parametrize(("name", "damage", "said"), KINDS_OF_DAMAGE)
+def test_a_learner_steps_back_from_a_damaged_checkpoint_and_says_so(two, thread, name, damage, said) -> None:
+    damage(two / "v00000004" / name)
+    before = sorted(path.name for path in (two / "v00000004").rglob("*"))
+    world = _World(two, thread, incarnation=101)
+
+    async def script(checkpoints: Checkpoints) -> Any:
+        contents = await checkpoints.restore()
+        assert checkpoints.newest == two / "v00000003"
+        return contents
+
+    assert world.play(script).state.version == 3
+    (text,) = world.damaged
+    aside = two / "damaged-v00000004"
+    assert text.startswith(f"checkpoint v00000004, now {aside}, is damaged: {two / 'v00000004'}")
+    assert said in text
+    assert text.endswith("the run goes on from the newest whole one, v00000003 of step 6: 2 steps are trained again")
+    # Nothing of it is lost, and it is told once.
+    assert sorted(path.name for path in aside.rglob("*")) == before
+    again = _World(two, thread, incarnation=102)
+    assert again.play(lambda checkpoints: checkpoints.restore()).state.version == 3
+    assert again.damaged == []
+
+
+def test_where_none_is_whole_nothing_is_renamed_and_nothing_begins_anew(two, thread) -> None:
+    _flip(two / "v00000003" / STATE)
+    _flip(two / "v00000004" / GROUPS)
+    for incarnation in (101, 102):
+        with pytest.raises(ExceptionGroup) as caught:
+            _World(two, thread, incarnation=incarnation).play(lambda checkpoints: checkpoints.restore())
+        (error,) = caught.value.exceptions
+        assert isinstance(error, CheckpointError) and not isinstance(error, DamagedCheckpoint)
+        said = (
+            f"no checkpoint here is whole; of the newest, {two / 'v00000004' / GROUPS}: does not hold what was written"
+        )
+        assert said in str(error)
+        assert "move v00000004, v00000003 out of the folder to begin from the initial weights" in str(error)
+    assert sorted(path.name for path in two.glob("*v0*")) == ["v00000003", "v00000004"]
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.ESTALE, errno.EMFILE])
+def test_what_is_no_damage_is_not_stepped_back_from(two, thread, monkeypatch, code) -> None:
+    """A disk that is away or a file that this user may not read says nothing of the checkpoint."""
+    real = Path.read_bytes
+
+    def read_bytes(path: Path) -> bytes:
+        if path == two / "v00000004" / STATE:
+            raise OSError(code, os.strerror(code), str(path))
+        return real(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    world = _World(two, thread, incarnation=101)
     with pytest.raises(ExceptionGroup) as caught:
-        _World(folder, thread, incarnation=101).play(lambda checkpoints: checkpoints.restore())
-    assert str(damaged) in str(caught.value.exceptions[0])
-    assert CheckpointFolder(folder).newest() is not None
+        world.play(lambda checkpoints: checkpoints.restore())
+    assert f"v00000004/{STATE}: cannot be read: {os.strerror(code)}" in str(caught.value.exceptions[0])
+    assert (two / "v00000004").exists() and world.damaged == []
+
+
+def test_an_unreadable_sector_is_damage(two, thread, monkeypatch) -> None:
+    real = Path.read_bytes
+
+    def read_bytes(path: Path) -> bytes:
+        if path == two / "v00000004" / STATE:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return real(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    world = _World(two, thread, incarnation=101)
+    assert world.play(lambda checkpoints: checkpoints.restore()).state.version == 3
+    assert "cannot be read: Input/output error" in world.damaged[0]

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.errors import ConfigError
 from asyncrl.learner import version_mark
-from asyncrl.learner.version_mark import FILE, VersionMark
+from asyncrl.learner.version_mark import FILE, Used, VersionMark, find_used
 
 
 def test_a_fresh_run_begins_with_0_and_the_next_start_after_the_mark(tmp_path):
@@ -39,7 +40,7 @@ def test_a_number_that_cannot_be_made_durable_is_not_given(tmp_path, monkeypatch
             raise OSError(errno.ENOSPC, "No space left on device")
 
         targets = {"open": (version_mark.Path, "open"), "replace": (version_mark.Path, "replace")}
-        owner, name = targets.get(call, (version_mark, "_sync_folder"))
+        owner, name = targets.get(call, (version_mark, "sync_folder"))
         patch.setattr(*((os, "fsync") if call == "fsync" else (owner, name)), full)
         with pytest.raises(OSError, match="No space left") as caught:
             mark.advance()
@@ -64,9 +65,100 @@ def test_it_is_on_disk_before_it_is_given(tmp_path, monkeypatch):
     assert done == [(str(tmp_path / "version_mark.new"), False), (str(tmp_path), True)]
 
 
-@pytest.mark.parametrize("content", [b"", b"7", b'{"version": "7"}', b'{"version": -2}', b'{"version": 7', b"\xff\xff"])
-def test_a_mark_that_cannot_be_read_is_an_error_that_names_it(tmp_path, content):
-    (tmp_path / FILE).write_bytes(content)
-    with pytest.raises(ConfigError, match=f"{tmp_path / FILE}: the version mark cannot be read"):
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "is not there"),
+        (b"", "is damaged"),
+        (b"7", "is damaged"),
+        (b'{"version": "7"}', "is damaged"),
+        (b'{"version": -2}', "is damaged: it tells of version -2"),
+        (b'{"version": 7', "is damaged"),
+        (b"\xff\xff", "is damaged"),
+        (b'{"version": 12, "start": 2}', "is older than the run: it tells of version 12"),
+        (b'{"version": 40, "start": 1}', "is older than the run: it tells of version 40"),
+        (b'{"version": 40, "start": 2}', ""),
+        (b'{"version": 41, "start": 3}', ""),
+    ],
+)
+def test_a_mark_that_is_lost_older_or_damaged_begins_above_what_else_is_known(tmp_path, content, problem):
+    if content is not None:
+        (tmp_path / FILE).write_bytes(content)
+    mark = VersionMark(tmp_path, Used(40, 2))
+    assert mark.problem.startswith(problem) and bool(mark.problem) == bool(problem)
+    assert mark.begin() >= 3
+    assert mark.advance() >= 41
+    again = VersionMark(tmp_path, Used(40, 2))
+    assert (again.version, again.start, again.problem) == (mark.version, mark.start, "")
+
+
+def test_a_mark_that_is_not_there_is_no_problem_of_a_new_run(tmp_path):
+    assert VersionMark(tmp_path, find_used(tmp_path, tmp_path / "checkpoints")).problem == ""
+    (tmp_path / FILE).write_bytes(b"{")
+    assert VersionMark(tmp_path).problem.startswith("is damaged")
+
+
+def test_a_mark_that_may_not_be_read_is_an_error_that_names_it(tmp_path, monkeypatch):
+    def refused(_path):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(version_mark.Path, "read_bytes", refused)
+    with pytest.raises(
+        ConfigError, match=f"{FILE}: cannot be read, .*: Permission denied; make it readable"
+    ):
         VersionMark(tmp_path)
-    assert (tmp_path / FILE).read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("names", "metrics", "used"),
+    [
+        ([], None, Used()),
+        ([], b"", Used()),
+        (["v00000040", "v00000020"], None, Used(40, 0)),
+        (["v00000040", "abandoned-v00000061"], b'{"kind":"train","weights/version":44,"start":2}\n', Used(61, 2)),
+        (["v00000040"], b'{"weights/version":44,"start":2}\n{"start":3}\n{"weights/version":null}\n', Used(44, 3)),
+        # A torn line, and one that is none.
+        ([], b'{"weights/version":7,"start":1}\nnonsense\n{"weights/version":8,"st', Used(7, 1)),
+    ],
+)
+def test_numbers_are_known_from_the_checkpoints_and_the_metrics(tmp_path, names, metrics, used):
+    for name in names:
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    if metrics is not None:
+        (tmp_path / "metrics.jsonl").write_bytes(metrics)
+    assert find_used(tmp_path, tmp_path / "checkpoints") == used
+
+
+def test_of_a_long_file_of_metrics_the_end_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(version_mark, "TAIL_BYTES", 100)
+    lines = [b'{"weights/version":%d,"start":1}\n' % version for version in range(1000)]
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines))
+    assert find_used(tmp_path, tmp_path / "checkpoints") == Used(999, 1)
+
+
+def test_a_lost_mark_costs_no_step(tmp_path):
+    """The run's newest checkpoint is what the next learner goes on from, whatever became of the mark."""
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+
+    def learn(incarnation, steps):
+        folder.claim(incarnation)
+        newest = folder.newest()
+        mark = VersionMark(tmp_path, find_used(tmp_path, folder.folder))
+        mark.begin()
+        mark.advance()
+        step = newest.step if newest is not None else 0
+        for _ in range(steps):
+            mark.advance()
+            step += 1
+            if step % 5 == 0:
+                partial = folder.begin(mark.version)
+                (partial / "state.json").write_text("state")
+                folder.commit(partial, version=mark.version, step=step, files=["state.json"])
+                folder.retain(keep=2, keep_every_steps=0)
+        return folder.newest().step
+
+    assert learn(1, 40) == 40
+    (tmp_path / FILE).unlink()
+    assert learn(2, 20) == 60
+    (tmp_path / FILE).write_text('{"version": 3, "start": 1}')
+    assert learn(3, 17) == 75

@@ -13,7 +13,7 @@ It keeps: what is written is the state when ``Staged`` was made, whatever is tra
 and a file is held against its checksum before anything is made of it.
 
 Fails with CheckpointError naming the file, on all ranks alike when loading and on rank 0 when writing. After a failed
-load the weights are of no use.
+load the weights are of no use, but after DamagedCheckpoint, which comes before anything is changed, they are as before.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from asyncrl.checkpoint.durable import Digest, difference, digest_file, refused, sync_folder, write_file
+from asyncrl.checkpoint.damage import check_file
+from asyncrl.checkpoint.durable import Digest, digest_file, refused, sync_folder, write_file
+from asyncrl.checkpoint.trainer_contents import CONTENTS, TrainerContents, read_trainer_contents
 from asyncrl.disk import full_errno
-from asyncrl.errors import CheckpointError
-from asyncrl.learner.checkpoint.trainer_contents import CONTENTS, TrainerContents, read_trainer_contents
+from asyncrl.errors import CheckpointError, DamagedCheckpoint
 from asyncrl.learner.parallel import Ranks
 
 METADATA = ".metadata"
@@ -226,13 +227,14 @@ def _finish(folder: Path, staged: Staged, reports: list[_Report], writer: FileSy
 def load(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> int:
     """All ranks together: put back what was written, by however many ranks. Returns the steps taken.
 
-    The generators of a rank that was there are put back too. Raises CheckpointError on all ranks.
+    The generators of a rank that was there are put back too. Raises CheckpointError on all ranks, DamagedCheckpoint
+    before anything is changed: each rank reads its share of the files for their checksums first.
     """
 
     def check() -> TrainerContents:
         contents = read_trainer_contents(folder)
         for name in sorted(contents.files)[ranks.rank :: ranks.world_size]:
-            _check(folder / name, contents)
+            check_file(folder / name, contents.files[name])
         return contents
 
     contents = _together(folder, check, ranks, "the check of a checkpoint")
@@ -248,16 +250,10 @@ def load_weights(folder: Path, policy: nn.Module) -> None:
     def read() -> None:
         contents = read_trainer_contents(folder)
         for name in contents.files:
-            _check(folder / name, contents)
+            check_file(folder / name, contents.files[name])
         _read(folder, policy, None)
 
     _guard(folder, read)
-
-
-def _check(path: Path, contents: TrainerContents) -> None:
-    problem = difference(path, contents.files[path.name])
-    if problem is not None:
-        raise CheckpointError(str(path), problem)
 
 
 def _read(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -345,11 +341,13 @@ def _together(path: Path, work: Callable[[], T], ranks: Ranks, what: str) -> T:
     try:
         done.append(_guard(path, work))
     except CheckpointError as error:
-        problem = msgspec.json.encode([error.path, error.reason]).decode()
+        problem = msgspec.json.encode([error.path, error.reason, isinstance(error, DamagedCheckpoint)]).decode()
     problems = ranks.agree(problem, what)
     if problems:
-        where, reason = msgspec.json.decode(problems[0], type=tuple[str, str])
-        raise CheckpointError(where, reason)
+        found = [msgspec.json.decode(text, type=tuple[str, str, bool]) for text in problems]
+        # What is more than damage on any rank is more than damage.
+        where, reason, damaged = min(found, key=lambda problem: problem[2])
+        raise (DamagedCheckpoint if damaged else CheckpointError)(where, reason)
     return done[0]
 
 

@@ -7,8 +7,8 @@ counted, but for a final one, which waits.
 Where there is not enough room for one it is not begun, so that the disk is not filled to the brim under whatever else
 is written there. While that is so, a task looks for room, and the checkpoint is ``owed`` as soon as there is some.
 
-Fails with CheckpointError from ``restore``. A checkpoint that cannot be written is told to ``on_failed``, what there is
-of it is removed, and the last complete one stays; training goes on.
+Fails with CheckpointError from ``restore``, which steps back from damaged checkpoints. A checkpoint that cannot be
+written is told to ``on_failed``, what there is of it is removed, and the last complete one stays; training goes on.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from asyncrl.checkpoint.contents import (
 )
 from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.checkpoint.state import CheckpointState
+from asyncrl.checkpoint.step_back import StepBack
+from asyncrl.checkpoint.trainer_contents import CONTENTS
 from asyncrl.disk import free_bytes, no_room
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import CheckpointError, DamagedCheckpoint
 from asyncrl.learner.backend import Backend
-from asyncrl.learner.checkpoint.trainer_contents import CONTENTS
 from asyncrl.learner.failed_writes import LOOK_S, Failed, Kept
 from asyncrl.messages.groups import Group
 from asyncrl.runtime.clock import Clock
@@ -76,9 +77,10 @@ class Checkpoints:
         recorded: Callable[[CheckpointState], Awaitable[None]],
         on_written: Callable[[Written], object],
         on_failed: Callable[[Failed], object],
+        on_damaged: Callable[[str], object],
     ) -> None:
         """``recorded`` returns once the lines of all that the checkpoint holds are written: whoever goes on from it
-        does not write them again.
+        does not write them again. ``on_damaged`` is told, in words for the user, of each that was passed over.
         """
         self.skipped = 0
         """Checkpoints that came due while one was being written."""
@@ -97,6 +99,7 @@ class Checkpoints:
         self._tasks = tasks
         self._clock = clock
         self._recorded, self._on_written, self._on_failed = recorded, on_written, on_failed
+        self._on_damaged = on_damaged
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -106,19 +109,29 @@ class Checkpoints:
         return not self._idle.is_set()
 
     async def restore(self) -> Contents | None:
-        """Become the writer of the folder and put the backend where the newest checkpoint was; None if there is none.
+        """Become the writer of the folder and put the backend where the newest whole checkpoint was; None if there is
+        none at all.
 
-        Comes after ``Backend.setup``. Raises CheckpointError.
+        Newer ones that are damaged are renamed and told to ``on_damaged``. Comes after ``Backend.setup``. Raises
+        CheckpointError.
         """
         loop = asyncio.get_running_loop()
         await asyncio.to_thread(self._folder.claim, self._incarnation)
         await loop.run_in_executor(self._thread, self._backend.sees, self._folder.folder)
-        contents = await asyncio.to_thread(self._read_newest)
-        if contents is not None:
-            await loop.run_in_executor(self._thread, self._backend.load, contents.path / TRAINER)
-            state = contents.state
-            self.newest = Kept(version=state.version, step=state.step, path=contents.path)
-        return contents
+        search = await asyncio.to_thread(StepBack, self._folder)
+        while (path := search.next()) is not None:
+            try:
+                contents = await asyncio.to_thread(self._read, path)
+                await loop.run_in_executor(self._thread, self._backend.load, path / TRAINER)
+            except DamagedCheckpoint as problem:
+                await asyncio.to_thread(search.pass_over, problem)
+                continue
+            aside = await asyncio.to_thread(search.set_aside)
+            for damaged, now_at in zip(search.damaged, aside, strict=True):
+                self._on_damaged(damaged.describe(path, contents.state.step, now_at))
+            self.newest = Kept(version=contents.state.version, step=contents.state.step, path=path)
+            return contents
+        return None
 
     async def write(
         self,
@@ -270,12 +283,9 @@ class Checkpoints:
         except CheckpointError as error:
             _LOG.warning("old checkpoints could not be removed: %s", error)
 
-    def _read_newest(self) -> Contents | None:
-        found = self._folder.newest()
-        if found is None:
-            return None
-        self._folder.verify(found)
-        return read_contents(found.path)
+    def _read(self, path: Path) -> Contents:
+        self._folder.verify(self._folder.at(path))
+        return read_contents(path)
 
 
 def _group_bytes(group: Group) -> int:

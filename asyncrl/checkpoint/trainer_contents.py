@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
+from asyncrl.checkpoint.damage import reading
 from asyncrl.checkpoint.durable import Digest
-from asyncrl.errors import CheckpointError
 
 CONTENTS = "contents.json"
 
@@ -29,7 +29,5 @@ class TrainerContents(msgspec.Struct, frozen=True, kw_only=True):
 def read_trainer_contents(folder: Path) -> TrainerContents:
     """Raises CheckpointError."""
     path = folder / CONTENTS
-    try:
+    with reading(path):
         return msgspec.json.decode(path.read_bytes(), type=TrainerContents)
-    except (OSError, msgspec.DecodeError) as error:
-        raise CheckpointError(str(path), f"cannot be read: {error}") from error
