@@ -284,6 +284,8 @@ def _print_finished(config: Config, resumption: Resumption) -> int:
     assert resumption.checkpoint is not None
     step, steps = resumption.checkpoint.step, config.learner.steps
     print(f"{resumption.folder.path} is finished: step {step} of {steps}; raise learner.steps to go on")
+    for warning in resumption.warnings:
+        say(warning, sys.stderr)
     return 0
 
 
@@ -296,6 +298,8 @@ def _print_plan(config: Config, placed: list[Placed], resumption: Resumption | N
         print(row)
     if resumption is not None:
         print(f"\n{resumption.describe()}" + ("; it is finished" if resumption.is_finished else ""))
+        for warning in resumption.warnings:
+            say(warning, sys.stderr)
     return 0
 
 

@@ -1,7 +1,8 @@
 """The run folder: its name, what is in it, and the private folder that exists only while the run lives.
 
 Invariant: nothing that is there is ever overwritten; a taken name makes way for NAME-2, NAME-3 and so on, and a run
-that is resumed has a new folder of logs and keeps the configuration of the attempt before. The private folder holds
+that is resumed has a new folder of logs and keeps the configuration of the attempt before. So has a start in the folder
+of one that ended before its first step, which holds no name (begun.py). The private folder holds
 what actors prove themselves with. It appears with its lock held, and belongs to a run that lives exactly as long as
 that is so: the kernel gives a lock up with the last process that holds it. So two runs never share a folder, and what
 was left behind by one that was killed as a whole is known for certain, and removed at the next start.
@@ -25,6 +26,9 @@ from asyncrl.checkpoint.folder import checkpoint_dir
 from asyncrl.config import Config
 from asyncrl.config.load import config_to_json
 from asyncrl.errors import UsageError
+from asyncrl.launcher.begun import CONFIG as CONFIG
+from asyncrl.launcher.begun import PART as PART
+from asyncrl.launcher.begun import UNBEGUN, claim, holds_checkpoints, leave_name, read_tree
 from asyncrl.launcher.hostspec import private_name
 from asyncrl.launcher.link import agent_name
 from asyncrl.runtime.roster import LAUNCHER
@@ -32,11 +36,8 @@ from asyncrl.wire.keys import VIEWER, Keyring, make_keyring, write_credentials
 
 PRIVATE = private_name(0)
 LOCK = "lock"
-CONFIG = "config.json"
 RUN_ID = "run_id"
 """In the folder of logs of a run on several hosts: how another host knows that it sees the same folder."""
-PART = "part_of_run"
-"""Marks a run folder that another host than the head has made for its part, because it does not see the head's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +59,29 @@ class RunFolder:
         """The log files of this attempt."""
         return self.path / "logs" / f"attempt_{self.attempt}"
 
+    def describe(self) -> str:
+        """Of a run that begins, in one line for people."""
+        if self.attempt == 1:
+            return f"run folder: {self.path}"
+        return (
+            f"run folder: {self.path}, attempt {self.attempt}: the one before ended before its first step, and its "
+            f"logs stay in {self.logs.with_name(f'attempt_{self.attempt - 1}')}"
+        )
+
 
 def create_run_folder(config: Config) -> RunFolder:
-    """Make the next free folder for ``run.name``, with config.json and an empty log folder. Raises OSError."""
+    """Make the next free folder for ``run.name``, with config.json and an empty log folder. Raises OSError.
+
+    One that was left by a start which ended before its first step is free: what comes is its next attempt.
+    """
     parent = Path(config.run.dir).absolute()
     parent.mkdir(parents=True, exist_ok=True)
-    folder = RunFolder(path=_next_free(parent, config), run_id=secrets.token_hex(8))
-    (folder.path / CONFIG).write_text(config_to_json(config))
-    folder.logs.mkdir(parents=True)
+    folder = next_attempt(_next_free(parent, config))
+    if (folder.path / CONFIG).exists():
+        begin_attempt(folder, config)
+    else:
+        (folder.path / CONFIG).write_text(config_to_json(config))
+        folder.logs.mkdir(parents=True)
     return folder
 
 
@@ -79,9 +95,10 @@ def next_attempt(path: Path) -> RunFolder:
 def begin_attempt(folder: RunFolder, config: Config) -> None:
     """Make the folder of logs and write config.json; that of the attempt before becomes config_attempt_N.json.
 
-    To be called with the private folder held. Raises OSError.
+    To be called with the private folder held, or once the folder is claimed. Raises OSError.
     """
     folder.logs.mkdir(parents=True)
+    (folder.path / UNBEGUN).unlink(missing_ok=True)
     kept = folder.path / f"config_attempt_{folder.attempt - 1}.json"
     new = folder.path / f"{CONFIG}.new"
     new.write_text(config_to_json(config))
@@ -110,6 +127,9 @@ def private_folder(folder: RunFolder, config: Config, files: Mapping[str, Any] |
     try:
         yield lock
     finally:
+        if folder.private.exists():
+            # No guard was there to do it.
+            leave_name(folder.path, Path.cwd())
         shutil.rmtree(folder.private, ignore_errors=True)
         os.close(lock)
 
@@ -170,6 +190,8 @@ def remove_abandoned(parent: Path) -> list[Path]:
         except BlockingIOError:
             continue
         else:
+            if lock_file.parent.name == PRIVATE:
+                leave_name(lock_file.parent.parent, None)
             shutil.rmtree(lock_file.parent, ignore_errors=True)
             removed.append(lock_file.parent)
         finally:
@@ -188,5 +210,24 @@ def _next_free(parent: Path, config: Config) -> Path:
         try:
             path.mkdir()
         except FileExistsError:
-            continue
+            if not _take_over(path, config):
+                continue
         return path
+
+
+def _take_over(path: Path, config: Config) -> bool:
+    """Whether this is what a failed start of the same name has left, now ours."""
+    if not (path / UNBEGUN).is_file() or is_living(path) or not is_of_name(path, config.run.name):
+        return False
+    return not holds_checkpoints(checkpoint_dir(config, path)) and claim(path, Path.cwd())
+
+
+def is_of_name(path: Path, name: str) -> bool:
+    """Whether the run in this folder was begun under a name: another may be called NAME-2 by its user."""
+    if path.name == name:
+        return True
+    for file in path.glob("config*.json"):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            if read_tree(file)["run"]["name"] == name:
+                return True
+    return False

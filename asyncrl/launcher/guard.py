@@ -5,8 +5,8 @@
 It is the agent's parent and a subreaper, and that makes it airtight without any bookkeeping: when the agent
 dies, even by SIGKILL and even in the middle of starting an actor, every descendant it had becomes a
 descendant of this process, so there is no list that could miss one. It kills its children until the kernel
-says that there are none, removes the run's private folder, and exits with the agent's exit code, or 128 +
-the signal that killed the agent.
+says that there are none, gives the run's name back if nothing came of it (begun.py), removes the run's private folder,
+and exits with the agent's exit code, or 128 + the signal that killed the agent.
 
 Standard input and output are the agent's; as the guard holds them open, their end means that all is gone.
 The lock is held as long as this process or the agent lives: a private folder whose lock is free belongs to no living
@@ -21,7 +21,9 @@ import os
 import shutil
 import signal
 import sys
+from pathlib import Path
 
+from asyncrl.launcher.begun import leave_name
 from asyncrl.launcher.processes import become_subreaper, end_children
 
 END_S = 10.0
@@ -47,10 +49,14 @@ def main() -> int:
         status = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
     finally:
         stuck = end_children(END_S)
+        folder = Path(private)
+        if folder.name == "private" and not stuck:
+            # The head's. Its lock is held here, and nothing else of the run is left.
+            leave_name(folder.parent, Path.cwd())
         shutil.rmtree(private, ignore_errors=True)
         with contextlib.suppress(OSError):
             # Of a host that has only a part of the run: the agent has emptied it.
-            os.rmdir(os.path.dirname(private))
+            folder.parent.rmdir()
     if stuck:
         sys.stderr.write(f"guard: processes {stuck} were killed but do not end\n")
         return 1

@@ -28,6 +28,8 @@ from asyncrl.monitor.metrics_file import read_metrics
 
 ACTOR_ARGV = (sys.executable, "-m", "asyncrl.cli.actor")
 GUARD_ARGV = (sys.executable, "-m", "asyncrl.launcher.guard")
+RESUMED_FROM = "resumed_from.txt"
+"""In the folder of logs of an attempt that was resumed: from what, and what was passed over."""
 LONGEST_EVENT_BYTES = 64 << 20
 
 
@@ -44,15 +46,23 @@ def run_local(
         progress.say(f"removed {path}, left behind by a run that was killed")
     folder = resumption.folder if resumption is not None else create_run_folder(config)
     with private_folder(folder, config) as lock:
-        if resumption is None:
-            progress.say(f"run folder: {folder.path}")
-        else:
-            for path in resumption.begin(config):
-                progress.say(f"set aside as {path}")
-            progress.say(resumption.describe())
+        begin(folder, resumption, config, progress)
         spec = agent_spec(config, folder, placed, actor_argv)
         ended = asyncio.run(_follow(config, folder, spec, lock, progress))
     return show_end(config, folder, ended, progress)
+
+
+def begin(folder: RunFolder, resumption: Resumption | None, config: Config, progress: Progress) -> None:
+    """Say which run begins, or make it the next attempt of the one that is resumed. Raises CheckpointError, OSError."""
+    if resumption is None:
+        progress.say(folder.describe())
+        return
+    for path in resumption.begin(config):
+        progress.say(f"set aside as {path}")
+    progress.say(resumption.describe())
+    progress.warn(resumption.warnings)
+    said = [resumption.describe(), *resumption.warnings]
+    (folder.logs / RESUMED_FROM).write_text("".join(f"{line}\n" for line in said))
 
 
 async def _follow(config: Config, folder: RunFolder, spec: AgentSpec, lock: int, progress: Progress) -> EndedEvent:

@@ -4,6 +4,10 @@ Looks and compares; nothing is changed before ``begin``, which is called with th
 of the data and the meaning of a step depend on the seed and on the geometry of batches, so a run is refused with
 RunChanged (exit code 78) when they are not those of its checkpoint, unless the user allows it; the data themselves
 are compared by the dataloader, which has read them.
+
+A damaged checkpoint is stepped back from, and refused with CheckpointError where the user has named it. All sizes are
+looked at here, and checksums as far as CHECKED_BYTES go: the ranks of the learner read each its share of the rest when
+they load it, and step back likewise.
 """
 
 from __future__ import annotations
@@ -16,12 +20,16 @@ from asyncrl.checkpoint.contents import read_state
 from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
 from asyncrl.checkpoint.retention import Found
 from asyncrl.checkpoint.state import Geometry
+from asyncrl.checkpoint.step_back import StepBack, newest_whole
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
-from asyncrl.errors import RunChanged, UsageError
+from asyncrl.errors import CheckpointError, DamagedCheckpoint, RunChanged, UsageError
+from asyncrl.launcher.choice import Choice, choose, find_candidates
 from asyncrl.launcher.folders import CONFIG, RunFolder, begin_attempt, in_use, is_living, next_attempt
 
 AUTO = "auto"
+CHECKED_BYTES = 1 << 30
+"""Of the trainer's files that are held against their checksums before anything starts: a few seconds of reading."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,28 +38,46 @@ class Resumption:
 
     folder: RunFolder
     checkpoint: Found | None
-    """None: from the initial weights, as there is no complete checkpoint."""
+    """None: from the initial weights, as there is no checkpoint."""
     is_finished: bool
     """Whether nothing is left to be done."""
+    why: str = ""
+    """Why this run, where there are several of that name."""
+    later: tuple[str, ...] = ()
+    """Of later runs of that name, in words for people."""
+    search: StepBack | None = None
+    """Has found the checkpoint, where the user has named none."""
 
     def describe(self) -> str:
         """In one line, for people."""
+        why = f" ({self.why})" if self.why else ""
         if self.checkpoint is None:
-            return (
-                f"resuming {self.folder.path}: there is no complete checkpoint, so it begins from the initial weights"
-            )
+            begins = "there is no complete checkpoint, so it begins from the initial weights"
+            return f"resuming {self.folder.path}{why}: {begins}"
         found = self.checkpoint
-        return f"resuming {self.folder.path} from version {found.version}, step {found.step}: {found.path}"
+        return f"resuming {self.folder.path} from version {found.version}, step {found.step}: {found.path}{why}"
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the user must know before it goes on, a line each."""
+        lines = list(self.later)
+        if self.checkpoint is None:
+            lines.append(f"{self.folder.path} has no checkpoint: training begins from the initial weights, at step 1")
+        elif self.search is not None:
+            found = self.checkpoint
+            lines += [damaged.describe(found.path, found.step) for damaged in self.search.damaged]
+        return lines
 
     def begin(self, config: Config) -> list[Path]:
-        """Make this the run's attempt, and its checkpoint the newest; the newer ones that were renamed.
+        """Make this the run's attempt, and its checkpoint the newest; damaged and newer ones, by their new paths.
 
         To be called with the private folder held. Raises CheckpointError or OSError.
         """
         begin_attempt(self.folder, config)
         if self.checkpoint is None:
             return []
-        return CheckpointFolder(self.checkpoint.path.parent).set_aside_above(self.checkpoint)
+        aside = self.search.set_aside() if self.search is not None else []
+        return aside + CheckpointFolder(self.checkpoint.path.parent).set_aside_above(self.checkpoint)
 
 
 def find_resumption(config: Config, place: str) -> tuple[Config, Resumption]:
@@ -61,12 +87,10 @@ def find_resumption(config: Config, place: str) -> tuple[Config, Resumption]:
     CheckpointError or RunChanged.
     """
     chosen: Path | None = None
+    choice: Choice | None = None
     if place == AUTO:
-        path = Path(config.run.dir).absolute() / config.run.name
-        if not (path / CONFIG).is_file():
-            raise UsageError(
-                f"--resume auto: {path} holds no run; name one by run.dir and run.name, or begin one without --resume"
-            )
+        choice = _choose(config)
+        path = choice.path
     else:
         path, chosen = _locate(config, Path(place).absolute())
     if is_living(path):
@@ -75,13 +99,49 @@ def find_resumption(config: Config, place: str) -> tuple[Config, Resumption]:
     tree["run"] |= {"dir": str(path.parent), "name": path.name}
     config = validate_config(tree)
     checkpoints = CheckpointFolder(checkpoint_dir(config, path))
-    found = checkpoints.newest() if chosen is None else checkpoints.at(chosen)
+    search: StepBack | None = None
+    found: Found | None
+    if chosen is None:
+        found, search = newest_whole(checkpoints, CHECKED_BYTES)
+    else:
+        found = _named(checkpoints, chosen, path)
     done = False
     if found is not None:
         _compare(config, found)
         exported = not config.checkpoint.export_at_end or (path / "export").is_dir()
         done = found.step >= config.learner.steps and exported
-    return config, Resumption(folder=next_attempt(path), checkpoint=found, is_finished=done)
+    return config, Resumption(
+        folder=next_attempt(path),
+        checkpoint=found,
+        is_finished=done,
+        why=choice.why if choice is not None else "",
+        later=tuple(choice.warnings) if choice is not None else (),
+        search=search,
+    )
+
+
+def _choose(config: Config) -> Choice:
+    candidates = find_candidates(config)
+    if not candidates:
+        path = Path(config.run.dir).absolute() / config.run.name
+        raise UsageError(
+            f"--resume auto: {path} holds no run; name one by run.dir and run.name, or begin one without --resume"
+        )
+    return choose(candidates)
+
+
+def _named(checkpoints: CheckpointFolder, chosen: Path, run: Path) -> Found:
+    """The checkpoint that the user has named, whole in every byte. Raises CheckpointError."""
+    try:
+        found = checkpoints.at(chosen)
+        checkpoints.verify_all(found, None)
+    except DamagedCheckpoint as problem:
+        reason = (
+            f"{problem.reason}. --resume names this damaged checkpoint: restore the file, name another one, or go on "
+            f"from the newest whole one by --resume {run}"
+        )
+        raise CheckpointError(problem.path, reason) from problem
+    return found
 
 
 def _locate(config: Config, place: Path) -> tuple[Path, Path | None]:

@@ -30,6 +30,7 @@ from asyncrl.config.load import config_to_json, validate_config
 from asyncrl.config.operation import NetworkConfig
 from asyncrl.errors import ConfigError, UsageError
 from asyncrl.launcher import addresses
+from asyncrl.launcher.begun import leave_name
 from asyncrl.launcher.checks import check_sinks, find_problems
 from asyncrl.launcher.folders import (
     RUN_ID,
@@ -45,7 +46,7 @@ from asyncrl.launcher.hosts import local_host
 from asyncrl.launcher.hostspec import Facts, HostSpec, Prepared, RouteQuery, Routes
 from asyncrl.launcher.interrupts import undone_by_signals
 from asyncrl.launcher.link import agent_name
-from asyncrl.launcher.local import ACTOR_ARGV, GUARD_ARGV, agent_spec, show_end, start_guard
+from asyncrl.launcher.local import ACTOR_ARGV, GUARD_ARGV, agent_spec, begin, show_end, start_guard
 from asyncrl.launcher.member import Member
 from asyncrl.launcher.placement import INTERFACE_VARIABLES, Host, Placed, describe, place
 from asyncrl.launcher.progress import Progress
@@ -129,6 +130,7 @@ class _Launch:
             return 0
         if resumption is not None and resumption.is_finished:
             self.progress.say(f"{resumption.folder.path} is finished: raise learner.steps to go on")
+            self.progress.warn(resumption.warnings)
             return 0
         with contextlib.ExitStack() as held:
             folder, ended = await self._run(resumption, held)
@@ -220,12 +222,7 @@ class _Launch:
         try:
             if self.head_is_here:
                 lock = held.enter_context(private_folder(folder, self.config, self._files(keyring, 0)))
-            if resumption is None:
-                self.progress.say(f"run folder: {folder.path}")
-            else:
-                for path in resumption.begin(self.config):
-                    self.progress.say(f"set aside as {path}")
-                self.progress.say(resumption.describe())
+            begin(folder, resumption, self.config, self.progress)
             (folder.logs / RUN_ID).write_text(folder.run_id)
             specs = {name: self._host_spec(name, folder, keyring) for name in self.reached.contacts}
             await self.reached.ask(specs, Prepared, "prepared")
@@ -238,8 +235,10 @@ class _Launch:
                 if member.contact is None:
                     await member.process.wait()
             await self.reached.close()
-            if resumption is None:
+            if resumption is None and folder.attempt == 1:
                 shutil.rmtree(folder.path, ignore_errors=True)
+            elif resumption is None:
+                leave_name(folder.path, Path.cwd())
             raise
         return folder, await Follower(self.config, folder, members, self.progress).main()
 
@@ -288,6 +287,7 @@ class _Launch:
             print(f"  {host.name}{where}: {shown(argv)}")
         if resumption is not None:
             print(f"\n{resumption.describe()}" + ("; it is finished" if resumption.is_finished else ""))
+            self.progress.warn(resumption.warnings)
 
 
 def passed_on() -> dict[str, str]:

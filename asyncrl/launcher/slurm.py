@@ -18,7 +18,7 @@ from pathlib import Path
 
 from asyncrl.config import Config
 from asyncrl.errors import HostFailed, UsageError
-from asyncrl.launcher.folders import CONFIG
+from asyncrl.launcher.choice import find_candidates
 from asyncrl.launcher.hostfile import HostLine
 from asyncrl.launcher.resume import AUTO
 from asyncrl.launcher.start import SlurmStart
@@ -91,11 +91,13 @@ def start_of(container: str | None) -> SlurmStart:
 
 
 def resume_of(config: Config, given: str | None) -> str | None:
-    """What a run within a job is resumed from: what the user says, or else itself, if it is there."""
+    """What a run within a job is resumed from: what the user says, or else itself, if it is there.
+
+    Starts that ended before their first step hold no name. Raises CheckpointError or OSError.
+    """
     if given is not None:
         return given
-    there = Path(config.run.dir).absolute() / config.run.name / CONFIG
-    return AUTO if there.is_file() else None
+    return AUTO if any(not candidate.unbegun for candidate in find_candidates(config)) else None
 
 
 def batch_script(config: Config, argv: Sequence[str], *, nodes: int, options: str = "") -> str:

@@ -1,17 +1,24 @@
 """What a run is resumed from, and what keeps it from being resumed."""
 
 import os
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from asyncrl.checkpoint.contents import write_contents
+from asyncrl.checkpoint.durable import write_file
 from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
 from asyncrl.checkpoint.state import CheckpointState, Geometry
+from asyncrl.checkpoint.trainer_contents import TrainerContents
 from asyncrl.config.load import config_from_json, validate_config
 from asyncrl.errors import CheckpointError, RunChanged, UsageError
+from asyncrl.launcher import resume
 from asyncrl.launcher.folders import create_run_folder, private_folder
 from asyncrl.launcher.resume import find_resumption
 from asyncrl.messages.groups import LedgerState
+
+FILES = ["state.json", "groups.msgpack", "trainer/contents.json"]
 
 
 def config(tmp_path, **sections):
@@ -31,6 +38,11 @@ def write_checkpoint(settings, run, version, **changes):
     folder = CheckpointFolder(checkpoint_dir(settings, run))
     folder.claim(1)
     partial = folder.begin(version)
+    trainer = partial / "trainer"
+    trainer.mkdir()
+    digest = write_file(trainer / "__0_0.distcp", [bytes(range(256)) * 16])
+    contents = TrainerContents(steps=version, world_size=1, files={"__0_0.distcp": digest})
+    write_file(trainer / "contents.json", [msgspec.json.encode(contents)])
     state = {
         "version": version,
         "trained_at_version": 4 * version,
@@ -44,7 +56,7 @@ def write_checkpoint(settings, run, version, **changes):
         "world_size": 1,
     }
     write_contents(partial, CheckpointState(**state | changes), [], [])
-    return folder.commit(partial, version=version, step=version, files=["state.json", "groups.msgpack"])
+    return folder.commit(partial, version=version, step=version, files=FILES)
 
 
 @pytest.fixture
@@ -77,6 +89,8 @@ def test_without_a_checkpoint_it_begins_from_the_initial_weights(tmp_path):
     _, resumption = find_resumption(settings, "auto")
     assert resumption.checkpoint is None
     assert "there is no complete checkpoint, so it begins from the initial weights" in resumption.describe()
+    assert resumption.warnings == [f"{path} has no checkpoint: training begins from the initial weights, at step 1"]
+    # An empty folder of that name is nothing that was trained.
     (path / "checkpoints" / "v00000009").mkdir(parents=True)
     assert find_resumption(settings, "auto")[1].checkpoint is None
 
@@ -188,3 +202,128 @@ def test_a_run_that_lives_is_refused(tmp_path, left):
             pass
         assert (left / "private" / "run.json").exists()
     assert sorted(os.listdir(left)) == ["checkpoints", "config.json", "logs"]
+
+
+# --- several runs of a name ---
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_auto_takes_the_run_that_has_a_checkpoint_and_tells_of_later_ones(tmp_path, elsewhere):
+    sections = {"checkpoint": {"dir": str(tmp_path / "big")}} if elsewhere else {}
+    settings = config(tmp_path, **sections)
+    runs = [create_run_folder(settings).path for _ in range(4)]
+    for at, path in enumerate(runs):
+        os.utime(path / "config.json", (1000 + at, 1000 + at))
+    good = write_checkpoint(settings, runs[2], 6)
+    found, resumption = find_resumption(settings, "auto")
+    assert (resumption.checkpoint.path, resumption.folder.path, found.run.name) == (good, runs[2], "trial-3")
+    assert "of 4 runs of that name its newest checkpoint was written last, at 2" in resumption.describe()
+    (warning,) = resumption.warnings
+    assert warning.startswith(f"{runs[3]} began later")
+    # Resumed once, it is still one of that name.
+    with private_folder(resumption.folder, found):
+        resumption.begin(found)
+    assert find_resumption(settings, "auto")[1].folder.path == runs[2]
+    with private_folder(create_run_folder(settings), settings), pytest.raises(UsageError, match="trial-5 is in use"):
+        find_resumption(settings, "auto")
+
+
+def test_a_run_that_its_user_called_so_is_not_one_of_the_name(tmp_path, left):
+    other = config(tmp_path, run={"name": "trial-2"})
+    write_checkpoint(other, create_run_folder(other).path, 6)
+    assert find_resumption(config(tmp_path), "auto")[1].folder.path == left
+    assert find_resumption(other, "auto")[1].folder.path.name == "trial-2"
+
+
+# --- damaged checkpoints ---
+
+
+def _shorten(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def _another_step(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'"step":4', b'"step":5'))
+
+
+DAMAGES = [
+    ("COMPLETE", os.unlink, "is not complete"),
+    ("COMPLETE", _shorten, "cannot be read"),
+    ("COMPLETE", _another_step, "tells of step 5, state.json of 4"),
+    ("state.json", _shorten, "bytes instead of"),
+    ("state.json", _flip, "its checksum differs"),
+    ("groups.msgpack", os.unlink, "cannot be read: No such file"),
+    ("trainer/contents.json", _flip, "its checksum differs"),
+    ("trainer/__0_0.distcp", _shorten, "has 2048 bytes instead of 4096"),
+    ("trainer/__0_0.distcp", _flip, "its checksum differs"),
+    ("trainer/__0_0.distcp", os.unlink, "cannot be read: No such file"),
+]
+
+
+@pytest.mark.parametrize(("name", "damage", "said"), DAMAGES)
+def test_a_damaged_newest_checkpoint_is_stepped_back_from_and_set_aside(tmp_path, left, name, damage, said):
+    newest = left / "checkpoints" / "v00000004"
+    damage(newest / name)
+    for place in ("auto", str(left)):
+        settings, resumption = find_resumption(config(tmp_path), place)
+        assert (resumption.checkpoint.version, resumption.is_finished) == (2, False)
+        (warning,) = resumption.warnings
+        assert warning.startswith(f"checkpoint v00000004 is damaged: {newest}") and said in warning
+        again = 3 if damage is _another_step else 2
+        assert warning.endswith(
+            f"goes on from the newest whole one, v00000002 of step 2: {again} steps are trained again"
+        )
+    # Nothing is changed by looking.
+    assert newest.exists()
+    with private_folder(resumption.folder, settings):
+        (aside,) = resumption.begin(settings)
+    assert aside == left / "checkpoints" / "damaged-v00000004" and aside.is_dir()
+    _, after = find_resumption(config(tmp_path), "auto")
+    assert (after.checkpoint.version, after.warnings) == (2, [])
+
+
+@pytest.mark.parametrize(("name", "damage", "said"), DAMAGES)
+def test_a_damaged_checkpoint_that_is_named_is_refused(tmp_path, left, name, damage, said, monkeypatch):
+    # What is named is read to its last byte.
+    monkeypatch.setattr(resume, "CHECKED_BYTES", 0)
+    newest = left / "checkpoints" / "v00000004"
+    damage(newest / name)
+    with pytest.raises(CheckpointError, match=said) as refused:
+        find_resumption(config(tmp_path), str(newest))
+    assert str(newest) in str(refused.value)
+    assert f"go on from the newest whole one by --resume {left}" in str(refused.value)
+    assert sorted(path.name for path in newest.parent.glob("*v0*")) == ["v00000002", "v00000004"]
+
+
+def test_before_the_start_reading_is_bounded_and_sizes_are_always_seen(tmp_path, left, monkeypatch):
+    monkeypatch.setattr(resume, "CHECKED_BYTES", 4095)
+    file = left / "checkpoints" / "v00000004" / "trainer" / "__0_0.distcp"
+    _flip(file)
+    assert find_resumption(config(tmp_path), "auto")[1].checkpoint.version == 4
+    _shorten(file)
+    assert find_resumption(config(tmp_path), "auto")[1].checkpoint.version == 2
+
+
+def test_where_none_is_whole_the_run_does_not_begin_anew(tmp_path, left):
+    for version in (2, 4):
+        _shorten(left / "checkpoints" / f"v0000000{version}" / "state.json")
+    with pytest.raises(
+        CheckpointError, match="no checkpoint here is whole; of the newest, .*v00000004/state.json: has"
+    ):
+        find_resumption(config(tmp_path), "auto")
+
+
+def test_several_damaged_ones_are_all_told(tmp_path, left):
+    write_checkpoint(config(tmp_path), left, 6)
+    for version in (4, 6):
+        _shorten(left / "checkpoints" / f"v0000000{version}" / "state.json")
+    settings, resumption = find_resumption(config(tmp_path), "auto")
+    assert [warning.split()[1] for warning in resumption.warnings] == ["v00000006", "v00000004"]
+    with private_folder(resumption.folder, settings):
+        assert [path.name for path in resumption.begin(settings)] == ["damaged-v00000006", "damaged-v00000004"]

@@ -103,9 +103,7 @@ def test_a_mark_that_may_not_be_read_is_an_error_that_names_it(tmp_path, monkeyp
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(version_mark.Path, "read_bytes", refused)
-    with pytest.raises(
-        ConfigError, match=f"{FILE}: cannot be read, .*: Permission denied; make it readable"
-    ):
+    with pytest.raises(ConfigError, match=f"{FILE}: cannot be read, .*: Permission denied; make it readable"):
         VersionMark(tmp_path)
 
 

@@ -1,0 +1,107 @@
+"""Whether anything came of a run folder: a start that ended before its first step gives its name back.
+
+Invariant: the folder of such a start is marked only by who knows that nothing of it lives, because it holds the lock of
+the run's private folder: the guard at its end, or who finds the folder of a run that was killed. It is marked only if
+it holds no line of a step or an evaluation, no sample, no quarantined prompt, no export and no checkpoint of any kind,
+whole or not; what cannot be read counts as something. The next start of the name goes on there as the next attempt,
+with the logs of the one before beside its own; ``claim`` lets one of several have it.
+
+Nothing heavy is imported: the guard is to start at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+CONFIG = "config.json"
+PART = "part_of_run"
+"""Marks a run folder that another host than the head has made for its part, because it does not see the head's."""
+UNBEGUN = "ended_before_first_step"
+"""The mark."""
+LOOKED_AT_BYTES = 16 << 20
+"""Of metrics.jsonl: no start that has trained nothing writes more."""
+
+
+def leave_name(run: Path, working_dir: Path | None) -> None:
+    """Mark the folder of a run of which nothing lives, if nothing came of it.
+
+    A relative checkpoint.dir is that of ``working_dir``; where that is not known, it counts as holding something.
+    """
+    if not has_begun(run, working_dir):
+        with contextlib.suppress(OSError):
+            (run / UNBEGUN).write_text("No step was trained here: the next start of this name takes this folder.\n")
+
+
+def claim(run: Path, working_dir: Path) -> bool:
+    """Whether the folder is left by a start that ended before its first step, and now is the caller's alone."""
+    if not (run / UNBEGUN).is_file() or has_begun(run, working_dir):
+        return False
+    try:
+        # Of those who come at the same moment one can do it.
+        (run / UNBEGUN).unlink()
+    except OSError:
+        return False
+    return True
+
+
+def has_begun(run: Path, working_dir: Path | None) -> bool:
+    """Whether anything is there that a later start must not come upon."""
+    try:
+        place = read_tree(run / CONFIG)["checkpoint"]["dir"]
+        if place is None:
+            checkpoints = run / "checkpoints"
+        elif working_dir is None and not Path(place).is_absolute():
+            return True
+        else:
+            checkpoints = Path(working_dir or "/", place) / run.name
+        return (
+            (run / PART).exists()
+            or (run / "export").exists()
+            or _size(run / "quarantine.jsonl") > 0
+            or _any_entry(run / "samples")
+            or holds_checkpoints(checkpoints)
+            or _tells_of_a_step(run / "metrics.jsonl")
+        )
+    except (OSError, ValueError, LookupError, TypeError):
+        return True
+
+
+def holds_checkpoints(folder: Path) -> bool:
+    """Whether there is any in this folder, also an unfinished one. Raises OSError."""
+    try:
+        return any(entry.is_dir() for entry in folder.iterdir())
+    except FileNotFoundError:
+        return False
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    """A configuration of a run of whatever version. Raises OSError or ValueError."""
+    tree: dict[str, Any] = json.loads(path.read_bytes())
+    return tree
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _any_entry(folder: Path) -> bool:
+    try:
+        return any(True for _ in folder.iterdir())
+    except FileNotFoundError:
+        return False
+
+
+def _tells_of_a_step(path: Path) -> bool:
+    size = _size(path)
+    if not size:
+        return False
+    if size > LOOKED_AT_BYTES:
+        return True
+    # Engines take over the initial weights before anything is trained.
+    return any(json.loads(line).get("kind") != "update" for line in path.read_bytes().splitlines() if line)
