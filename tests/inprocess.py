@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -109,11 +110,12 @@ class System:
         state: RunState = controller._state(0)
         return state
 
-    async def replace(self, name: str) -> None:
+    async def replace(self, name: str, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Let an actor die in the middle of whatever it does, and start its successor."""
         life = self._lives[name]
         life.cancel()
         await asyncio.wait({life})
+        meanwhile()
         self._lives[name] = asyncio.create_task(self._live(name))
 
     async def _live(self, name: str) -> None:

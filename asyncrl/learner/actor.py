@@ -138,7 +138,7 @@ class Learner(Actor):
     async def _restore(self) -> Contents | None:
         """What the newest whole checkpoint holds; the backend has loaded its part of it."""
         self.states.enter("starting", "checkpoint")
-        damaged: list[str] = []
+        damaged: dict[str, str] = {}
         self._checkpoints = Checkpoints(
             checkpoint_dir(self.config, self.context.run_dir),
             self.context.incarnation,
@@ -151,7 +151,7 @@ class Learner(Actor):
             recorded=self._recorded,
             on_written=self._checkpoint_written,
             on_failed=self._checkpoint_failed,
-            on_damaged=damaged.append,
+            on_damaged=damaged.__setitem__,
         )
         contents = await self._checkpoints.restore()
         if contents is None:
@@ -160,8 +160,8 @@ class Learner(Actor):
         buffered = [group.ticket.uid for group in contents.buffered]
         self.story.tell(RESTORED, step=contents.state.step, version=contents.state.version, uids=buffered)
         state = contents.state
-        for text in damaged:
-            self.notify(f"damaged checkpoint: {text}", text)
+        for name, text in damaged.items():
+            self.notify(f"damaged {name}", text)
         if damaged:
             # It may have found the damaged one.
             self._tell_of_checkpoint(state.version, state.step, contents.path)

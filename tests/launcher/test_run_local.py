@@ -73,6 +73,14 @@ def test_an_actor_that_keeps_dying_ends_the_run(launched):
     )
     assert log.read_text().count("these are my last words") == 2
     assert_all_gone(run)
+    # No step was trained: the next start has the name, and the log that was named is still there.
+    again = launched({"learner/0": {"finish": 3}})
+    code, shown = again.end()
+    assert code == 0, shown
+    assert shown[0].startswith(f"run folder: {run.run_dir}, attempt 2: the one before ended before its first step")
+    assert log.read_text().count("these are my last words") == 2
+    third = launched({"learner/0": {"finish": 3}})
+    assert third.end()[1][0] == f"run folder: {run.run_dir}-2"
 
 
 def test_a_frozen_actor_is_killed_and_started_again_and_the_run_goes_on(launched):

@@ -169,7 +169,7 @@ class _World:
             recorded=self.recorded,
             on_written=self.written.append,
             on_failed=self.failed.append,
-            on_damaged=self.damaged.append,
+            on_damaged=lambda _name, text: self.damaged.append(text),
         )
 
     async def recorded(self, state: CheckpointState) -> None:
@@ -428,7 +428,7 @@ def test_a_learner_steps_back_from_a_damaged_checkpoint_and_says_so(two, thread,
 
     async def script(checkpoints: Checkpoints) -> Any:
         contents = await checkpoints.restore()
-        assert checkpoints.newest == two / "v00000003"
+        assert checkpoints.newest is not None and checkpoints.newest.path == two / "v00000003"
         return contents
 
     assert world.play(script).state.version == 3

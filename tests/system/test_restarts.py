@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from inprocess import System, sim_config
 from asyncrl.checkpoint.contents import read_state
 from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.ledger import Ledger, position_of
+from asyncrl.messages.actors import NOTICE
 
 STEPS, GROUPS = 24, 4
 
@@ -97,6 +99,41 @@ def test_i1_whoever_dies_and_whenever_each_prompt_is_trained_once(tmp_path: Path
     state = asyncio.run(torment(system, victims, randomness))
     assert state.phase == "done"
     audit(tmp_path / "run")
+
+
+def test_i1_a_learner_steps_back_over_a_damaged_checkpoint_and_a_lost_mark(tmp_path: Path) -> None:
+    run_dir, seen = tmp_path / "run", []
+    system = System(config(checkpoint={"keep": 3}), run_dir)
+
+    def damage() -> None:
+        folder = CheckpointFolder(run_dir / "checkpoints")
+        newest, *others = folder.candidates()
+        assert others, "there is one to step back to"
+        seen.extend([newest.name, others[0].name, folder.highest_version()])
+        os.truncate(newest / "groups.msgpack", 1)
+        (run_dir / "version_mark.json").unlink()
+
+    async def play() -> Any:
+        running = asyncio.create_task(system.run(timeout=100))
+        while len(CheckpointFolder(run_dir / "checkpoints").candidates()) < 2:
+            await asyncio.sleep(0.01)
+            assert not running.done(), await running
+        await system.replace("learner/0", damage)
+        return await running
+
+    state = asyncio.run(play())
+    assert state.phase == "done"
+    audit(run_dir)
+    damaged, taken, highest = seen
+    assert (run_dir / "checkpoints" / f"damaged-{damaged}" / "groups.msgpack").exists()
+    told = {
+        line["key"]: line["text"] for line in state.lines if line["kind"] == NOTICE and line["actor"] == "learner/0"
+    }
+    assert told.pop("version mark").startswith(f"{run_dir / 'version_mark.json'} is not there; no harm is done")
+    (text,) = told.values()
+    assert text.startswith(f"checkpoint {damaged}, now ") and f"newest whole one, {taken} of step" in text
+    published = [line["weights/version"] for line in system.lines("train") if line["start"] == 2]
+    assert min(published) > highest
 
 
 def test_a_learner_without_checkpoints_begins_again(tmp_path: Path) -> None:

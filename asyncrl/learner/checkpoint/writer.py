@@ -77,10 +77,11 @@ class Checkpoints:
         recorded: Callable[[CheckpointState], Awaitable[None]],
         on_written: Callable[[Written], object],
         on_failed: Callable[[Failed], object],
-        on_damaged: Callable[[str], object],
+        on_damaged: Callable[[str, str], object],
     ) -> None:
         """``recorded`` returns once the lines of all that the checkpoint holds are written: whoever goes on from it
-        does not write them again. ``on_damaged`` is told, in words for the user, of each that was passed over.
+        does not write them again. ``on_damaged`` is told the name of each that was passed over, and what to tell the
+        user.
         """
         self.skipped = 0
         """Checkpoints that came due while one was being written."""
@@ -128,7 +129,7 @@ class Checkpoints:
                 continue
             aside = await asyncio.to_thread(search.set_aside)
             for damaged, now_at in zip(search.damaged, aside, strict=True):
-                self._on_damaged(damaged.describe(path, contents.state.step, now_at))
+                self._on_damaged(damaged.path.name, damaged.describe(path, contents.state.step, now_at))
             self.newest = Kept(version=contents.state.version, step=contents.state.step, path=path)
             return contents
         return None
