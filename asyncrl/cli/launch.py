@@ -35,9 +35,10 @@ A value is read as TOML, and as plain text where it is none. --help-config lists
 Ctrl-C ends the run in good order, a second one at once. SIGTERM or SIGUSR2 lets it make way: it writes a checkpoint
 within preempt.grace_s, ends, and can be resumed.
 
---resume auto goes on with the run of run.dir and run.name, from its newest complete checkpoint and in the same folder;
---resume PATH with that run folder, or from exactly that checkpoint (newer ones are set aside). What the order of the
-data depends on must not have changed, or be allowed by --allow-changed-data, -seed, -batch.
+--resume auto goes on with the run of run.dir and run.name, from its newest whole checkpoint and in the same folder; of
+NAME, NAME-2 and so on it takes the one whose newest checkpoint was written last. --resume PATH goes on with that run
+folder, or from exactly that checkpoint (newer ones are set aside). What the order of the data depends on must not have
+changed, or be allowed by --allow-changed-data, -seed, -batch.
 
 --hosts FILE runs on the hosts of a file (a line each: NAME, or NAME slots=GPUS), which are reached by ssh without a
 password; asyncrl is installed at the same path on each. This host is the head if it is among them, else the first is.
