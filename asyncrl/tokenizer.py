@@ -25,6 +25,16 @@ Prompt = str | Sequence[dict[str, Any]]
 """Text, or chat messages with role and content."""
 
 _BYTES = 256
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "vocab*",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+    "sentencepiece*",
+    "tokenization_*.py",
+)
+"""One of these is in every folder that holds a tokenizer."""
 
 
 class Tokenizer(Protocol):
@@ -61,6 +71,8 @@ def load_tokenizer(path: str | None, *, trust_remote_code: bool = False) -> Toke
         raise ConfigError([f"model.path: {path} is not a folder"])
     if (folder / "tokenizer.json").is_file():
         return _FileTokenizer(folder)
+    if not any(file.name != "tokenizer_config.json" for pattern in TOKENIZER_FILES for file in folder.glob(pattern)):
+        raise ConfigError([f"model.path: {folder} holds no tokenizer: no tokenizer.json, tokenizer.model or vocab.*"])
     return _TransformersTokenizer(folder, trust_remote_code)
 
 
@@ -129,7 +141,7 @@ class _HuggingFace:
     @cached_property
     def _chat_template(self) -> Any:
         file = self._folder / "chat_template.jinja"
-        source = file.read_text() if file.is_file() else self._config.get("chat_template")
+        source = file.read_text("utf-8-sig") if file.is_file() else self._config.get("chat_template")
         if isinstance(source, list):
             source = {entry["name"]: entry["template"] for entry in source}.get("default")
         if not isinstance(source, str):
@@ -165,7 +177,7 @@ class _FileTokenizer(_HuggingFace):
             text = self._render(prompt, system)
             return self.encode(text), text
         text = _plain(prompt)
-        encoding = self._backend.encode(text)
+        encoding = self._encode(text, add_special_tokens=True)
         ids: list[int] = encoding.ids
         # What a post-processor puts behind the text, an end-of-sequence token say, would end the prompt. What goes in
         # front is its word alone: transformers too ignores add_bos_token where there is a tokenizer.json.
@@ -175,8 +187,18 @@ class _FileTokenizer(_HuggingFace):
 
     def encode(self, text: str) -> list[int]:
         """See Tokenizer."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self._encode(text, add_special_tokens=False).ids
         return ids
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> Any:
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens)
+        except Exception as error:
+            # tokenizers raises nothing more precise, as for a word outside the vocabulary where there is no UNK.
+            told = f"{self._folder}/tokenizer.json cannot encode this text: {error}"
+            if "unk" in str(error).lower():
+                told += "; the model in it needs an unk_token that is in its vocabulary"
+            raise ValueError(told) from None
 
     def decode(self, ids: Sequence[int]) -> str:
         """See Tokenizer."""
@@ -196,6 +218,9 @@ class _TransformersTokenizer(_HuggingFace):
             self._backend = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
         except (OSError, ValueError, ImportError, KeyError) as error:
             raise ConfigError([f"model.path: {folder} holds no tokenizer: {error}"]) from None
+        if len(self._backend) <= len(set(self._backend.all_special_ids)):
+            # Some classes of transformers make an empty one where their files are missing.
+            raise ConfigError([f"model.path: the tokenizer in {folder} has no tokens; its vocabulary is missing"])
         if self._backend.eos_token_id is not None:
             self.eos_ids.add(self._backend.eos_token_id)
         self.special_ids = dict(zip(self._backend.all_special_tokens, self._backend.all_special_ids, strict=True))

@@ -25,10 +25,11 @@ MAY_IMPORT = {
     "weights": {"errors", "messages"},
     "monitor": {"errors", "messages", "snapshot"},
     "runtime": {"errors", "config", "messages", "snapshot", "wire", "monitor"},
-    "launcher": FOR_ACTORS,
-    # It reads the user's data and finds the user's reward function as those actors do.
-    "doctor": FOR_ACTORS | {"launcher", "dataloader", "reward"},
-    "cli": FOR_ACTORS | {"launcher", "doctor"} | ACTORS,
+    # It reads the user's data and calls the user's reward function as those actors do.
+    "preflight": FOR_ACTORS | {"dataloader", "reward"},
+    "launcher": FOR_ACTORS | {"preflight"},
+    "doctor": FOR_ACTORS | {"preflight", "launcher"},
+    "cli": FOR_ACTORS | {"preflight", "launcher", "doctor"} | ACTORS,
     **{actor: FOR_ACTORS | {actor} for actor in ACTORS},
 }
 # What looks at a run from outside, beside what actors use of the same folder.

@@ -27,6 +27,38 @@ def test_files_merge_left_to_right_and_flags_come_last(tmp_path):
     assert config.eval["held"].data.path == "e"
 
 
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
+    file = tmp_path / "a.toml"
+    file.write_bytes(
+        b"\xef\xbb\xbf" + b'[data]\nsource = "synthetic"\n[rollout]\nengine = "sim"\n[learner]\nbackend = "sim"\n'
+    )
+    assert load_config([file]).data.source == "synthetic"
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("run.name", "2026", "2026"),
+        ("run.name", "1e3", "1e3"),
+        ("run.name", "true", "true"),
+        ("run.name", "2026-11-23", "2026-11-23"),
+        ("run.name", '"2026"', "2026"),
+        ("run.name", "trial", "trial"),
+        ("model.path", "7", "7"),
+        ("network.ports", "5000", "5000"),
+        ("eval.held.data.path", "7", "7"),
+        ("reward.options.answer_key", "7", 7),
+        ("learner.lr", "1e-3", 1e-3),
+    ],
+)
+def test_a_flag_for_a_text_is_text_whatever_it_looks_like(key, text, value):
+    tree = {"rollout.engine": "sim", "learner.backend": "sim", "data.source": "synthetic"}
+    config = load_config([], tree | {"eval.held.data.source": "synthetic", key: text}).model_dump()
+    for part in key.split("."):
+        config = config[part]
+    assert config == value and type(config) is type(value)
+
+
 def test_the_json_of_a_config_is_the_config():
     config = validate_config(SIMULATED)
     assert config_from_json(config_to_json(config)) == config

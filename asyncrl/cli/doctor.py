@@ -26,8 +26,8 @@ asyncrl-launch, and so are --include and --exclude. A line each says ok, warn or
 found, and how to mend it.
 
 --json prints a list of objects instead, each with host (empty for what concerns all of them), check, result (ok, warn
-or fail), detail and fix. --fix removes what is certainly dead of runs that were killed, and says so; nothing else is
-ever changed.
+or fail), detail, fix and key (of the configuration, where one decides). --fix removes what is certainly dead of runs
+that were killed, and says so; nothing else is ever changed.
 
 Exit codes: 0 nothing failed, 1 something did, 2 wrong usage, 78 wrong configuration, 130 Ctrl-C.
 """
@@ -60,8 +60,8 @@ def _main(argv: list[str]) -> int:
 
     from asyncrl.config.load import load_config
     from asyncrl.doctor.examination import Examination
-    from asyncrl.doctor.findings import as_json, as_lines, exit_code
     from asyncrl.errors import ConfigError, UsageError
+    from asyncrl.preflight.findings import as_json, as_lines, exit_code
 
     try:
         config: Config | None = load_config(given.configs, overrides) if given.configs else None

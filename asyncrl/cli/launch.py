@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from asyncrl.config import Config
     from asyncrl.launcher.placement import Placed
     from asyncrl.launcher.resume import Resumption
+    from asyncrl.preflight.findings import Finding
 
 PROGRAM = "asyncrl-launch"
 DESCRIPTION = "Post-train a language model with asynchronous reinforcement learning."
@@ -58,8 +59,8 @@ ALLOWED = (("data", "the prompts"), ("seed", "run.seed"), ("batch", "the geometr
 """What may have changed when a run is resumed."""
 
 
-class _Interrupted(BaseException):
-    """A signal asked for the end before anything was started."""
+class _Interrupted(KeyboardInterrupt):
+    """A signal asked for the end before anything was started. An event loop passes on this kind of exception alone."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -111,9 +112,9 @@ def _main(argv: list[str]) -> int:
             return _run_inside_slurm(given, overrides)
         if given.hosts is not None:
             return _run_hosts(given, overrides)
-        config, placed, resumption = _prepare(given, overrides)
+        config, placed, findings, resumption = _prepare(given, overrides)
         if given.dry_run:
-            return _print_plan(config, placed, resumption)
+            return _print_plan(config, placed, findings, resumption)
         if resumption is not None and resumption.is_finished:
             return _print_finished(config, resumption)
         from asyncrl.launcher.local import run_local
@@ -173,32 +174,42 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _prepare(given: argparse.Namespace, overrides: dict[str, str]) -> tuple[Config, list[Placed], Resumption | None]:
-    """Configuration, placement and what is resumed, with every problem of the first two reported at once.
+def _prepare(
+    given: argparse.Namespace, overrides: dict[str, str]
+) -> tuple[Config, list[Placed], list[Finding], Resumption | None]:
+    """Configuration, placement, findings and what is resumed, with every problem of the first three reported at once.
 
     Raises ConfigError, and where the run cannot be resumed UsageError, CheckpointError or RunChanged.
     """
+    import asyncio
+
     from asyncrl.config.load import load_config
     from asyncrl.errors import ConfigError
-    from asyncrl.launcher.checks import find_problems
+    from asyncrl.launcher.checks import check_head, errors_of, warnings_of
     from asyncrl.launcher.hosts import local_host
-    from asyncrl.launcher.placement import place
+    from asyncrl.launcher.placement import place, with_gpus
 
     config = load_config(given.configs, _with_allowed(given, overrides))
-    problems = find_problems(config)
     placed: list[Placed] = []
+    problems: list[str] = []
+    hosts = [local_host()]
     try:
-        placed = place(config, [local_host()])
+        config = with_gpus(config, hosts)
+        placed = place(config, hosts)
     except ConfigError as error:
-        problems += error.problems
+        problems = error.problems
+    findings = asyncio.run(check_head(config, config.actors, config.network.host))
+    problems += errors_of(findings)
     if problems:
         raise ConfigError(problems)
+    for warning in warnings_of(findings):
+        _complain(warning, 0)
     if given.resume is None:
-        return config, placed, None
+        return config, placed, findings, None
     from asyncrl.launcher.resume import find_resumption
 
     config, resumption = find_resumption(config, given.resume)
-    return config, placed, resumption
+    return config, placed, findings, resumption
 
 
 def _run_hosts(given: argparse.Namespace, overrides: dict[str, str]) -> int:
@@ -290,13 +301,14 @@ def _print_finished(config: Config, resumption: Resumption) -> int:
     return 0
 
 
-def _print_plan(config: Config, placed: list[Placed], resumption: Resumption | None) -> int:
+def _print_plan(config: Config, placed: list[Placed], findings: list[Finding], resumption: Resumption | None) -> int:
     from asyncrl.config.load import config_to_json
+    from asyncrl.launcher.checks import summary
     from asyncrl.launcher.placement import describe
 
     print(config_to_json(config), end="")
-    for row in describe(config, placed):
-        print(row)
+    for row in [*describe(config, placed), *summary(findings)]:
+        say(row, sys.stdout)
     if resumption is not None:
         print(f"\n{resumption.describe()}" + ("; it is finished" if resumption.is_finished else ""))
         for warning in resumption.warnings:

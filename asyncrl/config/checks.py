@@ -61,7 +61,7 @@ def cross_check(config: Config) -> list[tuple[str, str]]:
         if key in rollout.vllm.extra
     ]
     found += _weight_problems(config)
-    if config.weights.transport == "nccl" and (rollout.engine != "vllm" or not rollout.gpus_per_replica):
+    if config.weights.transport == "nccl" and (rollout.engine != "vllm" or rollout.gpus_per_replica == 0):
         found.append(("weights.transport", "nccl reaches engines on GPUs only; take auto, shm, stream or gloo"))
     if reward.truncated == "penalty" and reward.overlong.margin_tokens >= rollout.max_tokens:
         found.append(("reward.overlong.margin_tokens", f"must be below rollout.max_tokens = {rollout.max_tokens}"))

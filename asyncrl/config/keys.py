@@ -6,6 +6,8 @@ import difflib
 import json
 from typing import Any, get_args
 
+from pydantic.fields import FieldInfo
+
 from asyncrl.config import Config
 from asyncrl.config.section import Section
 
@@ -54,8 +56,20 @@ def describe(path: tuple[str, ...], item: Any) -> str:
     return f"{key}: {message} (got {item['input']!r})"
 
 
+def holds_text(key: str) -> bool:
+    """Whether any text may be the value of a dotted key, and no number."""
+    *_, last = path = key.split(".")
+    field = _fields(tuple(path)).get(last)
+    return field is not None and field.annotation in (str, str | None)
+
+
 def _siblings(path: tuple[str, ...]) -> list[str]:
     """The keys known where the last part of ``path`` stands."""
+    return list(_fields(path))
+
+
+def _fields(path: tuple[str, ...]) -> dict[str, FieldInfo]:
+    """Those of the section in which the last part of ``path`` stands; none if there is no such section."""
     section: Any = Config
     named = False
     for part in path[:-1]:
@@ -65,14 +79,15 @@ def _siblings(path: tuple[str, ...]) -> list[str]:
             continue
         field = section.model_fields.get(part)
         if field is None:
-            return []
+            return {}
         kind, arguments = field.annotation, get_args(field.annotation)
         named = bool(arguments) and _is_section(arguments[-1])
         inner = arguments[-1] if named else kind
         if not _is_section(inner):
-            return []
+            return {}
         section = inner
-    return list(section.model_fields)
+    fields: dict[str, FieldInfo] = section.model_fields
+    return fields
 
 
 def _is_section(kind: Any) -> bool:

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from asyncrl.config import Config
 from asyncrl.config.checks import cross_check
-from asyncrl.config.keys import describe
+from asyncrl.config.keys import describe, holds_text
 from asyncrl.errors import ConfigError
 
 REMOVED = (("rollout", "spool"),)
@@ -30,14 +30,14 @@ REMOVED = (("rollout", "spool"),)
 def load_config(files: Sequence[str | Path], overrides: Mapping[str, str] | None = None) -> Config:
     """Read TOML files left to right, lay ``overrides`` (dotted key to text) on top, and validate.
 
-    An override is read as a TOML value, and as plain text where it is none: ``--learner.lr 1e-6``,
-    ``--rollout.stop '["\\n"]'``, ``--run.name trial``. Raises ConfigError.
+    An override is read as a TOML value, and as plain text where it is none or the key holds text:
+    ``--learner.lr 1e-6``, ``--rollout.stop '["\\n"]'``, ``--run.name 2026``. Raises ConfigError.
     """
     tree: dict[str, Any] = {}
     problems: list[str] = []
     for file in files:
         try:
-            _merge(tree, tomllib.loads(Path(file).read_text()))
+            _merge(tree, tomllib.loads(Path(file).read_text("utf-8-sig")))
         except OSError as error:
             problems.append(f"{file}: cannot be read: {error.strerror or error}")
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -52,7 +52,7 @@ def load_config(files: Sequence[str | Path], overrides: Mapping[str, str] | None
                 break
             node = child
         else:
-            node[last] = _flag_value(text)
+            node[last] = _flag_value(key, text)
     return validate_config(tree, problems)
 
 
@@ -103,11 +103,12 @@ def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
             into[key] = value
 
 
-def _flag_value(text: str) -> Any:
+def _flag_value(key: str, text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+    return text if not isinstance(value, str) and holds_text(key) else value
 
 
 def _without(tree: dict[str, Any], paths: set[tuple[str, ...]]) -> dict[str, Any]:

@@ -61,8 +61,8 @@ class RolloutConfig(Section):
     each time)."""
     replicas: Positive = 1
     """Number of rollouters; each holds one engine."""
-    gpus_per_replica: NonNegative = 1
-    """GPUs of each engine (tensor parallel); 0 runs it on CPU."""
+    gpus_per_replica: NonNegative | None = None
+    """GPUs of each engine (tensor parallel); 0 runs it on CPU. By default 1, or 0 where no host has a GPU."""
     samples_per_prompt: Annotated[int, Field(ge=2)] = 8
     """Trajectories of a prompt group (n)."""
     max_tokens: Positive = 1024

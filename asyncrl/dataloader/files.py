@@ -6,6 +6,7 @@ row that cannot be is left to whoever checks the rows.
 
 from __future__ import annotations
 
+import codecs
 import glob
 import json
 from collections.abc import Iterator
@@ -27,6 +28,8 @@ def read_jsonl(pattern: str) -> Iterator[RawRow]:
         try:
             with open(path, "rb") as file:
                 for number, line in enumerate(file, 1):
+                    if number == 1:
+                        line = line.removeprefix(codecs.BOM_UTF8)
                     if not line.strip():
                         continue
                     try:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from asyncrl.config import Config
 from asyncrl.disk import in_bytes
-from asyncrl.doctor.findings import Finding, fail, listed, ok, warn
 from asyncrl.doctor.talk import HostFacts
 from asyncrl.launcher.placement import Placed
+from asyncrl.preflight.findings import Finding, fail, listed, ok, warn
 from asyncrl.runtime.supervision import role_of
 
 SKEW_S = 0.5

@@ -29,7 +29,6 @@ from asyncrl.doctor.compare import (
     needed_packages,
 )
 from asyncrl.doctor.conversation import Conversation, HostLost
-from asyncrl.doctor.findings import Finding, fail, in_order, ok, on_host, warn
 from asyncrl.doctor.talk import (
     Connect,
     Connected,
@@ -48,8 +47,9 @@ from asyncrl.errors import ConfigError, UsageError
 from asyncrl.launcher.addresses import by_interface, by_route, interface_of, usable
 from asyncrl.launcher.hostfile import HostLine
 from asyncrl.launcher.hostspec import RouteQuery, Routes
-from asyncrl.launcher.placement import Host, Placed, place
+from asyncrl.launcher.placement import Host, Placed, place, with_gpus
 from asyncrl.launcher.start import StartCommand
+from asyncrl.preflight.findings import Finding, fail, in_order, ok, on_host, warn
 from asyncrl.runtime.supervision import role_of
 
 T = TypeVar("T")
@@ -216,6 +216,7 @@ class Examination:
                 gpus = tuple(each.facts.gpus)
             hosts.append(Host(name=name, cpus=each.facts.cpus, gpus=gpus, address=self._addresses.get(name, "")))
         try:
+            self.config = with_gpus(self.config, hosts)
             self._placed = place(self.config, hosts)
         except ConfigError as error:
             self._found += [

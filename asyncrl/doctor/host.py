@@ -6,6 +6,7 @@ so that it never outlives the doctor; the marks that it has left are removed the
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 import os
@@ -18,34 +19,11 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.checkpoint.folder import checkpoint_dir
-from asyncrl.config import Config
 from asyncrl.config.load import config_from_json
 from asyncrl.disk import nearest_folder
 from asyncrl.doctor import network
-from asyncrl.doctor.findings import Finding
-from asyncrl.doctor.inputs import check_data, check_reward
 from asyncrl.doctor.leftovers import check_leftovers
-from asyncrl.doctor.machine import (
-    descriptor_limit,
-    gather_facts,
-    judge_descriptors,
-    judge_memory,
-    judge_shm,
-    memory_bytes,
-    shm_bytes,
-)
-from asyncrl.doctor.model import check_model, digest
-from asyncrl.doctor.needs import (
-    DiskNeed,
-    ModelSize,
-    checkpoints_need,
-    count,
-    descriptors_need,
-    memory_need,
-    run_dir_need,
-)
-from asyncrl.doctor.storage import check_folder, same_disk
+from asyncrl.doctor.machine import gather_facts, judge_memory, judge_shm, memory_bytes, shm_bytes
 from asyncrl.doctor.talk import (
     Begin,
     Connect,
@@ -65,6 +43,13 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.launcher.addresses import find_routes, interface_of, interfaces
 from asyncrl.launcher.hosts import local_host
 from asyncrl.launcher.hostspec import Facts, RouteQuery
+from asyncrl.preflight.findings import Finding
+from asyncrl.preflight.limits import descriptor_limit, judge_descriptors
+from asyncrl.preflight.model import digest
+from asyncrl.preflight.needs import Need, descriptors_need, memory_need
+from asyncrl.preflight.part import Part, check_part
+from asyncrl.preflight.ports import ANY, check_ports
+from asyncrl.preflight.storage import check_folder
 
 UNSTARTED_S = 60
 """Longest wait for the first request."""
@@ -147,21 +132,19 @@ def examine(order: Examine) -> Examined:
     runs = Path(order.runs).absolute()
     found = [_nccl(order), judge_shm(shm_bytes())]
     found.append(check_leftovers(None if order.sees_runs else runs, is_head=order.is_head, fix=order.fix))
-    size: ModelSize | None = None
-    model = ""
-    if config is not None:
-        if any(count(order.actors, role) for role in ("learner", "rollouter", "dataloader")):
-            finding, size = check_model(config.model)
-            found.append(finding)
-            if size is not None:
-                assert config.model.path is not None
-                model = digest(Path(config.model.path))
-        found += _of_config(config, order, runs, size)
-    else:
-        found.append(network.check_ports(order.address, "0", 0, 0))
-        found.append(check_folder("run_dir", "run.dir", runs, DiskNeed(least=0, wanted=0)))
-    found.append(judge_descriptors(descriptor_limit(), descriptors_need(config, size)))
-    return Examined(findings=found, model=model)
+    if config is None:
+        found.append(check_ports(order.address, ANY, 0, 0))
+        found.append(check_folder("run_dir", "run.dir", runs, Need(least=0, wanted=0)))
+        found.append(judge_descriptors(descriptor_limit(), descriptors_need(None, None)))
+        return Examined(findings=found)
+    # Nobody knows yet whether the name is taken; another would be beside it.
+    run = runs / config.run.name
+    part = Part(config=config, actors=order.actors, address=order.address, run=run, is_head=order.is_head)
+    of_part, size = asyncio.run(check_part(part))
+    on_gpu = config.learner.device == "cuda" or (config.learner.device == "auto" and bool(local_host().gpus))
+    found += of_part
+    found.append(judge_memory(*memory_bytes(), memory_need(config, order.actors, size, on_gpu=on_gpu)))
+    return Examined(findings=found, model=digest(Path(config.model.path)) if size and config.model.path else "")
 
 
 def _nccl(order: Examine) -> Finding:
@@ -170,29 +153,6 @@ def _nccl(order: Examine) -> Finding:
     return network.judge_nccl(
         os.environ, known, network.infiniband_devices(), used=used if order.several else "", several=order.several
     )
-
-
-def _of_config(config: Config, order: Examine, runs: Path, size: ModelSize | None) -> list[Finding]:
-    port = config.network.controller_port if order.is_head else 0
-    found = [network.check_ports(order.address, config.network.ports, port, len(order.actors))]
-    if count(order.actors, "dataloader"):
-        found += check_data(config)
-    if count(order.actors, "reward"):
-        found.append(check_reward(config.reward))
-    # Nobody knows yet whether the name is taken; another would be beside it.
-    run = runs / config.run.name
-    need = run_dir_need(config, size, is_head=order.is_head)
-    if count(order.actors, "learner") and config.learner.backend != "sim":
-        checkpoints, each = checkpoint_dir(config, run).absolute(), checkpoints_need(config, size)
-        key = "checkpoint.dir" if config.checkpoint.dir is not None else "run.dir or checkpoint.dir"
-        with contextlib.suppress(OSError):
-            if same_disk(run, checkpoints):
-                each = DiskNeed(least=each.least + need.least, wanted=each.wanted + need.wanted)
-        found.append(check_folder("checkpoint_dir", key, checkpoints, each))
-    found.append(check_folder("run_dir", "run.dir", run, need))
-    on_gpu = config.learner.device == "cuda" or (config.learner.device == "auto" and bool(local_host().gpus))
-    found.append(judge_memory(*memory_bytes(), memory_need(config, order.actors, size, on_gpu=on_gpu)))
-    return found
 
 
 if __name__ == "__main__":

@@ -23,9 +23,9 @@ import psutil
 
 from asyncrl.checkpoint.folder import checkpoint_dir, is_leftover
 from asyncrl.config.load import config_from_json
-from asyncrl.doctor.findings import Finding, listed, ok, warn
 from asyncrl.errors import ConfigError
 from asyncrl.launcher.folders import CONFIG, LOCK, PART, PRIVATE
+from asyncrl.preflight.findings import Finding, listed, ok, warn
 
 SCRATCH = "asyncrl-engine-"
 LOCAL_LOCKS = re.compile(r"\b(local_lock=(all|flock)|localflock|nolock)\b")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 import shutil
 import socket
 import subprocess
@@ -18,12 +17,12 @@ from pathlib import Path
 import psutil
 
 from asyncrl.disk import in_bytes
-from asyncrl.doctor.findings import Finding, fail, ok, warn
 from asyncrl.doctor.talk import Card, HostFacts
 from asyncrl.errors import UsageError
 from asyncrl.launcher.addresses import interfaces
 from asyncrl.launcher.hosts import NVIDIA_SMI_S, local_host
 from asyncrl.launcher.hostspec import Facts
+from asyncrl.preflight.findings import Finding, fail, ok, warn
 from asyncrl.weights.place import host_id
 
 DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
@@ -106,22 +105,6 @@ def parse_cards(table: str) -> dict[str, Card]:
 
 
 # --- limits ---
-
-
-def descriptor_limit() -> int:
-    """The most files that a process may have open: actors raise their limit to it."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    return hard if hard != resource.RLIM_INFINITY else 1 << 30
-
-
-def judge_descriptors(hard: int, need: int) -> Finding:
-    """``need`` is an estimate, so there is room for its double."""
-    fix = "raise the hard limit of open files: nofile in /etc/security/limits.conf, or LimitNOFILE of sshd or slurmd"
-    if hard < need:
-        return fail("descriptors", f"a process may open {hard} files; about {need} are needed", fix)
-    if hard < 2 * need:
-        return warn("descriptors", f"a process may open {hard} files, and about {need} are needed", fix)
-    return ok("descriptors", f"a process may open {hard} files; about {need} are needed")
 
 
 def shm_bytes() -> tuple[int, int] | None:

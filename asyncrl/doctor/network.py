@@ -1,4 +1,4 @@
-"""Sockets between hosts: which ports can be bound, who reaches whom, and whether NCCL is told the right interface.
+"""Sockets between hosts: who reaches whom, and whether NCCL is told the right interface.
 
 A connection counts when the other side answers for the token of this examination: that something accepts is no proof
 that it is the host that was meant. Everything waits under a deadline; what listens ends with the process.
@@ -16,79 +16,19 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from asyncrl.doctor.findings import Finding, fail, ok, warn
 from asyncrl.doctor.talk import Connect, Connected, Listen, Listening, Peer
+from asyncrl.preflight.findings import Finding, fail, ok, warn
+from asyncrl.preflight.ports import bind, ports_of
 
 INFINIBAND = Path("/sys/class/infiniband")
 CONNECTIONS_AT_ONCE = 64
 GREETING_S = 5.0
 LONGEST_GREETING = 256
-SPARE = 2
-"""Ports wanted for each actor: the one before may still be held when its successor binds."""
 SWITCHED_OFF = {
     "NCCL_P2P_DISABLE": "GPUs of a host speak through memory",
     "NCCL_SHM_DISABLE": "processes of a host speak through the network",
 }
 IFNAMES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-
-
-# --- ports ---
-
-
-def ports_of(ports: str) -> range:
-    """The ports of network.ports; that of 0 is 0 alone, which is any."""
-    low, dash, high = ports.partition("-")
-    return range(int(low), int(high if dash else low) + 1)
-
-
-def bind(address: str, port: int) -> socket.socket:
-    """A socket that listens. Raises OSError."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        # As ZeroMQ does: a connection that has just ended holds no port.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen(128)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
-
-
-def check_ports(address: str, ports: str, controller_port: int, actors: int) -> Finding:
-    """Whether ``actors`` find a port each at ``address``; ``controller_port`` is 0 on other hosts than the head."""
-    try:
-        bind(address, 0).close()
-    except OSError as error:
-        fix = "set network.interface (network.host on a single host) to what this host has"
-        return fail("ports", f"{address} cannot be bound: {error.strerror or error}", fix)
-    if controller_port:
-        try:
-            bind(address, controller_port).close()
-        except OSError as error:
-            fix = "end what holds it, or set network.controller_port to another, or 0 for any"
-            return fail("ports", f"port {controller_port} of {address}: {error.strerror or error}", fix)
-    wanted = ports_of(ports)
-    if wanted == range(0, 1):
-        return ok("ports", f"any port of {address} (network.ports = 0)")
-    free, refused = 0, ""
-    for port in wanted:
-        try:
-            bind(address, port).close()
-        except OSError as error:
-            refused = refused or f"; {port}: {error.strerror or error}"
-            continue
-        free += 1
-        if free == SPARE * max(1, actors):
-            break
-    told = f"{free} free of {ports} at {address} for {actors} actors{refused}"
-    fix = "widen network.ports, or end what holds them"
-    if free < max(1, actors):
-        return fail("ports", told, fix)
-    if free < SPARE * actors:
-        return warn("ports", f"{told}; an actor that is started again may find none", fix)
-    return ok("ports", f"{address}: at least {free} free of {ports}" if actors else f"{address}: {ports} has free ones")
 
 
 # --- who reaches whom ---

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from asyncrl.doctor.findings import Finding
 from asyncrl.launcher.hostspec import Facts, RouteQuery, Routes
+from asyncrl.preflight.findings import Finding
 
 
 class Begin(Struct, frozen=True, kw_only=True, tag="begin"):

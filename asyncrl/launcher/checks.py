@@ -1,92 +1,67 @@
-"""What can be known to be wrong before anything is started, cheaply and for certain."""
+"""What is looked at before anything of a run is started, on the host of the launcher and by what others say.
+
+An error ends the launch as a wrong configuration does, with all others at once; a warning is said, and the run begins.
+"""
 
 from __future__ import annotations
 
-import errno
-import glob
-import os
-import socket
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from asyncrl.config import Config
 from asyncrl.config.monitor import SinksConfig
-from asyncrl.config.training import DataConfig
+from asyncrl.preflight.findings import Finding, fail, ok
+from asyncrl.preflight.part import Part, check_part
 
 SINK_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "prometheus_client": "prometheus"}
 """What a sink needs, and the extra of asyncrl that brings it."""
 
 
-def find_problems(config: Config) -> list[str]:
-    """One line for each problem: the key, what is wrong, what to do."""
-    found = []
-    if config.model.path is not None:
-        found += _check_model(Path(config.model.path))
-    found += _check_data("data", config.data)
-    for name, evaluation in config.eval.items():
-        found += _check_data(f"eval.{name}.data", evaluation.data)
-    found += _check_run_dir(Path(config.run.dir))
-    found += _check_network(config.network.host, config.network.controller_port)
-    found += check_sinks(config.sinks, installed_sinks())
-    return found
+async def check_head(config: Config, actors: Sequence[str], address: str) -> list[Finding]:
+    """Of this host, the head of the run, which is to have these actors at this address."""
+    run = Path(config.run.dir, config.run.name)
+    found, _ = await check_part(Part(config=config, actors=actors, address=address, run=run))
+    return found + check_sinks(config.sinks, installed_sinks())
 
 
-def _check_model(path: Path) -> list[str]:
-    if not path.is_dir():
-        return [f"model.path: {path} is not a folder; give a Hugging Face model folder on this host"]
-    if not (path / "config.json").is_file():
-        return [f"model.path: {path} holds no config.json, so it is not a Hugging Face model folder"]
-    return []
+def errors_of(findings: Sequence[Finding]) -> list[str]:
+    """A line for each that keeps the run from beginning."""
+    return [f"{on(finding)}{finding.told}" for finding in findings if finding.result == "fail"]
 
 
-def _check_data(key: str, data: DataConfig) -> list[str]:
-    if data.source not in ("jsonl", "parquet", "hf") or data.path is None:
-        return []
-    if not glob.glob(data.path, recursive=True):
-        return [f"{key}.path: nothing is at {data.path}"]
-    if data.source == "hf" and not Path(data.path).is_dir():
-        return [f'{key}.path: {data.path} is not a folder, which source = "hf" needs']
-    return []
+def warnings_of(findings: Sequence[Finding]) -> list[str]:
+    """A line for each that the run can begin with."""
+    return [f"warning: {on(finding)}{finding.told}" for finding in findings if finding.result == "warn"]
 
 
-def _check_run_dir(path: Path) -> list[str]:
-    nearest = path.absolute()
-    while not nearest.exists():
-        nearest = nearest.parent
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        return [f"run.dir: {nearest} is not a folder that can be written to"]
-    return []
+def on(finding: Finding) -> str:
+    """Its host, where that is said."""
+    return f"{finding.host}: " if finding.host else ""
 
 
-def _check_network(host: str, port: int) -> list[str]:
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except socket.gaierror as error:
-        return [f"network.host: {host} is not known: {error.strerror}"]
-    with socket.socket(family, kind) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                return [f"network.controller_port: {port} on {host} is in use; set another, or 0 for any free one"]
-            return [f"network.host: {host} cannot be bound: {error.strerror}"]
-    return []
+def summary(findings: Sequence[Finding]) -> list[str]:
+    """All of them, for people."""
+    width = max((len(finding.check) for finding in findings), default=0)
+    rows = [f"  {each.result:<4}  {each.check:<{width}}  {on(each)}{each.told}" for each in findings]
+    return ["", "checks:", *rows]
 
 
-def check_sinks(sinks: SinksConfig, installed: Collection[str], where: str = "") -> list[str]:
+def check_sinks(sinks: SinksConfig, installed: Collection[str], host: str = "") -> list[Finding]:
     """What the head lacks for the sinks that are wanted, by the packages ``installed`` there."""
     wanted = {
         "tensorboard": ("sinks.tensorboard", sinks.tensorboard),
         "wandb": ("sinks.wandb.mode", sinks.wandb.mode != "off"),
         "prometheus_client": ("sinks.prometheus.enabled", sinks.prometheus.enabled),
     }
-    return [
-        f"{key}: the package {package} is not installed{where}; pip install 'asyncrl[{SINK_PACKAGES[package]}]'"
-        for package, (key, is_wanted) in wanted.items()
-        if is_wanted and package not in installed
-    ]
+    found = []
+    for package, (key, is_wanted) in wanted.items():
+        if is_wanted and package in installed:
+            found.append(ok("sinks", f"{package} is installed", host, key=key))
+        elif is_wanted:
+            fix = f"pip install 'asyncrl[{SINK_PACKAGES[package]}]'"
+            found.append(fail("sinks", f"the package {package} is not installed", fix, host, key=key))
+    return found
 
 
 def installed_sinks() -> list[str]:

@@ -11,6 +11,8 @@ from typing import Any
 
 from msgspec import Struct
 
+from asyncrl.preflight.findings import Finding
+
 
 class Facts(Struct, frozen=True, kw_only=True, tag="facts"):
     """The first line: what the host offers."""
@@ -27,6 +29,8 @@ class Facts(Struct, frozen=True, kw_only=True, tag="facts"):
     """Address from which the launcher reached this host, where ssh says so."""
     sinks: list[str] = []
     """Of the packages that sinks need, those that are installed there."""
+    descriptors: int = 0
+    """The most files that a process may have open there; 0 if it is not told."""
 
 
 class RouteQuery(Struct, frozen=True, kw_only=True, tag="routes"):
@@ -45,6 +49,20 @@ class Routes(Struct, frozen=True, kw_only=True, tag="routes"):
     """The addresses that the head's name has on this host; none if it is not known there."""
     via: dict[str, str]
     """This host's own address on the way, by address of the head; absent where there is no way."""
+
+
+class ModelQuery(Struct, frozen=True, kw_only=True, tag="model"):
+    """Is the model there, and whole?"""
+
+    path: str
+    folder: str
+    """Where the launcher was called; a relative path begins there, if there is such a folder."""
+
+
+class ModelFound(Struct, frozen=True, kw_only=True, tag="model"):
+    """The answer."""
+
+    finding: Finding
 
 
 class HostSpec(Struct, frozen=True, kw_only=True, tag="host"):
@@ -95,8 +113,8 @@ class Refusal(Struct, frozen=True, kw_only=True, tag="refusal"):
     exit_code: int = 1
 
 
-Order = RouteQuery | HostSpec | EndOrder
-Answer = Routes | Prepared | Ended | Refusal
+Order = RouteQuery | ModelQuery | HostSpec | EndOrder
+Answer = Routes | ModelFound | Prepared | Ended | Refusal
 
 
 def private_name(index: int) -> str:

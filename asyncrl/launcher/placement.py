@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from asyncrl.config import Config
+from asyncrl.config.load import validate_config
 from asyncrl.errors import ConfigError
 from asyncrl.runtime.supervision import role_of
 
@@ -64,6 +65,7 @@ def place(config: Config, hosts: Sequence[Host]) -> list[Placed]:
     """
     assert hosts
     assert len({host.name for host in hosts}) == len(hosts)
+    config = with_gpus(config, hosts)
     ranks, replicas = _counts(config, hosts)
     on_gpu, each = _learner_on_gpu(config, hosts), _gpus_per_replica(config)
     threads = [_threads(config, *there, on_gpu) for there in zip(hosts, ranks, replicas, strict=True)]
@@ -87,6 +89,16 @@ def place(config: Config, hosts: Sequence[Host]) -> list[Placed]:
             host = _reward_host(config, hosts, ranks, replicas) if role_of(name) == "reward" else hosts[0]
             placed[name] = Placed(name=name, host=host.name, env=_environment(1, ()))
     return [placed[name] for name in config.actors]
+
+
+def with_gpus(config: Config, hosts: Sequence[Host]) -> Config:
+    """The same with the GPUs of an engine, as these hosts let it be where the user does not say. Raises ConfigError."""
+    if config.rollout.gpus_per_replica is not None:
+        return config
+    tree = config.model_dump(mode="json")
+    on_gpu = config.rollout.engine == "vllm" and any(host.gpus for host in hosts)
+    tree["rollout"]["gpus_per_replica"] = 1 if on_gpu else 0
+    return validate_config(tree)
 
 
 def replicas_of(config: Config, host: Host) -> int:
@@ -114,7 +126,7 @@ def _learner_on_gpu(config: Config, hosts: Sequence[Host]) -> bool:
 
 
 def _gpus_per_replica(config: Config) -> int:
-    return config.rollout.gpus_per_replica if config.rollout.engine == "vllm" else 0
+    return (config.rollout.gpus_per_replica or 0) if config.rollout.engine == "vllm" else 0
 
 
 def _counts(config: Config, hosts: Sequence[Host]) -> tuple[list[int], list[int]]:

@@ -34,6 +34,8 @@ from asyncrl.launcher.hostspec import (
     EndOrder,
     Facts,
     HostSpec,
+    ModelFound,
+    ModelQuery,
     Order,
     Prepared,
     Refusal,
@@ -41,6 +43,8 @@ from asyncrl.launcher.hostspec import (
     private_name,
 )
 from asyncrl.launcher.processes import children_of
+from asyncrl.preflight.limits import descriptor_limit
+from asyncrl.preflight.model import check_model
 
 ORDER_S = 900.0
 LONGEST_ORDER_BYTES = 256 << 20
@@ -62,6 +66,7 @@ def main() -> int:
                 interfaces=interfaces(),
                 client=os.environ.get("SSH_CONNECTION", "").partition(" ")[0],
                 sinks=installed_sinks(),
+                descriptors=descriptor_limit(),
             )
         )
         while line := _read_line():
@@ -69,6 +74,8 @@ def main() -> int:
             match order:
                 case RouteQuery():
                     _say(find_routes(order))
+                case ModelQuery():
+                    _say(find_model(order))
                 case EndOrder():
                     _say(end(order))
                 case HostSpec():
@@ -83,6 +90,13 @@ def main() -> int:
         _say(Refusal(reason=f"{where}{error.strerror or error}"))
         return 1
     return 0
+
+
+def find_model(query: ModelQuery) -> ModelFound:
+    """See ModelQuery."""
+    folder = Path(query.folder)
+    path = folder / query.path if folder.is_dir() else Path(query.path)
+    return ModelFound(finding=check_model(str(path))[0])
 
 
 def _become_guard(spec: HostSpec) -> None:

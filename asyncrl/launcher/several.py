@@ -31,7 +31,7 @@ from asyncrl.config.operation import NetworkConfig
 from asyncrl.errors import ConfigError, UsageError
 from asyncrl.launcher import addresses
 from asyncrl.launcher.begun import leave_name
-from asyncrl.launcher.checks import check_sinks, find_problems
+from asyncrl.launcher.checks import check_head, check_sinks, errors_of, summary, warnings_of
 from asyncrl.launcher.folders import (
     RUN_ID,
     RunFolder,
@@ -43,18 +43,24 @@ from asyncrl.launcher.folders import (
 from asyncrl.launcher.follow import Follower
 from asyncrl.launcher.hostfile import HostLine
 from asyncrl.launcher.hosts import local_host
-from asyncrl.launcher.hostspec import Facts, HostSpec, Prepared, RouteQuery, Routes
+from asyncrl.launcher.hostspec import Facts, HostSpec, ModelFound, ModelQuery, Prepared, RouteQuery, Routes
 from asyncrl.launcher.interrupts import undone_by_signals
 from asyncrl.launcher.link import agent_name
 from asyncrl.launcher.local import ACTOR_ARGV, GUARD_ARGV, agent_spec, begin, show_end, start_guard
 from asyncrl.launcher.member import Member
-from asyncrl.launcher.placement import INTERFACE_VARIABLES, Host, Placed, describe, place
+from asyncrl.launcher.placement import INTERFACE_VARIABLES, Host, Placed, describe, place, with_gpus
 from asyncrl.launcher.progress import Progress
 from asyncrl.launcher.reach import Reached
 from asyncrl.launcher.resume import Resumption, find_resumption
 from asyncrl.launcher.spec import KILL
 from asyncrl.launcher.start import StartCommand, shown
+from asyncrl.monitor.printable import say
+from asyncrl.preflight.findings import Finding, on_host
+from asyncrl.preflight.limits import judge_descriptors
+from asyncrl.preflight.needs import descriptors_need
+from asyncrl.preflight.part import WITH_MODEL
 from asyncrl.runtime.roster import LAUNCHER
+from asyncrl.runtime.supervision import role_of
 from asyncrl.wire.keys import VIEWER, Keyring
 
 PASSED_ON = ("ASYNCRL_", "GLOO_", "HF_", "NCCL_", "PYTHONPATH", "PYTORCH_", "TOKENIZERS_", "TORCH_", "VLLM_")
@@ -99,6 +105,8 @@ class _Launch:
     """By host, the head first."""
     hosts: list[Host] = field(default_factory=list)
     placed: list[Placed] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    """Of the checks before the start."""
     reached: Reached = field(init=False)
     """The hosts but this one."""
 
@@ -175,22 +183,43 @@ class _Launch:
                     interface=addresses.interface_of(facts, at[line.name]),
                 )
             )
-        # What is looked for on this host need not be here, if the head is another.
-        if self.head_is_here:
-            problems = find_problems(self.config)
-        else:
-            problems = check_sinks(self.config.sinks, self.facts[self.head].sinks, f" on {self.head}")
+        problems = []
         try:
+            self.config = with_gpus(self.config, self.hosts)
             self.placed = place(self.config, self.hosts)
         except ConfigError as error:
-            problems += error.problems
+            problems = error.problems
+        self.findings = await self._check(at[self.head] or self.config.network.host)
+        problems += errors_of(self.findings)
         if problems:
             raise ConfigError(problems)
+        if warnings := warnings_of(self.findings):
+            self.progress.warn(warnings)
         used = {actor.host for actor in self.placed}
         for host in [host for host in self.hosts if host.name not in used]:
             self.progress.say(f"{host.name}: has no part in this run, there is nothing left for it to do")
             self.hosts.remove(host)
             await self.reached.contacts.pop(host.name).close()
+
+    async def _check(self, address: str) -> list[Finding]:
+        """Of the head all that can be looked at from here; of the others what they say of themselves."""
+        found = []
+        if self.head_is_here:
+            # Without a placement all actors are looked at as if they were here.
+            here = [actor.name for actor in self.placed if actor.host == self.head] or self.config.actors
+            found = await check_head(self.config, here, address)
+        else:
+            found = check_sinks(self.config.sinks, self.facts[self.head].sinks, self.head)
+        for name in self.reached.contacts:
+            if limit := self.facts[name].descriptors:
+                found.append(judge_descriptors(limit, descriptors_need(self.config, None), name))
+        if self.config.model.path is not None:
+            with_model = {actor.host for actor in self.placed if role_of(actor.name) in WITH_MODEL}
+            query = ModelQuery(path=self.config.model.path, folder=os.getcwd())
+            asked = dict.fromkeys([name for name in self.reached.contacts if name in with_model], query)
+            answers = await self.reached.ask(asked, ModelFound, "answered")
+            found += [one for name, answer in answers.items() for one in on_host(name, [answer.finding])]
+        return found
 
     async def _addresses(self) -> dict[str, str]:
         if len(self.facts) == 1:
@@ -277,8 +306,8 @@ class _Launch:
     def _show_plan(self, resumption: Resumption | None) -> None:
         self.progress.end()
         print(config_to_json(self.config), end="")
-        for row in describe(self.config, self.placed):
-            print(row)
+        for row in [*describe(self.config, self.placed), *summary(self.findings)]:
+            say(row, sys.stdout)
         print("\nhosts:")
         for index, host in enumerate(self.hosts):
             here = index == 0 and self.head_is_here

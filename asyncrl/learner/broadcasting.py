@@ -74,7 +74,7 @@ def collective_backend(config: Config, *, on_gpu: bool) -> CollectiveBackend | N
     transport = config.weights.transport
     if transport in ("nccl", "gloo"):
         return transport
-    engines_on_gpu = config.rollout.engine == "vllm" and config.rollout.gpus_per_replica > 0
+    engines_on_gpu = config.rollout.engine == "vllm" and bool(config.rollout.gpus_per_replica)
     return "nccl" if transport == "auto" and on_gpu and engines_on_gpu else None
 
 

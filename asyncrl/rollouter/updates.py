@@ -162,7 +162,7 @@ class UpdateFollower:
             serving=self._host.version,
             host=host_id(),
             workers=self._host.workers,
-            on_gpu=self._config.rollout.engine == "vllm" and self._config.rollout.gpus_per_replica > 0,
+            on_gpu=self._config.rollout.engine == "vllm" and bool(self._config.rollout.gpus_per_replica),
             base=-1 if self._base is None else self._base.version,
         )
         reply: Update | None = await self._ask(request)

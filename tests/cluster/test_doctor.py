@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from cluster.netns import REPOSITORY
-from doctor.model_files import write_model
+from model_files import write_model
 
 ANSWER_S = 120
 PORTS = "5000-5100"

@@ -55,6 +55,15 @@ def test_jsonl(tmp_path: Path) -> None:
     assert dataset.skipped == 0
 
 
+def test_jsonl_with_a_byte_order_mark(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_lines(
+            tmp_path / f"{name}.jsonl", b"\xef\xbb\xbf", json.dumps({"prompt": name}), json.dumps({"prompt": name})
+        )
+    dataset = load(path=str(tmp_path / "*.jsonl"))
+    assert [(row.prompt, row.line) for row in dataset.rows] == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
+
+
 def test_jsonl_without_a_last_newline(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"prompt": "one"}\n{"prompt": "two"}')

@@ -205,6 +205,30 @@ def test_a_folder_without_tokenizer_json_goes_through_transformers(tmp_path: Pat
     assert tokenizer.vocabulary == len(vocabulary) + len(tokenizer.special_ids.keys() - vocabulary)
 
 
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+def test_an_empty_tokenizer_is_none(tmp_path: Path, family: str) -> None:
+    """For some families transformers makes a tokenizer without a vocabulary where the files are missing."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "eos_token_id": 1, "bos_token_id": 1}))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"holds no tokenizer: no tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "vocab.txt").write_text("of another family")
+    with pytest.raises(ConfigError, match="has no tokens; its vocabulary is missing"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("unk", ["[NONE]", None])
+def test_a_word_outside_a_vocabulary_without_unk_is_a_value_error_that_says_so(tmp_path: Path, unk: str | None) -> None:
+    Tokenizer(models.WordLevel({"a": 0}, **({} if unk is None else {"unk_token": unk}))).save(
+        str(tmp_path / "tokenizer.json")
+    )
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.encode("a") == [0]
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_prompt(text, "plain", None)):
+        with pytest.raises(ValueError, match=r"tokenizer\.json cannot encode .* needs an unk_token"):
+            encode("b")
+
+
 def test_wrong_folders_name_the_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.path: .*none is not a folder"):
         load_tokenizer(str(tmp_path / "none"))

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from asyncrl.cli import doctor
-from asyncrl.doctor.findings import CHECKS
+from asyncrl.preflight.findings import CHECKS
 
 SIM = """
 [data]
@@ -100,7 +100,7 @@ def test_this_host_can_rehearse_and_what_is_left_is_named(config, tmp_path):
     done = run(config, "--json", cwd=tmp_path)
     found = json.loads(done.stdout)
     assert done.returncode == (1 if any(one["result"] == "fail" for one in found) else 0)
-    assert all(set(one) == {"host", "check", "result", "detail", "fix"} for one in found)
+    assert all(set(one) == {"host", "check", "result", "detail", "fix", "key"} for one in found)
     assert all(one["check"] in CHECKS and one["result"] in ("ok", "warn", "fail") for one in found)
     assert all(bool(one["fix"]) == (one["result"] != "ok") for one in found)
     by_check = {one["check"]: one for one in found}

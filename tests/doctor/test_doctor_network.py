@@ -4,8 +4,9 @@ import socket
 import threading
 
 import pytest
+from side_by_side import held_and_free
 
-from asyncrl.doctor.network import Listeners, check_ports, connect, judge_nccl, ports_of
+from asyncrl.doctor.network import Listeners, connect, judge_nccl
 from asyncrl.doctor.talk import Connect, Listen, Peer
 
 HERE = "127.0.0.1"
@@ -21,23 +22,8 @@ def listeners():
 
 @pytest.fixture
 def pair():
-    """Two ports side by side, the first of them held."""
-    for _ in range(200):
-        with socket.create_server((HERE, 0)) as holder:
-            port = holder.getsockname()[1]
-            with socket.socket() as other:
-                try:
-                    other.bind((HERE, port + 1))
-                except OSError:
-                    continue
-            yield port
-            return
-    pytest.fail("no two free ports side by side")
-
-
-def test_ranges():
-    assert list(ports_of("0")) == [0]
-    assert list(ports_of("5000-5002")) == [5000, 5001, 5002]
+    with held_and_free(HERE) as port:
+        yield port
 
 
 def test_who_listens_is_reached_by_who_knows_the_token(listeners, pair):
@@ -71,19 +57,6 @@ def test_where_no_port_is_free_nobody_listens(listeners, pair):
     ports = f"{pair}-{pair}"
     assert listeners.listen(Listen(address=HERE, ports=[ports], token="x")).ports == {}
     assert listeners.listen(Listen(address="203.0.113.9", ports=["0"], token="x")).ports == {}
-
-
-def test_ports_are_counted(pair):
-    ports = f"{pair}-{pair + 1}"
-    assert check_ports(HERE, "0", 0, 5).result == "ok"
-    assert check_ports(HERE, ports, 0, 0).result == "ok"
-    short = check_ports(HERE, ports, 0, 1)
-    assert short.result == "warn" and "1 free" in short.detail and "Address already in use" in short.detail
-    assert check_ports(HERE, ports, 0, 2).result == "fail"
-    held = check_ports(HERE, "0", pair, 1)
-    assert held.result == "fail" and f"port {pair}" in held.detail and "controller_port" in held.fix
-    elsewhere = check_ports("203.0.113.9", "0", 0, 1)
-    assert elsewhere.result == "fail" and "cannot be bound" in elsewhere.detail
 
 
 @pytest.mark.parametrize(

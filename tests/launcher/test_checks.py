@@ -1,57 +1,102 @@
-"""What is found wrong before anything is started."""
+"""What is found wrong before anything is started: all of it at once, by its key and with the fix."""
 
+import asyncio
 import socket
 import sys
 
+from model_files import write_model
+
 from asyncrl.config.load import validate_config
-from asyncrl.launcher.checks import SINK_PACKAGES, check_sinks, find_problems, installed_sinks
+from asyncrl.launcher.checks import (
+    SINK_PACKAGES,
+    check_head,
+    check_sinks,
+    errors_of,
+    installed_sinks,
+    summary,
+    warnings_of,
+)
+from asyncrl.preflight.findings import fail, ok, warn
 
 
-def problems(tmp_path, **tables):
+def findings(tmp_path, **tables):
     tree = {
         "run": {"dir": str(tmp_path / "runs")},
         "data": {"source": "synthetic"},
         "rollout": {"engine": "sim"},
         "learner": {"backend": "sim"},
     }
-    return find_problems(validate_config(tree | tables))
+    config = validate_config(tree | tables)
+    return asyncio.run(check_head(config, config.actors, config.network.host))
+
+
+def problems(tmp_path, **tables):
+    return errors_of(findings(tmp_path, **tables))
 
 
 def test_nothing_is_wrong(tmp_path):
-    model, data = tmp_path / "model", tmp_path / "prompts.jsonl"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
-    data.write_text("{}\n")
-    assert problems(tmp_path, model={"path": str(model)}, data={"path": str(tmp_path / "*.jsonl")}) == []
+    model = write_model(tmp_path / "model")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a", "answer": "a"}\n')
+    found = findings(tmp_path, model={"path": str(model)}, data={"path": str(tmp_path / "*.jsonl")})
+    assert errors_of(found) == []
+    shown = [each.check for each in found]
+    assert shown == ["model", "tokenizer", "data", "reward", "ports", "run_dir", "descriptors"]
+    assert not (tmp_path / "runs").exists()
 
 
 def test_everything_is_reported_at_once(tmp_path):
-    (tmp_path / "model").mkdir()
+    model = write_model(tmp_path / "model")
+    (model / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:-3])
+    (model / "tokenizer.json").unlink()
     (tmp_path / "runs").write_text("in the way")
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         found = problems(
             tmp_path,
-            model={"path": str(tmp_path / "model")},
+            model={"path": str(model)},
             data={"path": str(tmp_path / "none.jsonl")},
             eval={"math": {"data": {"source": "hf", "path": str(tmp_path / "runs")}}},
             network={"controller_port": port},
+            reward={"function": "exakt"},
         )
     keys = [problem.partition(":")[0] for problem in found]
-    assert keys == ["model.path", "data.path", "eval.math.data.path", "run.dir", "network.controller_port"]
-    assert f"{port} on 127.0.0.1 is in use" in found[-1]
+    expected = ["model.path", "model.path", "data", "eval.math.data", "reward.function", "network.controller_port"]
+    assert keys == [*expected, "run.dir"]
+    assert all("; fix: " in problem for problem in found)
+    assert "model.safetensors is cut off: it has " in found[0] and "holds no tokenizer" in found[1]
+    assert f"{tmp_path}/none.jsonl: no such file" in found[2]
+    assert f"{port} of 127.0.0.1: Address already in use" in found[5]
 
 
-def test_a_model_that_is_no_folder(tmp_path):
+def test_a_model_that_is_no_folder_is_told_once(tmp_path):
     (problem,) = problems(tmp_path, model={"path": "Qwen/Qwen3-0.6B"})
-    assert "is not a folder" in problem
+    assert problem.startswith("model.path: Qwen/Qwen3-0.6B is not a folder here")
 
 
 def test_a_host_that_is_not_this_one(tmp_path):
     (problem,) = problems(tmp_path, network={"host": "203.0.113.1"})
     assert problem.startswith("network.host: 203.0.113.1 cannot be bound")
+
+
+def test_a_range_of_ports_that_is_too_small(tmp_path):
+    (problem,) = problems(tmp_path, network={"ports": "40001-40003"})
+    assert problem.startswith("network.ports: ") and "of 3 ports in 40001-40003" in problem
+    assert "need 6" in problem and "widen it to 12 ports or more" in problem
+
+
+def test_errors_end_the_launch_warnings_are_said_and_all_is_shown():
+    found = [
+        ok("model", "whole", key="model.path"),
+        warn("reward", "fails on 1 of 6", "see", key="reward.function"),
+        fail("descriptors", "64", "raise it", "b"),
+    ]
+    assert errors_of(found) == ["b: 64; fix: raise it"]
+    assert warnings_of(found) == ["warning: reward.function: fails on 1 of 6; fix: see"]
+    assert [row.split()[:2] for row in summary(found)[2:]] == [
+        ["ok", "model"],
+        ["warn", "reward"],
+        ["fail", "descriptors"],
+    ]
 
 
 def test_what_sinks_need_is_looked_for_on_the_head_and_the_way_to_it_told(tmp_path, monkeypatch):
@@ -60,8 +105,8 @@ def test_what_sinks_need_is_looked_for_on_the_head_and_the_way_to_it_told(tmp_pa
     sinks = validate_config(
         {"rollout": {"engine": "sim"}, "learner": {"backend": "sim"}, "data": {"source": "synthetic"}, "sinks": wanted}
     ).sinks
-    assert check_sinks(sinks, ["tensorboard", "prometheus_client"], " on far") == [
-        "sinks.wandb.mode: the package wandb is not installed on far; pip install 'asyncrl[wandb]'"
+    assert errors_of(check_sinks(sinks, ["tensorboard", "prometheus_client"], "far")) == [
+        "far: sinks.wandb.mode: the package wandb is not installed; fix: pip install 'asyncrl[wandb]'"
     ]
     # What wandb leaves where it is used is no package.
     (tmp_path / "wandb").mkdir()

@@ -1,16 +1,20 @@
 """asyncrl-launch as a command: help, wrong usage, wrong configuration, dry run."""
 
 import json
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from launched import wait_until
 from test_resume import write_checkpoint
 
 from asyncrl.cli import launch
 from asyncrl.config.keys import known_keys
 from asyncrl.config.load import load_config
 from asyncrl.launcher.folders import create_run_folder
+from asyncrl.launcher.processes import children_of
 
 SIM = """
 [data]
@@ -108,6 +112,7 @@ def test_what_is_cheap_and_certain_is_checked_first(config, tmp_path, capsys):
     shown = capsys.readouterr().err
     assert "model.path: /nowhere is not a folder" in shown
     assert "GPUs: " in shown
+    assert "2 problems in the configuration" in shown
     assert not (tmp_path / "runs").exists()
 
 
@@ -119,7 +124,54 @@ def test_a_dry_run_shows_everything_and_starts_nothing(config, tmp_path, capsys)
     assert "8 = learner.groups_per_step 4 x learner.steps_per_version 2" in shown
     assert "16 = (staleness.max 1 + 1) x G" in shown
     assert "16 = rollout.concurrency 8 x rollout.replicas 2" in shown
+    checks = [row.split()[:2] for row in shown[shown.index("checks:") :].splitlines()[1:]]
+    assert ["ok", "reward"] in checks and ["ok", "data"] in checks and ["ok", "ports"] in checks
+    assert '"gpus_per_replica": 0' in shown
     assert not (tmp_path / "runs").exists()
+
+
+REWARD = """
+def reward(*, completion, row):
+    return row["anwser"]
+"""
+
+
+def test_a_broken_reward_never_reaches_a_run(config, tmp_path):
+    """Not even the launcher: what the function does happens in a process of its own."""
+    (tmp_path / "mine.py").write_text(REWARD)
+    (tmp_path / "leaves.py").write_text("import os\ndef reward(*, completion): os._exit(0)\n")
+    argv = [sys.executable, "-m", "asyncrl.cli.launch", config]
+    for flags in (["--dry-run"], []):
+        done = subprocess.run(
+            [*argv, *flags, "--reward.function", "mine:reward"], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == 78, done.stdout + done.stderr
+        assert f"raised KeyError: 'anwser' ({tmp_path}/mine.py:3), on synthetic:1" in done.stderr
+    done = subprocess.run([*argv, "--reward.function", "leaves:reward"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 78 and "ended its worker process (exit code 0)" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_too_few_descriptors_end_the_launch_with_the_number_that_is_needed(config, tmp_path):
+    argv = [sys.executable, "-m", "asyncrl.cli.launch", config]
+    done = subprocess.run(
+        ["/bin/sh", "-c", 'ulimit -n 64; exec "$@"', "sh", *argv], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 78, done.stdout + done.stderr
+    assert "a process may open 64 files (ulimit -Hn); the largest actor needs about 105" in done.stderr
+    assert "fix: raise the hard limit of open files to 574" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_signal_ends_the_checks_and_what_they_have_started(config, tmp_path):
+    (tmp_path / "slow.py").write_text("import pathlib, time\npathlib.Path('begun').touch()\ntime.sleep(600)\n")
+    argv = [sys.executable, "-m", "asyncrl.cli.launch", config, "--reward.function", "slow:reward"]
+    launching = subprocess.Popen(argv, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    wait_until((tmp_path / "begun").exists, "the import of the reward function")
+    (worker,) = children_of(launching.pid)
+    launching.send_signal(signal.SIGINT)
+    assert launching.communicate(timeout=60)[1] == "asyncrl-launch: ended by SIGINT\n"
+    assert launching.returncode == 130 and not Path("/proc", str(worker)).exists()
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config.load import validate_config
 from asyncrl.errors import ConfigError
-from asyncrl.launcher.placement import Host, describe, place
+from asyncrl.launcher.placement import Host, describe, place, with_gpus
 
 
 def config(ranks=1, replicas=1, gpus_per_replica=1, device="auto", threads=0, sim=False, learner_threads=0, **tables):
@@ -105,6 +105,35 @@ def test_what_does_not_fit_is_refused_with_the_sum(ranks, replicas, each, device
         place(config(ranks, replicas, each, device), [host(gpus)])
     (problem,) = caught.value.problems
     assert all(part in problem for part in said), problem
+
+
+@pytest.mark.parametrize(
+    ("engine", "given", "gpus", "found"),
+    [
+        ("vllm", None, (0,), 0),
+        ("vllm", None, (2,), 1),
+        ("vllm", None, (0, 2), 1),
+        ("vllm", 0, (2,), 0),
+        ("vllm", 2, (0,), 2),
+        ("reference", None, (2,), 0),
+        ("sim", None, (2,), 0),
+    ],
+)
+def test_an_engine_takes_a_gpu_where_there_is_one_unless_the_user_says(engine, given, gpus, found):
+    tree = config(gpus_per_replica=given).model_dump(mode="json")
+    tree["rollout"]["engine"] = engine
+    tree["learner"]["backend"] = "sim" if engine == "sim" else "fsdp2"
+    hosts = [Host(name=f"h{i}", cpus=8, gpus=tuple(map(str, range(count)))) for i, count in enumerate(gpus)]
+    settled = with_gpus(validate_config(tree), hosts)
+    assert settled.rollout.gpus_per_replica == found
+    assert with_gpus(settled, hosts) is settled
+
+
+def test_a_machine_without_gpus_needs_nothing_by_hand():
+    placed = by_name(place(config(gpus_per_replica=None), [host()]))
+    assert placed["rollouter/0"].gpus == placed["learner/0"].gpus == ()
+    with pytest.raises(ConfigError, match=r"weights\.transport: nccl reaches engines on GPUs only"):
+        place(config(gpus_per_replica=None, weights={"transport": "nccl"}), [host()])
 
 
 def test_what_is_simulated_needs_no_gpu():

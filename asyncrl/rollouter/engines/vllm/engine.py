@@ -54,7 +54,7 @@ class VllmEngine:
     def __init__(self, config: Config, name: str) -> None:
         assert config.model.path is not None
         self.name = name
-        self.workers = max(1, config.rollout.gpus_per_replica)
+        self.workers = max(1, config.rollout.gpus_per_replica or 0)
         self._config = config
         self._model_path = config.model.path
         self._timeout_s = config.rollout.engine_timeout_s

@@ -29,7 +29,7 @@ CPU_BATCHED_TOKENS = 4096
 
 def on_cpu(config: Config) -> bool:
     """Whether engines run on CPU."""
-    return config.rollout.gpus_per_replica == 0
+    return not config.rollout.gpus_per_replica
 
 
 def environment(config: Config) -> dict[str, str]:

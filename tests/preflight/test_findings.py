@@ -5,21 +5,21 @@ import json
 import pytest
 
 from asyncrl.disk import in_bytes
-from asyncrl.doctor.findings import CHECKS, as_json, as_lines, exit_code, fail, in_order, ok, on_host, warn
+from asyncrl.preflight.findings import CHECKS, as_json, as_lines, exit_code, fail, in_order, ok, on_host, warn
 
 FINE, ODD, BAD = (
     ok("shm", "enough", "a"),
     warn("clock", "late", "set it", "b"),
-    fail("placement", "no room", "ask less"),
+    fail("placement", "no room", "ask less", key="rollout"),
 )
 
 
-def test_the_json_is_a_list_of_objects_with_five_texts():
+def test_the_json_is_a_list_of_objects_with_six_texts():
     found = json.loads(as_json([FINE, ODD, BAD]))
     assert found == [
-        {"host": "a", "check": "shm", "result": "ok", "detail": "enough", "fix": ""},
-        {"host": "b", "check": "clock", "result": "warn", "detail": "late", "fix": "set it"},
-        {"host": "", "check": "placement", "result": "fail", "detail": "no room", "fix": "ask less"},
+        {"host": "a", "check": "shm", "result": "ok", "detail": "enough", "fix": "", "key": ""},
+        {"host": "b", "check": "clock", "result": "warn", "detail": "late", "fix": "set it", "key": ""},
+        {"host": "", "check": "placement", "result": "fail", "detail": "no room", "fix": "ask less", "key": "rollout"},
     ]
     assert json.loads(as_json([])) == []
 
@@ -30,11 +30,11 @@ def test_only_a_failure_fails(found, code):
 
 
 def test_a_line_each_says_what_to_do_and_a_last_one_counts():
-    rows = as_lines([FINE, ODD, fail("model", "two\nlines", "mend\nit")])
+    rows = as_lines([FINE, ODD, fail("model", "two\nlines", "mend\nit", key="model.path")])
     assert len(rows) == 4
     assert rows[0].split() == ["ok", "a", "shm", "enough"]
     assert rows[1].endswith("late; fix: set it")
-    assert rows[2].startswith("fail  all hosts  model") and rows[2].endswith("two lines; fix: mend it")
+    assert rows[2].startswith("fail  all hosts  model") and rows[2].endswith("model.path: two lines; fix: mend it")
     assert rows[3] == "1 ok, 1 warn, 1 fail"
 
 

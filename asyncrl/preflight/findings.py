@@ -1,4 +1,4 @@
-"""What the doctor finds: a line for people, an object for programs. Pure.
+"""What a check finds: a line for people, an object for programs. Pure.
 
 Invariant: a finding that is not ok says how to mend it. The fields of Finding and the names in CHECKS are stable.
 """
@@ -14,7 +14,19 @@ Result = Literal["ok", "warn", "fail"]
 
 CHECKS = (
     *("ssh", "identity", "clock", "versions", "placement", "gpus", "interface", "nccl", "ports", "reach"),
-    *("model", "data", "reward", "run_dir", "checkpoint_dir", "memory", "shm", "descriptors", "leftovers"),
+    *(
+        "model",
+        "tokenizer",
+        "data",
+        "reward",
+        "sinks",
+        "run_dir",
+        "checkpoint_dir",
+        "memory",
+        "shm",
+        "descriptors",
+        "leftovers",
+    ),
 )
 """Every check, in the order in which its findings are shown."""
 ALL_HOSTS = ""
@@ -33,21 +45,29 @@ class Finding(msgspec.Struct, frozen=True):
     detail: str
     fix: str = ""
     """What to do; empty if it is ok."""
+    key: str = ""
+    """Of the configuration, where one decides."""
+
+    @property
+    def told(self) -> str:
+        """All but host, check and result, in a line."""
+        row = f"{self.key}: {self.detail}" if self.key else self.detail
+        return " ".join((row + (f"; fix: {self.fix}" if self.fix else "")).splitlines())
 
 
-def ok(check: str, detail: str, host: str = ALL_HOSTS) -> Finding:
+def ok(check: str, detail: str, host: str = ALL_HOSTS, *, key: str = "") -> Finding:
     """Nothing to do."""
-    return Finding(host, check, "ok", detail)
+    return Finding(host, check, "ok", detail, key=key)
 
 
-def warn(check: str, detail: str, fix: str, host: str = ALL_HOSTS) -> Finding:
+def warn(check: str, detail: str, fix: str, host: str = ALL_HOSTS, *, key: str = "") -> Finding:
     """A run can begin, but may suffer from it."""
-    return Finding(host, check, "warn", detail, fix)
+    return Finding(host, check, "warn", detail, fix, key)
 
 
-def fail(check: str, detail: str, fix: str, host: str = ALL_HOSTS) -> Finding:
+def fail(check: str, detail: str, fix: str, host: str = ALL_HOSTS, *, key: str = "") -> Finding:
     """A run would not begin, or fail on its way."""
-    return Finding(host, check, "fail", detail, fix)
+    return Finding(host, check, "fail", detail, fix, key)
 
 
 def on_host(host: str, findings: Iterable[Finding]) -> list[Finding]:
@@ -73,14 +93,13 @@ def as_lines(findings: Sequence[Finding]) -> list[str]:
     check_width = max(map(len, CHECKS))
     rows = []
     for finding, host in zip(findings, hosts, strict=True):
-        row = f"{finding.result:<4}  {host:<{host_width}}  {finding.check:<{check_width}}  {finding.detail}"
-        rows.append(" ".join((row + (f"; fix: {finding.fix}" if finding.fix else "")).splitlines()))
+        rows.append(f"{finding.result:<4}  {host:<{host_width}}  {finding.check:<{check_width}}  {finding.told}")
     counts = [f"{sum(finding.result == result for finding in findings)} {result}" for result in ("ok", "warn", "fail")]
     return [*rows, ", ".join(counts)]
 
 
 def as_json(findings: Sequence[Finding]) -> str:
-    """A list of objects with the keys host, check, result, detail, fix."""
+    """A list of objects with the keys host, check, result, detail, fix, key."""
     return msgspec.json.format(msgspec.json.encode(findings), indent=2).decode()
 
 

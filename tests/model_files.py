@@ -4,11 +4,11 @@ import json
 import struct
 
 
-def write_weights(path, shape=(4, 5), cut=0):
+def write_weights(path, shape=(4, 5), cut=0, name="w"):
     header = json.dumps(
         {
             "__metadata__": {"format": "pt"},
-            "w": {"dtype": "BF16", "shape": list(shape), "data_offsets": [0, 2 * shape[0] * shape[1]]},
+            name: {"dtype": "BF16", "shape": list(shape), "data_offsets": [0, 2 * shape[0] * shape[1]]},
         }
     ).encode()
     data = struct.pack("<Q", len(header)) + header + bytes(2 * shape[0] * shape[1])

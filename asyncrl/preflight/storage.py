@@ -11,8 +11,8 @@ import tempfile
 from pathlib import Path
 
 from asyncrl.disk import free_bytes, in_bytes, nearest_folder
-from asyncrl.doctor.findings import Finding, fail, ok, warn
-from asyncrl.doctor.needs import DiskNeed
+from asyncrl.preflight.findings import Finding, fail, ok, warn
+from asyncrl.preflight.needs import Need
 
 TRIAL_BYTES = 4096
 
@@ -37,24 +37,27 @@ def same_disk(one: Path, other: Path) -> bool:
     return nearest_folder(one).stat().st_dev == nearest_folder(other).stat().st_dev
 
 
-def check_folder(check: str, key: str, path: Path, need: DiskNeed) -> Finding:
+def check_folder(check: str, key: str, path: Path, need: Need) -> Finding:
     """Whether what is to be at ``path``, by the configuration's ``key``, can be written there."""
     if problem := write_problem(path):
-        return fail(check, f"{path}: {problem}", f"give this user the right to write there, or set {key} to another")
+        fix = f"give this user the right to write there, or set {key} to another"
+        return fail(check, f"{path}: {problem}", fix, key=key)
     free = free_bytes(path)
     if free is None:
-        return ok(check, f"{path} does not say how much is free there")
+        return ok(check, f"{path} does not say how much is free there", key=key)
     return judge_room(check, key, path, free, need)
 
 
-def judge_room(check: str, key: str, path: Path, free: int, need: DiskNeed) -> Finding:
+def judge_room(check: str, key: str, path: Path, free: int, need: Need) -> Finding:
     """Pure; all numbers are bytes."""
-    told = f"{path} has {in_bytes(free)} free" + (f"; about {in_bytes(need.wanted)} are needed" if need.wanted else "")
+    told = f"{path} has {in_bytes(free)} free"
+    if need.wanted:
+        told += f"; about {in_bytes(need.wanted)} are needed until the end, and {in_bytes(need.least)} at the least"
     fix = f"make room, or set {key} to a larger disk"
     if check == "checkpoint_dir":
         fix += "; checkpoint.keep and checkpoint.keep_every_steps say how many are kept"
     if free < need.least:
-        return fail(check, told, fix)
+        return fail(check, told, fix, key=key)
     if free < need.wanted:
-        return warn(check, told, fix)
-    return ok(check, told)
+        return warn(check, told, fix, key=key)
+    return ok(check, told, key=key)

@@ -1,4 +1,4 @@
-"""What a run needs of disk and memory, estimated from the size of its model. Pure; all numbers are bytes.
+"""What a run needs of disk, memory and descriptors, estimated from the size of its model. Pure.
 
 A checkpoint holds master weights and both moments of AdamW in float32: 12 bytes a parameter. Published weights lie in
 shared memory, two versions of them while one takes over from the other.
@@ -21,8 +21,13 @@ RECORDS_BYTES = 1 << 30
 """Room for logs, metrics and samples."""
 PROCESS_BYTES = 100 << 20
 """Of an actor with nothing in it."""
-DESCRIPTORS_OF_A_PROCESS = 512
-DESCRIPTORS_OF_A_PEER = 8
+LEAST_DESCRIPTORS = 64
+"""Of an actor with nothing in it."""
+LEAST_DESCRIPTORS_OF_A_PEER = 5
+"""The dataloader of 12 rollouters holds 97, of 32 rollouters 197."""
+WANTED_DESCRIPTORS = 512
+"""With room for what the user's own code, torch or vLLM open."""
+WANTED_DESCRIPTORS_OF_A_PEER = 8
 DESCRIPTORS_OF_A_BUCKET = 6
 """Two versions, as published, staged and loaded."""
 
@@ -36,34 +41,34 @@ class ModelSize:
 
 
 @dataclass(frozen=True, slots=True)
-class DiskNeed:
-    """``least`` to write anything at all, ``wanted`` until the run's end."""
+class Need:
+    """``least`` to begin at all, ``wanted`` until the run's end."""
 
     least: int
     wanted: int
 
 
-def run_dir_need(config: Config, size: ModelSize | None, *, is_head: bool) -> DiskNeed:
+def run_dir_need(config: Config, size: ModelSize | None, *, is_head: bool) -> Need:
     """Of the run folder on one host, without checkpoints."""
     wanted = RECORDS_BYTES
     if is_head and size is not None and config.checkpoint.export_at_end:
         wanted += size.bytes
-    return DiskNeed(least=RECORDS_BYTES // 16, wanted=wanted)
+    return Need(least=RECORDS_BYTES // 16, wanted=wanted)
 
 
-def checkpoints_need(config: Config, size: ModelSize | None) -> DiskNeed:
+def checkpoints_need(config: Config, size: ModelSize | None) -> Need:
     """Of the folder of checkpoints: those that are kept, and the one being written."""
     checkpoint = config.checkpoint
     if size is None:
-        return DiskNeed(least=0, wanted=0)
+        return Need(least=0, wanted=0)
     kept = checkpoint.keep + 1
     if checkpoint.keep_every_steps:
         kept += config.learner.steps // checkpoint.keep_every_steps
+    each = size.parameters * CHECKPOINT_BYTES
     if not checkpoint.every_versions:
         # None but when the run makes way.
-        kept = 1
-    each = size.parameters * CHECKPOINT_BYTES
-    return DiskNeed(least=each, wanted=each * kept)
+        return Need(least=0, wanted=each)
+    return Need(least=each, wanted=each * kept)
 
 
 def memory_need(config: Config, actors: Sequence[str], size: ModelSize | None, *, on_gpu: bool) -> int:
@@ -81,18 +86,21 @@ def memory_need(config: Config, actors: Sequence[str], size: ModelSize | None, *
         need += size.parameters * TRAINING_BYTES * ranks // config.learner.ranks
     if config.rollout.engine == "reference":
         need += replicas * size.bytes
-    elif config.rollout.engine == "vllm" and not config.rollout.gpus_per_replica:
+    elif config.rollout.engine == "vllm" and config.rollout.gpus_per_replica == 0:
         need += replicas * (size.bytes + config.rollout.vllm.cpu_kv_cache_bytes)
     return need
 
 
-def descriptors_need(config: Config | None, size: ModelSize | None) -> int:
+def descriptors_need(config: Config | None, size: ModelSize | None) -> Need:
     """Of the actor that needs most."""
-    need = DESCRIPTORS_OF_A_PROCESS
     if config is None:
-        return need
-    buckets = 1 + (size.bytes // config.weights.bucket_bytes if size is not None else 0)
-    return need + DESCRIPTORS_OF_A_PEER * len(config.actors) + DESCRIPTORS_OF_A_BUCKET * buckets
+        return Need(least=LEAST_DESCRIPTORS, wanted=WANTED_DESCRIPTORS)
+    peers = len(config.actors)
+    buckets = DESCRIPTORS_OF_A_BUCKET * (1 + (size.bytes // config.weights.bucket_bytes if size is not None else 0))
+    return Need(
+        least=LEAST_DESCRIPTORS + LEAST_DESCRIPTORS_OF_A_PEER * peers + buckets,
+        wanted=WANTED_DESCRIPTORS + WANTED_DESCRIPTORS_OF_A_PEER * peers + buckets,
+    )
 
 
 def count(actors: Sequence[str], role: str) -> int:

@@ -1,0 +1,136 @@
+"""The weights in the model's folder: readable and whole; and their size, without loading a tensor.
+
+Of safetensors only the headers are read: they tell the shape of every tensor and where it lies in the file, so that a
+file that was cut off is found out, and a tensor that the index names and nobody holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+from asyncrl.disk import in_bytes
+from asyncrl.preflight.findings import Finding, fail, listed, ok
+from asyncrl.preflight.needs import ModelSize
+
+MOST_HEADER_BYTES = 100 << 20
+BYTES_OF_DTYPE = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
+"""As config.json names them."""
+KEY = "model.path"
+_LENGTH = struct.Struct("<Q")
+
+
+class Unreadable(ValueError):
+    """What is wrong with a file of the model."""
+
+
+def weight_files(folder: Path) -> dict[Path, list[str]]:
+    """The files that hold the weights, by name, with the tensors that an index says are there.
+
+    Raises Unreadable, also for a file that is named and not there.
+    """
+    for kind, index in (("safetensors", "model.safetensors.index.json"), ("bin", "pytorch_model.bin.index.json")):
+        if (folder / index).is_file():
+            places = _read_json(folder / index).get("weight_map") or {}
+            if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+                raise Unreadable(f"{index}: weight_map does not tell the file of each tensor")
+            named: dict[Path, list[str]] = {folder / name: [] for name in sorted(set(places.values()))}
+            if missing := [file.name for file in named if not file.is_file()]:
+                raise Unreadable(f"{index} names files that are not there: {listed(missing, 4)}")
+            for tensor, name in places.items():
+                named[folder / name].append(tensor)
+            if named:
+                return named
+        if files := sorted(file for file in folder.glob(f"*.{kind}") if file.is_file()):
+            return {file: [] for file in files}
+    raise Unreadable("there are no weights: neither *.safetensors nor *.bin")
+
+
+def measure(folder: Path) -> ModelSize:
+    """Raises Unreadable or OSError."""
+    parameters = size = 0
+    for file, named in weight_files(folder).items():
+        there = file.stat().st_size
+        size += there
+        if file.suffix == ".safetensors":
+            tensors = read_header(file)
+            if missing := [tensor for tensor in named if tensor not in tensors]:
+                raise Unreadable(f"{file.name} holds no {listed(missing, 4)}, which its index says it does")
+            parameters += sum(math.prod(shape) for shape in tensors.values())
+        else:
+            config = _read_json(folder / "config.json")
+            dtype = str(config.get("torch_dtype") or config.get("dtype") or "float32")
+            parameters += there // BYTES_OF_DTYPE.get(dtype, 4)
+    return ModelSize(parameters=parameters, bytes=size)
+
+
+def read_header(file: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of a safetensors file. Raises Unreadable or OSError.
+
+    The tensors fill the file to its last byte (https://github.com/huggingface/safetensors, Format).
+    """
+    there = file.stat().st_size
+    with file.open("rb") as source:
+        head = source.read(_LENGTH.size)
+        if len(head) < _LENGTH.size:
+            raise Unreadable(f"{file.name} is cut off: it has {there} bytes")
+        (length,) = _LENGTH.unpack(head)
+        if length > MOST_HEADER_BYTES:
+            raise Unreadable(f"{file.name} is no safetensors file (is it a pointer of git-lfs?)")
+        if length > there - _LENGTH.size:
+            raise Unreadable(f"{file.name} is cut off: it has {there} bytes, and its header alone takes {length}")
+        try:
+            entries = json.loads(source.read(length))
+            tensors = {name: entry for name, entry in entries.items() if name != "__metadata__"}
+            shapes = {name: tuple(int(size) for size in entry["shape"]) for name, entry in tensors.items()}
+            end = max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            raise Unreadable(f"the header of {file.name} cannot be read") from None
+    end += _LENGTH.size + length
+    if end > there:
+        raise Unreadable(f"{file.name} is cut off: it has {there} bytes of the {end} that its header tells")
+    if end < there:
+        raise Unreadable(f"{file.name} has {there} bytes, and its header tells of {end}")
+    return shapes
+
+
+def digest(folder: Path) -> str:
+    """Equal where hosts have the same model: its config.json, and the names and sizes of the weights' files."""
+    found = hashlib.sha256((folder / "config.json").read_bytes())
+    for file in weight_files(folder):
+        found.update(f"{file.name} {file.stat().st_size}\n".encode())
+    return found.hexdigest()
+
+
+def check_model(path: str | None) -> tuple[Finding, ModelSize | None]:
+    """Of ``model.path``: the finding, and the size if it can be told."""
+    if path is None:
+        return ok("model", "none: everything is simulated", key=KEY), None
+    folder = Path(path)
+    if not folder.is_dir():
+        fix = "give a Hugging Face model folder, at the same place on each host"
+        return fail("model", f"{folder} is not a folder here", fix, key=KEY), None
+    try:
+        if not (folder / "config.json").is_file():
+            raise Unreadable("there is no config.json, so it is not a Hugging Face model folder")
+        _read_json(folder / "config.json")
+        size = measure(folder)
+    except (OSError, Unreadable) as error:
+        told = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else f"{folder}: {error}"
+        fix = "copy or download the model's folder again, as a whole and readable for this user"
+        return fail("model", told, fix, key=KEY), None
+    return ok("model", f"{folder}: {size.parameters:,} parameters, {in_bytes(size.bytes)}", key=KEY), size
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError:
+        raise Unreadable(f"{path.name} is not valid JSON") from None
+    if not isinstance(value, dict):
+        raise Unreadable(f"{path.name} is not a JSON object")
+    return value

@@ -1,0 +1,79 @@
+"""All that is checked of one host's part of a run, on that host: in seconds, without torch, and starting no actor."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.checkpoint.folder import checkpoint_dir
+from asyncrl.config import Config
+from asyncrl.preflight.findings import Finding
+from asyncrl.preflight.inputs import Inputs, check_inputs
+from asyncrl.preflight.limits import descriptor_limit, judge_descriptors
+from asyncrl.preflight.model import check_model
+from asyncrl.preflight.needs import ModelSize, Need, checkpoints_need, count, descriptors_need, run_dir_need
+from asyncrl.preflight.ports import check_ports, ports_needed
+from asyncrl.preflight.rewarding import RewardTrial
+from asyncrl.preflight.storage import check_folder, same_disk
+
+WITH_MODEL = ("learner", "rollouter", "dataloader")
+WITH_TOKENIZER = ("rollouter", "dataloader")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What a host has of a run: these actors, at this address. ``run`` is the run folder, or what it would be."""
+
+    config: Config
+    actors: Sequence[str]
+    address: str
+    run: Path
+    is_head: bool = True
+
+
+async def check_part(part: Part) -> tuple[list[Finding], ModelSize | None]:
+    """The findings, and the size of the model if there is one that can be measured. Never fails."""
+    config, actors = part.config, part.actors
+    found: list[Finding] = []
+    size: ModelSize | None = None
+    if any(count(actors, role) for role in WITH_MODEL):
+        finding, size = await asyncio.to_thread(check_model, config.model.path)
+        found.append(finding)
+    found += await _check_inputs(config, actors)
+    port = config.network.controller_port if part.is_head else 0
+    found.append(check_ports(part.address, config.network.ports, port, ports_needed(config, list(actors))))
+    found += await asyncio.to_thread(_check_folders, part, size)
+    found.append(judge_descriptors(descriptor_limit(), descriptors_need(config, size)))
+    return found, size
+
+
+async def _check_inputs(config: Config, actors: Sequence[str]) -> list[Finding]:
+    """What the user brings: tokenizer, prompts, the reward function."""
+    if not count(actors, "reward"):
+        return (await _read_inputs(config, actors)).findings
+    async with RewardTrial(config) as trial:
+        inputs, problem = await asyncio.gather(_read_inputs(config, actors), trial.start())
+        return [*inputs.findings, problem or await trial.call(inputs.samples)]
+
+
+async def _read_inputs(config: Config, actors: Sequence[str]) -> Inputs:
+    if not any(count(actors, role) for role in WITH_TOKENIZER):
+        return Inputs()
+    return await check_inputs(config, with_rows=bool(count(actors, "dataloader")))
+
+
+def _check_folders(part: Part, size: ModelSize | None) -> list[Finding]:
+    config, run, found = part.config, part.run.absolute(), list[Finding]()
+    need = run_dir_need(config, size, is_head=part.is_head)
+    if count(part.actors, "learner") and config.learner.backend != "sim":
+        checkpoints, each = checkpoint_dir(config, run).absolute(), checkpoints_need(config, size)
+        key = "checkpoint.dir" if config.checkpoint.dir is not None else "run.dir"
+        with contextlib.suppress(OSError):
+            if same_disk(run, checkpoints):
+                each = Need(least=each.least + need.least, wanted=each.wanted + need.wanted)
+        found.append(check_folder("checkpoint_dir", key, checkpoints, each))
+    found.append(check_folder("run_dir", "run.dir", run, need))
+    return found

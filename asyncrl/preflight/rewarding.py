@@ -1,0 +1,127 @@
+"""The reward function, found as the pool finds it and called on sample rows, in a worker of a pool of its own.
+
+So whatever the function does (exit, hang, eat memory, print without end) costs that worker and nothing else. A call
+on one sample may fail by that sample, or by a completion that no model would write. So what fails on each sample of
+a set is an error; what fails on some, or only runs over its time, is a warning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from asyncrl.config import Config
+from asyncrl.config.training import RewardConfig
+from asyncrl.errors import AsyncRLError, ConfigError, RewardFailed
+from asyncrl.messages.reward import Completion, Score
+from asyncrl.preflight.findings import Finding, fail, listed, ok, warn
+from asyncrl.preflight.inputs import Sample
+from asyncrl.reward.pool import RewardPool
+
+IMPORT_S = 60.0
+CALLS_S = 10.0
+"""Longest time for all calls together; reward.timeout_s bounds each of them too."""
+PLAIN = "I am not sure. The answer is 42."
+"""What a model might say to anything."""
+KEY = "reward.function"
+
+
+@dataclass
+class Trial:
+    """What came of the calls on the samples of one set of prompts."""
+
+    rewards: list[float] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    """With the place of the row."""
+
+
+class RewardTrial:
+    """A worker with the function; use it as a context. Starting it and reading the samples may go on together."""
+
+    def __init__(self, config: Config, *, import_s: float = IMPORT_S, calls_s: float = CALLS_S) -> None:
+        self._reward, self._n = config.reward, config.rollout.samples_per_prompt
+        self._import_s, self._calls_s = import_s, calls_s
+        one = self._reward.model_copy(update={"workers": 1})
+        self._pool = RewardPool(one, max_tokens=config.rollout.max_tokens, start_timeout_s=import_s)
+
+    async def __aenter__(self) -> RewardTrial:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._pool.close()
+
+    async def start(self) -> Finding | None:
+        """Why the function cannot be called; None if it can."""
+        fix = "correct reward.function and reward.options; the module has to be installed or lie where you launch"
+        try:
+            await self._pool.start()
+        except ConfigError as error:
+            return fail("reward", listed(error.problems), fix)
+        except RewardFailed as error:
+            return fail("reward", f"importing {self._reward.function}: it {error.reason}", fix, key=KEY)
+        except AsyncRLError:
+            told = f"importing {self._reward.function} takes more than {self._import_s:g} s"
+            return fail("reward", told, fix, key=KEY)
+        return None
+
+    async def call(self, samples: Sequence[Sample]) -> Finding:
+        """Call it on each sample, until the time is over."""
+        trials: dict[str, Trial] = {}
+        try:
+            async with asyncio.timeout(self._calls_s):
+                for sample, completions in _calls(self._reward, samples, self._n):
+                    trial = trials.setdefault(sample.key, Trial())
+                    asked = Score(uid="1/0", prompt=sample.prompt, row=sample.row, completions=completions)
+                    try:
+                        trial.rewards += (await self._pool.score(asked)).rewards
+                    except RewardFailed as error:
+                        trial.errors.append(f"{error.reason}, on {sample.place}")
+                        if self._pool.counters.timed_out:
+                            break
+        except TimeoutError:
+            if not any(trial.rewards or trial.errors for trial in trials.values()):
+                told = f"{self._reward.function} was called, and had not answered after {self._calls_s:g} s"
+                fix = f"see that it ends within reward.timeout_s = {self._reward.timeout_s:g}"
+                return warn("reward", told, fix, key=KEY)
+        return judge(self._reward.function, trials, timed_out=bool(self._pool.counters.timed_out))
+
+
+def _calls(reward: RewardConfig, samples: Sequence[Sample], n: int) -> Iterator[tuple[Sample, list[Completion]]]:
+    """Each sample with what a model may have said to it: the row's answer, where it has one, and something else."""
+    column = reward.options.get("answer_key", "answer")
+    for sample in samples:
+        answer = sample.row.get(column)
+        texts = [str(answer), PLAIN] if isinstance(answer, str | int | float) else [PLAIN]
+        said = [Completion(text=text, finish_reason="stop", tokens=max(1, len(text.split()))) for text in texts]
+        if reward.per == "group":
+            yield sample, (said * n)[:n]
+        else:
+            yield from ((sample, [one]) for one in said)
+
+
+def judge(function: str, trials: dict[str, Trial], *, timed_out: bool) -> Finding:
+    """Pure. ``trials`` by the set that their samples are of."""
+    errors = [error for trial in trials.values() for error in trial.errors]
+    rewards = [reward for trial in trials.values() for reward in trial.rewards]
+    broken = [trial for trial in trials.values() if trial.errors and not trial.rewards]
+    if broken and not timed_out:
+        told = f"{function} fails on each of the samples that it was called on: {broken[0].errors[0]}"
+        fix = "mend it: an error is never a reward, so nothing would be trained; it gives a number for any completion"
+        return fail("reward", told, fix, key=KEY)
+    if errors:
+        told = f"{function} fails on {len(errors)} of {len(errors) + len(rewards)} samples: {errors[0]}"
+        fix = "see whether it gives a number for any completion: each failure costs a trajectory or its group"
+        if timed_out:
+            fix = "make it faster, or raise reward.timeout_s"
+        return warn("reward", told, fix, key=KEY)
+    if not rewards:
+        return ok("reward", f"{function} can be called", key=KEY)
+    shown = listed([f"{reward:.4g}" for reward in rewards])
+    return ok("reward", f"{function} can be called, and gives on samples: {shown}", key=KEY)
+
+
+async def check_reward(config: Config, samples: Sequence[Sample] = (), import_s: float = IMPORT_S) -> Finding:
+    """Whether the function can be imported, takes what it is given and gives what it should."""
+    async with RewardTrial(config, import_s=import_s) as trial:
+        return await trial.start() or await trial.call(samples)

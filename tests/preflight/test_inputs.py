@@ -1,0 +1,204 @@
+"""Model, tokenizer and prompts, on real files."""
+
+import asyncio
+import json
+import sys
+
+import pytest
+from model_files import write_model, write_weights
+
+from asyncrl.config.load import validate_config
+from asyncrl.preflight import inputs
+from asyncrl.preflight.inputs import check_inputs, read_inputs
+from asyncrl.preflight.model import check_model, digest, measure
+from asyncrl.preflight.needs import ModelSize
+
+
+@pytest.fixture
+def model(tmp_path):
+    return write_model(tmp_path / "model")
+
+
+def test_a_whole_model_is_measured(model):
+    finding, size = check_model(str(model))
+    assert finding.result == "ok", finding
+    assert size is not None and size.parameters == 20
+    assert size.bytes == (model / "model.safetensors").stat().st_size
+    assert check_model(None)[0].result == "ok"
+
+
+def test_several_files_are_counted_together(model):
+    (model / "model.safetensors").rename(model / "one.safetensors")
+    write_weights(model / "two.safetensors", (3, 3), name="v")
+    index = {"weight_map": {"w": "one.safetensors", "v": "two.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert measure(model).parameters == 29
+    (model / "two.safetensors").unlink()
+    finding, _ = check_model(str(model))
+    assert finding.result == "fail" and "two.safetensors" in finding.detail
+
+
+def test_files_of_torch_are_counted_by_their_size(model):
+    (model / "model.safetensors").unlink()
+    (model / "pytorch_model.bin").write_bytes(bytes(1000))
+    (model / "config.json").write_text('{"eos_token_id": 1, "torch_dtype": "bfloat16"}')
+    assert measure(model) == ModelSize(parameters=500, bytes=1000)
+
+
+def grow(file):
+    file.write_bytes(file.read_bytes() + b"more")
+
+
+def write_index(folder, places):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda m: (m / "config.json").unlink(), "there is no config.json"),
+        (lambda m: (m / "config.json").write_text("{"), "config.json is not valid JSON"),
+        (lambda m: (m / "model.safetensors").unlink(), "there are no weights"),
+        (lambda m: write_weights(m / "model.safetensors", cut=3), "model.safetensors is cut off: it has "),
+        (lambda m: write_weights(m / "model.safetensors", cut=60), "and its header alone takes "),
+        (lambda m: (m / "model.safetensors").write_bytes(b"123"), "model.safetensors is cut off: it has 3 bytes"),
+        (lambda m: grow(m / "model.safetensors"), "and its header tells of"),
+        (lambda m: (m / "model.safetensors").write_text("version https://git-lfs"), "git-lfs"),
+        (lambda m: (m / "model.safetensors").write_bytes(bytes([3, *[0] * 7]) + b"{}x"), "cannot be read"),
+        (lambda m: write_index(m, {"w": "model.safetensors", "v": "b.safetensors"}), "not there: b.safetensors"),
+        (lambda m: write_index(m, {"w": "model.safetensors", "v": "model.safetensors"}), "holds no v, which its index"),
+        (lambda m: write_index(m, ["w"]), "weight_map does not tell"),
+    ],
+)
+def test_a_model_that_is_not_whole_says_what_is_missing(model, spoil, said):
+    spoil(model)
+    finding, size = check_model(str(model))
+    assert finding.result == "fail" and said in finding.detail and finding.fix and size is None
+    assert finding.key == "model.path" and str(model) in finding.detail
+    assert check_model("/nowhere")[0].detail == "/nowhere is not a folder here"
+
+
+def test_a_digest_tells_models_apart(model, tmp_path):
+    before = digest(model)
+    (model / "README.md").write_text("of no account")
+    assert digest(model) == before
+    write_weights(model / "model.safetensors", (5, 5))
+    assert digest(model) != before
+
+
+# --- tokenizer ---
+
+
+def config_of(model, **data):
+    return validate_config(
+        {
+            "model": {"path": str(model)},
+            "data": {"source": "synthetic"} | data,
+            "rollout": {"engine": "sim"},
+            "learner": {"backend": "sim"},
+        }
+    )
+
+
+def without_unk(model):
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["model"]["unk_token"] = "[NONE]"
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "result", "said"),
+    [
+        (lambda m: None, "ok", "can be read"),
+        (lambda m: (m / "tokenizer.json").write_text("{"), "fail", "tokenizer.json cannot be read"),
+        (lambda m: (m / "tokenizer.json").unlink(), "fail", "holds no tokenizer: no tokenizer.json"),
+        (lambda m: (m / "config.json").write_text("{}"), "warn", "names no end of a sequence"),
+        (without_unk, "warn", "tokenizer.json cannot encode this text"),
+    ],
+)
+def test_the_tokenizer_is_looked_at(model, spoil, result, said):
+    spoil(model)
+    found, _ = read_inputs(config_of(model), with_rows=True).findings
+    assert (found.check, found.result, found.key) == ("tokenizer", result, "model.path")
+    assert said in found.detail and str(model) in found.detail and bool(found.fix) == (result != "ok")
+
+
+def test_a_prompt_outside_the_vocabulary_names_its_line_and_the_tokenizer(model, tmp_path):
+    without_unk(model)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    _, found = read_inputs(config_of(model, source="jsonl", path=str(tmp_path / "p.jsonl")), with_rows=True).findings
+    assert found.result == "fail" and f"{tmp_path}/p.jsonl:2: {model}/tokenizer.json cannot encode" in found.detail
+    assert "needs an unk_token that is in its vocabulary" in found.detail
+
+
+def test_a_chat_template_is_looked_for_where_one_is_needed(model):
+    _, found = read_inputs(config_of(model, template="chat"), with_rows=True).findings
+    assert (found.result, found.key) == ("fail", "data.template") and "has no chat template" in found.detail
+    (model / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    _, found = read_inputs(config_of(model, template="chat"), with_rows=True).findings
+    assert found.result == "ok", found
+
+
+# --- prompts ---
+
+
+def data(tmp_path, lines, **settings):
+    (tmp_path / "data.jsonl").write_bytes("\n".join(lines).encode() + b"\n")
+    return validate_config(
+        {
+            "data": {"source": "jsonl", "path": str(tmp_path / "data.jsonl")} | settings,
+            "rollout": {"engine": "sim"},
+            "learner": {"backend": "sim"},
+            "eval": {"held": {"data": {"source": "synthetic"}}},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("lines", "settings", "result", "said"),
+    [
+        (['{"prompt": "hello"}'], {}, "ok", "a prompt of 5 tokens"),
+        (['\ufeff{"prompt": "hello"}'], {}, "ok", "a prompt of 5 tokens"),
+        (['{"prompt": "hello"}', "{"], {}, "fail", "data.jsonl:2: is not valid JSON"),
+        (["{"], {"on_bad_row": "skip"}, "warn", "it is left out"),
+        (['{"question": "hello"}'], {}, "fail", "has no column 'prompt'"),
+        (['{"prompt": "a long one"}'], {"max_prompt_tokens": 3}, "warn", "over 3"),
+        (['{"prompt": [{"role": "user", "content": "x"}]}'], {}, "fail", 'need template = "chat"'),
+        ([""], {}, "fail", "holds no row"),
+        ([""], {"path": "/nowhere/x.jsonl"}, "fail", "no such file"),
+        ([""], {"source": "hf", "path": "/nowhere"}, "fail", "no such folder"),
+    ],
+)
+def test_the_first_rows_are_read_as_the_dataloader_does(tmp_path, lines, settings, result, said):
+    _, trained, held = read_inputs(data(tmp_path, lines, **settings), with_rows=True).findings
+    assert trained.result == result and said in trained.detail and trained.key.partition(".")[0] == "data", trained
+    assert held.result == "ok" and held.key == "eval.held.data"
+
+
+def test_samples_are_rows_of_each_set_with_their_places(tmp_path):
+    rows = [json.dumps({"prompt": f"p{number}", "answer": number}) for number in range(5)]
+    (first, *_, last) = samples = read_inputs(data(tmp_path, ["", *rows]), with_rows=True).samples
+    assert [sample.key for sample in samples] == ["data"] * 3 + ["eval.held.data"]
+    assert first.place == f"{tmp_path}/data.jsonl:2" and first.row == {"prompt": "p0", "answer": 0}
+    assert (first.prompt, last.place) == ("p0", "synthetic:1")
+
+
+def test_the_same_is_found_in_a_process_of_its_own(model, tmp_path):
+    config = data(tmp_path, ['{"prompt": "hello"}', "{"])
+    assert asyncio.run(check_inputs(config)) == read_inputs(config, with_rows=True)
+    config = config_of(model)
+    alone = asyncio.run(check_inputs(config, with_rows=False))
+    assert alone == read_inputs(config, with_rows=False) and [one.check for one in alone.findings] == ["tokenizer"]
+
+
+@pytest.mark.parametrize(
+    ("code", "result", "said"),
+    [
+        ("import os, sys; print('last words', file=sys.stderr, flush=True); os._exit(3)", "fail", "3: last words"),
+        ("import time; time.sleep(600)", "warn", "not read within 1 s"),
+    ],
+)
+def test_a_process_that_dies_or_hangs_is_a_finding(tmp_path, monkeypatch, code, result, said):
+    monkeypatch.setattr(inputs, "ARGV", (sys.executable, "-c", code))
+    (found,) = asyncio.run(check_inputs(data(tmp_path, ["{}"]), limit_s=1.0 if result == "warn" else 60.0)).findings
+    assert found.result == result and said in found.detail and found.key == "data, eval.held.data"
