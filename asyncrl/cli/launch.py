@@ -269,7 +269,7 @@ def _run_inside_slurm(given: argparse.Namespace, overrides: dict[str, str]) -> i
 def _submit(given: argparse.Namespace, overrides: dict[str, str]) -> int:
     """Submit a job, or show its script. Raises AsyncRLError or OSError."""
     from asyncrl.config.load import load_config
-    from asyncrl.launcher.slurm import batch_script, start_of, submit
+    from asyncrl.launcher.slurm import batch_script, left_open, start_of, submit
 
     config = load_config(given.configs, _with_allowed(given, overrides))
     start_of(given.container)
@@ -277,7 +277,10 @@ def _submit(given: argparse.Namespace, overrides: dict[str, str]) -> int:
     argv += [f"--{key}={value}" for key, value in overrides.items()]
     argv += [f"--allow-changed-{what}" for what, _ in ALLOWED if getattr(given, f"allow_changed_{what}")]
     argv += [f"--{key}={value}" for key in ("resume", "container") if (value := getattr(given, key)) is not None]
-    script = batch_script(config, argv, nodes=given.nodes, options=given.sbatch_args or "")
+    options = given.sbatch_args or ""
+    script = batch_script(config, argv, nodes=given.nodes, options=options)
+    for warning in left_open(config, nodes=given.nodes, options=options):
+        _complain(f"warning: {warning}", 0)
     if given.dry_run:
         print(script, end="")
         return 0

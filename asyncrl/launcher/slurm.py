@@ -3,7 +3,8 @@
 Within a job its nodes are the hosts, in SLURM's order, so the first, where the batch script runs, is the head. A job
 may be started again at any time, so there a run of a name is one: it is resumed if it is there, and else begun.
 
-The batch script is the same text here and in launch/slurm/train.sbatch, but for what it is called with. Fails with
+The batch script is the same text here and in launch/slurm/train.sbatch, but for what it is called with and what the job
+asks for: here the GPUs that the configuration takes for certain, and then a core for each process. Fails with
 UsageError for what the command line asks, and with HostFailed where SLURM is not there or will not have the job.
 """
 
@@ -17,9 +18,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from asyncrl.config import Config
-from asyncrl.errors import HostFailed, UsageError
+from asyncrl.errors import ConfigError, HostFailed, UsageError
 from asyncrl.launcher.choice import find_candidates
 from asyncrl.launcher.hostfile import HostLine
+from asyncrl.launcher.placement import Host, place
 from asyncrl.launcher.resume import AUTO
 from asyncrl.launcher.start import SlurmStart
 
@@ -27,6 +29,17 @@ ANSWER_S = 60.0
 """Longest time in which a command of SLURM answers."""
 CONTAINER_PYTHON = "python3"
 """Of the container, by its own PATH."""
+SPEAKING = {
+    "gpus": ("--gpus", "-G", "--gres", "--tres-per"),
+    "cpus": ("--cpus-per", "-c", "--mincpus", "--ntasks", "-n", "--exclusive", "--tres-per"),
+    "time": ("--time", "-t"),
+}
+"""Beginnings of the options of sbatch that say how much of it a job gets."""
+SPEAKING_VARIABLES = {
+    "gpus": ("SBATCH_GPUS", "SBATCH_GPUS_PER_NODE", "SBATCH_GPUS_PER_TASK", "SBATCH_GRES"),
+    "cpus": ("SBATCH_CPUS_PER_GPU", "SBATCH_CPUS_PER_TASK", "SBATCH_EXCLUSIVE"),
+    "time": ("SBATCH_TIMELIMIT",),
+}
 HEADER = """\
 #!/bin/bash
 #SBATCH --job-name={name}
@@ -112,9 +125,74 @@ def batch_script(config: Config, argv: Sequence[str], *, nodes: int, options: st
     folder = Path(config.run.dir).absolute()
     lines = [f"#SBATCH --chdir={shlex.quote(os.getcwd())}"]
     lines += [f"#SBATCH --output={shlex.quote(f'{folder}/{config.run.name}-%j.out')}"]
+    lines += [f"#SBATCH {asked}" for asked in _asked(config, nodes, options)]
     lines += [f"#SBATCH {options}"] if options else []
     header = HEADER.format(name=config.run.name, nodes=nodes)
     return header + "\n".join([*lines, "", f"set -- {shlex.join(argv)}", "", BODY])
+
+
+def left_open(config: Config, *, nodes: int, options: str, env: Mapping[str, str] = os.environ) -> list[str]:
+    """A line for each thing that the job does not ask for, so that the defaults of the cluster decide."""
+    said, gpus = _said(options, env), gpus_of_a_node(config, nodes)
+    found = []
+    if gpus is None and "gpus" not in said:
+        told = "the configuration does not say whether GPUs are used"
+        fix = "set rollout.gpus_per_replica and learner.device, or --sbatch-args '--gpus-per-node=N'"
+        found.append(f"GPUs: {told}, so the job asks for none; {fix}")
+    if not gpus and "cpus" not in said:
+        found.append("CPUs: the job asks for none, and many clusters give one; --sbatch-args '--cpus-per-task=N'")
+    if "time" not in said:
+        found.append("time: the job asks for none, so it ends at the partition's limit; --sbatch-args '--time=8:00:00'")
+    return found
+
+
+def gpus_of_a_node(config: Config, nodes: int) -> int | None:
+    """The fewest GPUs on each of so many nodes with which the run has a place; None if only the nodes can tell."""
+    learner, rollout = config.learner, config.rollout
+    each = rollout.gpus_per_replica if rollout.engine == "vllm" else 0
+    if each is None or (learner.backend != "sim" and learner.device == "auto" and not each):
+        # Both take GPUs where there are some.
+        return None
+    ranks = learner.ranks if learner.backend != "sim" and learner.device != "cpu" else 0
+    total = ranks + rollout.replicas * each
+    for count in range(-(-total // nodes), total):
+        if _placed(config, nodes, count) is not None:
+            return count
+    return total
+
+
+def _placed(config: Config, nodes: int, gpus: int) -> list[int] | None:
+    """The processes of each of so many nodes with so many GPUs each; None if the run has no place there."""
+    hosts = [Host(name=str(node), cpus=1, gpus=tuple(map(str, range(gpus)))) for node in range(nodes)]
+    try:
+        placed = place(config, hosts)
+    except ConfigError:
+        return None
+    names = [actor.host for actor in placed]
+    names += [actor.host for actor in placed if actor.name == "reward/0"] * config.reward.workers
+    return [names.count(host.name) for host in hosts]
+
+
+def _asked(config: Config, nodes: int, options: str) -> list[str]:
+    """What the job asks for of itself: what its processes take for certain, where the user says nothing of it."""
+    said, gpus = _said(options, os.environ), gpus_of_a_node(config, nodes)
+    if not gpus:
+        return []
+    asked = [] if "gpus" in said else [f"--gpus-per-node={gpus}"]
+    processes = _placed(config, nodes, gpus)
+    if processes is not None and "cpus" not in said:
+        asked.append(f"--cpus-per-task={max(processes)}")
+    return asked
+
+
+def _said(options: str, env: Mapping[str, str]) -> set[str]:
+    """Of gpus, cpus and time those that the user's options of sbatch, or their environment variables, speak of."""
+    try:
+        words = shlex.split(options)
+    except ValueError as error:
+        raise UsageError(f"--sbatch-args {options}: {error}") from None
+    said = {what for what, names in SPEAKING.items() if any(word.startswith(names) for word in words)}
+    return said | {what for what, names in SPEAKING_VARIABLES.items() if any(name in env for name in names)}
 
 
 def submit(config: Config, script: str) -> tuple[str, Path, str]:

@@ -17,10 +17,10 @@ import pytest
 
 from asyncrl.cli.launch import main
 from asyncrl.config import Config
-from asyncrl.config.load import load_config
+from asyncrl.config.load import load_config, validate_config
 from asyncrl.errors import HostFailed, UsageError
 from asyncrl.launcher.hostfile import HostLine
-from asyncrl.launcher.slurm import BODY, batch_script, job_hosts, resume_of, start_of
+from asyncrl.launcher.slurm import BODY, batch_script, gpus_of_a_node, job_hosts, left_open, resume_of, start_of
 from asyncrl.launcher.start import SlurmStart
 
 SCRIPTS = Path(__file__).parents[2] / "launch" / "slurm"
@@ -168,6 +168,78 @@ def test_the_script_of_a_job_calls_the_command_with_its_words(config: Config) ->
         batch_script(config, [], nodes=1, options="-p gpu\nrm")
 
 
+def sized(ranks: int, replicas: int, each: int | None, device: str = "auto", engine: str = "vllm") -> Config:
+    return validate_config(
+        {
+            "model": {"path": "m"},
+            "data": {"source": "synthetic"},
+            "rollout": {"engine": engine, "replicas": replicas, "gpus_per_replica": each},
+            "reward": {"workers": 2},
+            "learner": {"ranks": ranks, "device": device},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "nodes", "gpus", "cpus"),
+    [
+        # On one node: controller, dataloader, parameter server, reward and its workers, and a process for each GPU.
+        (sized(4, 4, 1), 1, 8, 6 + 8),
+        # On several the reward pool is beside the head.
+        (sized(4, 4, 1), 2, 4, 3 + 4),
+        (sized(8, 3, 8), 4, 8, 3 + 8),
+        (sized(1, 1, 2), 1, 3, 8),
+        # An engine does not span nodes.
+        (sized(1, 3, 2), 2, 4, None),
+        (sized(2, 4, 1, device="cpu"), 1, 4, 12),
+        (sized(2, 2, 0, device="cuda"), 1, 2, 10),
+        (sized(2, 2, 0, device="cpu"), 1, 0, None),
+        (sized(2, 2, 0), 1, None, None),
+        (sized(2, 2, None), 1, None, None),
+        (sized(2, 2, None, device="cuda"), 1, None, None),
+        (sized(2, 2, None, engine="reference", device="cuda"), 2, 1, None),
+    ],
+)
+def test_a_job_asks_for_the_gpus_that_the_run_takes_for_certain(
+    config: Config, nodes: int, gpus: int | None, cpus: int | None
+) -> None:
+    assert gpus_of_a_node(config, nodes) == gpus
+    lines = batch_script(config, [], nodes=nodes).splitlines()
+    assert [line for line in lines if "gpus-per-node" in line] == [f"#SBATCH --gpus-per-node={gpus}"] * bool(gpus)
+    asked = [line for line in lines if "cpus-per-task" in line]
+    assert len(asked) == bool(gpus)
+    if cpus is not None:
+        assert asked == [f"#SBATCH --cpus-per-task={cpus}"]
+
+
+def test_what_the_user_asks_for_is_not_asked_for_again() -> None:
+    for options in ("--gres=gpu:8 -c 64", "--gpus-per-node 8 --exclusive", "-G8 --cpus-per-gpu=8"):
+        lines = batch_script(sized(4, 4, 1), [], nodes=1, options=options).splitlines()
+        assert [line for line in lines if "gpu" in line or "cpu" in line] == [f"#SBATCH {options}"]
+    with pytest.raises(UsageError, match="--sbatch-args --comment='x"):
+        batch_script(sized(4, 4, 1), [], nodes=1, options="--comment='x")
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "env", "open_"),
+    [
+        (sized(4, 4, 1), "", {}, ["time"]),
+        (sized(4, 4, 1), "-t 60", {}, []),
+        (sized(4, 4, 1), "", {"SBATCH_TIMELIMIT": "60"}, []),
+        (sized(4, 4, None), "", {}, ["GPUs", "CPUs", "time"]),
+        (sized(4, 4, None), "--gpus-per-node=8 --time=60", {}, ["CPUs"]),
+        (sized(4, 4, None), "--gres=gpu:8 --exclusive", {}, ["time"]),
+        (sized(4, 4, 0, device="cpu"), "--partition=cpu", {}, ["CPUs", "time"]),
+    ],
+)
+def test_what_is_left_to_the_defaults_of_the_cluster_is_told(
+    config: Config, options: str, env: dict[str, str], open_: list[str]
+) -> None:
+    found = left_open(config, nodes=1, options=options, env=env)
+    assert [line.partition(":")[0] for line in found] == open_
+    assert all("--sbatch-args" in line for line in found)
+
+
 @pytest.mark.parametrize("name", ["train.sbatch", "train-containers.sbatch"])
 def test_the_scripts_of_the_repository_are_those_of_the_command(name: str, config: Config) -> None:
     text = (SCRIPTS / name).read_text()
@@ -252,8 +324,9 @@ def test_dry_run_shows_the_script_and_leaves_nothing(file: Path, tools, capsys: 
         "--dry-run",
     ]
     assert main([str(file), "--learner.steps", "9", *flags]) == 0
-    shown = capsys.readouterr().out
+    shown, warned = capsys.readouterr()
     assert "#SBATCH --partition=gpu" in shown.splitlines()
+    assert [line.split()[2] for line in warned.splitlines()] == ["CPUs:", "time:"]
     (words,) = [line for line in shown.splitlines() if line.startswith("set -- ")]
     command = [sys.executable, "-m", "asyncrl.cli.launch", "--inside-slurm", str(file)]
     assert shlex.split(words)[2:] == [*command, "--learner.steps=9", "--container=--image=/a.b=c"]
