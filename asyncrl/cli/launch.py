@@ -31,7 +31,10 @@ Configuration: the CONFIG files (TOML) are merged left to right, then flags with
 
   asyncrl-launch configs/small.toml --learner.lr 1e-6 --run.name=trial --rollout.stop '["\\n"]'
 
-A value is read as TOML, and as plain text where it is none. --help-config lists every key.
+A value is read as TOML, and as plain text where it is none or the key holds text. --help-config lists every key.
+
+Before anything starts, model, tokenizer, first prompts, reward function, ports, disk, limits and GPUs are checked;
+--dry-run shows configuration, placement and what was found, and starts nothing.
 
 Ctrl-C ends the run in good order, a second one at once. SIGTERM or SIGUSR2 lets it make way: it writes a checkpoint
 within preempt.grace_s, ends, and can be resumed.
@@ -145,7 +148,9 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("configs", nargs="*", metavar="CONFIG", help="TOML files, merged left to right")
-    parser.add_argument("--dry-run", action="store_true", help="show configuration and placement, start nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show configuration, placement and checks, start nothing"
+    )
     parser.add_argument("--resume", metavar="auto|PATH", help="go on with a run: the newest of run.name, or this one")
     for what, meaning in ALLOWED:
         parser.add_argument(f"--allow-changed-{what}", action="store_true", help=f"resume although {meaning} changed")

@@ -144,7 +144,8 @@ def _check_tokenizer(config: Config) -> tuple[Finding, Tokenizer | None]:
 
 
 def _check_set(key: str, data: DataConfig, tokenizer: Tokenizer | None, count: int) -> tuple[Finding, list[Sample]]:
-    """The finding, and up to ``count`` rows from the beginning of the set."""
+    """The finding, and up to ``count`` rows from the beginning of the set, also where they cannot be tokenized."""
+    problem: Finding | None = None
     samples: list[Sample] = []
     lengths: list[int] = []
     first: RawRow | None = None
@@ -164,25 +165,22 @@ def _check_set(key: str, data: DataConfig, tokenizer: Tokenizer | None, count: i
                     break
                 continue
             text = prompt if isinstance(prompt, str) else ""
-            if tokenizer is not None:
+            if tokenizer is not None and problem is None:
                 try:
                     ids, text = tokenizer.encode_prompt(prompt, data.template, data.system)
-                except ConfigError as error:
-                    # There is no chat template, or none that can be used.
-                    told = "; ".join(problem.removeprefix("data.template: ") for problem in error.problems)
-                    fix = "take a model that has one, or put chat_template.jinja into its folder"
-                    return fail("data", told, fix, key=f"{key}.template"), []
+                    lengths.append(len(ids))
                 except ValueError as error:
-                    fix = f"set {key}.template to what the rows hold, or mend the row or the tokenizer"
-                    return fail("data", f"{place}: {error}", fix, key=key), []
-                if not ids:
-                    return fail("data", f"{place}: the prompt has no tokens", "mend the row", key=key), []
-                lengths.append(len(ids))
+                    problem = _untokenized(key, place, error)
+                else:
+                    if not ids:
+                        problem = fail("data", f"{place}: the prompt has no tokens", "mend the row", key=key)
             samples.append(Sample(key, place, text, unpack(packed)))
             if len(samples) == count:
                 break
     except DataError as error:
         return fail("data", str(error), f"correct {key}.path, or put the data there on this host", key=key), []
+    if problem is not None:
+        return problem, samples
     if first is None:
         return fail("data", f"{name} holds no row", "put the prompts there, or set another", key=f"{key}.path"), []
     if skipped:
@@ -195,6 +193,16 @@ def _check_set(key: str, data: DataConfig, tokenizer: Tokenizer | None, count: i
         fix = f"raise {key}.max_prompt_tokens, or shorten the prompts"
         return warn("data", f"{told}, over {data.max_prompt_tokens}: it would be quarantined", fix, key=key), samples
     return ok("data", told, key=key), samples
+
+
+def _untokenized(key: str, place: str, error: ValueError) -> Finding:
+    if isinstance(error, ConfigError):
+        # There is no chat template, or none that can be used.
+        told = "; ".join(problem.removeprefix("data.template: ") for problem in error.problems)
+        fix = "take a model that has one, or put chat_template.jinja into its folder"
+        return fail("data", told, fix, key=f"{key}.template")
+    fix = f"set {key}.template to what the rows hold, or mend the row or the tokenizer"
+    return fail("data", f"{place}: {error}", fix, key=key)
 
 
 def main() -> int:
