@@ -41,6 +41,7 @@ from asyncrl.doctor.talk import (
 )
 from asyncrl.errors import AsyncRLError
 from asyncrl.launcher.addresses import find_routes, interface_of, interfaces
+from asyncrl.launcher.checks import check_sinks, installed_sinks
 from asyncrl.launcher.hosts import local_host
 from asyncrl.launcher.hostspec import Facts, RouteQuery
 from asyncrl.preflight.findings import Finding
@@ -143,6 +144,8 @@ def examine(order: Examine) -> Examined:
     of_part, size = asyncio.run(check_part(part))
     on_gpu = config.learner.device == "cuda" or (config.learner.device == "auto" and bool(local_host().gpus))
     found += of_part
+    if order.is_head:
+        found += check_sinks(config.sinks, installed_sinks())
     found.append(judge_memory(*memory_bytes(), memory_need(config, order.actors, size, on_gpu=on_gpu)))
     return Examined(findings=found, model=digest(Path(config.model.path)) if size and config.model.path else "")
 

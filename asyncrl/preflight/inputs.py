@@ -28,7 +28,7 @@ from asyncrl.runtime.supervision import describe_exit
 from asyncrl.tokenizer import Tokenizer, load_tokenizer
 
 ARGV = (sys.executable, "-m", "asyncrl.preflight.inputs")
-READ_S = 60.0
+READ_S = 45.0
 """Longest time for all of it; importing transformers, for a tokenizer that only it can read, takes most."""
 END_S = 5.0
 SAMPLES = 3

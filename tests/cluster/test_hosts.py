@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from cluster.launches import SECRET, Launch, left, process
 from cluster.netns import REPOSITORY, Cluster, wait_until
+from model_files import write_model
 
 from asyncrl.monitor.metrics_file import read_metrics
 from tools.bench.tiny_model import make_model
@@ -379,12 +380,28 @@ def test_what_is_wrong_with_a_host_is_said_in_one_message(standing, folder, host
 
 
 def test_more_gpus_are_asked_for_than_there_are(standing, folder):
-    (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text("{}")
+    write_model(folder / "model")
     flags = ("--model.path", str(folder / "model"), "--rollout.engine", "vllm", "--rollout.gpus_per_replica", "3")
     code, shown = Launch(standing, folder, "head\nb\n", *flags).end()
     assert code == 78, shown
     assert " = 2 x 3 = 6 makes 6, but there are 0: head 0, b 0; ask for fewer, or set " in shown[-1]
+    assert not left(standing, folder)
+    assert not (folder / "runs").exists()
+
+
+def test_what_the_hosts_lack_is_found_before_anything_starts(standing, folder):
+    """The head's copy of the model is cut off, the other host has none, and its share of the ports is too small."""
+    weights = write_model(folder / "model") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-3])
+    flags = ("--model.path", str(folder / "model"), "--network.ports", "7000-7003")
+    code, shown = Launch(standing, folder, "head\nb\n", *flags).end()
+    assert code == 78, shown
+    for told in (
+        f"model.path: {folder}/model: model.safetensors is cut off: it has ",
+        f"b: model.path: {folder}/model is not a folder here; fix: ",
+        "network.ports: 4 of 4 ports in 7000-7003 are free at 10.77.0.1, and the actors there need ",
+    ):
+        assert [line.strip().startswith(told) for line in shown].count(True) == 1, shown
     assert not left(standing, folder)
     assert not (folder / "runs").exists()
 

@@ -97,14 +97,15 @@ def test_this_host_can_rehearse_and_what_is_left_is_named(config, tmp_path):
     left = tmp_path / "runs" / "old" / "private"
     left.mkdir(parents=True)
     (left / "lock").touch()
-    done = run(config, "--json", cwd=tmp_path)
+    done = run(config, "--json", "--sinks.tensorboard", "true", cwd=tmp_path)
     found = json.loads(done.stdout)
     assert done.returncode == (1 if any(one["result"] == "fail" for one in found) else 0)
     assert all(set(one) == {"host", "check", "result", "detail", "fix", "key"} for one in found)
     assert all(one["check"] in CHECKS and one["result"] in ("ok", "warn", "fail") for one in found)
     assert all(bool(one["fix"]) == (one["result"] != "ok") for one in found)
     by_check = {one["check"]: one for one in found}
-    assert {"ssh", "versions", "placement", "ports", "model", "data", "reward", "run_dir", "memory"} <= set(by_check)
+    always = {"ssh", "versions", "placement", "ports", "model", "tokenizer", "data", "reward", "run_dir", "memory"}
+    assert always | {"sinks", "descriptors"} <= set(by_check)
     assert by_check["placement"]["detail"].startswith("7 actors: ")
     # Not --fix: what else is left on this machine is not this test's.
     assert str(left) in by_check["leftovers"]["detail"] and left.exists()

@@ -108,7 +108,7 @@ def test_the_time_for_all_calls_is_bounded_whatever_the_function_may_take():
 
 def test_a_module_that_hangs_is_given_up():
     found = asyncio.run(check_reward(config("hangs:reward"), import_s=1.0))
-    assert found.result == "fail" and "takes more than 1 s" in found.detail
+    assert found.result == "warn" and "takes more than 1 s" in found.detail and found.fix
 
 
 @pytest.mark.parametrize(
