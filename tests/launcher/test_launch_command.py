@@ -167,10 +167,14 @@ def test_a_signal_ends_the_checks_and_what_they_have_started(config, tmp_path):
     (tmp_path / "slow.py").write_text("import pathlib, time\npathlib.Path('begun').touch()\ntime.sleep(600)\n")
     argv = [sys.executable, "-m", "asyncrl.cli.launch", config, "--reward.function", "slow:reward"]
     launching = subprocess.Popen(argv, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    wait_until((tmp_path / "begun").exists, "the import of the reward function")
-    (worker,) = children_of(launching.pid)
-    launching.send_signal(signal.SIGINT)
-    assert launching.communicate(timeout=60)[1] == "asyncrl-launch: ended by SIGINT\n"
+    try:
+        wait_until((tmp_path / "begun").exists, "the import of the reward function")
+        (worker,) = children_of(launching.pid)
+        launching.send_signal(signal.SIGINT)
+        assert launching.communicate(timeout=60)[1] == "asyncrl-launch: ended by SIGINT\n"
+    finally:
+        launching.kill()
+        launching.communicate()
     assert launching.returncode == 130 and not Path("/proc", str(worker)).exists()
 
 
