@@ -19,8 +19,6 @@ TRAINING_BYTES = 16
 VERSIONS_AT_ONCE = 2
 RECORDS_BYTES = 1 << 30
 """Room for logs, metrics and samples."""
-LEAST_RECORDS_BYTES = 4 << 20
-"""Of a short run."""
 PROCESS_BYTES = 100 << 20
 """Of an actor with nothing in it."""
 LEAST_DESCRIPTORS = 64
@@ -55,7 +53,8 @@ def run_dir_need(config: Config, size: ModelSize | None, *, is_head: bool) -> Ne
     wanted = RECORDS_BYTES
     if is_head and size is not None and config.checkpoint.export_at_end:
         wanted += size.bytes
-    return Need(least=LEAST_RECORDS_BYTES, wanted=wanted)
+    # A short run takes next to nothing.
+    return Need(least=0, wanted=wanted)
 
 
 def checkpoints_need(config: Config, size: ModelSize | None) -> Need:

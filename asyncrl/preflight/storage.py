@@ -52,7 +52,8 @@ def judge_room(check: str, key: str, path: Path, free: int, need: Need) -> Findi
     """Pure; all numbers are bytes."""
     told = f"{path} has {in_bytes(free)} free"
     if need.wanted:
-        told += f"; about {in_bytes(need.wanted)} are needed until the end, and {in_bytes(need.least)} at the least"
+        told += f"; about {in_bytes(need.wanted)} are needed until the end"
+        told += f", and {in_bytes(need.least)} at the least" if need.least else ""
     fix = f"make room, or set {key} to a larger disk"
     if check == "checkpoint_dir":
         fix += "; checkpoint.keep and checkpoint.keep_every_steps say how many are kept"
