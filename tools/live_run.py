@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 ROOT = Path(__file__).parent.parent
 LOOK_S = 0.05
-END_S = 60.0
+END_S = 120.0
 
 
 class RunEnded(Exception):

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import sys
 from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from asyncrl.cli import change_hosts
+from asyncrl.cli import living
 from asyncrl.cli.flags import split_flags, split_names
+from asyncrl.launcher.signals import heeded
 from asyncrl.monitor.printable import say
+from asyncrl.monitor.streams import send_nowhere
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
+    from asyncrl.launcher.detach import Detached
     from asyncrl.launcher.placement import Placed
     from asyncrl.launcher.resume import Resumption
     from asyncrl.preflight.findings import Finding
@@ -36,8 +38,13 @@ A value is read as TOML, and as plain text where it is none or the key holds tex
 Before anything starts, model, tokenizer, first prompts, reward function, ports, disk, limits and GPUs are checked;
 --dry-run shows configuration, placement and what was found, and starts nothing.
 
-Ctrl-C ends the run in good order, a second one at once. SIGTERM or SIGUSR2 lets it make way: it writes a checkpoint
-within preempt.grace_s, ends, and can be resumed.
+Ctrl-C, a closed terminal, SIGTERM and SIGUSR2 let a run make way: it delivers what is finished, writes a checkpoint
+within preempt.grace_s, and ends; a second Ctrl-C or SIGTERM ends it at once. --stop RUN has it make way from another
+terminal, by the run's folder on its head's machine, also where the launcher was killed; its exit code is 0 if the run
+has ended and can go on from a checkpoint, or had nothing to lose, and 1 if not, or if it does not end.
+
+--detach starts a run that outlives the terminal, and returns once it runs, or with the exit code of a start that
+failed. The output goes to launcher.log among the run's logs.
 
 --resume auto goes on with the run of run.dir and run.name, from its newest whole checkpoint and in the same folder; of
 NAME, NAME-2 and so on it takes the one whose newest checkpoint was written last. --resume PATH goes on with that run
@@ -54,7 +61,9 @@ drains a host that has rollouters only; --within SECONDS is the time to finish w
 --slurm --nodes N submits a job that runs this on N nodes of a SLURM cluster; with --dry-run its script is shown.
 --inside-slurm is what that script calls: it runs on the nodes of its own job, and resumes a run that is there already.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage, 75 preempted with a checkpoint, 78 wrong configuration, 130 Ctrl-C.
+Exit codes: 0 done; 1 failed; 2 wrong usage; 75 asked to end, by whatever, with a complete checkpoint to resume from;
+78 wrong configuration; asked to end during the start or without any checkpoint: 130 by Ctrl-C, 129 by a closed
+terminal, 143 by SIGTERM or --stop, 140 by SIGUSR2.
 """
 
 
@@ -71,7 +80,7 @@ class _Interrupted(KeyboardInterrupt):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    for stopping in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
+    for stopping in heeded():
         signal.signal(stopping, _raise_interrupted)
     try:
         return _main(list(sys.argv[1:] if argv is None else argv))
@@ -80,8 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(f"ended by {signal.Signals(number).name}", 128 + number)
     except BrokenPipeError:
         # Whoever read has read enough, as head does.
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        send_nowhere(sys.stdout)
         return 128 + signal.SIGPIPE
 
 
@@ -95,26 +103,34 @@ def _main(argv: list[str]) -> int:
     given = parser.parse_args(rest)
     if given.help_config:
         return _print_keys()
-    changes_hosts = change_hosts.is_meant(given)
-    if changes_hosts:
-        change_hosts.check(parser, given, overrides)
+    speaks_to_living = living.is_meant(given)
+    if speaks_to_living:
+        living.check(parser, given, overrides)
     elif not given.configs:
         parser.error(f"no CONFIG file is given; for example: {PROGRAM} configs/NAME.toml")
 
     from asyncrl.errors import AsyncRLError, ConfigError
 
-    if given.hosts is None and not changes_hosts and (given.include or given.exclude or given.ssh_args):
+    if given.hosts is None and not speaks_to_living and (given.include or given.exclude or given.ssh_args):
         parser.error("--include, --exclude and --ssh-args belong to --hosts FILE")
     _check_slurm_flags(parser, given)
+    detached: Detached | None = None
+    if given.detach:
+        from asyncrl.launcher.detach import Detached, detach
+
+        answer = detach()
+        if not isinstance(answer, Detached):
+            return answer
+        detached = answer
     try:
-        if changes_hosts:
-            return change_hosts.run(given)
+        if speaks_to_living:
+            return living.run(given)
         if given.slurm:
             return _submit(given, overrides)
         if given.inside_slurm:
             return _run_inside_slurm(given, overrides)
         if given.hosts is not None:
-            return _run_hosts(given, overrides)
+            return _run_hosts(given, overrides, detached)
         config, placed, findings, resumption = _prepare(given, overrides)
         if given.dry_run:
             return _print_plan(config, placed, findings, resumption)
@@ -122,7 +138,7 @@ def _main(argv: list[str]) -> int:
             return _print_finished(config, resumption)
         from asyncrl.launcher.local import run_local
 
-        return run_local(config, placed, resumption=resumption)
+        return run_local(config, placed, resumption=resumption, detached=detached)
     except ConfigError as error:
         where = f"{', '.join(given.configs)}, flags"
         if len(error.problems) == 1:
@@ -141,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         usage=f"{PROGRAM} CONFIG... [--hosts FILE | --slurm --nodes N] [--dry-run] [--resume auto|PATH] [--KEY VALUE]\n"
-        f"       {PROGRAM} --join RUN --hosts FILE\n       {PROGRAM} --leave HOST RUN",
+        f"       {PROGRAM} --stop RUN\n       {PROGRAM} --join RUN --hosts FILE\n       {PROGRAM} --leave HOST RUN",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -151,6 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dry-run", action="store_true", help="show configuration, placement and checks, start nothing"
     )
+    parser.add_argument("--detach", action="store_true", help="start a run that outlives this terminal")
     parser.add_argument("--resume", metavar="auto|PATH", help="go on with a run: the newest of run.name, or this one")
     for what, meaning in ALLOWED:
         parser.add_argument(f"--allow-changed-{what}", action="store_true", help=f"resume although {meaning} changed")
@@ -160,7 +177,7 @@ def _parser() -> argparse.ArgumentParser:
         "--exclude", metavar="NAME,...", type=split_names, default=[], help="of the hosts all but these"
     )
     parser.add_argument("--ssh-args", metavar="ARGS", default="", help="further arguments of ssh, as in -F FILE")
-    change_hosts.add_arguments(parser)
+    living.add_arguments(parser)
     parser.add_argument("--slurm", action="store_true", help="submit this as a job of SLURM")
     parser.add_argument("--nodes", metavar="N", type=int, help="of the job")
     parser.add_argument("--sbatch-args", metavar="ARGS", help="further arguments of sbatch, as in --time=4:00:00")
@@ -217,7 +234,7 @@ def _prepare(
     return config, placed, findings, resumption
 
 
-def _run_hosts(given: argparse.Namespace, overrides: dict[str, str]) -> int:
+def _run_hosts(given: argparse.Namespace, overrides: dict[str, str], detached: Detached | None) -> int:
     """Run on several hosts by ssh. Raises AsyncRLError."""
     from asyncrl.config.load import load_config
     from asyncrl.launcher.hostfile import read_hostfile, select_hosts
@@ -226,8 +243,8 @@ def _run_hosts(given: argparse.Namespace, overrides: dict[str, str]) -> int:
 
     lines = select_hosts(read_hostfile(given.hosts), given.include, given.exclude)
     config = load_config(given.configs, _with_allowed(given, overrides))
-    start = SshStart(config.supervision.start_timeout_s, change_hosts.split_ssh_args(given.ssh_args))
-    return run_hosts(config, lines, start, resume=given.resume, dry_run=given.dry_run)
+    start = SshStart(config.supervision.start_timeout_s, living.split_ssh_args(given.ssh_args))
+    return run_hosts(config, lines, start, resume=given.resume, dry_run=given.dry_run, detached=detached)
 
 
 def _joined(argv: Sequence[str]) -> list[str]:
@@ -245,6 +262,10 @@ def _check_slurm_flags(parser: argparse.ArgumentParser, given: argparse.Namespac
     """Ends the program on wrong usage."""
     if sum((given.slurm, given.inside_slurm, given.hosts is not None)) > 1:
         parser.error("--hosts, --slurm and --inside-slurm are three ways to say where to run; choose one")
+    if given.detach and (given.slurm or given.inside_slurm or given.dry_run):
+        parser.error(
+            "--detach starts a run from here; --slurm and --inside-slurm leave that to SLURM, --dry-run starts none"
+        )
     if not given.slurm and (given.nodes is not None or given.sbatch_args is not None):
         parser.error("--nodes and --sbatch-args belong to --slurm")
     if not (given.slurm or given.inside_slurm) and given.container is not None:
@@ -335,7 +356,11 @@ def _print_keys() -> int:
 
 
 def _complain(text: str, exit_code: int) -> int:
-    say(f"{PROGRAM}: {text}", sys.stderr)
+    try:
+        say(f"{PROGRAM}: {text}", sys.stderr)
+    except OSError:
+        # A terminal that was closed.
+        send_nowhere(sys.stderr)
     return exit_code
 
 

@@ -36,7 +36,7 @@ class ResumeConfig(Section):
 
 
 class PreemptConfig(Section):
-    """Making way for somebody else: SIGTERM or SIGUSR2 to the launcher."""
+    """Making way when somebody asks for the end: Ctrl-C, a closed terminal, SIGTERM, SIGUSR2, --stop."""
 
     grace_s: Seconds = 60.0
     """Time until the checkpoint must be complete; past it the last one counts."""

@@ -336,8 +336,10 @@ class Controller(Actor):
     def stop_run(self, request: StopRun, caller: Caller) -> Done:
         """End the run in good order, or let it make way first."""
         now = self.clock.now()
-        if self._run.preempt(now) if request.preempt else self._run.stop(request.reason, now):
-            what = "run is to make way" if request.preempt else "run is stopped"
+        # A successor that starts has a run behind it that has run.
+        makes_way = request.preempt and (self._run.phase != "starting" or self._earlier is not None)
+        if self._run.preempt(request.reason, now) if makes_way else self._run.stop(request.reason, now):
+            what = "run is to make way" if makes_way else "run is stopped"
             self.log.info(what, by=caller.name, reason=request.reason)
             self._tell()
         return Done()
@@ -471,7 +473,7 @@ class Controller(Actor):
             number=self._run.number,
             phase=self._run.phase,
             draining=self._run.draining,
-            reason=outcome.reason if outcome else "",
+            reason=outcome.reason if outcome else self._run.preempted_by,
             failed_actor=outcome.actor if outcome else "",
             log=outcome.log if outcome else "",
             exit_code=outcome.exit_code if outcome else 0,

@@ -66,6 +66,8 @@ class RunStateMachine:
     number: int = 0
     checkpoint: int = -1
     """Version of the newest complete checkpoint; -1 for none."""
+    preempted_by: str = ""
+    """Who asked that the run make way."""
     outcome: Outcome | None = None
     stuck: list[Stuck] = field(default_factory=list)
     """Who holds up the run, as far as that is known."""
@@ -238,11 +240,11 @@ class RunStateMachine:
         """Somebody wants the run to end."""
         return self._begin_drain(Outcome(reason=reason, exit_code=STOPPED_EXIT_CODE), now)
 
-    def preempt(self, now: float) -> bool:
+    def preempt(self, by: str, now: float) -> bool:
         """The run is to make way: nothing new is generated, and a checkpoint is written, until ``grace_s`` is over."""
         if self.drain or self.phase == "preempting":
             return False
-        self.phase = "preempting"
+        self.phase, self.preempted_by = "preempting", by
         self._preempted_until = now + self.grace_s
         return self._changed()
 
@@ -339,9 +341,10 @@ class RunStateMachine:
 
     def _preempted(self) -> Outcome:
         if self.checkpoint < 0:
-            reason = f"preempted, and no checkpoint was complete after {self.grace_s:g} s (preempt.grace_s)"
+            grace = f"{self.grace_s:g} s (preempt.grace_s)"
+            reason = f"preempted by {self.preempted_by}, and no checkpoint was complete after {grace}"
             return Outcome(reason=reason, exit_code=STOPPED_EXIT_CODE)
-        reason = f"preempted with a checkpoint of version {self.checkpoint}"
+        reason = f"preempted by {self.preempted_by} with a checkpoint of version {self.checkpoint}"
         return Outcome(reason=reason, exit_code=PREEMPTED_EXIT_CODE)
 
     def _begin_drain(self, outcome: Outcome, now: float) -> bool:

@@ -4,12 +4,12 @@
 
 It reads its spec and then commands from standard input and writes events to standard output (see ``spec``).
 ``host`` decides; this shell spawns from the main thread, turns exits, states, commands and time into
-events, and carries out what ``host`` answers, one event at a time. SIGTERM and SIGUSR2 mean the same as
-``preempt``, SIGINT the same as ``stop``, a second signal the same as ``kill``. Only the head's agent has a controller
-to start, and tells the launcher where it is; the others are told. A host that does not share the run folder has its
-logs sent to the launcher, and keeps them only if that did not work out. The agent is a subreaper: whatever an
-actor leaves behind becomes its child and is ended with it, and at the end it has no child left. If the agent itself
-dies, its guard ends the rest. It holds the run's lock, as the guard does.
+events, and carries out what ``host`` answers, one event at a time. A signal means the same as ``preempt``, a second
+one, unless it is SIGHUP, the same as ``kill``. Only the head's agent has a controller to start, and tells the launcher
+where it is; the others are told. It also leaves the record of how the run ended. A host that does not share the run
+folder has its logs sent to the launcher, and keeps them only if that did not work out. The agent is a subreaper:
+whatever an actor leaves behind becomes its child and is ended with it, and at the end it has no child left. If the
+agent itself dies, its guard ends the rest. It holds the run's lock, as the guard does.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ import msgspec
 
 from asyncrl.config import Config
 from asyncrl.config.load import config_from_json
-from asyncrl.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE, AsyncRLError
+from asyncrl.errors import AsyncRLError
 from asyncrl.launcher.child import Child
-from asyncrl.launcher.folders import PART
+from asyncrl.launcher.ended import write_ended
+from asyncrl.launcher.folders import CONFIG, PART
 from asyncrl.launcher.host import Host
 from asyncrl.launcher.hostspec import private_name
 from asyncrl.launcher.instructions import Announce, AskStop, Instruction, Kill, KillAll, Report, ReportStart, Spawn
@@ -37,8 +38,10 @@ from asyncrl.launcher.link import ControllerLink, agent_name, make_link
 from asyncrl.launcher.processes import become_subreaper, die_with_parent, end_children
 from asyncrl.launcher.remote import remove_part
 from asyncrl.launcher.shipping import LogShipper
+from asyncrl.launcher.signals import STOPPING, cause_of
 from asyncrl.launcher.spec import (
     ARRIVED,
+    AT_ONCE,
     CONTROLLER_AT,
     KILL,
     PREEMPT,
@@ -46,7 +49,6 @@ from asyncrl.launcher.spec import (
     ActorSpec,
     AgentSpec,
     ControllerEvent,
-    EndedEvent,
     Event,
     MetricsEvent,
     MovingEvent,
@@ -64,8 +66,6 @@ from asyncrl.runtime.endpoint import new_incarnation
 from asyncrl.runtime.heartbeat import HeartbeatThread
 from asyncrl.runtime.supervision import ROLES, role_of
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
-"""The guard starts the agent with these blocked, until it can handle them."""
 LOOK_FOR_CONTROLLER_S = 0.02
 UNREAD_BYTES = 1 << 20
 """With more than this unread by the launcher, it is told of no more metrics; their file has them all."""
@@ -113,9 +113,9 @@ class Agent:
     async def main(self, commands: asyncio.StreamReader) -> int:
         """Run this host's part to its end; the exit code is the run's."""
         loop = asyncio.get_running_loop()
-        for number in SIGNALS:
+        for number in STOPPING:
             loop.add_signal_handler(number, self._on_signal, number)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 self._tasks.create_task(self._read_commands(commands))
@@ -189,16 +189,14 @@ class Agent:
                         child.kill()
 
     def _on_signal(self, number: signal.Signals) -> None:
-        now, reason = time.monotonic(), f"the agent was stopped by {number.name}"
+        now = time.monotonic()
         self._log.info("signal", number=number.name)
         if os.getppid() != self._guard:
-            self._do(self._host.stop("the agent lost its guard", now))
-        elif self._signalled:
-            self._do(self._host.kill(reason, now))
-        elif number == signal.SIGINT:
-            self._do(self._host.stop(reason, now))
-        else:
-            self._do(self._host.preempt(reason, now))
+            self._do(self._host.guard_lost(now))
+        elif not self._signalled:
+            self._do(self._host.preempt(cause_of(number), now))
+        elif number != signal.SIGHUP:
+            self._do(self._host.kill(f"ended at once by {number.name} to the agent", now))
         self._signalled = True
 
     async def _read_commands(self, commands: asyncio.StreamReader) -> None:
@@ -206,10 +204,10 @@ class Agent:
             self._log.info("command", line=line.decode(errors="replace").strip())
             if line == STOP:
                 self._do(self._host.stop("stopped by the launcher", time.monotonic()))
-            elif line == PREEMPT:
-                self._do(self._host.preempt("preempted", time.monotonic()))
+            elif line.startswith(PREEMPT):
+                self._do(self._host.preempt(line.removeprefix(PREEMPT).decode().strip(), time.monotonic()))
             elif line == KILL:
-                self._do(self._host.kill("ended at once by the launcher", time.monotonic()))
+                self._do(self._host.kill(AT_ONCE, time.monotonic()))
             elif line.startswith(CONTROLLER_AT):
                 self._address = line.removeprefix(CONTROLLER_AT).decode().strip()
                 self._addressed.set()
@@ -433,26 +431,15 @@ class Agent:
             self._output.write(msgspec.json.encode(event) + b"\n")
 
     def _say_how_it_ended(self) -> int:
-        host = self._host
-        if host.failure is not None:
-            failed = host.failure
-            event = EndedEvent(
-                result="failed",
-                actor=failed.actor,
-                reason=failed.reason,
-                log=failed.log or "",
-                exit_code=failed.exit_code,
-            )
-        elif host.leaving and not host.ending:
-            event = EndedEvent(result="left")
-        elif host.finished_run:
-            event = EndedEvent(result="done")
-        elif host.preempted:
-            event = EndedEvent(result="preempted", reason=host.stopped, exit_code=PREEMPTED_EXIT_CODE)
-        else:
-            event = EndedEvent(result="stopped", reason=host.stopped, exit_code=STOPPED_EXIT_CODE)
-        self._emit(event)
-        return event.exit_code
+        own = agent_name(self._spec.index)
+        ended = self._host.how_it_ended(own, f"{self._spec.log_dir}/agent-{self._spec.index}.log")
+        if self._host.is_head:
+            try:
+                write_ended(self._run_dir, self._spec.log_dir, ended)
+            except OSError as error:
+                self._log.warning("how the run ended is not kept", error=str(error), result=ended.result)
+        self._emit(ended)
+        return ended.exit_code
 
 
 def _event_of(line: dict[str, Any]) -> MetricsEvent | NoticeEvent:
@@ -466,7 +453,7 @@ class _Finished(Exception):
 
 
 def _read_config(run_dir: str) -> Config:
-    return config_from_json(Path(run_dir, "config.json").read_text())
+    return config_from_json(Path(run_dir, CONFIG).read_text())
 
 
 async def _live(run_dir: Path) -> int:

@@ -1,7 +1,8 @@
 """Follows the agents of a run, one on each host, to the end of all of them, and passes the user's wishes on.
 
 The head's agent has the controller, so it is the one that is asked to end the run, and the one that says how it ended;
-the others hear of it from the controller. Whatever hangs, the end comes: agents that do not end their actors within
+the others hear of it from the controller. Whichever signal asks, a run that runs makes way; it is ended at once by a
+second one, and where it has not begun. Whatever hangs, the end comes: agents that do not end their actors within
 ``drain_s`` of the run's end are told to kill them, and those that do not even do that are killed, and then their
 guards end the rest.
 
@@ -18,7 +19,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,11 +30,12 @@ from asyncrl.errors import HostFailed
 from asyncrl.launcher.contact import Contact
 from asyncrl.launcher.folders import RunFolder
 from asyncrl.launcher.hostspec import Ended, EndOrder
-from asyncrl.launcher.interrupts import PREEMPTING, Interrupts
+from asyncrl.launcher.interrupts import Interrupts
 from asyncrl.launcher.member import SLACK_S, Member, end_in_steps, hang_up
 from asyncrl.launcher.processes import children_of
 from asyncrl.launcher.progress import Progress
-from asyncrl.launcher.spec import CONTROLLER_AT, KILL, PREEMPT, STOP, ControllerEvent, EndedEvent, StateEvent
+from asyncrl.launcher.signals import cause_of
+from asyncrl.launcher.spec import AT_ONCE, CONTROLLER_AT, KILL, PREEMPT, STOP, ControllerEvent, EndedEvent, StateEvent
 
 CONFIRM_S = 30.0
 """Longest time in which a host is reached again."""
@@ -50,6 +52,8 @@ class Follower:
     members: Sequence[Member]
     progress: Progress
     interrupts: Interrupts = field(default_factory=Interrupts)
+    on_running: Callable[[], None] = lambda: None
+    """Called when the run runs."""
     phase: str = ""
     """Of the run, as last heard of."""
     _failure: EndedEvent | None = None
@@ -98,8 +102,10 @@ class Follower:
                     other.send(CONTROLLER_AT + address.encode() + b"\n")
             case StateEvent():
                 if member is self._voice():
-                    self.phase = event.phase
+                    before, self.phase = self.phase, event.phase
                     self.progress.show(event)
+                    if event.phase == "running" and before != "running":
+                        self.on_running()
             case _:
                 self.progress.show(event)
 
@@ -113,13 +119,16 @@ class Follower:
                     other.contact.hang_up()
         elif member.ended is None:
             log = str(self.folder.logs / member.log)
-            self._fail(EndedEvent(result="failed", actor=member.name, reason=member.exit_words, log=log))
+            why = "it did not end its actors, and was killed" if self._killing else member.exit_words
+            self._fail(EndedEvent(result="failed", actor=member.name, reason=why, log=log))
 
     def _fail(self, event: EndedEvent) -> None:
         """An agent has ended as nobody wanted: without it the run does not go on."""
         if self._failure is None:
             self._failure = msgspec.structs.replace(event, exit_code=event.exit_code or 1)
-        self._head.send(STOP)
+        if self.phase != "draining":
+            # A second word would hurry a run that is ending already.
+            self._head.send(STOP)
 
     def _voice(self) -> Member | None:
         """Who tells the state of the run: the head, or the first that is still heard."""
@@ -132,16 +141,16 @@ class Follower:
         await self.interrupts.first()
         patience = self.config.supervision.drain_s + SLACK_S
         # The agents may have had the same signal, and have heard the wish before this process has.
-        if self.interrupts.signal in PREEMPTING and self.phase in ("running", "preempting"):
+        if self.phase in ("running", "preempting"):
             grace = self.config.preempt.grace_s
             self.progress.say(f"making way: a checkpoint is written, within {grace:g} s; again to end at once")
-            self._wish(PREEMPT)
             # The controller, and for want of it the agent, have the same time from when they hear of it.
             patience += grace + self.config.supervision.drain_s
         else:
             self.progress.say("ending in good order; again to end at once")
-            if self.phase != "draining":
-                self._wish(STOP)
+        if self.phase != "draining":
+            # The agent knows whether there is anything to keep.
+            self._wish(PREEMPT + cause_of(self.interrupts.signal).encode() + b"\n")
         await self.interrupts.next(patience)
         self.progress.say("ending at once")
         await self._kill()
@@ -253,7 +262,8 @@ class Follower:
 
     def _result(self) -> EndedEvent:
         head = self._head.ended
-        if self._failure is not None and (head is None or head.result == "stopped"):
+        asked = self.interrupts.signal and head is not None and head.result == "preempted"
+        if self._failure is not None and (head is None or head.result in ("stopped", "preempted")) and not asked:
             return self._failure
         if head is not None:
             return head
@@ -266,9 +276,11 @@ class Follower:
 
     def _named(self, ended: EndedEvent) -> EndedEvent:
         """With the signal that asked for it."""
-        if ended.result != "stopped" or not self.interrupts.signal:
+        if ended.result not in ("stopped", "preempted") or not self.interrupts.signal:
             return ended
-        reason = "Ctrl-C" if self.interrupts.signal == signal.SIGINT else signal.Signals(self.interrupts.signal).name
-        if ended.reason.startswith("preempted"):
-            reason = f"{reason}: {ended.reason}"
-        return msgspec.structs.replace(ended, reason=reason, exit_code=128 + self.interrupts.signal)
+        cause = cause_of(self.interrupts.signal)
+        if ended.reason == AT_ONCE:
+            ended = msgspec.structs.replace(ended, reason=f"{AT_ONCE} by {cause}")
+        if ended.result == "stopped":
+            ended = msgspec.structs.replace(ended, exit_code=128 + self.interrupts.signal)
+        return ended

@@ -11,7 +11,7 @@ and exits with the agent's exit code, or 128 + the signal that killed the agent.
 Standard input and output are the agent's; as the guard holds them open, their end means that all is gone.
 The lock is held as long as this process or the agent lives: a private folder whose lock is free belongs to no living
 run. Signals meant for the run go to the agent; this process ignores them, for it ends when the agent does.
-Should it be killed itself, the agent is told by SIGTERM and ends the run in good order.
+Should it be killed itself, the agent is told by SIGTERM: the run makes way, and ends as failed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from pathlib import Path
 
 from asyncrl.launcher.begun import leave_name
 from asyncrl.launcher.processes import become_subreaper, end_children
+from asyncrl.launcher.signals import STOPPING
 
 END_S = 10.0
-IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE)
+IGNORED = (*STOPPING, signal.SIGUSR1, signal.SIGPIPE)
 
 
 def main() -> int:
@@ -43,7 +44,7 @@ def main() -> int:
         setsid=True,
         setsigdef=IGNORED,
         # The agent unblocks them once it can handle them.
-        setsigmask=(signal.SIGTERM, signal.SIGUSR2, signal.SIGINT),
+        setsigmask=STOPPING,
     )
     try:
         status = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])

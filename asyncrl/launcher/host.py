@@ -5,13 +5,14 @@ a death is followed by a restart or by the end of the run, as the policy has it;
 as any other. While the controller is being started again the others go on, and its successor is told of every end
 that it may not know, and of a wish that the run make way. Invariants: only the very process that is condemned is
 killed for it; nothing is started once the run is ending; from then on ``deadline`` says when everything that is left
-is killed, never later than ``drain_s`` after; a run that is to make way is ending at the latest ``grace_s`` and
-``drain_s`` after; the first failure that this host or the controller knows of is the one that is reported; the host is
-finished only when no process is left. On a host that was cut off from the controller for so long that it may count as
-lost, the ends of those that lived there meanwhile are nobody's fault: they are started again without counting, and
-ends that could not be told are told again. A host that is to leave starts nothing any more, and ends when its actors
-have. Who ends with exit code 0 was told to, or so it seems: the controller says whether that is so, and only if not, or
-if it does not say so for VERDICT_S, that end is a death. The caller brings the time (monotonic, s).
+is killed, never later than ``drain_s`` after; a run that is to make way, whoever has asked the controller for it, is
+ending at the latest ``grace_s`` and ``drain_s`` after; the first failure that this host or the controller knows of is
+the one that is reported; the host is finished only when no process is left. On a host that was cut off from the
+controller for so long that it may count as lost, the ends of those that lived there meanwhile are nobody's fault: they
+are started again without counting, and ends that could not be told are told again. A host that is to leave starts
+nothing any more, and ends when its actors have. Who ends with exit code 0 was told to, or so it seems: the controller
+says whether that is so, and only if not, or if it does not say so for VERDICT_S, that end is a death. The caller brings
+the time (monotonic, s).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from asyncrl.config.operation import SupervisionConfig
-from asyncrl.errors import PREEMPTED_EXIT_CODE, ActorFailed
+from asyncrl.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE, ActorFailed
 from asyncrl.launcher.instructions import (
     Announce,
     AskStop,
@@ -31,6 +32,7 @@ from asyncrl.launcher.instructions import (
     ReportStart,
     Spawn,
 )
+from asyncrl.launcher.spec import EndedEvent
 from asyncrl.messages.actors import RunState
 from asyncrl.runtime.actor import CONTROLLER
 from asyncrl.runtime.registry import FIRST_WORD_S
@@ -68,7 +70,7 @@ class Host:
     stopped: str = ""
     """Why the run was stopped, if it was."""
     preempted: bool = False
-    """Whether it has made way and left a checkpoint to go on from."""
+    """Whether it ended because it was asked to, and left a checkpoint to go on from."""
     finished_run: bool = False
     """Whether the last step was trained."""
     ending: bool = False
@@ -98,10 +100,12 @@ class Host:
     _stale: set[str] = field(default_factory=set)
     """Who lived here while this host was cut off."""
     _launcher_gone: bool = False
+    _guard_lost: bool = False
     _stop_asked: bool = False
-    _preempting: str = ""
-    """Why the run is to make way, if it is."""
-    _preempted_until: float = 0.0
+    _preempted_by: str = ""
+    """Who asked that the run make way."""
+    _preempted_until: float | None = None
+    """When the run must have made way, if it is to."""
     _checkpoint: bool = False
     """Whether there is a complete checkpoint."""
     _supervisor: Supervisor = field(init=False)
@@ -141,7 +145,7 @@ class Host:
         living = sorted(self.living - {self.controller})
         told: list[Instruction] = [ReportStart(name, self.incarnations[name]) for name in living]
         told += self._ends.values()
-        return [*told, AskStop(self._preempting, preempt=True)] if self._preempting else told
+        return told if self._preempted_until is None else [*told, AskStop(self._preempted_by, preempt=True)]
 
     def controller_lost(self, reason: str, now: float) -> list[Instruction]:
         """The controller could not be found, or does not want this agent."""
@@ -243,6 +247,9 @@ class Host:
         self._hear(now)
         self._checkpoint |= state.checkpoint >= 0
         self._has_run |= state.phase in ("running", "preempting")
+        if state.phase == "preempting" and not (self._stop_asked or self.ending):
+            # Of a successor that has not heard of it, the wish is this host's from here on.
+            self._make_way(state.reason, now)
         if state.phase in ("starting", "running", "preempting"):
             return [*told, *self._kill_condemned(state)]
         if actor := state.failed_actor:
@@ -274,14 +281,23 @@ class Host:
             return []
         if not self._has_run:
             return self.stop(reason, now)
-        self._stop_asked, self._preempting = True, reason
-        self._preempted_until = now + self.grace_s + self.policy.drain_s
+        self._make_way(reason, now)
         return [AskStop(reason, preempt=True)] if self._reachable else []
 
+    def _make_way(self, reason: str, now: float) -> None:
+        self._stop_asked, self._preempted_by = True, reason
+        self._preempted_until = now + self.grace_s + self.policy.drain_s
+
+    def guard_lost(self, now: float) -> list[Instruction]:
+        """Nobody is left who would end what this agent leaves behind: the run makes way, and has failed."""
+        self._guard_lost = True
+        return self.preempt("the death of a guard", now)
+
     def kill(self, reason: str, now: float) -> list[Instruction]:
-        """Somebody wants everything to end at once."""
+        """Somebody wants everything to end at once; there may be a checkpoint all the same."""
         if not self.ending:
             self.stopped = reason
+            self.preempted = self._has_run and self._checkpoint
         return self._kill(now)
 
     def leave(self, within_s: float, now: float) -> list[Instruction]:
@@ -309,10 +325,8 @@ class Host:
         if self.leaving and self.deadline is not None and now >= self.deadline:
             self.deadline = None
             return [KillAll()]
-        if self._preempting and now >= self._preempted_until:
-            self.stopped = f"{self._preempting}, and the controller did not end the run in time"
-            self.preempted = self._checkpoint
-            return self._kill(now)
+        if self._preempted_until is not None and now >= self._preempted_until:
+            return self.kill(f"preempted by {self._preempted_by}, and the controller did not end the run in time", now)
         if self._launcher_gone and self._reachable and now - self._heard >= self.policy.host_grace_s:
             return self.controller_lost(f"silent for {self.policy.host_grace_s:g} s, and no launcher", now)
         instructions: list[Instruction] = []
@@ -338,11 +352,27 @@ class Host:
             times.append(self.deadline)
         if self._launcher_gone and self._reachable:
             times.append(self._heard + self.policy.host_grace_s)
-        if self._preempting:
+        if self._preempted_until is not None:
             times.append(self._preempted_until)
         if self._reach_by is not None:
             times.append(self._reach_by)
         return min(times, default=None)
+
+    def how_it_ended(self, agent: str, log: str) -> EndedEvent:
+        """Of this host's part, once it is ``finished``; ``agent`` is the name of this one, which writes ``log``."""
+        if (failed := self.failure) is not None:
+            where, code = failed.log or "", failed.exit_code
+            return EndedEvent(result="failed", actor=failed.actor, reason=failed.reason, log=where, exit_code=code)
+        if self.leaving and not self.ending:
+            return EndedEvent(result="left")
+        if self.finished_run:
+            return EndedEvent(result="done")
+        if self._guard_lost:
+            reason = f"its guard was killed, without which no agent goes on ({self.stopped})"
+            return EndedEvent(result="failed", actor=agent, reason=reason, log=log, exit_code=1)
+        if self.preempted:
+            return EndedEvent(result="preempted", reason=self.stopped, exit_code=PREEMPTED_EXIT_CODE)
+        return EndedEvent(result="stopped", reason=self.stopped, exit_code=STOPPED_EXIT_CODE)
 
     def _hear(self, now: float) -> None:
         """The controller speaks."""

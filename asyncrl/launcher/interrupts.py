@@ -1,4 +1,8 @@
-"""The signals by which a user asks a launcher for the end: the first in good order, the next at once."""
+"""The signals by which a user asks a launcher for the end: the first in good order, the next at once.
+
+SIGHUP never hurries anything: a terminal that closes sends it more than once, and nobody has read there what a second
+signal would do.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,7 @@ import signal
 from collections.abc import Awaitable
 
 from asyncrl.launcher.progress import Progress
-
-PREEMPTING = (signal.SIGTERM, signal.SIGUSR2)
-STOPPING = (signal.SIGINT, signal.SIGHUP, *PREEMPTING)
+from asyncrl.launcher.signals import heeded
 
 
 class Interrupts:
@@ -18,19 +20,22 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.signal = 0
-        """The first one; 0 for none."""
+        """The first one, or the first after SIGHUP; 0 for none."""
         self._came = asyncio.Event()
 
     def listen(self) -> None:
         """Take the signals of this process from here on."""
         loop = asyncio.get_running_loop()
-        for number in STOPPING:
+        for number in heeded():
             loop.add_signal_handler(number, self.note, number)
 
     def note(self, number: int) -> None:
         """One has come."""
-        self.signal = self.signal or number
-        self._came.set()
+        before = self.signal
+        if before in (0, signal.SIGHUP):
+            self.signal = number
+        if not before or signal.SIGHUP not in (before, number):
+            self._came.set()
 
     async def first(self) -> None:
         """Wait for one, be it one that has come since the last wait for the next."""
@@ -54,7 +59,7 @@ async def undone_by_signals(work: Awaitable[int], progress: Progress) -> int:
         came.append(number)
         task.cancel()
 
-    for number in STOPPING:
+    for number in heeded():
         loop.add_signal_handler(number, interrupt, number)
     try:
         return await work

@@ -71,11 +71,13 @@ def find_living(place: str) -> LivingRun:
     except UsageError:
         raise
     except PermissionError:
-        raise UsageError(f"{path}: only who can read {path / 'private'} lets hosts join and leave this run") from None
+        raise UsageError(
+            f"{path}: only who can read {path / 'private'} may stop this run, or change its hosts"
+        ) from None
     except (OSError, ValueError):
         if not (path / "private" / LOCK).exists():
             raise UsageError(f"{path}: the run in it has just ended") from None
-        raise UsageError(f"{path / 'private'} is not that of a run which hosts can join") from None
+        raise UsageError(f"{path / 'private'} is not that of a run which can be spoken to") from None
     if address is None:
         raise UsageError(f"{path}: the run in it is only just starting; try again")
     try:
@@ -138,7 +140,7 @@ class Controller:
             if error.code != CROWDED:
                 raise
             raise UsageError(
-                f"{self._run.folder.path}: the run serves {error.theirs}, and as many --join and --leave speak to "
+                f"{self._run.folder.path}: the run serves {error.theirs}, and as many commands speak to "
                 "it already: end one of them, or wait until one has ended"
             ) from None
 

@@ -1,8 +1,7 @@
 """A run on this host: makes its folder, starts the guard and through it the agent, follows it to the end.
 
-Ctrl-C and a closed terminal end the run in good order; SIGTERM and SIGUSR2 let it make way, which is to write a
-checkpoint first; a second signal ends it at once (see ``follow``). When ``run_local`` returns, no process of the run is
-left.
+Ctrl-C, a closed terminal, SIGTERM and SIGUSR2 let the run make way, which is to write a checkpoint and to end; a second
+signal ends it at once (see ``follow``). When ``run_local`` returns, no process of the run is left.
 """
 
 from __future__ import annotations
@@ -16,13 +15,16 @@ import msgspec
 
 from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
 from asyncrl.config import Config
-from asyncrl.errors import ActorFailed, CheckpointError
+from asyncrl.errors import CheckpointError
+from asyncrl.launcher.detach import Detached
+from asyncrl.launcher.ended import describe_end
 from asyncrl.launcher.folders import RunFolder, create_run_folder, private_folder, remove_abandoned
 from asyncrl.launcher.follow import Follower
+from asyncrl.launcher.interrupts import Interrupts
 from asyncrl.launcher.member import Member
 from asyncrl.launcher.placement import Placed
 from asyncrl.launcher.progress import Progress, summarise
-from asyncrl.launcher.resume import AUTO, Resumption
+from asyncrl.launcher.resume import Resumption
 from asyncrl.launcher.spec import ActorSpec, AgentSpec, EndedEvent
 from asyncrl.monitor.metrics_file import read_metrics
 
@@ -39,16 +41,22 @@ def run_local(
     actor_argv: tuple[str, ...] = ACTOR_ARGV,
     *,
     resumption: Resumption | None = None,
+    detached: Detached | None = None,
 ) -> int:
-    """Run to the end and show it; the exit code. Raises UsageError if the run to be resumed lives."""
+    """Run to the end and show it; the exit code. Raises UsageError if the run to be resumed lives.
+
+    ``detached`` hears of the run's folder, and that the run runs.
+    """
     progress = Progress(sys.stdout, config.learner.steps)
     for path in remove_abandoned(Path(config.run.dir).absolute()):
         progress.say(f"removed {path}, left behind by a run that was killed")
     folder = resumption.folder if resumption is not None else create_run_folder(config)
     with private_folder(folder, config) as lock:
         begin(folder, resumption, config, progress)
+        if detached is not None:
+            detached.has_folder(folder.path, folder.logs)
         spec = agent_spec(config, folder, placed, actor_argv)
-        ended = asyncio.run(_follow(config, folder, spec, lock, progress))
+        ended = asyncio.run(_follow(config, folder, spec, lock, progress, detached))
     return show_end(config, folder, ended, progress)
 
 
@@ -65,9 +73,17 @@ def begin(folder: RunFolder, resumption: Resumption | None, config: Config, prog
     (folder.logs / RESUMED_FROM).write_text("".join(f"{line}\n" for line in said))
 
 
-async def _follow(config: Config, folder: RunFolder, spec: AgentSpec, lock: int, progress: Progress) -> EndedEvent:
+async def _follow(
+    config: Config, folder: RunFolder, spec: AgentSpec, lock: int, progress: Progress, detached: Detached | None
+) -> EndedEvent:
+    # From before there is anything to be ended: asyncio swallows what a handler of ours raises.
+    interrupts = Interrupts()
+    interrupts.listen()
     member = Member(0, "", await start_guard(folder, lock, spec))
-    return await Follower(config, folder, [member], progress).main()
+    follower = Follower(config, folder, [member], progress, interrupts)
+    if detached is not None:
+        follower.on_running = detached.runs
+    return await follower.main()
 
 
 def agent_spec(
@@ -137,12 +153,10 @@ def show_end(config: Config, folder: RunFolder, ended: EndedEvent, progress: Pro
     ):
         progress.say(row)
     progress.warn(progress.notices.summary())
+    rows = describe_end(config, folder, ended)
     if ended.result == "failed":
-        first, _, rest = ended.reason.partition("\n")
-        progress.warn([*rest.splitlines(), str(ActorFailed(ended.actor, first, log=ended.log))])
-    elif ended.result == "stopped":
-        progress.say(f"ended before the last step: {ended.reason}")
-    elif ended.result == "preempted":
-        place = AUTO if folder.path.name == config.run.name else str(folder.path)
-        progress.say(f"{ended.reason}; the same command with --resume {place} goes on")
+        progress.warn(rows)
+    else:
+        for row in rows:
+            progress.say(row)
     return ended.exit_code

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shlex
 import shutil
 import sys
@@ -29,6 +27,7 @@ from asyncrl.launcher.spec import (
 from asyncrl.monitor.metrics_line import Line, is_eval_mean, versions_in_words
 from asyncrl.monitor.numbers import count, duration, fixed
 from asyncrl.monitor.printable import printable
+from asyncrl.monitor.streams import send_nowhere
 from asyncrl.runtime.supervision import role_of
 
 NAMES_SHOWN = 4
@@ -155,9 +154,11 @@ class Progress:
         """Show lines that stay, on ``err``."""
         if self._live:
             self._write("")
-        with contextlib.suppress(OSError):
+        try:
             self._err.write("".join(f"{printable(line, keep=_NEWLINE)}\n" for line in lines))
             self._err.flush()
+        except OSError:
+            send_nowhere(self._err)
         if self._live:
             self._write(self._fitted(self._shown))
 
@@ -181,9 +182,7 @@ class Progress:
             self._out.write(CLEAR_LINE + text if self._live else text)
             self._out.flush()
         except OSError:
-            # Whoever was watching is gone, which is no reason to end a run.
-            with open(os.devnull, "w") as nowhere:
-                os.dup2(nowhere.fileno(), self._out.fileno())
+            send_nowhere(self._out)
 
 
 _STEP_WORDS: dict[str, Callable[[float], str]] = {

@@ -50,6 +50,7 @@ ORDER_S = 900.0
 LONGEST_ORDER_BYTES = 256 << 20
 LOOK_S = 0.05
 GUARD = "asyncrl.launcher.guard"
+AGENT = "asyncrl.launcher.agent"
 
 
 def main() -> int:
@@ -193,11 +194,20 @@ def _kill_agents(private: str) -> bool:
 
 def _guards(private: str) -> list[int]:
     """The guard that has this private folder, if it lives."""
+    return _called(GUARD, private)
+
+
+def agents_of(private: str) -> list[int]:
+    """The agent that has this private folder, if it lives and can be seen from here."""
+    return _called(AGENT, private)
+
+
+def _called(module: str, private: str) -> list[int]:
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            if GUARD in words and private in words:
+            if module in words and private in words:
                 found.append(int(entry.name))
     return found
 

@@ -32,6 +32,7 @@ from asyncrl.errors import ConfigError, UsageError
 from asyncrl.launcher import addresses
 from asyncrl.launcher.begun import leave_name
 from asyncrl.launcher.checks import check_head, check_sinks, errors_of, summary, warnings_of
+from asyncrl.launcher.detach import Detached
 from asyncrl.launcher.folders import (
     RUN_ID,
     RunFolder,
@@ -77,14 +78,16 @@ def run_hosts(
     actor_argv: Sequence[str] = ACTOR_ARGV,
     shared: bool = False,
     everywhere: bool = False,
+    detached: Detached | None = None,
 ) -> int:
     """Run on these hosts to the end and show it, or with ``dry_run`` only show what would run; the exit code.
 
     ``shared`` says that all hosts see the run folder, so that a run is resumed wherever its head is; ``everywhere``,
-    that this host too has its part by ``start``, as where that leads into a container.
+    that this host too has its part by ``start``, as where that leads into a container. ``detached`` hears of the run's
+    folder, and that the run runs.
     """
     progress = Progress(sys.stdout, config.learner.steps)
-    launch = _Launch(config, lines, start, resume, dry_run, actor_argv, progress, shared, everywhere)
+    launch = _Launch(config, lines, start, resume, dry_run, actor_argv, progress, shared, everywhere, detached)
     return asyncio.run(launch.main())
 
 
@@ -99,6 +102,7 @@ class _Launch:
     progress: Progress
     shared: bool = False
     everywhere: bool = False
+    detached: Detached | None = None
     head: str = ""
     head_is_here: bool = False
     facts: dict[str, Facts] = field(default_factory=dict)
@@ -252,6 +256,8 @@ class _Launch:
             if self.head_is_here:
                 lock = held.enter_context(private_folder(folder, self.config, self._files(keyring, 0)))
             begin(folder, resumption, self.config, self.progress)
+            if self.detached is not None:
+                self.detached.has_folder(folder.path, folder.logs, "" if self.head_is_here else self.head)
             (folder.logs / RUN_ID).write_text(folder.run_id)
             specs = {name: self._host_spec(name, folder, keyring) for name in self.reached.contacts}
             await self.reached.ask(specs, Prepared, "prepared")
@@ -269,7 +275,10 @@ class _Launch:
             elif resumption is None:
                 leave_name(folder.path, Path.cwd())
             raise
-        return folder, await Follower(self.config, folder, members, self.progress).main()
+        follower = Follower(self.config, folder, members, self.progress)
+        if self.detached is not None:
+            follower.on_running = self.detached.runs
+        return folder, await follower.main()
 
     async def _start_agent(self, index: int, host: Host, folder: RunFolder, lock: int) -> Member:
         actors = [as_set_here(actor) for actor in self.placed if actor.host == host.name]

@@ -1,6 +1,6 @@
 """What the launcher tells a node agent, and what the agent tells it.
 
-The agent's first line of standard input is an AgentSpec; the lines ``stop``, ``preempt`` and ``kill`` may follow,
+The agent's first line of standard input is an AgentSpec; the lines ``stop``, ``preempt CAUSE`` and ``kill`` may follow,
 ``controller ADDRESS`` where the controller is on another host, and ``arrived`` after its last event. Its standard
 output is one Event a line. Both are JSON.
 """
@@ -13,11 +13,12 @@ from msgspec import Struct
 
 STOP = b"stop\n"
 """End the run in good order; a second one ends it at once."""
-PREEMPT = b"preempt\n"
-"""Let the run make way: write a checkpoint, then end it in good order."""
+PREEMPT = b"preempt "
+"""Let the run make way: write a checkpoint, then end it in good order. Who asks for it comes behind."""
 KILL = b"kill\n"
 """End everything at once."""
-
+AT_ONCE = "ended at once"
+"""The reason that is given for what KILL has ended."""
 
 ARRIVED = b"arrived\n"
 """The launcher has read the last event, and with it all logs."""

@@ -138,7 +138,11 @@ WatchRun.reply = RunState
 
 
 class StopRun(Request, frozen=True, kw_only=True):
-    """Agent to controller: end the run in good order; with ``preempt``, after a checkpoint."""
+    """Agent or asyncrl-launch --stop to controller: end the run in good order; with ``preempt``, after a checkpoint.
+
+    A run that has never run has nothing to write and ends at once. ``reason`` says who asks, with ``preempt`` so that
+    it reads well after "preempted by".
+    """
 
     reply = Done
     reason: str

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster.launches import SECRET, Launch, left, process
+from cluster.launches import SECRET, Command, Launch, left, process
 from cluster.netns import REPOSITORY, Cluster, wait_until
 from model_files import write_model
 
@@ -91,9 +91,9 @@ def test_ctrl_c_ends_all_hosts_in_order(cluster, folder):
     launch.wait_to_show("step 2/")
     launch.process.send_signal(signal.SIGINT)
     code, shown = launch.end()
-    assert code == 130, shown
+    assert code == 75, shown
     assert "draining: ending the actors in order" in shown
-    assert shown[-1] == "ended before the last step: Ctrl-C"
+    assert shown[-1].startswith("preempted by Ctrl-C with a checkpoint of version ")
     assert not left(cluster, folder)
 
 
@@ -130,7 +130,7 @@ def test_ctrl_c_reaches_a_host_whose_connection_is_lost(cluster, folder):
     launch.wait_to_show("b: the connection is lost")
     launch.process.send_signal(signal.SIGINT)
     code, shown = launch.end()
-    assert code == 130, shown
+    assert code == 75, shown
     assert any(line.startswith("b: nothing is left there") for line in shown), shown
     assert not [host for host in cluster.all_hosts if host.processes()]
 
@@ -158,6 +158,19 @@ def test_a_launcher_that_is_killed_takes_nothing_along_and_leaves_nothing(cluste
     launch.process.wait(30)
     wait_until(lambda: not any(host.processes() for host in cluster.all_hosts), "the end of the run", 60)
     assert steps(launch) == list(range(1, 61))
+    assert not [path for host in cluster.all_hosts for path in host.path(launch.run_dir).glob("private*")]
+
+
+def test_a_run_whose_launcher_was_killed_is_stopped_on_all_hosts(cluster, folder):
+    launch = Launch(cluster, folder, "head\na\nb\n", "--learner.steps", "4000")
+    launch.wait_to_show("step 2/")
+    os.kill(process(cluster.head, "asyncrl.cli.launch"), signal.SIGKILL)
+    launch.process.wait(30)
+    stop = Command(cluster.head, folder, "--stop", str(launch.run_dir))
+    code, shown = stop.end()
+    assert code == 0, shown
+    assert shown[-1].startswith("preempted by asyncrl-launch --stop with a checkpoint of version ")
+    wait_until(lambda: not any(host.processes() for host in cluster.all_hosts), "the end of the run", 60)
     assert not [path for host in cluster.all_hosts for path in host.path(launch.run_dir).glob("private*")]
 
 

@@ -454,6 +454,29 @@ def test_a_run_that_is_preempted_ends_with_its_checkpoint(tmp_path):
     run(tmp_path, scenario)
 
 
+def test_a_run_that_has_never_run_does_not_make_way(tmp_path):
+    """There is nothing to write; but a successor's run has run, even if it waits for everybody again."""
+
+    async def scenario(cluster):
+        caller = cluster.caller()
+        await cluster.die()
+        await cluster.start(10**9)
+        assert (await caller.call(WatchRun())).phase == "starting"
+        await caller.call(StopRun(reason="Ctrl-C", preempt=True))
+        state = await caller.call(WatchRun())
+        assert (state.phase, state.reason) == ("preempting", "Ctrl-C")
+
+    async def first(cluster):
+        caller = cluster.caller()
+        await caller.call(StopRun(reason="Ctrl-C", preempt=True))
+        state = await caller.call(WatchRun())
+        assert (state.phase, state.exit_code, state.reason) == ("draining", 143, "Ctrl-C")
+
+    for name, each in (("first", first), ("successor", scenario)):
+        (tmp_path / name).mkdir()
+        run(tmp_path / name, each)
+
+
 def test_a_checkpoint_of_an_earlier_attempt_counts(tmp_path):
     checkpoints = CheckpointFolder(tmp_path / "checkpoints")
     checkpoints.claim(1)
@@ -501,6 +524,9 @@ def test_a_successor_is_told_everything_by_those_who_come_back(tmp_path):
         lives = [asyncio.create_task(who.main()) for who in (actor, link)]
         learner = cluster.caller("learner/0")
         try:
+            for name in OTHERS:
+                if name != "rollouter/0":
+                    await cluster.register(name)
             await until(lambda: "rollouter/0" in cluster.controller._registry.ready() and states)
             await learner.call(StopRun(reason="preempted", preempt=True))
             await until(lambda: actor.times == 1)
@@ -573,11 +599,11 @@ def test_who_starts_while_the_run_makes_way_is_told_once_it_is_up(tmp_path):
             assert self.times == 0
 
     async def scenario(cluster):
+        await cluster.all_ready()
         await cluster.caller().call(StopRun(reason="preempted", preempt=True))
         actor = Slow(cluster.context("rollouter/0", 9, controller=cluster.controller.address))
         life = asyncio.create_task(actor.main())
-        await until(lambda: "rollouter/0" in cluster.controller._registry.ready())
-        assert actor.times == 1
+        await until(lambda: actor.times == 1)
         life.cancel()
         await asyncio.gather(life, return_exceptions=True)
 

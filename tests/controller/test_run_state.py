@@ -81,7 +81,7 @@ def test_a_rank_whose_time_is_over_makes_way():
         seen.append((deadline, set(run.draining)))
     assert [ranks for _, ranks in seen] == RANKS[1:]
     assert seen[-1][0] <= 20.0
-    assert (run.phase, run.outcome.reason, run.outcome.exit_code) == ("done", "Ctrl-C", 130)
+    assert (run.phase, run.outcome.reason, run.outcome.exit_code) == ("done", "Ctrl-C", 143)
 
 
 def test_an_actor_that_is_dead_already_is_not_waited_for():
@@ -185,23 +185,23 @@ def test_strangers_are_not_looked_after():
 def test_a_run_makes_way_until_a_checkpoint_is_written():
     run = machine()
     number = run.number
-    assert run.preempt(10.0)
+    assert run.preempt("SIGTERM", 10.0)
     assert (run.phase, run.number, run.draining, run.next_deadline()) == ("preempting", number + 1, [], 40.0)
-    assert not run.preempt(11.0)
+    assert not run.preempt("Ctrl-C", 11.0)
     assert run.next_deadline() == 40.0
     assert run.checkpoint_written(12)
     assert not run.checkpoint_written(12)
     assert run.finish(12.0, preempted=True)
     assert (run.phase, run.outcome.exit_code, run.outcome.actor) == ("draining", 75, "")
-    assert "version 12" in run.outcome.reason
+    assert run.outcome.reason == "preempted by SIGTERM with a checkpoint of version 12"
 
 
-@pytest.mark.parametrize(("checkpoint", "exit_code"), [(4, 75), (0, 75), (-1, 130)])
+@pytest.mark.parametrize(("checkpoint", "exit_code"), [(4, 75), (0, 75), (-1, 143)])
 def test_past_the_grace_only_a_complete_checkpoint_counts(checkpoint, exit_code):
     run = machine()
     if checkpoint >= 0:
         run.checkpoint_written(checkpoint)
-    run.preempt(10.0)
+    run.preempt("SIGTERM", 10.0)
     assert not run.tick(39.9)
     assert run.tick(40.0)
     assert (run.phase, run.outcome.exit_code, run.outcome.actor) == ("draining", exit_code, "")
@@ -226,21 +226,21 @@ def test_who_makes_way_may_just_finish_fail_or_be_stopped():
     for event, exit_code in (
         (lambda run: run.finish(12.0), 0),
         (lambda run: run.fail("learner/0", "no signal", "", 1, 12.0), 1),
-        (lambda run: run.stop("Ctrl-C", 12.0), 130),
+        (lambda run: run.stop("Ctrl-C", 12.0), 143),
         (lambda run: run.ended("learner/0", 78, True, "", "", 12.0), 78),
     ):
         run = machine()
         run.checkpoint_written(3)
-        run.preempt(10.0)
+        run.preempt("SIGTERM", 10.0)
         assert event(run)
         assert (run.phase, run.outcome.exit_code) == ("draining", exit_code)
-        assert not run.preempt(13.0)
+        assert not run.preempt("SIGTERM", 13.0)
 
 
 def test_deaths_and_late_starts_do_not_keep_a_run_from_making_way():
     run = machine()
     run.ended("rollouter/0", -9, False, "", "", 5.0)
-    run.preempt(60.0)
+    run.preempt("SIGTERM", 60.0)
     run.ended("learner/1", -9, False, "", "", 61.0)
     assert not run.tick(70.0)
     assert (run.phase, run.next_deadline()) == ("preempting", 90.0)
@@ -251,7 +251,7 @@ def test_deaths_and_late_starts_do_not_keep_a_run_from_making_way():
 
 def test_a_controller_that_is_new_makes_way_before_everybody_is_back():
     run = machine(running=False)
-    assert run.preempt(2.0)
+    assert run.preempt("SIGTERM", 2.0)
     assert (run.phase, run.waiting_for) == ("preempting", [])
 
 
@@ -293,7 +293,7 @@ def test_invariants(history):
             case "checkpoint":
                 changed = run.checkpoint_written(arguments[0])
             case "preempt":
-                changed = run.preempt(now)
+                changed = run.preempt("SIGTERM", now)
             case "made way":
                 changed = run.finish(now, preempted=True)
             case "stop":

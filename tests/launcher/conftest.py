@@ -13,8 +13,8 @@ def launch(tmp_path):
     """Starts runs in the test's folder, which end with the test at the latest."""
     runs = []
 
-    def start(*flags):
-        runs.append(Run(tmp_path, *flags))
+    def start(*flags, terminal=None):
+        runs.append(Run(tmp_path, *flags, terminal=terminal))
         return runs[-1]
 
     yield start

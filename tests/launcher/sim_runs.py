@@ -1,7 +1,9 @@
 """Whole simulated runs of the command, every real actor in its own process."""
 
+import fcntl
 import subprocess
 import sys
+import termios
 
 from launched import command_line, wait_until
 
@@ -39,14 +41,19 @@ heartbeat_s = 0.5
 
 
 class Run:
-    """``asyncrl-launch`` in a folder, followed by its output."""
+    """``asyncrl-launch`` in a folder, followed by its output, or on a terminal of this descriptor."""
 
-    def __init__(self, folder, *flags):
+    def __init__(self, folder, *flags, terminal=None):
         self.folder, self.run_dir = folder, folder / "runs" / "trial"
         config = folder / "sim.toml"
         config.write_text(CONFIG)
         self.out = folder / f"out-{len(list(folder.glob('out-*')))}.txt"
         argv = [sys.executable, "-m", "asyncrl.cli.launch", str(config), "--run.dir", str(folder / "runs"), *flags]
+        if terminal is not None:
+            on = {"stdin": terminal, "stdout": terminal, "stderr": terminal}
+            # It is the terminal's only when its session's leader has taken it.
+            self.process = subprocess.Popen(argv, **on, start_new_session=True, preexec_fn=_take_terminal)
+            return
         with self.out.open("w") as out:
             self.process = subprocess.Popen(argv, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
 
@@ -73,3 +80,7 @@ class Run:
 
     def steps(self):
         return [line["step"] for line in read_metrics(self.run_dir / "metrics.jsonl") if line["kind"] == "train"]
+
+
+def _take_terminal():
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)

@@ -130,10 +130,10 @@ def test_the_guard_ignores_what_is_meant_for_the_run(guarded):
     assert events[-1] == {
         "type": "ended",
         "result": "stopped",
-        "reason": "ended at once by the launcher",
-        "exit_code": 130,
+        "reason": "ended at once",
+        "exit_code": 143,
     } | dict.fromkeys(("actor", "log"), "")
-    assert run.process.wait(30) == 130
+    assert run.process.wait(30) == 143
     assert agent not in marked("asyncrl.launcher.agent")
     assert not run.folder.private.exists()
 

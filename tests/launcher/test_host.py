@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from asyncrl.config.operation import SupervisionConfig
 from asyncrl.launcher.host import NEVER_RAN_GRACE_S, VERDICT_S, Host
 from asyncrl.launcher.instructions import Announce, AskStop, Kill, KillAll, Report, ReportStart, Spawn
+from asyncrl.launcher.spec import AT_ONCE, EndedEvent
 from asyncrl.messages.actors import Condemned, RunState
 from asyncrl.runtime.registry import FIRST_WORD_S
 
@@ -372,10 +373,58 @@ def test_a_run_makes_way():
     # Deaths are mended meanwhile.
     found.exited("learner/0", -9, "", 6.0)
     assert found.tick(7.0)[-1] == Spawn("learner/0")
-    found.state(state("draining", exit_code=75, reason="preempted with a checkpoint of version 3"), 8.0)
+    found.state(state("draining", exit_code=75, reason="preempted by SIGTERM with a checkpoint of version 3"), 8.0)
     assert (found.ending, found.deadline) == (True, 18.0)
     assert (found.preempted, found.finished_run, found.failure) == (True, False, None)
-    assert found.stopped == "preempted with a checkpoint of version 3"
+    assert found.stopped == "preempted by SIGTERM with a checkpoint of version 3"
+    assert found.how_it_ended("agent/0", "log") == EndedEvent(result="preempted", reason=found.stopped, exit_code=75)
+
+
+def test_a_wish_that_the_controller_was_told_of_by_another_is_kept_as_ones_own():
+    found = host()
+    assert found.state(state("preempting", reason="asyncrl-launch --stop"), 5.0) == []
+    assert found.next_deadline() == 5.0 + GRACE_S + POLICY.drain_s
+    found.exited("controller/0", -9, "", 6.0)
+    found.tick(7.0)
+    assert found.controller_found(8.0)[-1] == AskStop("asyncrl-launch --stop", preempt=True)
+    # One of several who ask does not hurry the others.
+    assert found.preempt("SIGTERM", 8.5) == []
+    assert found.next_deadline() == 5.0 + GRACE_S + POLICY.drain_s
+
+
+@pytest.mark.parametrize(("checkpoint", "result", "code"), [(3, "preempted", 75), (-1, "stopped", 143)])
+@pytest.mark.parametrize("asked", [True, False])
+def test_what_is_ended_at_once_goes_on_from_its_last_checkpoint(checkpoint, result, code, asked):
+    found = host()
+    found.state(state("running", checkpoint=checkpoint), 1.0)
+    if asked:
+        found.preempt("Ctrl-C", 5.0)
+    assert found.kill(AT_ONCE, 6.0) == [KillAll()]
+    assert found.how_it_ended("agent/0", "log") == EndedEvent(result=result, reason=AT_ONCE, exit_code=code)
+
+
+@pytest.mark.parametrize("wish", ["preempt", "kill"])
+def test_what_never_ran_is_no_run_to_go_on_with(wish):
+    found = host(running=False)
+    found.controller_found(0.0)
+    found.state(state("starting", checkpoint=3), 1.0)
+    getattr(found, wish)("Ctrl-C", 5.0)
+    assert found.how_it_ended("agent/0", "log") == EndedEvent(result="stopped", reason="Ctrl-C", exit_code=143)
+
+
+def test_an_agent_without_its_guard_has_the_run_make_way_and_fails():
+    found = host()
+    assert found.guard_lost(5.0) == [AskStop("the death of a guard", preempt=True)]
+    reason = "preempted by the death of a guard with a checkpoint of version 3"
+    found.state(state("draining", exit_code=75, reason=reason), 8.0)
+    why = f"its guard was killed, without which no agent goes on ({reason})"
+    assert found.how_it_ended("agent/0", "log") == EndedEvent(
+        result="failed", actor="agent/0", reason=why, log="log", exit_code=1
+    )
+    done = host()
+    done.guard_lost(5.0)
+    done.state(state("done"), 6.0)
+    assert done.how_it_ended("agent/0", "log") == EndedEvent(result="done")
 
 
 def test_the_wish_to_make_way_outlives_the_controller():

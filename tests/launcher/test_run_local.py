@@ -10,6 +10,9 @@ import time
 import pytest
 from launched import Launched, marked, wait_until
 
+from asyncrl.launcher.ended import read_ended
+from asyncrl.launcher.folders import RunFolder, next_attempt
+from asyncrl.launcher.spec import EndedEvent
 from asyncrl.runtime.supervision import drain_rank
 
 
@@ -84,7 +87,8 @@ def test_an_actor_that_keeps_dying_ends_the_run(launched):
 
 
 def test_a_frozen_actor_is_killed_and_started_again_and_the_run_goes_on(launched):
-    run = launched({"rollouter/0": {"children": True}}, heartbeat_s=0.2, silence_s=1.5, restart_window_s=60.0)
+    sections = {"preempt": {"grace_s": 0.5}}
+    run = launched({"rollouter/0": {"children": True}}, sections, heartbeat_s=0.2, silence_s=1.5, restart_window_s=60.0)
     run.wait_to_show("running")
     frozen = run.actor("rollouter/0")
     os.kill(frozen, signal.SIGSTOP)
@@ -101,7 +105,7 @@ def test_a_frozen_actor_is_killed_and_started_again_and_the_run_goes_on(launched
 
 
 def test_ranks_die_and_start_again_together(launched):
-    sections = {"learner": {"backend": "sim", "ranks": 2}}
+    sections = {"learner": {"backend": "sim", "ranks": 2}, "preempt": {"grace_s": 0.5}}
     run = launched({"learner/0": {"slow": 0.3}}, sections, restart_window_s=60.0)
     run.wait_to_show("running")
     before = {name: run.actor(name) for name in ("learner/0", "learner/1", "rollouter/0")}
@@ -129,7 +133,8 @@ def test_what_an_actor_says_of_its_failure_is_the_last_line(launched):
 
 
 def test_ctrl_c_ends_in_order_and_the_deaf_by_force(launched):
-    run = launched({"learner/0": {"deaf": True}, "rollouter/0": {"children": True}}, drain_s=4.0)
+    sections = {"preempt": {"grace_s": 0.5}}
+    run = launched({"learner/0": {"deaf": True}, "rollouter/0": {"children": True}}, sections, drain_s=4.0)
     run.wait_to_show("running")
     run.process.send_signal(signal.SIGINT)
     code, shown = run.end()
@@ -140,7 +145,9 @@ def test_ctrl_c_ends_in_order_and_the_deaf_by_force(launched):
     assert by_themselves == sorted(by_themselves)
     assert len(ends) == 6
     assert "draining: ending the actors in order" in shown
-    assert shown[-1] == "ended before the last step: Ctrl-C"
+    assert shown[-1] == (
+        "ended before the last step: preempted by Ctrl-C, and no checkpoint was complete after 0.5 s (preempt.grace_s)"
+    )
     assert_all_gone(run)
 
 
@@ -148,11 +155,12 @@ def test_a_second_ctrl_c_ends_at_once(launched):
     run = launched({"learner/0": {"deaf": True}}, drain_s=600.0)
     run.wait_to_show("running")
     run.process.send_signal(signal.SIGINT)
-    run.wait_to_show("draining")
+    run.wait_to_show("making way: waiting for a checkpoint")
     run.process.send_signal(signal.SIGINT)
     code, shown = run.end()
     assert code == 130
     assert "ending at once" in shown
+    assert shown[-1] == "ended before the last step: ended at once by Ctrl-C"
     assert_all_gone(run)
 
 
@@ -189,21 +197,26 @@ def test_an_agent_that_hangs_is_ended_by_the_second_ctrl_c(launched):
     agent = run.pid("agent")
     os.kill(agent, signal.SIGSTOP)
     run.process.send_signal(signal.SIGINT)
-    run.wait_to_show("ending in good order")
+    run.wait_to_show("making way")
     run.process.send_signal(signal.SIGINT)
-    code, _ = run.end()
+    code, shown = run.end()
     assert code == 1
+    assert shown[-1].startswith("agent/0: it did not end its actors, and was killed (log: ")
     assert_all_gone(run)
 
 
 def test_a_guard_that_is_killed_ends_the_run_in_order(launched):
-    run = launched({"rollouter/0": {"children": True}})
+    run = launched({"learner/0": {"preempted": 7}, "rollouter/0": {"children": True}})
     run.wait_to_show("running")
     os.kill(run.pid("guard"), signal.SIGKILL)
     code, shown = run.end()
-    assert code == 130
+    assert code == 1
     assert "draining: ending the actors in order" in shown
-    assert shown[-1] == "ended before the last step: the agent lost its guard"
+    log = run.run_dir / "logs" / "attempt_1" / "agent-0.log"
+    assert shown[-1] == (
+        "agent/0: its guard was killed, without which no agent goes on (preempted by the death of a guard with a "
+        f"checkpoint of version 7) (log: {log})"
+    )
     assert_all_gone(run)
 
 
@@ -267,15 +280,19 @@ def test_deaths_while_the_controller_is_away_are_mended(launched):
     assert_all_gone(run)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
-def test_a_preempted_run_writes_a_checkpoint_and_can_be_resumed(launched, number):
+@pytest.mark.parametrize(("number", "cause"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGUSR2, "SIGUSR2")])
+def test_a_preempted_run_writes_a_checkpoint_and_can_be_resumed(launched, number, cause):
     run = launched({"learner/0": {"preempted": 7}})
     run.wait_to_show("running")
     run.process.send_signal(number)
     code, shown = run.end()
     assert code == 75, shown
     assert "making way: a checkpoint is written, within 60 s; again to end at once" in shown
-    assert shown[-1] == "preempted with a checkpoint of version 7; the same command with --resume auto goes on"
+    how = f"preempted by {cause} with a checkpoint of version 7"
+    assert shown[-1] == f"{how}; the same command with --resume auto goes on"
+    assert read_ended(next_attempt(run.run_dir)) is None
+    folder = RunFolder(path=run.run_dir, run_id="")
+    assert read_ended(folder) == EndedEvent(result="preempted", reason=how, exit_code=75)
     assert_all_gone(run)
 
 
@@ -298,7 +315,7 @@ def test_past_its_grace_a_run_without_a_checkpoint_is_just_ended(launched):
     code, shown = run.end()
     assert code == 143, shown
     assert shown[-1] == (
-        "ended before the last step: SIGTERM: preempted, and no checkpoint was complete after 0.5 s (preempt.grace_s)"
+        "ended before the last step: preempted by SIGTERM, and no checkpoint was complete after 0.5 s (preempt.grace_s)"
     )
     assert_all_gone(run)
 
@@ -335,7 +352,7 @@ def test_a_signal_that_reaches_the_launcher_last_is_the_same_wish(launched):
     code, shown = run.end()
     assert code == 143, shown
     assert shown[-1] == (
-        "ended before the last step: SIGTERM: preempted, and no checkpoint was complete after 4 s (preempt.grace_s)"
+        "ended before the last step: preempted by SIGTERM, and no checkpoint was complete after 4 s (preempt.grace_s)"
     )
     assert_all_gone(run)
 
@@ -363,7 +380,7 @@ def test_a_run_that_was_killed_as_a_whole_is_resumed_in_its_folder(launched):
 
 
 def test_a_run_that_lives_cannot_be_resumed(launched):
-    run = launched({})
+    run = launched({}, {"preempt": {"grace_s": 0.5}})
     run.wait_to_show("running")
     code, shown = launched({}, resume="auto").end()
     assert code == 1

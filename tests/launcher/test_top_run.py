@@ -48,9 +48,9 @@ def test_attached_and_detached_ten_times_without_effect(launch, tmp_path):
     assert run.processes() == before
     run.process.send_signal(signal.SIGINT)
     code, lines = run.end()
-    assert code == 130, lines
+    assert code == 75, lines
     page = subprocess.run([*TOP, str(run.run_dir), "--replay", "--once"], capture_output=True, text=True, check=True)
-    assert "stopped" in page.stdout.splitlines()[0] and "stopped: by the launcher" in page.stdout
+    assert "preempted" in page.stdout.splitlines()[0] and "preempted: by Ctrl-C with a checkpoint" in page.stdout
     steps = run.steps()
     assert steps == list(range(1, len(steps) + 1))
     logs = "".join(path.read_text() for path in (run.run_dir / "logs").rglob("*.log"))

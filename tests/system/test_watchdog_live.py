@@ -91,7 +91,7 @@ def test_whoever_freezes_is_named_with_the_chain_killed_and_started_again(launch
         shows(run, f"{name} died (killed by SIGKILL: it held up the run for ", shown)
         goes_on(run)
     assert "stacks of" in (run.run_dir / "logs" / "attempt_1" / "agent-0.log").read_text()
-    assert run.stop() == 130
+    assert run.stop() == 75
 
 
 def test_a_reward_function_that_hangs_is_named_and_the_run_stopped_where_that_is_wanted(launch, tmp_path, monkeypatch):
@@ -125,7 +125,7 @@ def test_whoever_is_silent_is_named_before_it_is_killed_the_controller_too(launc
     assert "watchdog: controller/0 holds up the run: it did not answer for " in run.output
     assert f"stacks of controller/0:\n  process {pid}: T (stopped)" in run.output
     goes_on(run)
-    assert run.stop() == 130
+    assert run.stop() == 75
 
 
 def test_a_report_alone_kills_nobody_and_is_withdrawn_when_the_run_moves(launch):
@@ -137,4 +137,4 @@ def test_a_report_alone_kills_nobody_and_is_withdrawn_when_the_run_moves(launch)
     shows(run, "watchdog: the run moves again")
     goes_on(run)
     assert run.pid("rollouter/0") == pid
-    assert run.stop() == 130
+    assert run.stop() == 75

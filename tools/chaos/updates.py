@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl.errors import PREEMPTED_EXIT_CODE
 from tools.bench.tiny_model import make_model
 from tools.live_run import LiveRun, UpdatePhases
 
@@ -199,7 +200,7 @@ def torment(
             seconds = own.go(round)
             print(f"  {transport}/{mode} {number}: {round}: well after {seconds:.1f} s", flush=True)
         code = run.stop()
-        if code != 130:
+        if code != PREEMPTED_EXIT_CODE:
             raise RuntimeError(f"stopped with exit code {code}: {run.output[-1000:]}")
         if left := run.left():
             raise RuntimeError(f"processes are left: {left}")

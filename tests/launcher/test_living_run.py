@@ -1,4 +1,4 @@
-"""--join and --leave: the command line, which runs are found, and where engines go on a new host."""
+"""--stop, --join and --leave: the command line, which runs are found, and where engines go on a new host."""
 
 import asyncio
 import json
@@ -68,6 +68,13 @@ def speak(folder, address="tcp://127.0.0.1:7000"):
         (["--leave", "a", "runs/x", "--ssh-args", "-F x"], "only --within SECONDS goes with it"),
         (["--leave", "a", "runs/x", "--exclude", "b"], "only --within SECONDS goes with it"),
         (["--leave", "a", "runs/x", "--slurm"], "--leave speaks to a run that lives"),
+        (["--stop", "runs/x", "runs/y"], "--stop RUN: name one run folder, and nothing else"),
+        (["--stop", "runs/x", "--leave", "a"], "--stop RUN: name one run folder, and nothing else"),
+        (["--stop", "runs/x", "--within", "3"], "--stop RUN: name one run folder, and nothing else"),
+        (["--stop", "runs/x", "--dry-run"], "--stop RUN: name one run folder, and nothing else"),
+        (["--stop", "runs/x", "--learner.lr", "1"], "so --learner.lr has no place here"),
+        (["--stop", "runs/x", "--resume", "auto"], "--stop speaks to a run that lives"),
+        (["--stop", "runs/x", "--detach"], "--stop speaks to a run that lives"),
         (["--within", "3", "runs/x"], "--within SECONDS belongs to --leave HOST"),
         (["--leave", "a", "runs/x", "--within", "-1"], "--within: -1: must be 0 to 86400 seconds"),
         (["--leave", "a", "runs/x", "--within", "nan"], "--within: nan: must be 0 to 86400 seconds"),
@@ -144,7 +151,8 @@ def test_there_is_no_such_run(tmp_path, hosts, capsys):
 def test_a_run_that_has_ended_is_said_to(tmp_path, hosts, capsys):
     made = config(tmp_path)
     folder = create_run_folder(made)
-    for argv in (["--join", str(folder.path), "--hosts", hosts], ["--leave", "a", str(folder.path)]):
+    place = str(folder.path)
+    for argv in (["--join", place, "--hosts", hosts], ["--leave", "a", place], ["--stop", place]):
         assert launch.main(argv) == 2
         assert "the run in it has ended, or its head is another machine" in capsys.readouterr().err
 
@@ -163,7 +171,7 @@ def test_only_who_reads_the_private_folder(lived, monkeypatch, hosts, capsys):
 
     monkeypatch.setattr(living, "load_credentials", closed)
     assert launch.main(["--join", str(lived.path), "--hosts", hosts]) == 2
-    assert f"only who can read {lived.private} lets hosts join and leave this run" in capsys.readouterr().err
+    assert f"only who can read {lived.private} may stop this run, or change its hosts" in capsys.readouterr().err
 
 
 def test_a_run_on_one_host_is_not_joined(lived, hosts, capsys):

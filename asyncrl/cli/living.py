@@ -1,4 +1,4 @@
-"""asyncrl-launch --join and --leave: hosts come to a living run, and leave it.
+"""asyncrl-launch --stop, --join and --leave: a living run is ended, hosts come to it, and leave it.
 
 Wrong usage ends the program before anything beyond the standard library is loaded.
 """
@@ -13,7 +13,8 @@ from asyncrl.cli.flags import seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of both."""
+    """Those of all three."""
+    parser.add_argument("--stop", metavar="RUN", help="end the living run of this folder in good order")
     parser.add_argument("--join", metavar="RUN", help="let the hosts of --hosts take part in the run of this folder")
     parser.add_argument("--leave", metavar="HOST", help="drain this host of the run whose folder follows")
     parser.add_argument("--within", metavar="SECONDS", type=seconds(0, 86400), help="time that --leave gives to finish")
@@ -21,17 +22,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def is_meant(given: argparse.Namespace) -> bool:
     """Whether the command line asks for it."""
-    return any(value is not None for value in (given.join, given.leave, given.within))
+    return any(value is not None for value in (given.stop, given.join, given.leave, given.within))
 
 
 def check(parser: argparse.ArgumentParser, given: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     """Ends the program on wrong usage."""
-    which = "--join" if given.join is not None else "--leave"
-    if given.resume or given.slurm or given.inside_slurm:
-        parser.error(f"{which} speaks to a run that lives; --resume, --slurm and --inside-slurm start one")
+    which = "--stop" if given.stop is not None else "--join" if given.join is not None else "--leave"
+    if given.resume or given.slurm or given.inside_slurm or given.detach:
+        parser.error(f"{which} speaks to a run that lives; --resume, --detach, --slurm and --inside-slurm start one")
     if overrides:
         parser.error(f"{which}: the configuration is that of the run, so --{next(iter(overrides))} has no place here")
-    if given.join is not None:
+    if given.stop is not None:
+        others = (given.join, given.leave, given.within, given.hosts)
+        if given.configs or given.dry_run or _has_choice(given) or any(value is not None for value in others):
+            parser.error("--stop RUN: name one run folder, and nothing else")
+    elif given.join is not None:
         if given.leave is not None or given.within is not None or given.configs:
             parser.error("--join RUN --hosts FILE: only --include, --exclude, --ssh-args and --dry-run go with it")
         if given.hosts is None:
@@ -50,6 +55,10 @@ def run(given: argparse.Namespace) -> int:
     """The exit code. Raises AsyncRLError or OSError."""
     from asyncrl.launcher.living import find_living
 
+    if given.stop is not None:
+        from asyncrl.launcher.stop import stop_run
+
+        return stop_run(find_living(given.stop))
     if given.join is None:
         from asyncrl.launcher.leave import leave_run
 

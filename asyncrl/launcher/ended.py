@@ -1,0 +1,108 @@
+"""How a run ended, kept in its folder, and what is left of it to go on from.
+
+The head's agent writes the record when everything that it started has ended. A run of which there is no record for its
+last attempt was killed: an agent that dies writes none. Reading fails with nothing but OSError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
+from asyncrl.checkpoint.retention import Found
+from asyncrl.config import Config
+from asyncrl.errors import ActorFailed, CheckpointError
+from asyncrl.launcher.folders import RunFolder
+from asyncrl.launcher.resume import AUTO
+from asyncrl.launcher.spec import EndedEvent
+from asyncrl.monitor.metrics_file import read_metrics
+from asyncrl.monitor.whole import replace_whole
+
+ENDED = "ended.json"
+
+
+class EndRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """How the attempt ended whose logs are in ``log_dir``."""
+
+    log_dir: str
+    ended: EndedEvent
+
+
+def write_ended(run_dir: Path, log_dir: str, ended: EndedEvent) -> None:
+    """Keep it, in the place of that of the attempt before. Raises OSError."""
+    record = msgspec.json.encode(EndRecord(log_dir=log_dir, ended=ended))
+    replace_whole(run_dir / ENDED, record.decode() + "\n")
+
+
+def read_ended(folder: RunFolder) -> EndedEvent | None:
+    """How this attempt ended; None if nobody could say. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError):
+        record = msgspec.json.decode((folder.path / ENDED).read_bytes(), type=EndRecord)
+        return record.ended if record.log_dir == str(folder.logs) else None
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """The newest complete checkpoint and the last step that was trained; 0 for none."""
+
+    checkpoint: Found | None
+    trained: int
+    trouble: str = ""
+    """Why the checkpoints cannot be read."""
+
+    @property
+    def lost(self) -> int:
+        """Trained steps that are in no checkpoint."""
+        return max(0, self.trained - (0 if self.checkpoint is None else self.checkpoint.step))
+
+    def describe(self) -> str:
+        """In one line; empty where nothing was trained."""
+        if self.trouble:
+            return f"left: the checkpoints cannot be read: {self.trouble}"
+        if self.checkpoint is None:
+            return f"left: no checkpoint; lost: {_steps(self.lost)}" if self.lost else ""
+        found = self.checkpoint
+        what = f"left: the checkpoint of version {found.version}, step {found.step}: {found.path}"
+        return what + (f"; lost: {_steps(self.lost)} trained since" if self.lost else "; no trained step is lost")
+
+
+def find_left(config: Config, folder: RunFolder) -> Left:
+    """Of a run whose folder is on this machine; elsewhere nothing is found."""
+    trained = 0
+    for line in read_metrics(folder.path / "metrics.jsonl", ("train",)):
+        # The last one: a run that was resumed trains steps again.
+        trained = line.get("step", trained)
+    checkpoints = checkpoint_dir(config, folder.path)
+    try:
+        return Left(CheckpointFolder(checkpoints).newest(), trained)
+    except (CheckpointError, OSError) as error:
+        return Left(None, trained, trouble=str(error))
+
+
+def describe_end(config: Config, folder: RunFolder, ended: EndedEvent, command: str = "the same command") -> list[str]:
+    """Why a run ended before its last step, what is left, and how it goes on; nothing of one that is done.
+
+    The last line tells why. ``command`` is what goes on with --resume.
+    """
+    if ended.result == "done":
+        return []
+    left = find_left(config, folder)
+    rows = [row] if (row := left.describe()) else []
+    goes_on = f"{command} with --resume {AUTO if folder.path.name == config.run.name else folder.path} goes on"
+    if ended.result == "preempted":
+        return [*rows, f"{ended.reason}; {goes_on}"]
+    if left.checkpoint is not None:
+        rows = [f"{row}; {goes_on}" for row in rows]
+    if ended.result == "stopped":
+        return [*rows, f"ended before the last step: {ended.reason}"]
+    first, _, rest = ended.reason.partition("\n")
+    return [*rows, *rest.splitlines(), str(ActorFailed(ended.actor, first, log=ended.log))]
+
+
+def _steps(count: int) -> str:
+    return f"{count} step" if count == 1 else f"{count} steps"

@@ -1,0 +1,24 @@
+"""The signals by which somebody asks for the end of a run. Standard library only, and no state."""
+
+from __future__ import annotations
+
+import signal
+
+STOPPING = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR2)
+"""Ctrl-C, a closed terminal, and what schedulers send."""
+
+
+def heeded() -> tuple[signal.Signals, ...]:
+    """Those that this process takes: all but a SIGHUP that it was started to ignore, as by nohup.
+
+    SIGINT is always among them: a shell without job control has whatever it starts in the background ignore it, which
+    is a matter of the terminal's Ctrl-C and not of ``kill -INT``.
+    """
+    without = signal.SIGHUP if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else None
+    return tuple(number for number in STOPPING if number != without)
+
+
+def cause_of(number: int) -> str:
+    """Who asks by this signal, in the words that the user is shown."""
+    names = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "a closed terminal"}
+    return names.get(signal.Signals(number)) or signal.Signals(number).name
