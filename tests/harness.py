@@ -67,13 +67,21 @@ class Net:
         return endpoint
 
     def serve(
-        self, owner: object, name: str, incarnation: int = 1, *, register: bool = True, **changes: Any
+        self,
+        owner: object,
+        name: str,
+        incarnation: int = 1,
+        *,
+        register: bool = True,
+        is_set_up: Callable[[], bool] = lambda: True,
+        **changes: Any,
     ) -> CallServer:
         server = CallServer(
             self.endpoint(name, incarnation, **changes),
             owner,
             lambda kind, error: self.errors.append((kind, error)),
             lambda name, incarnation: self.replaced.append((name, incarnation)),
+            is_set_up=is_set_up,
         )
         address = server.bind("memory:0" if self._network else "tcp://127.0.0.1:0")
         self.servers.append(server)

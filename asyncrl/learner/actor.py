@@ -386,7 +386,7 @@ class Learner(Actor):
     @handler
     def rollout_stats(self, request: RolloutStats, caller: Caller) -> None:
         """What a rollouter did since its last report."""
-        if self._is_rank_0 and self.ready:
+        if self._is_rank_0:
             self._lines.stats(caller.name, caller.incarnation, request)
 
     def _has(self, uid: str) -> bool:

@@ -148,7 +148,7 @@ class Actor:
     # --- what an actor overrides ---
 
     async def setup(self) -> None:
-        """Become able to serve. The actor is not ready before this returns."""
+        """Become able to serve. The actor is not ready, and no handler of it is called, before this returns."""
 
     async def run(self) -> None:
         """Work until the actor is drained."""
@@ -299,7 +299,9 @@ class Actor:
         try:
             async with asyncio.TaskGroup() as self.tasks:
                 try:
-                    self._server = CallServer(self._endpoint, self, self._handler_failed, self._note_death)
+                    self._server = CallServer(
+                        self._endpoint, self, self._handler_failed, self._note_death, is_set_up=lambda: self.ready
+                    )
                     self.address = self._bind(self._server)
                     await self._live()
                 finally:

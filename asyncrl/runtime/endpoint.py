@@ -17,6 +17,8 @@ from asyncrl.wire.transport import Transport
 
 CREDIT = 4096
 """Calls that a peer may leave unanswered on one connection."""
+NOT_READY = "not_ready"
+"""Code of the answer to a call that came before the actor was set up; the caller's side repeats it by itself."""
 
 
 @dataclass(slots=True, kw_only=True)

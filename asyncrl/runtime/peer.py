@@ -23,12 +23,14 @@ from asyncrl.messages import Message, Request
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.monitor import AwaitRecord
 from asyncrl.runtime.deadlines import Deadlines
-from asyncrl.runtime.endpoint import Endpoint, size_of
+from asyncrl.runtime.endpoint import NOT_READY, Endpoint, size_of
 from asyncrl.wire.envelope import ErrorBody, Header, Kind, Refuse, Welcome, decode_header
 from asyncrl.wire.transport import Client, Frames
 
 REPEAT_S = 5.0
 """A call without an answer is sent again after this; so is a HELLO after a fifth of it."""
+SET_UP_REPEAT_S = 0.5
+"""So is a call to a peer that is not set up so far, after this."""
 ROUND_TRIP = "calls/round_trip_s"
 LOOKED_AT = 64
 """Calls in flight that a heartbeat looks at."""
@@ -88,6 +90,8 @@ class Peer:
         self._waiting: deque[CallFuture] = deque()
         """Calls that wait for the connection or for credit."""
         self._closed = False
+        self._unready = False
+        """Whether it has said last that it is not set up."""
 
     # --- the caller's side ---
 
@@ -306,6 +310,7 @@ class Peer:
             self._endpoint.count("wire/malformed")
 
     def _on_reply(self, header: Header, frames: Frames) -> None:
+        self._unready = False
         future = self._pending.get(header.in_reply_to)
         if future is None:
             return
@@ -335,6 +340,11 @@ class Peer:
             return
         if body.code == "over_credit":
             # It goes out again by its timer.
+            return
+        if body.code == NOT_READY:
+            self._unready = True
+            self._deadlines.remove(future, future.tick)
+            future.tick = self._deadlines.add(future, min(future.deadline, self._loop.time() + SET_UP_REPEAT_S))
             return
         self._finish(future).set_exception(
             RemoteError(
@@ -399,6 +409,8 @@ class Peer:
             hint = "the registry knows no living actor of this name"
         elif not self.ready:
             hint = f"HELLO to {self._record.address} is not answered"
+        elif self._unready:
+            hint = f"connected to {self._record.address}, which is not set up so far"
         else:
             hint = f"connected to {self._record.address}, the call is not answered"
         waited = self._loop.time() - future.started

@@ -3,19 +3,23 @@
 Nothing but a HELLO is served on a connection before its WELCOME; whoever is not of this run, is not who its key
 says, or has been replaced by a newer incarnation is refused. A call that arrives again while its handler runs, or
 after it was answered, is not run again: replies to calls that may not be repeated are kept until the caller has
-them. Every failure of a handler becomes an ERROR for its caller; malformed frames are counted and change nothing.
+them. No handler is run before its actor is set up: calls are answered with ERROR ``not_ready``, upon which the caller
+repeats them until their deadline, and casts are dropped. Every failure of a handler becomes an ERROR for its caller;
+malformed frames are counted and change nothing.
 
 Whatever is sent, in whatever numbers, what is kept here is bounded: names, connections of a name, calls and stored
-replies of a connection, and the time for which a call may be parked. Three counters, which every heartbeat carries,
-tell what did not enter: ``wire/strangers`` counts connections that were turned away before they could say anything,
-and messages on connections without WELCOME; ``wire/refused`` HELLOs and messages of somebody who is not who he says he
-is, not one of this run, or dead; ``wire/malformed`` what cannot be read.
+replies of a connection, and the time for which a call may be parked. Counters, which every heartbeat carries, tell
+what did not enter: ``wire/early`` counts calls and casts before the actor was set up; ``wire/strangers`` connections
+that were turned away before they could say anything, and messages on connections without WELCOME; ``wire/refused``
+HELLOs and messages of somebody who is not who he says he is, not one of this run, or dead; ``wire/malformed`` what
+cannot be read.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +28,7 @@ from asyncrl.errors import AsyncRLError, ProtocolError
 from asyncrl.messages import Message
 from asyncrl.runtime.away import CANCELLED
 from asyncrl.runtime.deadlines import Deadlines
-from asyncrl.runtime.endpoint import CREDIT, Endpoint, size_of
+from asyncrl.runtime.endpoint import CREDIT, NOT_READY, Endpoint, size_of
 from asyncrl.runtime.handlers import Caller, Connection, Handler, handlers_of
 from asyncrl.runtime.roster import LAUNCHER
 from asyncrl.wire.envelope import (
@@ -43,6 +47,7 @@ from asyncrl.wire.transport import Frames
 from asyncrl.wire.transport import Server as BoundSocket
 
 STRANGERS, REFUSED, MALFORMED = "wire/strangers", "wire/refused", "wire/malformed"
+EARLY = "wire/early"
 MAX_SESSIONS_PER_NAME = 4
 """An actor has one connection for its calls, one for its heartbeats, and leaves a few behind when it reconnects."""
 SHARED = {LAUNCHER: 64, VIEWER: 32}
@@ -59,6 +64,8 @@ MAX_STORED = 4 * CREDIT
 """Replies kept for one connection."""
 LONGEST_CALL_S = 7 * 86400.0
 """A caller that wants to wait longer is answered as if this were its deadline."""
+MOST_UNEXPECTED, UNEXPECTED_WINDOW_S = 64, 600.0
+"""So often in so many seconds a caller may try again what failed in a way that nobody expected; not without end."""
 LONGEST_ERROR = 16384
 """Characters. What is wrong with a message may be as long as the message."""
 
@@ -75,6 +82,8 @@ class _Session:
     running: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
     stored: dict[int, list[Any]] = field(default_factory=dict)
     """Replies to calls that may not be repeated, until the caller has them."""
+    unexpected: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_UNEXPECTED))
+    """When calls failed in a way that nobody expected (s)."""
 
     @property
     def credit(self) -> int:
@@ -91,8 +100,11 @@ class CallServer:
         owner: object,
         on_error: Callable[[str, BaseException], None],
         on_replaced: Callable[[str, int], None],
+        *,
+        is_set_up: Callable[[], bool] = lambda: True,
     ) -> None:
         self._endpoint = endpoint
+        self._is_set_up = is_set_up
         self._loop = asyncio.get_running_loop()
         self._on_error = on_error
         self._on_replaced = on_replaced
@@ -105,7 +117,7 @@ class CallServer:
         self._expired: set[asyncio.Future[Any]] = set()
         """Those of the running calls whose deadline is over."""
         self._bound: BoundSocket | None = None
-        for counter in (STRANGERS, REFUSED, MALFORMED):
+        for counter in (STRANGERS, REFUSED, MALFORMED, EARLY):
             endpoint.counters.setdefault(counter, 0)
 
     def bind(self, address: str) -> str:
@@ -270,6 +282,10 @@ class CallServer:
         if session.name == VIEWER and not found.for_viewers:
             self._error(session.routing_id, header, "forbidden", f"{VIEWER} only watches: no {header.type}")
             return
+        if not self._is_set_up():
+            self._endpoint.count(EARLY)
+            self._error(session.routing_id, header, NOT_READY, "this actor is not set up so far", retryable=True)
+            return
         try:
             request = self._endpoint.codec.decode(found.request, frames[1], frames[2:])
         except ProtocolError as error:
@@ -342,6 +358,9 @@ class CallServer:
         if session.name == VIEWER:
             self._endpoint.count(REFUSED)
             return
+        if not self._is_set_up():
+            self._endpoint.count(EARLY)
+            return
         message = self._endpoint.codec.decode(found.request, frames[1], frames[2:])
         caller = Caller(session.name, session.incarnation, header.param_version, self._loop.time(), session.connection)
         try:
@@ -367,15 +386,20 @@ class CallServer:
         self._transmit(session.routing_id, message)
 
     def _failed(self, session: _Session, header: Header, error: BaseException) -> None:
-        if not isinstance(error, AsyncRLError):
+        if isinstance(error, AsyncRLError):
+            retryable = bool(getattr(error, "retryable", False))
+        else:
             self._on_error(header.type, error)
-        self._error(
-            session.routing_id,
-            header,
-            getattr(type(error), "code", type(error).__name__),
-            str(error) or repr(error),
-            retryable=bool(getattr(error, "retryable", False)),
-        )
+            retryable = self._may_try_again(session)
+        code = getattr(type(error), "code", type(error).__name__)
+        self._error(session.routing_id, header, code, str(error) or repr(error), retryable=retryable)
+
+    def _may_try_again(self, session: _Session) -> bool:
+        """After a failure that nobody expected: it may pass, but a caller is not to repeat the same for ever."""
+        now, failed = self._loop.time(), session.unexpected
+        often = len(failed) == failed.maxlen and now - failed[0] < UNEXPECTED_WINDOW_S
+        failed.append(now)
+        return not often
 
     def _error(self, routing_id: bytes, header: Header, code: str, message: str, *, retryable: bool = False) -> None:
         body = ErrorBody(code=code, message=message[:LONGEST_ERROR], retryable=retryable, actor=self._endpoint.name)

@@ -97,7 +97,8 @@ class ErrorBody(Struct, frozen=True, kw_only=True):
     """The body of an ERROR."""
 
     code: str
-    """Stable: hello_required, over_credit, unknown_type, invalid, cancelled, deadline, or an exception's name."""
+    """Stable: hello_required, not_ready, over_credit, unknown_type, invalid, cancelled, deadline, or an exception's
+    name."""
     message: str
     retryable: bool = False
     actor: str = ""

@@ -14,6 +14,7 @@ from asyncrl.errors import DeadlineExceeded, PeerRestarted, ProtocolError, Refus
 from asyncrl.messages import Done, Message, Request
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.runtime import peer as peer_module
+from asyncrl.runtime import server as server_module
 from asyncrl.runtime.handlers import Caller, handler
 from asyncrl.runtime.peer import Peer
 from asyncrl.wire.keys import Credentials, create_credentials, load_credentials
@@ -106,6 +107,72 @@ def run(main):
     asyncio.run(asyncio.wait_for(main, 60))
 
 
+class Slow:
+    """An actor whose handlers need its set-up."""
+
+    def __init__(self):
+        self.is_set_up, self.seen = False, []
+
+    @handler
+    def count(self, request: Count, caller: Caller) -> Done:
+        assert self.is_set_up
+        self.seen.append("call")
+        return Done()
+
+    @handler
+    def note(self, request: Note, caller: Caller) -> None:
+        assert self.is_set_up
+        self.seen.append(request.text)
+
+
+def test_no_handler_is_called_before_the_set_up(memory, monkeypatch):
+    """Calls are repeated until then, whether they may be repeated or not; a cast is lost, as any may be."""
+    monkeypatch.setattr(peer_module, "SET_UP_REPEAT_S", 0.02)
+
+    async def main():
+        async with Net(memory=memory) as net:
+            slow = Slow()
+            server = net.serve(slow, "server/0", is_set_up=lambda: slow.is_set_up)
+            counters = server._endpoint.counters
+            peer = net.client("server/0")
+            calls = [peer.call(Count()) for _ in range(3)]
+            late = peer.call(Count(), timeout=0.2)
+            while counters["wire/early"] < 12:
+                await asyncio.sleep(0.01)
+            assert peer.cast(Note(text="early"))
+            with pytest.raises(DeadlineExceeded, match="which is not set up so far"):
+                await late
+            assert (slow.seen, net.errors) == ([], [])
+            slow.is_set_up = True
+            await asyncio.gather(*calls)
+            assert peer.cast(Note(text="then"))
+            await peer.call(Count())
+            assert slow.seen == ["call"] * 3 + ["then", "call"]
+
+    run(main())
+
+
+def test_a_failure_that_nobody_expected_may_be_tried_again_but_not_for_ever(memory, monkeypatch):
+    monkeypatch.setattr(server_module, "MOST_UNEXPECTED", 3)
+
+    async def main():
+        async with Net(memory=memory) as net:
+            net.serve(Server(), "server/0")
+            peer, other = net.client("server/0"), net.client("server/0", "other/0")
+            said = []
+            for one in [peer] * 5 + [other]:
+                with pytest.raises(RemoteError, match="bug") as caught:
+                    await one.call(Fail(known=False))
+                said.append(caught.value.retryable)
+            assert said == [True] * 3 + [False] * 2 + [True]
+            monkeypatch.setattr(server_module, "UNEXPECTED_WINDOW_S", 0.0)
+            with pytest.raises(RemoteError) as caught:
+                await peer.call(Fail(known=False))
+            assert caught.value.retryable
+
+    run(main())
+
+
 def test_calls_casts_buffers_and_errors(memory):
     async def main():
         async with Net(memory=memory) as net:
@@ -124,7 +191,7 @@ def test_calls_casts_buffers_and_errors(memory):
             assert await server.noted.get() == "hello"
             with pytest.raises(RemoteError) as caught:
                 await peer.call(Fail())
-            assert caught.value.code == "RewardFailed"
+            assert caught.value.code == "reward_failed"
             assert caught.value.retryable
             assert caught.value.actor == "server/0"
             with pytest.raises(RemoteError, match="ZeroDivisionError"):
