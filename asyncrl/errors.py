@@ -22,6 +22,8 @@ wrong, where, and what to do. Wrong input is a ValueError; our own broken invari
     ├── BroadcastFailed (ConnectionError) a broadcast of weights broke off
     ├── NonFiniteStep (ArithmeticError)   the loss or the gradient of a step is not finite
     ├── RewardFailed (RuntimeError)       a reward function raised, timed out or returned nonsense
+    │   └── RewardPoolEnded               the pool that runs it has ended; no trajectory is to blame
+    ├── RewardBroken (RuntimeError)       a reward function fails in nearly every call
     └── WireError (ConnectionError)
         ├── ProtocolError (ValueError)    a frame that is not ours
         ├── Refused                       HELLO answered by REFUSE
@@ -238,9 +240,30 @@ class NonFiniteStep(AsyncRLError, ArithmeticError):
 class RewardFailed(AsyncRLError, RuntimeError):
     """A reward function raised, ran over its time, died, or returned something that is no reward."""
 
+    code = "reward_failed"
+
     def __init__(self, function: str, reason: str, *, retryable: bool = True) -> None:
         self.function, self.reason, self.retryable = function, reason, retryable
         super().__init__(f"reward function {function}: {reason}")
+
+
+class RewardPoolEnded(RewardFailed):
+    """The pool that runs a reward function has ended, or has no process left to run it in."""
+
+    code = "reward_pool_ended"
+
+
+class RewardBroken(AsyncRLError, RuntimeError):
+    """A reward function fails whatever it is given, so that nothing can be learnt. ``function`` names it."""
+
+    code = "reward_broken"
+    retryable = True
+    """By who asks for a reward: no trajectory is to blame. The run ends by it."""
+    restartable = False
+
+    def __init__(self, function: str, reason: str) -> None:
+        self.function, self.reason = function, reason
+        super().__init__(f"reward function {function} {reason}")
 
 
 class WireError(AsyncRLError, ConnectionError):

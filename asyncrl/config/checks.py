@@ -65,6 +65,14 @@ def cross_check(config: Config) -> list[tuple[str, str]]:
         found.append(("weights.transport", "nccl reaches engines on GPUs only; take auto, shm, stream or gloo"))
     if reward.truncated == "penalty" and reward.overlong.margin_tokens >= rollout.max_tokens:
         found.append(("reward.overlong.margin_tokens", f"must be below rollout.max_tokens = {rollout.max_tokens}"))
+    if reward.per == "group" and reward.on_timeout != "fail":
+        found.append(
+            (
+                "reward.on_timeout",
+                'a number is for reward.per = "trajectory" alone: which response of a group made the function hang '
+                'cannot be told, and the same reward for all of them teaches nothing; set it to "fail"',
+            )
+        )
     if reward.function == "reasoning_gym" and config.data.source != "reasoning_gym":
         found.append(("reward.function", 'reasoning_gym scores only prompts of data.source = "reasoning_gym"'))
     if learner.warmup_steps > learner.steps:

@@ -85,6 +85,10 @@ class RewardConfig(Section):
     """Worker processes of the pool."""
     timeout_s: Seconds = 10.0
     """Longest run of the function, counted from its start in the worker; the worker is killed then."""
+    on_timeout: Literal["fail"] | Annotated[float, Field(ge=-1e18, le=1e18)] = "fail"
+    """A trajectory whose scoring runs over timeout_s fails as by any other error, is tried again and left to
+    rollout.on_failed_trajectory; or gets this number as its reward, at once, so that responses which make a verifier
+    hang are punished. With per = trajectory only: which response of a group made it hang cannot be told."""
     max_memory_bytes: Positive = 4 << 30
     """Memory that a worker may take beyond what it holds when it is ready; past it the function fails."""
     max_output_bytes: Positive = 1 << 20

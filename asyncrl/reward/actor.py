@@ -1,8 +1,9 @@
 """The reward pool's actor: takes Score calls off the wire and puts them into the pool.
 
-Invariant: each Score is answered with its rewards or with RewardFailed; a caller that cancels, or whose
-deadline is over, frees its place in the pool. The actor fails when its function cannot be called, and when
-no worker can be started any more.
+Invariant: each Score is answered with its rewards, with RewardFailed or with RewardBroken; a caller that cancels, or
+whose deadline is over, frees its place in the pool. The user hears of each kind of failure, the first time with its
+place. The actor fails when its function cannot be called, when no worker can be started any more, and, which ends the
+run, when the function fails whatever it is given.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from dataclasses import asdict
 
 import msgspec
 
+from asyncrl.errors import RewardBroken
 from asyncrl.messages.monitor import AwaitRecord, Heartbeat, ResourceRecord
 from asyncrl.messages.reward import Score, Scores
 from asyncrl.monitor.trace import FIRST_SLOT
+from asyncrl.reward.failure_rate import FailureRate
+from asyncrl.reward.faults import Fault, Faults
 from asyncrl.reward.pool import RewardPool
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.runtime.awaits import most_telling
@@ -33,6 +37,8 @@ class RewardActor(Actor):
     def __init__(self, context: ActorContext) -> None:
         super().__init__(context)
         self._pool: RewardPool | None = None
+        self._rate = FailureRate(workers=self.config.reward.workers)
+        self._faults = Faults(self.config)
 
     async def setup(self) -> None:
         """Start the workers and import the function in each. Raises ConfigError."""
@@ -42,6 +48,7 @@ class RewardActor(Actor):
             start_timeout_s=START_SHARE * self.config.supervision.start_timeout_s,
             on_output=lambda uid, text, dropped: self.log.info("printed", uid=uid, text=text, dropped_bytes=dropped),
             on_task=self._show,
+            on_outcome=self._note,
         )
         await self._pool.start()
         self.log.info("workers ready", function=self.config.reward.function, workers=self.config.reward.workers)
@@ -83,10 +90,24 @@ class RewardActor(Actor):
         else:
             track.add("score", began, uid=uid)
 
+    def _note(self, uid: str, fault: Fault | None) -> None:
+        """What became of a task."""
+        if fault is None:
+            self._rate.succeeded(uid, self.clock.now())
+            return
+        key, text, count = self._faults.add(fault, uid)
+        self.notify(key, text, count=count)
+        broken = self._rate.failed(uid, self.clock.now())
+        if broken:
+            assert self._pool is not None
+            reason = f"{broken}, so that nothing can be learnt. The first: it {self._faults.first}"
+            self._pool.give_up(RewardBroken(self.config.reward.function, reason))
+
     @handler
     def score(self, request: Score, caller: Caller) -> asyncio.Future[Scores]:
         """Rewards of a completion or a group. Raises RewardFailed."""
-        assert self._pool is not None, "nobody knows this actor's address before it is ready"
+        assert self._pool is not None
+        self._rate.came(request.uid)
         began, scores = self.clock.now(), self._pool.score(request)
         scores.add_done_callback(lambda scores: self._scored(scores, began))
         return scores

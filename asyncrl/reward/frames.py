@@ -58,6 +58,8 @@ class Result(msgspec.Struct, frozen=True, array_like=True):
     run_s: float
     error: str = ""
     last: bool = False
+    kind: str = ""
+    """Of the error, as far as the worker can say: faults with the same are told once."""
 
 
 class FrameReader:

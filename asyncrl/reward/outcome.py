@@ -1,7 +1,7 @@
 """What a reward function may return, and nothing else.
 
-Invariant: whatever passes is a finite float with finite components, one for each completion. The rest raises
-BadOutcome, whose text names the value: an error is never turned into a reward.
+Invariant: whatever passes is a float of a magnitude that can be learnt from, with such components, one for each
+completion. The rest raises BadOutcome, whose text names the value: an error is never turned into a reward.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from typing import Any
 
 Outcome = tuple[float, dict[str, float]]
 
+LARGEST = 1e18
+"""Magnitude of a reward; the square of a larger one, which its group's deviation takes, leaves single precision."""
+
 
 class BadOutcome(ValueError):
     """A value that is no reward."""
@@ -25,7 +28,7 @@ def read_outcome(value: Any) -> Outcome:
     A number is the reward. A mapping has components: the reward is its "reward" if it has one, else their
     sum.
     """
-    if type(value) is float and math.isfinite(value):
+    if type(value) is float and -LARGEST <= value <= LARGEST:
         return value, {}
     if not isinstance(value, Mapping):
         return _read_number(value, "returned", value), {}
@@ -39,8 +42,8 @@ def read_outcome(value: Any) -> Outcome:
     reward = components.pop("reward", None)
     if reward is None:
         reward = sum(components.values())
-        if not math.isfinite(reward):
-            raise BadOutcome(f"returned components whose sum is not finite: {reprlib.repr(value)}")
+        if not abs(reward) <= LARGEST:
+            raise BadOutcome(f"returned components whose sum is {reward:g}: {reprlib.repr(value)}")
     return reward, components
 
 
@@ -64,9 +67,11 @@ def _read_number(value: Any, verb: str, whole: Any) -> float:
         number = float(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise BadOutcome(f"{verb} {_describe(value)}, which is no float: {error}") from None
+    where = "" if whole is value else f" (in {reprlib.repr(whole)})"
     if not math.isfinite(number):
-        where = "" if whole is value else f" (in {reprlib.repr(whole)})"
         raise BadOutcome(f"{verb} {number}{where}; a finite number is expected")
+    if abs(number) > LARGEST:
+        raise BadOutcome(f"{verb} {number:g}{where}; a number of a magnitude up to {LARGEST:g} is expected")
     return number
 
 

@@ -1,10 +1,10 @@
 """The pool of processes that run the reward function.
 
-Invariant: each call of ``score`` ends, in rewards that the function returned for it or in RewardFailed,
-within ``timeout_s`` of its start in a worker; what one task does to its worker (loop, exit, crash, eat
-memory, print) fails no other task. The timeout counts from the moment a worker can begin with the task:
-waiting for a worker counts as nothing. A worker that is killed or dies is replaced; only when no worker can
-be started any more does the pool fail as a whole (``watch``).
+Invariant: each call of ``score`` ends within ``timeout_s`` of its start in a worker, in rewards that the function
+returned for it, in RewardFailed, or, past that time and only then, in the reward that reward.on_timeout says; what one
+task does to its worker (loop, exit, crash, eat memory, print) fails no other task. The timeout counts from the moment a
+worker can begin with the task: waiting for a worker counts as nothing. A worker that is killed or dies is replaced;
+only when no worker can be started any more, or its owner gives it up, does the pool fail as a whole (``watch``).
 
 Each worker has a socket of its own and runs its tasks in order, so nothing is shared that a dying worker could
 leave locked or half written, and the one it was at is known. Its memory is bounded from inside and from outside
@@ -21,20 +21,20 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
 from asyncrl.config.training import RewardConfig
-from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, RewardFailed
+from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, RewardFailed, RewardPoolEnded
 from asyncrl.messages.monitor import ResourceRecord
 from asyncrl.messages.reward import Score, Scores
 from asyncrl.monitor.states import StateLedger
+from asyncrl.reward.faults import TIMED_OUT, Fault, fault_of
 from asyncrl.reward.frames import MAX_TASK_BYTES, Ready, Result, Setup, Task
 from asyncrl.reward.memory import family, proportional_bytes, resident_bytes
 from asyncrl.reward.process import REAP_INTERVAL_S, WorkerProcess, kill_living
-from asyncrl.reward.shaping import shaped
+from asyncrl.reward.shaping import all_shaped, timed_out_scores
+from asyncrl.reward.slots import Pending, PoolCounters, Slot
 
 AHEAD_S = 0.002
 """How much work a worker is sent ahead, by the recent time of a task: none of it where one takes longer."""
@@ -55,83 +55,13 @@ FIRST_BACKOFF_S = 0.2
 LONGEST_BACKOFF_S = 10.0
 
 
-class _Pending(asyncio.Future[Scores]):
-    """A task from its submission to its rewards. ``size`` is in bytes, as it goes to the worker ``slot``."""
-
-    __slots__ = ("pool", "request", "size", "slot")
-
-    pool: RewardPool
-    request: Score
-    slot: _Slot | None
-    size: int
-
-    def fail(self, error: AsyncRLError) -> None:
-        if not self.done():
-            self.pool.counters.failed += 1
-            self.set_exception(error)
-
-    def cancel(self, msg: Any = None) -> bool:
-        cancelled = super().cancel(msg)
-        if cancelled:
-            self.pool.forsake(self)
-        return cancelled
-
-
-@dataclass(eq=False, slots=True)
-class _Slot:
-    """The place of one worker; its processes come and go."""
-
-    ledger: StateLedger
-    ready: asyncio.Future[None]
-    process: WorkerProcess | None = None
-    given: deque[_Pending] = field(default_factory=deque)
-    """Not answered yet; the worker is at the first."""
-    given_bytes: int = 0
-    pace: float = math.inf
-    """Recent seconds of a task."""
-    low: int = 0
-    """It is fed when it is given no more than this."""
-    began: float = 0.0
-    """When the first of the given could begin."""
-    forsaken: float = math.inf
-    """When the first of the given could begin or was cancelled, whichever came later, if nobody waits for it."""
-    late: bool = False
-    """Whether it has given back what was sent ahead."""
-    timer: asyncio.TimerHandle | None = None
-    due: float = 0.0
-    """When the timer comes."""
-    memory_limit: int = 0
-    """For the process and all that it has started."""
-    last_uid: str = ""
-    """Of the task that was answered last."""
-    failed_starts: int = 0
-    restart: asyncio.TimerHandle | None = None
-
-
-@dataclass(slots=True)
-class PoolCounters:
-    """Since the start. A task is one call of ``score``."""
-
-    scored: int = 0
-    failed: int = 0
-    timed_out: int = 0
-    """Those of the failed that ran over their time."""
-    out_of_memory: int = 0
-    """Worker processes ended because of reward.max_memory_bytes."""
-    output_dropped_bytes: int = 0
-    """Printed beyond reward.max_output_bytes."""
-    workers_killed: int = 0
-    """Worker processes ended by the pool, because of a timeout, memory, a cancelled task or a broken answer."""
-    workers_died: int = 0
-    """Worker processes that ended by themselves."""
-
-
 class RewardPool:
     """``config.workers`` processes that run ``config.function``.
 
     ``max_tokens`` is what the overlong penalty counts from. ``on_output`` gets what workers print: the uid of the task
     that a worker was at (or had just ended; empty before the first), text, bytes dropped beyond it. ``on_task`` gets
     each task that has ended: the number of its worker, its uid, when it began (time.monotonic) and its error.
+    ``on_outcome`` gets the uid of each task that somebody waited for, and what went wrong, or None.
     ``start``, then ``score`` by any number of tasks, then ``close``, all in one event loop, in the main thread.
     """
 
@@ -143,19 +73,19 @@ class RewardPool:
         start_timeout_s: float = 120.0,
         on_output: Callable[[str, str, int], None] = lambda uid, text, dropped: None,
         on_task: Callable[[int, str, float, str], None] = lambda worker, uid, began, error: None,
+        on_outcome: Callable[[str, Fault | None], None] = lambda uid, fault: None,
     ) -> None:
         self._config, self._max_tokens, self._start_timeout_s = config, max_tokens, start_timeout_s
         self._on_output = on_output
         self._on_task = on_task
+        self._on_outcome = on_outcome
         self._loop = loop = asyncio.get_running_loop()
         self._penalty = config.truncated == "penalty"
         self._setup = Setup(config.function, config.per, config.options, config.max_memory_bytes)
         self._encoder = msgspec.msgpack.Encoder()
-        self._queue: deque[_Pending] = deque()
-        self._idle: list[_Slot] = []
-        self._slots = [
-            _Slot(StateLedger(time.monotonic, "worker"), loop.create_future()) for _ in range(config.workers)
-        ]
+        self._queue: deque[Pending] = deque()
+        self._idle: list[Slot] = []
+        self._slots = [Slot(StateLedger(time.monotonic, "worker"), loop.create_future()) for _ in range(config.workers)]
         self._all_ended = asyncio.Event()
         self._end: asyncio.Future[None] = loop.create_future()
         self._memory_timer: asyncio.TimerHandle | None = None
@@ -191,7 +121,7 @@ class RewardPool:
         ``CANCEL_GRACE_S``. The queue is bounded by how many calls the callers may leave unanswered.
         """
         if self._end.done():
-            raise self._end.exception() or self._failure("the pool is closed", retryable=True)
+            raise self._ended_error()
         pending = self._pending(request)
         self._queue.append(pending)
         if self._idle:
@@ -199,8 +129,24 @@ class RewardPool:
         return pending
 
     async def watch(self) -> None:
-        """Returns when the pool is closed. Raises RewardFailed when no worker can be started any more."""
+        """Returns when the pool is closed. Raises RewardPoolEnded when no worker can be started any more, or what it
+        was given up for.
+        """
         await asyncio.shield(self._end)
+
+    def give_up(self, error: AsyncRLError) -> None:
+        """Take no more tasks, and fail those that wait, because of ``error``."""
+        if self._end.done():
+            return
+        self._end.set_exception(error)
+        while self._queue:
+            self._queue.popleft().fail(self._ended_error())
+
+    def _ended_error(self) -> AsyncRLError:
+        error = self._end.exception()
+        if isinstance(error, AsyncRLError):
+            return error
+        return RewardPoolEnded(self._config.function, "the pool was closed")
 
     @property
     def queued(self) -> int:
@@ -239,7 +185,7 @@ class RewardPool:
         if self._memory_timer is not None:
             self._memory_timer.cancel()
         while self._queue:
-            self._queue.popleft().fail(self._failure("the pool was closed", retryable=True))
+            self._queue.popleft().fail(self._ended_error())
         helpers = []
         for slot in self._slots:
             for timer in (slot.timer, slot.restart):
@@ -268,7 +214,7 @@ class RewardPool:
                 "the reward pool", f"process {', '.join(left)}", "its end", CLOSE_TIMEOUT_S
             ) from None
 
-    def _launch(self, slot: _Slot) -> None:
+    def _launch(self, slot: Slot) -> None:
         slot.restart = None
         if self._end.done():
             return
@@ -284,7 +230,7 @@ class RewardPool:
         except OSError as error:
             self._start_failed(slot, f"cannot have a worker process: {error}")
 
-    def _ready(self, slot: _Slot, ready: Ready) -> None:
+    def _ready(self, slot: Slot, ready: Ready) -> None:
         if ready.problems:
             if not slot.ready.done():
                 slot.ready.set_exception(ConfigError(ready.problems))
@@ -298,26 +244,23 @@ class RewardPool:
             slot.ready.set_result(None)
         self._feed(slot)
 
-    def _start_failed(self, slot: _Slot, reason: str) -> None:
+    def _start_failed(self, slot: Slot, reason: str) -> None:
         if not slot.ready.done():
             slot.ready.set_exception(self._failure(reason, retryable=False))
             return
         slot.failed_starts += 1
         if all(slot.failed_starts >= MAX_START_FAILURES for slot in self._slots):
-            failure = self._failure(f"has no worker process left: {reason}", retryable=False)
-            self._end.set_exception(failure)
-            while self._queue:
-                self._queue.popleft().fail(failure)
+            self.give_up(RewardPoolEnded(self._config.function, f"has no worker process left: {reason}"))
             return
         backoff = min(FIRST_BACKOFF_S * 2**slot.failed_starts, LONGEST_BACKOFF_S)
         slot.restart = self._loop.call_later(backoff, self._launch, slot)
 
-    def _feed(self, slot: _Slot) -> None:
+    def _feed(self, slot: Slot) -> None:
         """Give a worker the oldest tasks that wait, as many as it may have, or note it as idle."""
         may_have = max(1, min(AHEAD_TASKS, int(AHEAD_S / max(slot.pace, AHEAD_S / AHEAD_TASKS))))
         slot.low = may_have // 2
         room = may_have - len(slot.given)
-        new: list[_Pending] = []
+        new: list[Pending] = []
         bodies: list[bytes] = []
         while self._queue and len(new) < room and slot.given_bytes < AHEAD_BYTES:
             pending = self._queue.popleft()
@@ -347,22 +290,21 @@ class RewardPool:
             slot.ledger.enter("idle")
             self._idle.append(slot)
 
-    def _encoded(self, pending: _Pending) -> bytes | None:
+    def _encoded(self, pending: Pending) -> bytes | None:
         """The frame's body; None when there can be none, which fails the task."""
         request = pending.request
         completions = request.completions
         task = Task(request.prompt, request.row, [c.text for c in completions], [c.finish_reason for c in completions])
         try:
             body = self._encoder.encode(task)
+            if len(body) > MAX_TASK_BYTES:
+                raise ValueError(f"{len(body)} bytes")
         except (TypeError, ValueError, OverflowError) as error:
             pending.fail(self._failure(f"cannot be given {request.uid}: {error}", retryable=False))
             return None
-        if len(body) > MAX_TASK_BYTES:
-            pending.fail(self._failure(f"cannot be given {request.uid}: {len(body)} bytes", retryable=False))
-            return None
         return body
 
-    def _put_back(self, pendings: list[_Pending]) -> None:
+    def _put_back(self, pendings: list[Pending]) -> None:
         """To the head of the queue, and to the workers that are idle."""
         for pending in pendings:
             pending.slot = None
@@ -370,11 +312,11 @@ class RewardPool:
         while self._queue and self._idle:
             self._feed(self._idle.pop())
 
-    def _deadline(self, slot: _Slot) -> float:
+    def _deadline(self, slot: Slot) -> float:
         """When the first of the given is to be over."""
         return min(slot.began + self._config.timeout_s, slot.forsaken + CANCEL_GRACE_S)
 
-    def _answered(self, slot: _Slot, result: Result) -> None:
+    def _answered(self, slot: Slot, result: Result) -> None:
         pending = slot.given[0] if slot.given else None
         if pending is None or (not result.error and len(result.rewards) != len(pending.request.completions)):
             raise ValueError("an answer to nothing that was asked")
@@ -397,13 +339,29 @@ class RewardPool:
             self._replace(slot, result.error)
         elif len(slot.given) <= slot.low and slot.given_bytes <= AHEAD_BYTES // 2:
             self._feed(slot)
+        if pending.done():
+            return
         if result.error:
-            pending.fail(self._failure(result.error, retryable=True))
-        elif not pending.done():
+            self._fault(pending, fault_of(result.error, result.kind))
+        else:
             self.counters.scored += 1
             pending.set_result(self._scores(pending.request, result))
+            self._on_outcome(pending.request.uid, None)
 
-    def _replace(self, slot: _Slot, reason: str) -> None:
+    def _fault(self, pending: Pending, fault: Fault) -> None:
+        """The function has failed with a task that somebody waits for."""
+        if self._end.done():
+            pending.fail(self._ended_error())
+            return
+        on_timeout = self._config.on_timeout
+        if fault.kind == TIMED_OUT and isinstance(on_timeout, float):
+            self.counters.scored += 1
+            pending.set_result(timed_out_scores(pending.request, on_timeout, self._config.timeout_s))
+        else:
+            pending.fail(self._failure(fault.text, retryable=True))
+        self._on_outcome(pending.request.uid, fault)
+
+    def _replace(self, slot: Slot, reason: str) -> None:
         """End a worker that is at no task. What was sent ahead goes to others."""
         assert slot.process is not None
         given, slot.given, slot.given_bytes = slot.given, deque(), 0
@@ -426,7 +384,7 @@ class RewardPool:
                 )
         self._memory_timer = self._loop.call_later(MEMORY_INTERVAL_S, self._look_at_memory)
 
-    def _printed(self, slot: _Slot, process: WorkerProcess) -> None:
+    def _printed(self, slot: Slot, process: WorkerProcess) -> None:
         """While a task runs its output is kept, to be handed out as a whole."""
         if not slot.given:
             self._hand_out(process, slot.last_uid, end_of_call=False)
@@ -437,7 +395,7 @@ class RewardPool:
         if text or dropped:
             self._on_output(uid, text, dropped)
 
-    def _ended(self, slot: _Slot, process: WorkerProcess, reason: str) -> None:
+    def _ended(self, slot: Slot, process: WorkerProcess, reason: str) -> None:
         self._hand_out(process, slot.given[0].request.uid if slot.given else slot.last_uid, end_of_call=True)
         slot.process = None
         if slot in self._idle:
@@ -446,12 +404,15 @@ class RewardPool:
             slot.timer.cancel()
             slot.timer = None
         given, slot.given, slot.given_bytes, slot.pace = slot.given, deque(), 0, math.inf
-        if given:
-            self._on_task(self._slots.index(slot), given[0].request.uid, slot.began, reason)
-            given.popleft().fail(self._failure(reason, retryable=True))
+        timed_out, slot.timed_out = slot.timed_out, False
+        if given and not self._end.done():
+            first = given.popleft()
+            self._on_task(self._slots.index(slot), first.request.uid, slot.began, reason)
+            if not first.done():
+                self._fault(first, fault_of(reason, TIMED_OUT if timed_out else ""))
         if self._end.done():
             for pending in given:
-                pending.fail(self._failure(reason, retryable=True))
+                pending.fail(self._ended_error())
             slot.ready.cancel()
             self._note_ended()
             return
@@ -466,7 +427,7 @@ class RewardPool:
             slot.ledger.enter("starting")
             self._launch(slot)
 
-    def _set_timer(self, slot: _Slot) -> None:
+    def _set_timer(self, slot: Slot) -> None:
         """For what is due next of this worker. It may come too early, and is then set again."""
         due = self._deadline(slot)
         if len(slot.given) > 1 and not slot.late:
@@ -478,7 +439,7 @@ class RewardPool:
         slot.due = due
         slot.timer = self._loop.call_later(max(0.0, due - time.monotonic()), self._check_time, slot)
 
-    def _check_time(self, slot: _Slot) -> None:
+    def _check_time(self, slot: Slot) -> None:
         slot.timer = None
         if not slot.given or slot.process is None or slot.process.ended:
             return
@@ -486,6 +447,7 @@ class RewardPool:
         if now >= self._deadline(slot):
             if not slot.given[0].done():
                 self.counters.timed_out += 1
+                slot.timed_out = True
             slot.process.kill(
                 f"ran longer than {self._config.timeout_s:g} s (reward.timeout_s); its worker process was killed"
             )
@@ -494,7 +456,7 @@ class RewardPool:
             self._take_back(slot)
         self._set_timer(slot)
 
-    def _take_back(self, slot: _Slot) -> None:
+    def _take_back(self, slot: Slot) -> None:
         """Let others run what was sent ahead."""
         slot.late = True
         first, *others = slot.given
@@ -507,7 +469,7 @@ class RewardPool:
             slot.given.append(ghost)
         self._put_back([pending for pending in others if not pending.done()])
 
-    def forsake(self, pending: _Pending) -> None:
+    def forsake(self, pending: Pending) -> None:
         """Nobody waits for this task any more."""
         slot = pending.slot
         if slot is None:
@@ -517,8 +479,8 @@ class RewardPool:
             slot.forsaken = time.monotonic()
             self._set_timer(slot)
 
-    def _pending(self, request: Score) -> _Pending:
-        pending = _Pending(loop=self._loop)
+    def _pending(self, request: Score) -> Pending:
+        pending = Pending(loop=self._loop)
         pending.pool, pending.request, pending.slot, pending.size = self, request, None, 0
         return pending
 
@@ -526,23 +488,10 @@ class RewardPool:
         rewards, components = result.rewards, result.components
         # An eval set has its own limit of length and is judged by the plain reward.
         if self._penalty and "@" not in request.uid:
-            rewards, components = self._shape(request, result)
+            rewards, components = all_shaped(
+                rewards, components, request.completions, max_tokens=self._max_tokens, overlong=self._config.overlong
+            )
         return Scores(rewards=rewards, components=components, run_s=result.run_s)
-
-    def _shape(self, request: Score, result: Result) -> tuple[list[float], list[dict[str, float]]]:
-        pairs = [
-            shaped(
-                reward,
-                components,
-                completion.tokens,
-                max_tokens=self._max_tokens,
-                overlong=self._config.overlong,
-            )
-            for reward, components, completion in zip(
-                result.rewards, result.components, request.completions, strict=True
-            )
-        ]
-        return [reward for reward, _ in pairs], [components for _, components in pairs]
 
     def _note_ended(self) -> None:
         if all(slot.process is None for slot in self._slots):

@@ -20,6 +20,7 @@ import inspect
 import os
 import pkgutil
 import sys
+import sysconfig
 import traceback
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
@@ -169,16 +170,33 @@ def _import_failure(module: str, error: BaseException) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """An exception in a line: type, text, and the innermost place outside this package."""
+    """An exception in a line: type, text, and its place."""
     try:
         text = str(error)
     except Exception:
         text = "(its text cannot be had)"
-    frames = traceback.extract_tb(error.__traceback__)
+    place = _place(error)
+    return f"{type(error).__name__}{': ' if text else ''}{text[:2000]}{f' ({place})' if place else ''}"
+
+
+def kind_of(error: BaseException) -> str:
+    """An exception without its text: type and place."""
+    return f"{type(error).__name__} {_place(error)}".strip()
+
+
+def _place(error: BaseException) -> str:
+    """FILE:LINE, the innermost in the user's own code, or in a library where none of it is there; or nothing."""
     here = os.path.dirname(__file__)
-    theirs = [f for f in frames if os.path.dirname(f.filename) != here and "importlib" not in f.filename]
-    place = f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
-    return f"{type(error).__name__}{': ' if text else ''}{text[:2000]}{place}"
+    theirs = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if os.path.dirname(frame.filename) != here and "importlib" not in frame.filename
+    ]
+    own = [frame for frame in theirs if not frame.filename.startswith(_LIBRARIES)] or theirs
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+
+
+_LIBRARIES = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:

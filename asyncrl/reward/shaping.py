@@ -1,4 +1,4 @@
-"""Length shaping of rewards.
+"""Rewards that the configuration makes or changes: by the length of a response, and past the timeout.
 
 Pure. Only ``truncated = "penalty"`` changes a reward here; under ``"mask"`` the learner leaves the truncated
 response out of its loss, and under ``"score"`` nothing is done at all.
@@ -6,9 +6,13 @@ response out of its loss, and under ``"score"`` nothing is done at all.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from asyncrl.config.training import OverlongPenalty
+from asyncrl.messages.reward import Completion, Score, Scores
 
 PENALTY_COMPONENT = "overlong_penalty"
+TIMED_OUT_COMPONENT = "timed_out"
 
 
 def overlong_penalty(tokens: int, *, max_tokens: int, margin_tokens: int, scale: float) -> float:
@@ -34,3 +38,25 @@ def shaped(
         tokens, max_tokens=max_tokens, margin_tokens=overlong.margin_tokens, scale=overlong.scale
     )
     return reward + penalty, {**components, PENALTY_COMPONENT: penalty}
+
+
+def all_shaped(
+    rewards: Sequence[float],
+    components: Sequence[dict[str, float]],
+    completions: Sequence[Completion],
+    *,
+    max_tokens: int,
+    overlong: OverlongPenalty,
+) -> tuple[list[float], list[dict[str, float]]]:
+    """As ``shaped``, for each of several completions."""
+    pairs = [
+        shaped(reward, of_it, completion.tokens, max_tokens=max_tokens, overlong=overlong)
+        for reward, of_it, completion in zip(rewards, components, completions, strict=True)
+    ]
+    return [reward for reward, _ in pairs], [of_it for _, of_it in pairs]
+
+
+def timed_out_scores(request: Score, reward: float, run_s: float) -> Scores:
+    """Those of responses whose scoring ran over its time: ``reward`` as it is, without shaping, and named."""
+    count = len(request.completions)
+    return Scores(rewards=[reward] * count, components=[{TIMED_OUT_COMPONENT: reward}] * count, run_s=run_s)

@@ -37,7 +37,7 @@ from asyncrl.reward.frames import (
 )
 from asyncrl.reward.memory import MemoryLimit
 from asyncrl.reward.outcome import BadOutcome
-from asyncrl.reward.resolve import NotCallable, Scorer, describe, resolve
+from asyncrl.reward.resolve import NotCallable, Scorer, describe, kind_of, resolve
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -81,17 +81,17 @@ def _serve(connection: socket.socket, frames: Iterator[bytes | bytearray], score
         task = decoder.decode(frame)
         started = time.perf_counter()
         try:
-            outcomes, error = _score(scorer, task)
+            outcomes, error, kind = _score(scorer, task)
         except MemoryError as failure:
             memory.open_reserve()
             error = f"raised {describe(failure)}; {memory.more_bytes} bytes are allowed (reward.max_memory_bytes)"
-            last = Result([], [], time.perf_counter() - started, error, last=True)
+            last = Result([], [], time.perf_counter() - started, error, last=True, kind=kind_of(failure))
             connection.sendall(framed(encoder.encode(last)))
             return
         rewards, components = [o[0] for o in outcomes], [o[1] for o in outcomes]
         # Others than Python's own allocator say in their own ways that there was no memory.
         spent = bool(error) and memory.spent()
-        body = encoder.encode(Result(rewards, components, time.perf_counter() - started, error, spent))
+        body = encoder.encode(Result(rewards, components, time.perf_counter() - started, error, spent, kind))
         if len(body) > MAX_RESULT_BYTES:
             body = encoder.encode(Result([], [], 0.0, f"returned components of {len(body)} bytes in all"))
         connection.sendall(framed(body))
@@ -102,16 +102,17 @@ def _end(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _score(scorer: Scorer, task: Task) -> tuple[list[tuple[float, dict[str, float]]], str]:
+def _score(scorer: Scorer, task: Task) -> tuple[list[tuple[float, dict[str, float]]], str, str]:
+    """The rewards with their components, or the error and its kind."""
     try:
-        return scorer(task), ""
+        return scorer(task), "", ""
     except MemoryError:
         raise
     except BadOutcome as error:
-        return [], str(error)
+        return [], str(error), "no reward"
     except BaseException as error:
         # Nothing that the function raises, SystemExit included, may end the worker: only its task fails.
-        return [], f"raised {describe(error)}"
+        return [], f"raised {describe(error)}", kind_of(error)
 
 
 def _frames(connection: socket.socket) -> Iterator[bytes | bytearray]:

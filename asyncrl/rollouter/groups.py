@@ -4,6 +4,10 @@ Failure is per trajectory: only it is tried again, with backoff, up to ``rollout
 good quarantines its group with the reason, or is left out where the configuration says so. The death of an engine is
 no attempt and is not seen here, unless engines have died of this very prompt too often; see suspects.py. An error is
 never a reward. Each trajectory is scored the moment it is finished; a group reward when the whole group is.
+
+Invariant: a trajectory fails by what its episode or the reward function did with it, and by nothing else. A reward pool
+that is away or in trouble is no attempt: the trajectory is brought to it again until it is scored. Fails with
+RemoteError where the pool's actor cannot serve the call for good.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from asyncrl.config import Config
-from asyncrl.errors import RemoteError, WireError
+from asyncrl.errors import DeadlineExceeded, PeerRestarted, RemoteError, RewardFailed, WireError
 from asyncrl.messages.groups import Group, Ticket, Trajectory
 from asyncrl.messages.reward import Completion, Score, Scores
 from asyncrl.rollouter.account import GroupAccount, SampleAccount
@@ -22,6 +26,10 @@ from asyncrl.runtime.clock import Clock
 
 T = TypeVar("T")
 
+OF_THE_TRAJECTORY = (RewardFailed.code, "invalid", "too_large")
+"""Codes with which the reward pool's actor speaks of what it was given; all others are its own trouble."""
+LONGEST_AWAY_S = 10.0
+"""Longest pause before the reward pool is asked again."""
 MIN_SURVIVORS = 2
 """A baseline over the group needs two."""
 
@@ -45,7 +53,7 @@ class GroupRunner:
         self._clock = clock
 
     async def run(self, ticket: Ticket, account: GroupAccount) -> Group:
-        """Generate and score; always returns, with the failure as the group's if there was one."""
+        """Generate and score; with the failure as the group's if there was one. Raises RemoteError."""
         outcomes: list[Trajectory | TrajectoryFailed] = []
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(self._trajectory(ticket, sample)) for sample in account.samples]
@@ -86,12 +94,26 @@ class GroupRunner:
             ],
         )
         began = self._clock.now()
-        scores = await self._retry("scoring", lambda: self._score(request), accounts)
+        scores = await self._retry("scoring", lambda: self._scores(request, accounts), accounts)
         for trajectory, reward, components in zip(trajectories, scores.rewards, scores.components, strict=True):
             trajectory.reward, trajectory.components = reward, components
             trajectory.score_s = self._clock.now() - began
         for account, reward in zip(accounts, scores.rewards, strict=True):
             account.scored(reward, scores.run_s)
+
+    async def _scores(self, request: Score, accounts: list[SampleAccount]) -> Scores:
+        """From a reward pool that serves the call, however long it is away."""
+        pause = self._config.rollout.retry_backoff_s
+        while True:
+            try:
+                return await self._score(request)
+            except (DeadlineExceeded, PeerRestarted, RemoteError) as error:
+                if isinstance(error, RemoteError) and not _may_pass(error):
+                    raise
+                for account in accounts:
+                    account.failed(f"reward pool is away: {error}")
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_AWAY_S)
 
     async def _retry(self, what: str, attempt: Callable[[], Awaitable[T]], accounts: list[SampleAccount]) -> T:
         rollout = self._config.rollout
@@ -99,6 +121,9 @@ class GroupRunner:
             try:
                 return await attempt()
             except (WireError, ValueError) as error:
+                if isinstance(error, RemoteError) and error.code not in OF_THE_TRAJECTORY:
+                    # Nothing that this trajectory is to blame for.
+                    raise
                 for account in accounts:
                     account.failed(f"{what}: {error}")
                 # An engine's ValueError is a request that it can never serve.
@@ -107,3 +132,8 @@ class GroupRunner:
                     raise TrajectoryFailed(f"{what} failed {number} times: {error}") from error
             await asyncio.sleep(rollout.retry_backoff_s * 2 ** (number - 1))
         raise AssertionError("unreachable")
+
+
+def _may_pass(error: RemoteError) -> bool:
+    """Whether the reward pool's actor is in trouble of its own that a repeat outlives."""
+    return error.code not in OF_THE_TRAJECTORY and (error.retryable or error.code == "deadline")

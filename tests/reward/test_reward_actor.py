@@ -11,7 +11,7 @@ from harness import RUN_ID, SECRET, Net
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
-from asyncrl.errors import ConfigError, RemoteError, RewardFailed
+from asyncrl.errors import ConfigError, RemoteError, RewardBroken, RewardFailed
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.reward import Completion, Score, Scores
 from asyncrl.reward import pool as pool_module
@@ -23,11 +23,15 @@ from asyncrl.wire.zeromq import ZmqTransport
 from tools.live_run import title
 
 MODULE = """
-import time
+import os, time
 
 def act(*, completion):
     if completion == "raise":
         raise ValueError("no judge")
+    if completion == "exit":
+        os._exit(1)
+    if completion.startswith("odd"):
+        return {"a": completion}
     if completion.startswith("sleep "):
         time.sleep(float(completion.split()[1]))
     return {"length": len(completion)}
@@ -83,9 +87,9 @@ async def serving(config: Config, run_dir: Path) -> AsyncIterator[tuple[RewardAc
     assert workers() == []
 
 
-def request(text: str) -> Score:
+def request(text: str, uid: str = "0-1") -> Score:
     return Score(
-        uid="0-1", prompt="p", row={"answer": "1"}, completions=[Completion(text=text, finish_reason="stop", tokens=3)]
+        uid=uid, prompt="p", row={"answer": "1"}, completions=[Completion(text=text, finish_reason="stop", tokens=3)]
     )
 
 
@@ -99,7 +103,7 @@ def test_scores_and_failures_go_over_the_wire(tmp_path: Path) -> None:
             for text, named in (("raise", "raised ValueError: no judge"), ("sleep 99", "ran longer than 1 s")):
                 with pytest.raises(RemoteError, match=named) as caught:
                     await rollouter.call(request(text))
-                assert (caught.value.code, caught.value.retryable) == ("RewardFailed", True)
+                assert (caught.value.code, caught.value.retryable) == ("reward_failed", True)
             said = actor.heartbeat(1, 0.0)
             assert said.progress == 99
             counts = {"scored": 99, "failed": 2, "timed_out": 1, "workers_killed": 1, "queued": 0, "running": 0}
@@ -168,6 +172,85 @@ def test_the_pool_that_cannot_go_on_ends_the_actor(tmp_path: Path, monkeypatch: 
         workers()[0].kill()
         with pytest.raises(RewardFailed, match="no worker process left"):
             await asyncio.wait_for(life, 60)
+
+    asyncio.run(body())
+    assert workers() == []
+
+
+async def failing(rollouter: Peer, text: str, uid: str) -> str:
+    """The code of what comes back."""
+    with pytest.raises(RemoteError) as caught:
+        await rollouter.call(request(text, uid))
+    return caught.value.code
+
+
+def test_the_user_hears_of_each_kind_of_failure_with_its_place_and_then_counts(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with serving(config_with(timeout_s=1.0), tmp_path) as (actor, rollouter):
+            for number in range(3):
+                assert (await rollouter.call(request("abc"))).rewards == [3.0]
+                for text in ("raise", "exit", f"odd {number}"):
+                    assert await failing(rollouter, text, f"0-{number}") == "reward_failed"
+            assert await failing(rollouter, "sleep 99", "0-7") == "reward_failed"
+            line = MODULE[: MODULE.index("no judge")].count("\n") + 1
+            told = {notice.key: (notice.count, notice.text) for notice in actor._notices.take()}
+            function, path = "reward function actor_rewards:act", tmp_path / "actor_rewards.py"
+            then = "A trajectory is tried 3 times, then its group is quarantined (rollout.on_failed_trajectory)"
+            hint = "; reward.on_timeout = NUMBER would give such a response that reward"
+            assert told == {
+                f"reward: ValueError {path}:{line}": (
+                    3,
+                    f"{function} raised ValueError: no judge ({path}:{line}) (prompt 0-0). {then}",
+                ),
+                "reward: ended its worker process (exit code 1)": (
+                    3,
+                    f"{function} ended its worker process (exit code 1) (prompt 0-0). {then}",
+                ),
+                "reward: no reward": (
+                    3,
+                    f"{function} returned for the component 'a' str 'odd 0'; a finite number is expected (prompt 0-0). "
+                    f"{then}",
+                ),
+                "reward: timed out": (
+                    1,
+                    f"{function} ran longer than 1 s (reward.timeout_s); its worker process was killed (prompt 0-7). "
+                    f"{then}{hint}",
+                ),
+            }
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("text", ["raise", "exit", "sleep 99"])
+def test_a_function_that_fails_whatever_it_is_given_ends_the_run(tmp_path: Path, text: str) -> None:
+    """As with a number for timeouts: then these fail as well, though each has its reward."""
+    named = {
+        "raise": "raised ValueError: no judge",
+        "exit": "ended its worker process (exit code 1)",
+        "sleep 99": "ran longer than 0.2 s",
+    }[text]
+
+    async def body() -> None:
+        config = config_with(timeout_s=0.2, on_timeout=0.0)
+        actor = RewardActor(context_with(config, tmp_path))
+        async with Net() as net:
+            life = asyncio.create_task(actor.main())
+            await until_ready(actor, life)
+            net.register(ActorRecord(name="reward/0", incarnation=1, address=actor.address))
+            rollouter = net.client("reward/0", "rollouter/0")
+            calls = [rollouter.call(request(text, f"0-{number % 4}"), timeout=600.0) for number in range(64)]
+            ending = asyncio.gather(*calls, return_exceptions=True)
+            with pytest.raises(RewardBroken, match="has failed in all of its 16 calls, for 4 prompts") as caught:
+                await asyncio.wait_for(life, 60)
+            assert f"The first: it {named}" in str(caught.value)
+            assert (caught.value.exit_code, caught.value.restartable) == (1, False)
+            for call in calls:
+                call.cancel()
+            # Those that did not make it to a worker are nobody's fault.
+            codes = [getattr(outcome, "code", "") for outcome in await ending]
+            assert codes.count("reward_failed") == (0 if text == "sleep 99" else 16)
+            assert actor._pool is not None
+            assert actor._pool.counters.timed_out == (0 if text != "sleep 99" else 16)
 
     asyncio.run(body())
     assert workers() == []

@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 import uvloop
 
 from asyncrl.config.training import RewardConfig
-from asyncrl.errors import ConfigError, DeadlineExceeded, RewardFailed
+from asyncrl.errors import ConfigError, DeadlineExceeded, RewardFailed, RewardPoolEnded
 from asyncrl.messages.reward import Completion, Score, Scores
 from asyncrl.reward import pool as pool_module
 from asyncrl.reward.pool import RewardPool
@@ -251,6 +252,54 @@ def test_a_task_that_takes_its_worker_with_it_fails_alone(
             assert pool.counters.workers_killed == killed
             assert pool.counters.workers_died == 1 - killed
             assert pool.counters.timed_out == (named.startswith("ran longer"))
+
+    run(body())
+
+
+@pytest.mark.parametrize("truncated", ["score", "penalty"])
+def test_a_response_that_runs_over_its_time_gets_the_number_that_was_asked_for_at_once(truncated: str) -> None:
+    async def body() -> None:
+        async with started(workers=2, timeout_s=1.0, on_timeout=-0.5, truncated=truncated) as pool:
+            others = [pool.score(request("abc")) for _ in range(20)]
+            scores = await pool.score(request("loop"))
+            assert (scores.rewards, scores.components, scores.run_s) == ([-0.5], [{"timed_out": -0.5}], 1.0)
+            # The penalty of five tokens where all that is longer than none is too long.
+            plain = 3.0 if truncated == "score" else 3.0 - 33 / 128
+            assert [scores.rewards for scores in await asyncio.gather(*others)] == [[plain]] * 20
+            counted = pool.counters
+            assert (counted.scored, counted.failed, counted.timed_out, counted.workers_killed) == (21, 0, 1, 1)
+            # Any other fault is an error as ever.
+            for text in ("raise", "exit", "nan"):
+                with pytest.raises(RewardFailed):
+                    await reward(pool, text)
+            assert counted.failed == 3
+
+    run(body())
+
+
+def test_each_outcome_is_told_with_its_kind() -> None:
+    async def body() -> None:
+        told: list[tuple[str, str]] = []
+        config = RewardConfig(function="act_rewards:act", workers=1, timeout_s=1.0)
+        pool = RewardPool(
+            config, max_tokens=100, on_outcome=lambda uid, fault: told.append((uid, fault.kind if fault else ""))
+        )
+        await pool.start()
+        try:
+            for text in ("abc", "raise", "nan", "exit", "loop", "crash"):
+                with contextlib.suppress(RewardFailed):
+                    await reward(pool, text)
+            pool.score(request("sleep 5")).cancel()
+            await reward(pool, "abc")
+        finally:
+            await pool.close()
+        kinds = [kind for _, kind in told]
+        line = MODULE[: MODULE.index("no such judge")].count("\n") + 1
+        assert kinds[1].startswith("KeyError /")
+        assert kinds[1].endswith(f"act_rewards.py:{line}")
+        died = "died with its worker process (SIGSEGV)"
+        ended = "ended its worker process (exit code 3)"
+        assert [kinds[0], *kinds[2:]] == ["", "no reward", ended, "timed out", died, ""]
 
     run(body())
 
@@ -568,7 +617,9 @@ def test_the_pool_fails_as_a_whole_when_no_worker_can_be_had(tmp_path: Path, mon
                 await watching
             with pytest.raises(RewardFailed, match="no worker process left") as caught:
                 await reward(pool, "abc")
-            assert not caught.value.retryable
+            # No task is to blame, and the pool is started again with its actor.
+            assert isinstance(caught.value, RewardPoolEnded)
+            assert caught.value.retryable
 
     run(body())
 

@@ -8,7 +8,7 @@ from inprocess import sim_config
 from rollouter_cases import Dataloader, Learner, living
 from test_messages import make_group
 
-from asyncrl.errors import DeadlineExceeded, RemoteError
+from asyncrl.errors import DeadlineExceeded, PeerRestarted, RemoteError
 from asyncrl.messages.reward import Completion, Score, Scores
 from asyncrl.rollouter.account import GroupAccount
 from asyncrl.rollouter.episodes import TrajectoryFailed
@@ -48,10 +48,10 @@ class Scripted:
         sample = int(request.completions[0].text)
         await asyncio.sleep(0.5)
         if sample in self.final:
-            raise RemoteError("reward/0", "RewardFailed", "nonsense", retryable=False)
+            raise RemoteError("reward/0", "reward_failed", "nonsense", retryable=False)
         if self.refusals.get(sample, 0) > 0:
             self.refusals[sample] -= 1
-            raise RemoteError("reward/0", "RewardFailed", "timeout", retryable=True)
+            raise RemoteError("reward/0", "reward_failed", "timeout", retryable=True)
         return Scores(
             rewards=[float(c.text) for c in request.completions],
             components=[{} for _ in request.completions],
@@ -123,6 +123,18 @@ def test_or_is_left_out_while_enough_survive():
     assert group.failure is not None
 
 
+def test_a_reward_that_fails_costs_its_trajectory_alone_where_it_may_be_left_out():
+    """As a response on which a verifier hangs: its siblings are scored once, and are the group."""
+    script = Scripted(refusals={2: 99})
+    group = run(script, rollout={"on_failed_trajectory": "drop", "max_attempts": 3})
+    assert (group.failure, group.dropped) == (None, 1)
+    assert [(t.sample, t.reward) for t in group.trajectories] == [(0, 0.0), (1, 1.0), (3, 3.0)]
+    calls = [text for kind, text, _ in script.events if kind == "score"]
+    assert sorted(calls) == ["0", "1", "2", "2", "2", "3"]
+    group = run(Scripted(refusals={0: 99, 1: 99, 3: 99}), rollout={"on_failed_trajectory": "drop"})
+    assert "scoring failed 3 times" in group.failure
+
+
 def test_what_failed_for_good_is_not_tried_again():
     class Hopeless(Scripted):
         tries = 0
@@ -139,13 +151,47 @@ def test_what_failed_for_good_is_not_tried_again():
     assert script.generated == SAMPLES
 
 
-def test_a_reward_pool_that_is_away_is_no_reward_of_zero():
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        DeadlineExceeded("rollouter/0", "reward/0", "Score", 1.0),
+        PeerRestarted("reward/0", "Score"),
+        RemoteError("reward/0", "AssertionError", "a bug", retryable=True),
+        RemoteError("reward/0", "reward_pool_ended", "the pool was closed", retryable=True),
+        RemoteError("reward/0", "reward_broken", "has failed in all of its calls", retryable=True),
+        RemoteError("reward/0", "cancelled", "the actor ends", retryable=True),
+        RemoteError("reward/0", "deadline", "ran past the deadline", retryable=False),
+    ],
+    ids=lambda error: getattr(error, "code", type(error).__name__),
+)
+@pytest.mark.parametrize("per", ["trajectory", "group"])
+def test_a_reward_pool_in_trouble_is_no_attempt_of_a_trajectory(trouble, per):
     class Away(Scripted):
-        async def score(self, request):
-            raise DeadlineExceeded("rollouter/0", "reward/0", "Score", 1.0)
+        left = 50
 
-    group = run(Away())
-    assert "waited" in group.failure
+        async def score(self, request):
+            if self.left:
+                self.left -= 1
+                raise trouble
+            return await super().score(request)
+
+    group = run(Away(), rollout={"max_attempts": 1}, reward={"per": per})
+    assert group.failure is None
+    assert [t.reward for t in group.trajectories] == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("per", ["trajectory", "group"])
+def test_a_bug_of_the_reward_pool_that_stays_quarantines_nothing(per):
+    class Bug(Scripted):
+        async def score(self, request):
+            raise RemoteError("reward/0", "AssertionError", "a bug", retryable=False)
+
+    with pytest.raises(BaseExceptionGroup if per == "trajectory" else RemoteError) as caught:
+        run(Bug(), reward={"per": per})
+    error = caught.value
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert (error.code, error.retryable) == ("AssertionError", False)
 
 
 @pytest.mark.parametrize("count", [1, SAMPLES])

@@ -160,7 +160,7 @@ def test_errors_are_values(alien):
     alien.send(CALL, "Break", {}, id=2, deadline_ms=5000)
     header, body, _ = alien.receive()
     assert header[1:4] == [ERROR, 0, 2]
-    assert (body["code"], body["retryable"], body["actor"]) == ("RewardFailed", True, "speaker/0")
+    assert (body["code"], body["retryable"], body["actor"]) == ("reward_failed", True, "speaker/0")
     assert "always" in body["message"]
     alien.send(CALL, "Nonsense", {}, id=3, deadline_ms=5000)
     assert alien.receive()[1]["code"] == "unknown_type"

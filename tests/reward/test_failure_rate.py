@@ -1,0 +1,123 @@
+"""When a reward function counts as broken, in virtual time."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.reward.failure_rate import MIN_PROMPTS, OUTAGE_S, FailureRate
+
+
+class Calls:
+    """Calls one after the other, on a clock of its own; ``broken`` is the first verdict."""
+
+    def __init__(self, workers=2):
+        self.rate, self.now, self.broken, self.made = FailureRate(workers=workers), 0.0, "", 0
+
+    def come(self, *uids):
+        for uid in uids:
+            self.rate.came(str(uid))
+
+    def end(self, uid, works, after_s=0.0):
+        self.now += after_s
+        if works:
+            self.rate.succeeded(str(uid), self.now)
+        elif not self.broken:
+            self.made += 1
+            self.broken = self.rate.failed(str(uid), self.now)
+
+    def call(self, uid, works, after_s=0.0):
+        self.come(uid)
+        self.end(uid, works, after_s)
+
+
+@pytest.mark.parametrize(("workers", "handful"), [(1, 16), (2, 16), (6, 30), (64, 50)])
+def test_one_that_never_gave_a_reward_is_broken_after_a_handful_of_calls(workers, handful):
+    calls = Calls(workers)
+    for number in range(100):
+        calls.call(number % 5, works=False)
+    assert (calls.made, calls.now) == (handful, 0.0)
+    assert calls.broken == f"has failed in all of its {handful} calls, for 5 prompts"
+
+
+def test_timeouts_of_two_workers_end_it_within_two_minutes():
+    calls = Calls(workers=2)
+    calls.come(*range(8))
+    while not calls.broken:
+        # Two at a time, each killed after 10 s.
+        calls.end(calls.made % 8, works=False, after_s=5.0)
+    assert calls.now <= 120
+
+
+@given(prompts=st.integers(1, MIN_PROMPTS - 1), worked=st.booleans(), samples=st.integers(1, 64))
+def test_one_or_two_bad_prompts_end_nothing_however_often_they_fail(prompts, worked, samples):
+    calls = Calls()
+    if worked:
+        for number in range(50):
+            calls.call(f"good {number}", works=True)
+    for _ in range(3 * samples):
+        for number in range(prompts):
+            calls.call(number, works=False, after_s=10.0)
+    assert not calls.broken
+
+
+def test_one_that_has_worked_may_fail_for_a_moment():
+    calls = Calls()
+    for number in range(100):
+        calls.call(number, works=True, after_s=0.1)
+    while calls.now < 10.0 + OUTAGE_S - 1.0:
+        calls.call(f"then {calls.made}", works=False, after_s=0.01)
+    assert not calls.broken
+    assert calls.made > 1000
+    calls.call("again", works=True)
+    calls.call("and again", works=False, after_s=OUTAGE_S)
+    assert not calls.broken
+
+
+def test_one_that_works_no_longer_is_broken_once_that_lasts():
+    calls = Calls()
+    for number in range(200):
+        calls.call(number, works=True, after_s=0.1)
+    since = calls.now
+    while not calls.broken:
+        calls.call(f"then {calls.made // 8}", works=False, after_s=0.5)
+    assert OUTAGE_S <= calls.now - since < OUTAGE_S + 1
+    assert calls.broken.startswith("has failed in all of its last")
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.3])
+@pytest.mark.parametrize("what", ["calls", "prompts"])
+def test_a_share_of_failures_never_ends_a_run(share, what):
+    """Each prompt with 8 samples, those that fail tried three times, long after all others are scored."""
+    random_ = random.Random(f"{share} {what}")
+    calls, tail = Calls(), []
+    for step in range(400):
+        uids = [f"{step}-{number}" for number in range(32)]
+        bad = {uid for uid in uids if random_.random() < share}
+        for uid in uids:
+            calls.come(uid)
+            for _ in range(8):
+                fails = uid in bad if what == "prompts" else random_.random() < share
+                if fails:
+                    tail.append(uid)
+                else:
+                    calls.end(uid, works=True)
+        # Nothing new comes before the last of the step is given up.
+        for uid in 3 * tail:
+            calls.end(uid, works=False, after_s=5.0)
+        tail.clear()
+    assert not calls.broken
+    assert calls.made > 1000
+
+
+def test_more_prompts_are_needed_where_more_fail_by_nature():
+    needed = []
+    for bad_of_10 in (0, 1, 3):
+        calls = Calls()
+        for number in range(1000):
+            calls.call(number, works=number % 10 >= bad_of_10)
+        needed.append(calls.rate.prompts_needed)
+    assert needed == sorted(needed)
+    assert needed[0] == MIN_PROMPTS
+    assert needed[-1] > 10
