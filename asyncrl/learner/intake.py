@@ -64,6 +64,10 @@ class Intake:
         """Not written yet; the caller takes them."""
         self.delivered_lengths: list[int] = []
         """Of the responses taken since the last step."""
+        self.dropped_trajectories = 0
+        """Left out of the groups taken here."""
+        self.failed_attempts = 0
+        """At trajectories of the groups taken here."""
         self._failed = 0
         """Quarantined since the last step."""
         self._masked = 0
@@ -96,6 +100,8 @@ class Intake:
         uid = group.ticket.uid
         if self.has(uid):
             return "duplicate"
+        self.dropped_trajectories += group.dropped
+        self.failed_attempts += group.failed_attempts
         self.delivered_lengths += [len(t.tokens) for t in group.trajectories]
         problem = check_group(group)
         if problem is not None:

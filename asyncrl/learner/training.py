@@ -254,6 +254,8 @@ class Training:
             "ledger/trained": ledger.count("trained"),
             "ledger/filtered": ledger.count("filtered"),
             "ledger/quarantined": ledger.count("quarantined"),
+            "rollout/dropped_trajectories": intake.dropped_trajectories,
+            "rollout/failed_attempts": intake.failed_attempts,
         }
         return TrainedStep(line=line, train_began=train_wall, train_ended=self._clock.wall(), groups=groups)
 

@@ -98,3 +98,5 @@ class Group(Struct, gc=False, frozen=True, kw_only=True):
     """Set when the group is to be quarantined."""
     dropped: Count = 0
     """Trajectories left out under on_failed_trajectory = drop."""
+    failed_attempts: Count = 0
+    """Attempts at its trajectories that failed, also where a later one went well."""

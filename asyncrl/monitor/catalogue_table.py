@@ -301,6 +301,8 @@ METRICS: tuple[Metric, ...] = (
         ("rollout/truncated_fraction", "share", "of responses cut at their longest"),
         ("rollout/mixed_version_fraction", "share", "of responses sampled under several versions"),
         ("rollout/resumed_trajectories", "trajectories", "that were aborted and taken up again"),
+        ("rollout/dropped_trajectories", "trajectories", "left out of their groups since the learner started"),
+        ("rollout/failed_attempts", "attempts", "at trajectories that failed, since the learner started"),
         ("rollout/tokens", "tokens", "sampled from the training of the step before to its own; absent if not all told"),
         ("rollout/tokens_per_s", "tokens/s", "likewise, a second"),
         ("staleness/token_mean", "versions", "of trained tokens"),

@@ -127,7 +127,7 @@ def test_a_reward_that_fails_costs_its_trajectory_alone_where_it_may_be_left_out
     """As a response on which a verifier hangs: its siblings are scored once, and are the group."""
     script = Scripted(refusals={2: 99})
     group = run(script, rollout={"on_failed_trajectory": "drop", "max_attempts": 3})
-    assert (group.failure, group.dropped) == (None, 1)
+    assert (group.failure, group.dropped, group.failed_attempts) == (None, 1, 3)
     assert [(t.sample, t.reward) for t in group.trajectories] == [(0, 0.0), (1, 1.0), (3, 3.0)]
     calls = [text for kind, text, _ in script.events if kind == "score"]
     assert sorted(calls) == ["0", "1", "2", "2", "2", "3"]
