@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
+import inspect
 import json
+import textwrap
+from itertools import pairwise
 from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
@@ -17,6 +21,7 @@ def known_keys() -> list[tuple[str, str, str, str]]:
     rows: list[tuple[str, str, str, str]] = []
 
     def visit(section: type[Section], prefix: str) -> None:
+        descriptions = _docstrings(section)
         for name, field in section.model_fields.items():
             key = prefix + name
             kind = field.annotation
@@ -27,10 +32,24 @@ def known_keys() -> list[tuple[str, str, str, str]]:
                 visit(arguments[-1], key + ".NAME.")
             else:
                 default = "required" if field.is_required() else json.dumps(field.default)
-                rows.append((key, _type_name(kind), default, field.description or ""))
+                rows.append((key, _type_name(kind), default, descriptions.get(name, "")))
 
     visit(Config, "")
     return rows
+
+
+def _docstrings(section: type[Section]) -> dict[str, str]:
+    """The docstring below each field of a table, by the field's name; a table has those of the one it derives from."""
+    found: dict[str, str] = {}
+    for each in reversed(section.__mro__):
+        if _is_section(each):
+            (body,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
+            assert isinstance(body, ast.ClassDef)
+            for field, text in pairwise(body.body):
+                if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                    assert isinstance(field.target, ast.Name)
+                    found[field.target.id] = inspect.cleandoc(ast.literal_eval(text.value))
+    return found
 
 
 def _type_name(kind: Any) -> str:

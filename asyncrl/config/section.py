@@ -15,14 +15,14 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 class Section(BaseModel):
     """A table of the configuration: immutable, closed to unknown keys, documented by the docstring of each field.
 
-    Strict: a number is no bool, and no text.
+    Strict: a number is no bool, and no text. Docstrings are read where they are shown (``keys``): pydantic would parse
+    the source of each table at the start of every process.
     """
 
     model_config = ConfigDict(
         extra="forbid",
         strict=True,
         frozen=True,
-        use_attribute_docstrings=True,
         protected_namespaces=(),
         allow_inf_nan=False,
     )
