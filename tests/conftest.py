@@ -2,11 +2,14 @@
 
 A figure that is not in the catalogue is an error. No example of a property has a deadline: machines are slow at times,
 and that is no fault of what is tested. Tests open more files and sockets than many shells allow at first.
+
+Where several workers share the tests, the folders with whole runs and engines come first: the last to end are short.
 """
 
 import os
 import resource
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ["ASYNCRL_STRICT_METRICS"] = "1"
@@ -16,3 +19,11 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (_MOST_DESCRIPTORS, _MOST_DESCRIPTORS
 
 settings.register_profile("asyncrl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("asyncrl")
+
+LONGEST_FOLDERS = ("e2e", "engines", "launcher", "wire", "learner", "system", "reward", "weights", "monitor")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        order = {name: at for at, name in enumerate(LONGEST_FOLDERS)}
+        items.sort(key=lambda item: order.get(item.path.parent.name, len(LONGEST_FOLDERS)))

@@ -9,6 +9,23 @@ import pytest
 from cluster.netns import Cluster, why_not
 from cluster.slurm import NODES, Slurm, why_no_slurm
 
+LONGEST = (
+    "test_strangers_long",
+    "test_hosts",
+    "test_join_leave",
+    "test_host_lost",
+    "test_slurm_run",
+    "test_quickstart",
+)
+"""Modules whose tests take minutes."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where several workers share them, the longest come first: no worker ends long after the others."""
+    if hasattr(config, "workerinput"):
+        order = {name: at for at, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: order.get(item.path.stem, len(LONGEST)))
+
 
 @pytest.fixture(scope="session")
 def namespaces() -> None:

@@ -7,7 +7,8 @@ seen by all.
 
 Everything hangs on pipes held by the process that made the cluster: when they close, in whatever way that process
 ends, the kernel takes hosts, network and folders away. What is left on disk then is one folder of key files, which
-the next cluster removes.
+the next cluster removes. Clusters may stand beside each other: their hosts have the same addresses in networks of
+their own.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from typing import Any
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent.parent
-PREFIX = "asyncrl-cluster-"
+PREFIX = f"asyncrl-cluster-{os.environ.get('PYTEST_XDIST_WORKER', 'alone')}-"
+"""Of the folders of key files: tests that run at the same time remove only what their own worker's clusters left."""
 HEAD = "head"
 NETWORK = "10.77.0"
 WAIT_S = 30.0
