@@ -3,7 +3,8 @@
 A body is a msgspec struct as a MessagePack map, validated against its annotations. Arrays (numpy, and torch on
 the CPU) never pass through MessagePack: each is a frame of its own, and the body holds ``[dtype, shape, frame]``
 in its place. Sending hands over the array's memory, receiving gives a view of the frame's; neither copies, so an
-array that was sent must not be written to afterwards.
+array that was sent must not be written to afterwards. numpy is imported with the first array: processes that never
+see one, as launcher and agent, start sooner.
 
 Fails with ProtocolError when a body does not fit its type or an array its frame.
 """
@@ -16,7 +17,6 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 
 from asyncrl.errors import ProtocolError
 
@@ -65,6 +65,8 @@ class Codec:
         return message
 
     def _encode_array(self, value: Any) -> Any:
+        import numpy as np
+
         if isinstance(value, np.ndarray):
             array, dtype = value, value.dtype.name
         elif type(value).__module__.partition(".")[0] == "torch":
@@ -79,6 +81,8 @@ class Codec:
         return [dtype, list(value.shape), len(self._outgoing) - 1]
 
     def _decode_array(self, kind: type, value: Any) -> Any:
+        import numpy as np
+
         if not (isinstance(value, list) and len(value) == 3):
             raise ValueError(f"expected an array as [dtype, shape, frame], got {type(value).__name__}")
         dtype, shape, index = value
