@@ -1,4 +1,4 @@
-"""What is looked at before anything of a run is started, on the host of the launcher and by what others say.
+"""The checks before anything of a run is started: those of the launcher's host, and of what other hosts say.
 
 An error ends the launch as a wrong configuration does, with all others at once; a warning is said, and the run begins.
 """
@@ -19,7 +19,7 @@ SINK_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "prometheus_cli
 
 
 async def check_head(config: Config, actors: Sequence[str], address: str) -> list[Finding]:
-    """Of this host, the head of the run, which is to have these actors at this address."""
+    """Look at this host, the head of the run, which is to have these actors at this address."""
     run = Path(config.run.dir, config.run.name)
     found, _ = await check_part(Part(config=config, actors=actors, address=address, run=run))
     return found + check_sinks(config.sinks, installed_sinks())
@@ -48,7 +48,7 @@ def summary(findings: Sequence[Finding]) -> list[str]:
 
 
 def check_sinks(sinks: SinksConfig, installed: Collection[str], host: str = "") -> list[Finding]:
-    """What the head lacks for the sinks that are wanted, by the packages ``installed`` there."""
+    """Look for the packages of the sinks that are wanted among those ``installed`` on the head."""
     wanted = {
         "tensorboard": ("sinks.tensorboard", sinks.tensorboard),
         "wandb": ("sinks.wandb.mode", sinks.wandb.mode != "off"),

@@ -110,7 +110,7 @@ class _Launch:
     hosts: list[Host] = field(default_factory=list)
     placed: list[Placed] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
-    """Of the checks before the start."""
+    """The checks before the start found these."""
     reached: Reached = field(init=False)
     """The hosts but this one."""
 
@@ -206,7 +206,7 @@ class _Launch:
             await self.reached.contacts.pop(host.name).close()
 
     async def _check(self, address: str) -> list[Finding]:
-        """Of the head all that can be looked at from here; of the others what they say of themselves."""
+        """Look at the head, where that is this host, and hear what the others say of themselves."""
         found = []
         if self.head_is_here:
             # Without a placement all actors are looked at as if they were here.

@@ -174,7 +174,7 @@ def _placed(config: Config, nodes: int, gpus: int) -> list[int] | None:
 
 
 def _asked(config: Config, nodes: int, options: str) -> list[str]:
-    """What the job asks for of itself: what its processes take for certain, where the user says nothing of it."""
+    """The options by which the job asks for what its processes take for certain and the user says nothing of."""
     said, gpus = _said(options, os.environ), gpus_of_a_node(config, nodes)
     if not gpus:
         return []
@@ -186,7 +186,7 @@ def _asked(config: Config, nodes: int, options: str) -> list[str]:
 
 
 def _said(options: str, env: Mapping[str, str]) -> set[str]:
-    """Of gpus, cpus and time those that the user's options of sbatch, or their environment variables, speak of."""
+    """The keys of SPEAKING that the user's options of sbatch, or their environment variables, speak of."""
     try:
         words = shlex.split(options)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What a check finds: a line for people, an object for programs. Pure.
+"""Findings of checks: a line for people, an object for programs. Pure.
 
 Invariant: a finding that is not ok says how to mend it. The fields of Finding and the names in CHECKS are stable.
 """
@@ -46,7 +46,7 @@ class Finding(msgspec.Struct, frozen=True):
     fix: str = ""
     """What to do; empty if it is ok."""
     key: str = ""
-    """Of the configuration, where one decides."""
+    """The key of the configuration that decides, if there is one."""
 
     @property
     def told(self) -> str:

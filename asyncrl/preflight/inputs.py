@@ -48,14 +48,14 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What the parent asks: ``with_rows`` where the dataloader will be."""
+    """The question of the parent: ``with_rows`` where the dataloader will be."""
 
     config: str
     with_rows: bool
 
 
 class Inputs(msgspec.Struct, frozen=True):
-    """What was found out."""
+    """The answer."""
 
     findings: list[Finding] = []
     samples: list[Sample] = []

@@ -107,7 +107,7 @@ def digest(folder: Path) -> str:
 
 
 def check_model(path: str | None) -> tuple[Finding, ModelSize | None]:
-    """Of ``model.path``: the finding, and the size if it can be told."""
+    """Look at ``model.path``: the finding, and the size if it can be told."""
     if path is None:
         return ok("model", "none: everything is simulated", key=KEY), None
     folder = Path(path)

@@ -1,4 +1,4 @@
-"""What a run needs of disk, memory and descriptors, estimated from the size of its model. Pure.
+"""Needs of disk, memory and descriptors, estimated from a run and the size of its model. Pure.
 
 A checkpoint holds master weights and both moments of AdamW in float32: 12 bytes a parameter. Published weights lie in
 shared memory, two versions of them while one takes over from the other.

@@ -25,7 +25,7 @@ WITH_TOKENIZER = ("rollouter", "dataloader")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What a host has of a run: these actors, at this address. ``run`` is the run folder, or what it would be."""
+    """The part of a host in a run: these actors, at this address. ``run`` is the run folder, or what it would be."""
 
     config: Config
     actors: Sequence[str]
@@ -51,7 +51,7 @@ async def check_part(part: Part) -> tuple[list[Finding], ModelSize | None]:
 
 
 async def _check_inputs(config: Config, actors: Sequence[str]) -> list[Finding]:
-    """What the user brings: tokenizer, prompts, the reward function."""
+    """Look at what the user brings: tokenizer, prompts, the reward function."""
     if not count(actors, "reward"):
         return (await _read_inputs(config, actors)).findings
     async with RewardTrial(config) as trial:

@@ -1,4 +1,4 @@
-"""Whether the actors of a host find ports there. What is bound for a trial is closed at once."""
+"""Whether the actors of a host find ports there. A port that is bound for a trial is closed at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def ports_of(ports: str) -> range:
 
 
 def ports_needed(config: Config, actors: list[str]) -> int:
-    """Of network.ports, on the host that has these actors."""
+    """How many of network.ports the host of these actors needs."""
     needed = len(actors)
     controller = config.network.controller_port
     if "controller/0" in actors and controller and controller not in ports_of(config.network.ports):

@@ -24,13 +24,13 @@ IMPORT_S = 45.0
 CALLS_S = 10.0
 """Longest time for all calls together; reward.timeout_s bounds each of them too."""
 PLAIN = "I am not sure. The answer is 42."
-"""What a model might say to anything."""
+"""A model might say this to anything."""
 KEY = "reward.function"
 
 
 @dataclass
 class Trial:
-    """What came of the calls on the samples of one set of prompts."""
+    """The outcome of the calls on the samples of one set of prompts."""
 
     rewards: list[float] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)

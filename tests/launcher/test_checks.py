@@ -1,4 +1,4 @@
-"""What is found wrong before anything is started: all of it at once, by its key and with the fix."""
+"""Faults that are found before anything is started: all at once, each by its key and with the fix."""
 
 import asyncio
 import socket

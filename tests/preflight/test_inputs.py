@@ -134,7 +134,7 @@ def test_a_prompt_outside_the_vocabulary_names_its_line_and_the_tokenizer(model,
 def test_a_chat_template_is_looked_for_where_one_is_needed(model):
     read = read_inputs(config_of(model, template="chat"), with_rows=True)
     _, found = read.findings
-    # Whoever tries the reward function has rows all the same.
+    # The trial of the reward function has rows all the same.
     assert len(read.samples) == 3
     assert (found.result, found.key) == ("fail", "data.template") and "has no chat template" in found.detail
     (model / "chat_template.jinja").write_text("{{ messages[0].content }}")

@@ -1,4 +1,4 @@
-"""What a run needs of memory, disk and descriptors; and whether a host has the descriptors and the ports."""
+"""Needs of memory, disk and descriptors; and whether a host has the descriptors and the ports."""
 
 import resource
 
@@ -76,7 +76,7 @@ def test_descriptors_grow_with_the_run():
         bare, small, large = (getattr(descriptors_need(one, None), kind) for one in (None, few, many))
         assert bare < small < large
         assert small < getattr(descriptors_need(few, ModelSize(parameters=1, bytes=64 * GIB)), kind)
-    # What the largest actor of 32 rollouters was seen to hold, and a laptop's limit.
+    # The largest actor of 32 rollouters was seen to hold so many, and a laptop's limit.
     assert 197 <= descriptors_need(config(rollout={"replicas": 32}), None).least < 1024
 
 
