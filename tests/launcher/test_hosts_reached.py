@@ -10,14 +10,16 @@ from importlib.metadata import version
 
 import msgspec
 import pytest
+from model_files import write_model, write_weights
 
 from asyncrl.config.load import validate_config
 from asyncrl.errors import HostFailed, UsageError
 from asyncrl.launcher.addresses import by_interface, by_route, interfaces, is_this_host, route_to
-from asyncrl.launcher.hostspec import EndOrder, Facts, HostSpec, RouteQuery, Routes
+from asyncrl.launcher.hostspec import EndOrder, Facts, HostSpec, ModelFound, ModelQuery, RouteQuery, Routes
 from asyncrl.launcher.placement import Host, place
 from asyncrl.launcher.shipping import CHUNK_BYTES, LogShipper
 from asyncrl.launcher.start import SshStart
+from asyncrl.preflight.limits import descriptor_limit
 from asyncrl.wire.keys import load_credentials, make_keyring, write_credentials
 
 
@@ -156,6 +158,18 @@ def spec(folder, **changed):
         "env": {},
     }
     return HostSpec(**fields | changed)
+
+
+def test_the_entry_point_tells_its_descriptors_and_whether_the_model_is_whole(tmp_path):
+    write_weights(write_model(tmp_path / "m") / "model.safetensors", cut=3)
+    there, none = ModelQuery(path="m", folder=str(tmp_path)), ModelQuery(path="/nowhere/m", folder="/nowhere")
+    said, code = ask(there, none)
+    assert code == 0
+    assert said[0]["descriptors"] == descriptor_limit()
+    cut, missing = (msgspec.convert(one, ModelFound).finding for one in said[1:])
+    assert cut.result == missing.result == "fail" and cut.key == missing.key == "model.path"
+    assert f"{tmp_path}/m: model.safetensors is cut off" in cut.detail
+    assert missing.detail == "/nowhere/m is not a folder here"
 
 
 def test_the_entry_point_tells_what_is_there_and_leaves_when_nobody_wants_anything(tmp_path):
