@@ -57,6 +57,15 @@ def test_a_group_is_taken_once_and_has_one_outcome():
     assert [(q.uid, q.reason) for q in intake.quarantined] == [("0-5", "its reward hangs")]
 
 
+def test_what_was_left_out_or_failed_on_the_way_is_counted_once():
+    intake = Intake(LEARNER)
+    lossy = msgspec.structs.replace(group(1), dropped=2, failed_attempts=7)
+    failed = msgspec.structs.replace(group(2, failure="its reward hangs"), failed_attempts=3)
+    for one in (lossy, failed, lossy, group(3)):
+        intake.deliver(one)
+    assert (intake.dropped_trajectories, intake.failed_attempts) == (2, 10)
+
+
 def test_what_the_dataloader_rejects_is_quarantined_unless_it_is_here():
     intake = Intake(LEARNER)
     intake.deliver(group(1))
