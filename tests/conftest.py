@@ -3,7 +3,9 @@
 A figure that is not in the catalogue is an error. No example of a property has a deadline: machines are slow at times,
 and that is no fault of what is tested. Tests open more files and sockets than many shells allow at first.
 
-Where several workers share the tests, the folders with whole runs and engines come first: the last to end are short.
+Where several workers share the tests, those come first that take long. In the runs on the real vLLM updates must meet
+trajectories that still run, which they do less where neighbours take the cores: one has those that mostly wait beside
+it, the others come last of all.
 """
 
 import os
@@ -20,10 +22,11 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (_MOST_DESCRIPTORS, _MOST_DESCRIPTORS
 settings.register_profile("asyncrl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("asyncrl")
 
-LONGEST_FOLDERS = ("e2e", "engines", "launcher", "wire", "learner", "system", "reward", "weights", "monitor")
+LONGEST_FOLDERS = ("e2e", "system", "launcher", "engines", "wire", "learner", "reward", "weights", "monitor")
+LAST = "test_rehearsals"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):
         order = {name: at for at, name in enumerate(LONGEST_FOLDERS)}
-        items.sort(key=lambda item: order.get(item.path.parent.name, len(LONGEST_FOLDERS)))
+        items.sort(key=lambda item: (item.path.stem == LAST, order.get(item.path.parent.name, len(order))))
