@@ -92,6 +92,7 @@ def test_no_handler_of_a_successor_on_the_same_port_is_called_before_it_is_set_u
             life = asyncio.create_task(second.main())
             while second.counters.get("wire/early", 0) < 3:
                 assert not life.done()
+                assert not second.taken
                 await asyncio.sleep(0.01)
             assert (second.address, second.taken, call.done()) == (first.address, [], False)
             second.may_be_set_up.set()

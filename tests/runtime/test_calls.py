@@ -138,6 +138,7 @@ def test_no_handler_is_called_before_the_set_up(memory, monkeypatch):
             calls = [peer.call(Count()) for _ in range(3)]
             late = peer.call(Count(), timeout=0.2)
             while counters["wire/early"] < 12:
+                assert not net.errors
                 await asyncio.sleep(0.01)
             assert peer.cast(Note(text="early"))
             with pytest.raises(DeadlineExceeded, match="which is not set up so far"):
