@@ -86,9 +86,9 @@ class RolloutConfig(Section):
     """Attempts at a trajectory before it counts as failed."""
     retry_backoff_s: Seconds = 0.5
     """First pause between attempts; doubles with each."""
-    on_failed_trajectory: Literal["quarantine_group", "drop"] = "quarantine_group"
-    """A trajectory that failed for good, in generation or scoring, takes its group with it, or is left out (at least 2
-    must survive)."""
+    on_failed_trajectory: Literal["drop", "quarantine_group"] = "drop"
+    """A trajectory that failed for good, in generation or scoring, is left out where 2 or more of its group survive, or
+    takes its group with it."""
     engine_timeout_s: Seconds = 120.0
     """Longest time without a token from a busy engine, or for a control call, before it counts as hanging."""
     vllm: VllmEngineConfig = VllmEngineConfig()

@@ -153,8 +153,9 @@ class LearnerConfig(Section):
     max_filtered_ratio: Annotated[float, Field(gt=0)] = 20.0
     """Groups filtered or quarantined between two steps, in steps' worth, past which the run ends with "no signal"."""
     max_quarantined_fraction: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """Share of all prompts with an outcome that may be quarantined, past which the run ends and says why; counted from
-    100 outcomes on. A reward function that fails in all of its calls ends the run before."""
+    """Share of all prompts with an outcome that may be quarantined, and of all trajectories that may be dropped from
+    their groups, past which the run ends and says why; counted from 100 groups on. A reward function that fails in all
+    of its calls ends the run before."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """A loss or gradient that is not finite ends the run, or quarantines the groups that it came from."""
     signal_tolerance: Annotated[float, Field(ge=0)] = 1e-6

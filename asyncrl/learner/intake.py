@@ -24,7 +24,7 @@ from asyncrl.messages.dataloader import Outcome
 from asyncrl.messages.groups import Group, LedgerState
 
 FRACTION_FROM = 100
-"""Prompts with an outcome from which on ``learner.max_quarantined_fraction`` counts."""
+"""Groups from which on ``learner.max_quarantined_fraction`` counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,8 @@ class Intake:
         """Of the responses taken since the last step."""
         self.dropped_trajectories = 0
         """Left out of the groups taken here."""
+        self._taken, self._kept_trajectories = 0, 0
+        """Groups taken here, and the trajectories in them."""
         self.failed_attempts = 0
         """At trajectories of the groups taken here."""
         self._failed = 0
@@ -100,6 +102,8 @@ class Intake:
         uid = group.ticket.uid
         if self.has(uid):
             return "duplicate"
+        self._taken += 1
+        self._kept_trajectories += len(group.trajectories)
         self.dropped_trajectories += group.dropped
         self.failed_attempts += group.failed_attempts
         self.delivered_lengths += [len(t.tokens) for t in group.trajectories]
@@ -173,6 +177,14 @@ class Intake:
                 f"{quarantined} of {concluded} prompts were quarantined, over learner.max_quarantined_fraction = "
                 f"{learner.max_quarantined_fraction:g}; the last one because: {self._last_problem}. "
                 "quarantine.jsonl has all of them"
+            )
+        sampled = self._kept_trajectories + self.dropped_trajectories
+        if self._taken >= FRACTION_FROM and self.dropped_trajectories > learner.max_quarantined_fraction * sampled:
+            share = f"learner.max_quarantined_fraction = {learner.max_quarantined_fraction:g}"
+            return (
+                f"{self.dropped_trajectories} of {sampled} trajectories failed and were dropped from their groups, "
+                f"over {share}: those that are left are no fair sample. The terminal, and the logs of reward and "
+                "rollouters, say why they failed"
             )
         return None
 

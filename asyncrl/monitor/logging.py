@@ -48,7 +48,11 @@ def listen(listener: Callable[[str, str], None]) -> None:
 
 def _pass_on(_logger: Any, _method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     if _listener is not None and line["level"] not in QUIET:
-        facts = [f"{key}={value}" for key, value in line.items() if key not in ("event", "actor", "level", "exc_info")]
+        facts = [
+            f"{key}={value}"
+            for key, value in line.items()
+            if key not in ("event", "actor", "level", "exc_info", "notice")
+        ]
         if facts:
             _listener(line["level"], f"{line['event']}: {', '.join(facts)}")
         else:

@@ -212,7 +212,7 @@ def test_a_run_whose_last_writes_failed_ends_as_failed(preempted):
     run = machine()
     run.checkpoint_written(4)
     if preempted:
-        run.preempt(10.0)
+        run.preempt("SIGTERM", 10.0)
     assert run.finish(12.0, preempted=preempted, by="learner/0", failure="the disk is full")
     assert (run.phase, run.outcome.actor, run.outcome.reason) == ("draining", "learner/0", "the disk is full")
     assert run.outcome.exit_code == 1

@@ -2,7 +2,7 @@
 with every step trained once."""
 
 import pytest
-from disks import small_disk
+from disks import fill, small_disk
 from test_parity import configuration
 from test_parity import folder as parity_folder  # noqa: F401
 
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_without_room_for_checkpoints_nothing_is_trained_twice(parity_folder, tmp_path):  # noqa: F811
-    with small_disk(tmp_path / "disk", 1536 << 10) as disk:
+    with small_disk(tmp_path / "disk", 64 << 20) as disk:
         tree = configuration(
             parity_folder,
             learner={"steps": 4, "groups_per_step": 2, "dynamic_sampling": False},
@@ -23,6 +23,9 @@ def test_without_room_for_checkpoints_nothing_is_trained_twice(parity_folder, tm
         )
         run = LiveRun(tree, disk, env={"PYTHONPATH": str(parity_folder)})
         try:
+            # With so little room from the first it would be refused.
+            run.until(lambda: "run folder: " in run.output, "its folder", 60)
+            fill(disk, 1 << 20)
             code = run.wait(400)
             assert code == 1, run.output
             assert run.left() == []

@@ -26,6 +26,7 @@ max_tokens = 64
 sim = {{ length_median = 16.0, decode_step_s = 0.002, load_s = 0.002 }}
 [reward]
 function = "constant"
+options = {{ spread = 1.0 }}
 workers = 1
 [learner]
 backend = "sim"

@@ -384,7 +384,7 @@ def test_a_run_that_lives_cannot_be_resumed(launched):
     run.wait_to_show("running")
     code, shown = launched({}, resume="auto").end()
     assert code == 1
-    assert shown[-1].endswith(f"{run.run_dir} is in use: the run in it is still going on; end that first")
+    assert f"{run.run_dir} is in use: the run in it is still going on; end that first" in shown[-1]
     assert (run.run_dir / "private" / "lock").exists()
     run.process.send_signal(signal.SIGINT)
     assert run.end()[0] == 130

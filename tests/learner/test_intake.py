@@ -146,6 +146,24 @@ def test_without_signal_the_run_ends_and_says_why(groups, words):
     assert re.search(words, intake.problem() or "")
 
 
+@pytest.mark.parametrize(("every", "ends"), [(3, True), (10, False)])
+def test_too_many_dropped_trajectories_end_the_run(every, ends):
+    """Two of four are left in each group that has dropped some: 0.17 or 0.05 of all trajectories, and 0.1 may be."""
+    intake = Intake(LEARNER.model_copy(update={"max_quarantined_fraction": 0.1}))
+    told = []
+    for index in range(2 * FRACTION_FROM):
+        whole = group(index, rewards=(0.0, 1.0, 0.0, 1.0))
+        some = msgspec.structs.replace(whole, trajectories=whole.trajectories[:2], dropped=2)
+        intake.deliver(some if index % every == 0 else whole)
+        if index % 2:
+            intake.begin_step()
+            intake.end_step()
+        told.append(intake.problem())
+    assert not any(told[: FRACTION_FROM - 1])
+    assert bool(told[-1]) == ends
+    assert not ends or "trajectories failed and were dropped from their groups" in told[-1]
+
+
 def test_too_many_quarantined_prompts_end_the_run():
     intake = Intake(LEARNER)
     problems = []

@@ -99,6 +99,7 @@ class Scene:
             recorded=recorded,
             on_written=lambda _: None,
             on_failed=lambda _: None,
+            on_damaged=lambda _name, _text: None,
         )
         self.last_writes = LastWrites(
             self.config,

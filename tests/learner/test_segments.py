@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from learner_cases import make_config
+from learner_cases import make_config, random_groups
 from segment_reading import read_manifest
 
 from asyncrl.config.training import SimLearnerConfig
@@ -124,7 +124,10 @@ def test_the_simulated_learner_publishes_and_counts(tmp_path: Path) -> None:
         assert first.manifest.buckets[0].checksum != second.manifest.buckets[0].checksum
     from asyncrl.learner.batch import build_step
 
-    plan = build_step([], version=0, config=config, world_size=1, packed=trainer.packed)
+    groups = random_groups(1, 1)
+    plan = build_step(groups, version=0, config=config, world_size=1, packed=trainer.packed)
     assert trainer.train(plan) == {"learner/lr": 0.5}
+    empty = build_step([], version=0, config=config, world_size=1, packed=trainer.packed)
+    assert trainer.train(empty) == {}, "a step without a token is none"
     trainer.export(tmp_path / "nothing")
     trainer.stop()

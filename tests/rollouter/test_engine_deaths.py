@@ -164,7 +164,9 @@ class World:
             make_group(uid).ticket, max_tokens=tokens, prompt_ids=np.array([5], np.int32), temperature=1.0, **changes
         )
         account = SampleAccount(uid, sample, LoopClock().now)
-        engine = EpisodeEngine(self.host, Letters(), Stops(), self.config, ticket, account)
+        engine = EpisodeEngine(
+            self.host, Letters(), Stops(strings=tuple(self.config.rollout.stop)), self.config, ticket, account
+        )
         return await single_turn(engine, ticket, sample)
 
     async def __aenter__(self):

@@ -108,8 +108,8 @@ def test_only_what_failed_is_tried_again_with_growing_pauses():
     [Scripted(losses={2: 99}), Scripted(refusals={2: 99}), Scripted(final={2})],
     ids=["episode", "score", "final"],
 )
-def test_a_failure_for_good_quarantines_the_group_with_its_reason(script):
-    group = run(script)
+def test_a_failure_for_good_may_quarantine_the_group_with_its_reason(script):
+    group = run(script, rollout={"on_failed_trajectory": "quarantine_group"})
     assert group.trajectories == []
     assert any(word in group.failure for word in ("env/0", "timeout", "nonsense"))
     assert script.generated == SAMPLES
@@ -146,7 +146,7 @@ def test_what_failed_for_good_is_not_tried_again():
             return await super().episode(ticket, sample)
 
     script = Hopeless()
-    group = run(script)
+    group = run(script, rollout={"on_failed_trajectory": "quarantine_group"})
     assert (group.failure, group.trajectories, script.tries) == ("the engine died of it", [], 1)
     assert script.generated == SAMPLES
 

@@ -178,5 +178,8 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_reason(tmp_path):
         rollout={"max_attempts": 1},
         learner={"max_filtered_ratio": 2.0},
     )
-    with pytest.raises(Exception, match="no signal: .* groups failed since the last step, the last one because"):
+    with pytest.raises(
+        Exception,
+        match="function exact has failed in all of its .*: it raised ValueError: the row has no column 'absent'",
+    ):
         run(config, tmp_path)
