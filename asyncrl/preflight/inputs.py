@@ -25,6 +25,7 @@ from asyncrl.dataloader.sources import open_source
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.preflight.findings import Finding, fail, ok, warn
 from asyncrl.runtime.supervision import describe_exit
+from asyncrl.stops import resolve_stops
 from asyncrl.tokenizer import Tokenizer, load_tokenizer
 
 ARGV = (sys.executable, "-m", "asyncrl.preflight.inputs")
@@ -34,6 +35,7 @@ END_S = 5.0
 SAMPLES = 3
 """Rows of the training prompts that are looked at; one of each other set."""
 MODEL = "model.path"
+STOPS = "rollout.stop_token_ids"
 PROBE = "\u2603\U0001d518\u4e2d z\u0308q"
 """Characters that no vocabulary of words holds."""
 
@@ -129,11 +131,16 @@ def _check_tokenizer(config: Config) -> tuple[Finding, Tokenizer | None]:
         told = "; ".join(problem.removeprefix(f"{MODEL}: ") for problem in error.problems)
         fix = "copy the tokenizer's files into the model's folder, whole"
         return fail("tokenizer", told, fix, key=MODEL), None
+    try:
+        stops = resolve_stops(config.rollout, tokenizer)
+    except ConfigError as error:
+        told = "; ".join(problem.removeprefix(f"{STOPS}: ") for problem in error.problems)
+        return fail("tokenizer", told, "take ids of the model's own tokens", key=STOPS), tokenizer
     if model.path is None:
         return ok("tokenizer", "none: text is taken as bytes", key=MODEL), tokenizer
-    if not tokenizer.eos_ids:
+    if not tokenizer.eos_ids and not stops.token_ids:
         told = f"the tokenizer of {model.path} names no end of a sequence: responses end at rollout.max_tokens"
-        fix = "name eos_token_id in config.json or generation_config.json, or set rollout.stop"
+        fix = "name eos_token_id in config.json or generation_config.json, or set rollout.stop_token_ids"
         return warn("tokenizer", told, fix, key=MODEL), tokenizer
     try:
         tokenizer.encode(PROBE)

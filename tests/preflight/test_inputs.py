@@ -123,6 +123,14 @@ def test_the_tokenizer_is_looked_at(model, spoil, result, said):
     assert said in found.detail and str(model) in found.detail and bool(found.fix) == (result != "ok")
 
 
+def test_a_stop_token_must_be_one_of_the_model(model):
+    config = config_of(model)
+    stops = config.rollout.model_copy(update={"stop_token_ids": [1, 99_999]})
+    (finding,) = read_inputs(config.model_copy(update={"rollout": stops}), with_rows=False).findings
+    assert (finding.result, finding.key) == ("fail", "rollout.stop_token_ids")
+    assert finding.detail.startswith("99999: no token of the model")
+
+
 def test_a_prompt_outside_the_vocabulary_names_its_line_and_the_tokenizer(model, tmp_path):
     without_unk(model)
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
