@@ -162,10 +162,10 @@ class System:
     def _caller(self, name: str) -> Caller:
         return Caller(name, 1, -1, asyncio.get_running_loop().time() + 20.0)
 
-    async def stop(self) -> None:
+    async def stop(self, *, preempt: bool = False) -> None:
         """As the launcher would."""
         actor = next(actor for name, actor in self.actors.items() if name != CONTROLLER)
-        await actor.peer(CONTROLLER).call(StopRun(reason="test"))
+        await actor.peer(CONTROLLER).call(StopRun(reason="test", preempt=preempt))
 
     def lines(self, kind: str) -> list[dict[str, Any]]:
         """Lines of metrics.jsonl."""

@@ -39,7 +39,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.checkpoint.contents import STATE, TRAINER, read_state
-from asyncrl.checkpoint.damage import DAMAGE, check_files
+from asyncrl.checkpoint.damage import check_files, reading
 from asyncrl.checkpoint.durable import (
     Digest,
     digest_file,
@@ -344,15 +344,10 @@ def step_of(path: Path) -> int | None:
 
 
 def _read_complete(mark: Path) -> _Complete:
-    try:
+    if not mark.exists():
+        raise DamagedCheckpoint(str(mark.parent), f"is not complete: it holds no {COMPLETE}")
+    with reading(mark):
         return msgspec.json.decode(mark.read_bytes(), type=_Complete)
-    except FileNotFoundError as error:
-        raise DamagedCheckpoint(str(mark.parent), f"is not complete: it holds no {COMPLETE}") from error
-    except msgspec.DecodeError as error:
-        raise DamagedCheckpoint(str(mark), f"cannot be read: {error}") from error
-    except OSError as error:
-        kind = DamagedCheckpoint if error.errno in DAMAGE else CheckpointError
-        raise kind(str(mark), f"cannot be read: {error.strerror or error}") from error
 
 
 @contextmanager

@@ -94,6 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _raise_interrupted(number: int, _frame: FrameType | None) -> None:
+    # A terminal that closes sends it more than once, and what is begun is to be undone in peace.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     raise _Interrupted(number)
 
 

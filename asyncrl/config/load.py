@@ -11,6 +11,7 @@ nearest known one.
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -53,6 +54,10 @@ def load_config(files: Sequence[str | Path], overrides: Mapping[str, str] | None
             node = child
         else:
             node[last] = _flag_value(key, text)
+    checkpoints = tree.get("checkpoint")
+    if isinstance(checkpoints, dict) and isinstance(checkpoints.get("dir"), str):
+        # Whoever speaks of the run later may do so from another folder.
+        checkpoints["dir"] = os.path.abspath(checkpoints["dir"])
     return validate_config(tree, problems)
 
 

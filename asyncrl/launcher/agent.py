@@ -106,7 +106,8 @@ class Agent:
         self._shipper = LogShipper(Path(spec.log_dir))
         self._link: ControllerLink | None = None
         self._news = asyncio.Event()
-        self._signalled = False
+        self._signalled = 0
+        """The first signal, or the first after SIGHUP, which hurries nothing."""
         self._log = get_logger(agent_name(spec.index))
         self._tasks: asyncio.TaskGroup
 
@@ -195,9 +196,10 @@ class Agent:
             self._do(self._host.guard_lost(now))
         elif not self._signalled:
             self._do(self._host.preempt(cause_of(number), now))
-        elif number != signal.SIGHUP:
+        elif signal.SIGHUP not in (self._signalled, number):
             self._do(self._host.kill(f"ended at once by {number.name} to the agent", now))
-        self._signalled = True
+        if self._signalled in (0, signal.SIGHUP):
+            self._signalled = number
 
     async def _read_commands(self, commands: asyncio.StreamReader) -> None:
         while line := await commands.readline():

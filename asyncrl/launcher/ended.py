@@ -7,6 +7,7 @@ last attempt was killed: an agent that dies writes none. Reading fails with noth
 from __future__ import annotations
 
 import contextlib
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from asyncrl.checkpoint.retention import Found
 from asyncrl.config import Config
 from asyncrl.errors import ActorFailed, CheckpointError
 from asyncrl.launcher.folders import RunFolder
-from asyncrl.launcher.resume import AUTO
 from asyncrl.launcher.spec import EndedEvent
 from asyncrl.monitor.metrics_file import read_metrics
 from asyncrl.monitor.whole import replace_whole
@@ -42,7 +42,8 @@ def read_ended(folder: RunFolder) -> EndedEvent | None:
     """How this attempt ended; None if nobody could say. Raises OSError."""
     with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError):
         record = msgspec.json.decode((folder.path / ENDED).read_bytes(), type=EndRecord)
-        return record.ended if record.log_dir == str(folder.logs) else None
+        # The same folder may have several names.
+        return record.ended if Path(record.log_dir).name == folder.logs.name else None
     return None
 
 
@@ -71,12 +72,16 @@ class Left:
         return what + (f"; lost: {_steps(self.lost)} trained since" if self.lost else "; no trained step is lost")
 
 
-def find_left(config: Config, folder: RunFolder) -> Left:
-    """Of a run whose folder is on this machine; elsewhere nothing is found."""
+def find_left(config: Config, folder: RunFolder, heard: int = 0) -> Left:
+    """Of a run whose folder is on this machine; elsewhere nothing is found.
+
+    ``heard`` is the last step that its launcher has heard of: the lines that a full disk lacks count as well.
+    """
     trained = 0
     for line in read_metrics(folder.path / "metrics.jsonl", ("train",)):
         # The last one: a run that was resumed trains steps again.
         trained = line.get("step", trained)
+    trained = max(trained, heard)
     checkpoints = checkpoint_dir(config, folder.path)
     try:
         return Left(CheckpointFolder(checkpoints).newest(), trained)
@@ -84,16 +89,15 @@ def find_left(config: Config, folder: RunFolder) -> Left:
         return Left(None, trained, trouble=str(error))
 
 
-def describe_end(config: Config, folder: RunFolder, ended: EndedEvent, command: str = "the same command") -> list[str]:
+def describe_end(folder: RunFolder, ended: EndedEvent, left: Left, command: str = "the same command") -> list[str]:
     """Why a run ended before its last step, what is left, and how it goes on; nothing of one that is done.
 
     The last line tells why. ``command`` is what goes on with --resume.
     """
     if ended.result == "done":
         return []
-    left = find_left(config, folder)
     rows = [row] if (row := left.describe()) else []
-    goes_on = f"{command} with --resume {AUTO if folder.path.name == config.run.name else folder.path} goes on"
+    goes_on = f"{command} with --resume {shlex.quote(str(folder.path))} goes on"
     if ended.result == "preempted":
         return [*rows, f"{ended.reason}; {goes_on}"]
     if left.checkpoint is not None:

@@ -123,7 +123,12 @@ def private_folder(folder: RunFolder, config: Config, files: Mapping[str, Any] |
     if files is None:
         names = [*config.actors, agent_name(0), LAUNCHER, VIEWER]
         files = make_run_keyring(config, folder.run_id).files_of(names)
-    lock = hold_private(folder.private, folder.run_id, files)
+    try:
+        lock = hold_private(folder.private, folder.run_id, files)
+    except OSError:
+        # As on a full disk. A folder that is in use raises another error.
+        leave_name(folder.path, Path.cwd())
+        raise
     try:
         yield lock
     finally:

@@ -56,6 +56,8 @@ class Follower:
     """Called when the run runs."""
     phase: str = ""
     """Of the run, as last heard of."""
+    has_run: bool = False
+    """Whether it ran once: a controller that is started again begins with a run that starts."""
     _failure: EndedEvent | None = None
     """The first agent's end that nobody asked for."""
     _killing: bool = False
@@ -102,9 +104,10 @@ class Follower:
                     other.send(CONTROLLER_AT + address.encode() + b"\n")
             case StateEvent():
                 if member is self._voice():
-                    before, self.phase = self.phase, event.phase
+                    self.phase = event.phase
                     self.progress.show(event)
-                    if event.phase == "running" and before != "running":
+                    if event.phase in ("running", "preempting") and not self.has_run:
+                        self.has_run = True
                         self.on_running()
             case _:
                 self.progress.show(event)
@@ -141,7 +144,7 @@ class Follower:
         await self.interrupts.first()
         patience = self.config.supervision.drain_s + SLACK_S
         # The agents may have had the same signal, and have heard the wish before this process has.
-        if self.phase in ("running", "preempting"):
+        if self.has_run and self.phase != "draining":
             grace = self.config.preempt.grace_s
             self.progress.say(f"making way: a checkpoint is written, within {grace:g} s; again to end at once")
             # The controller, and for want of it the agent, have the same time from when they hear of it.

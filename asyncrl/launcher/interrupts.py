@@ -56,6 +56,8 @@ async def undone_by_signals(work: Awaitable[int], progress: Progress) -> int:
     came: list[int] = []
 
     def interrupt(number: int) -> None:
+        if came and number == signal.SIGHUP:
+            return
         came.append(number)
         task.cancel()
 

@@ -13,11 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
 from asyncrl.config import Config
-from asyncrl.errors import CheckpointError
 from asyncrl.launcher.detach import Detached
-from asyncrl.launcher.ended import describe_end
+from asyncrl.launcher.ended import describe_end, find_left
 from asyncrl.launcher.folders import RunFolder, create_run_folder, private_folder, remove_abandoned
 from asyncrl.launcher.follow import Follower
 from asyncrl.launcher.interrupts import Interrupts
@@ -130,30 +128,22 @@ async def start_guard(folder: RunFolder, lock: int, spec: AgentSpec) -> asyncio.
     return guard
 
 
-def _newest_checkpoint(config: Config, run_dir: Path) -> Path | None:
-    """None where none is complete; one that cannot be read is not either."""
-    try:
-        found = CheckpointFolder(checkpoint_dir(config, run_dir)).newest()
-    except CheckpointError:
-        return None
-    return found.path if found is not None else None
-
-
 def show_end(config: Config, folder: RunFolder, ended: EndedEvent, progress: Progress) -> int:
     """Show what came of a run; its exit code."""
     progress.end()
+    left = find_left(config, folder, heard=progress.step)
     lines = read_metrics(folder.path / "metrics.jsonl", ("train", "eval"))
     for row in summarise(
         lines,
         folder.path,
         folder.logs,
         config.learner.steps,
-        trained=progress.step,
-        checkpoint=_newest_checkpoint(config, folder.path),
+        trained=left.trained,
+        checkpoint=left.checkpoint.path if left.checkpoint is not None else None,
     ):
         progress.say(row)
     progress.warn(progress.notices.summary())
-    rows = describe_end(config, folder, ended)
+    rows = describe_end(folder, ended, left)
     if ended.result == "failed":
         progress.warn(rows)
     else:

@@ -13,7 +13,7 @@ from asyncrl.launcher.spec import NoticeEvent
 
 PACE_S = 10.0
 MOST = 256
-"""Notices kept; those of further keys are shown and not kept."""
+"""Notices kept; those of further keys are in the logs alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class _Shown:
     at: float
 
 
-class Notices:
+class ShownNotices:
     """See the module."""
 
     def __init__(self) -> None:
@@ -40,8 +40,9 @@ class Notices:
             if not is_news or now - before.at < PACE_S:
                 self._kept[key] = replace(before, event=event)
                 return ""
-        if before is not None or len(self._kept) < MOST:
-            self._kept[key] = _Shown(event, event.text, event.count, now)
+        elif len(self._kept) >= MOST:
+            return ""
+        self._kept[key] = _Shown(event, event.text, event.count, now)
         return _words(event)
 
     def summary(self) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from rich.cells import cell_len, set_cell_size
 
-from asyncrl.launcher.notices import Notices
+from asyncrl.launcher.notices import ShownNotices
 from asyncrl.launcher.pace import Pace
 from asyncrl.launcher.spec import (
     Event,
@@ -44,7 +44,7 @@ class Progress:
     ) -> None:
         self._now_s = now
         self._pace = Pace(steps, now())
-        self.notices = Notices()
+        self.notices = ShownNotices()
         self.step = 0
         """The last one heard of."""
         self._losses: dict[str, int] = {}
@@ -127,6 +127,9 @@ class Progress:
             self.step = line["step"]
             self._pace.heard(line["step"], now)
         losses = losses_of(line)
+        if not self._losses and self.step > 1:
+            # A run that is resumed counts on from where it was.
+            self._losses = losses
         self._now(describe_step(line, self._steps, self._pace.describe(now), describe_losses(self._losses, losses)))
         self._losses = losses
 

@@ -203,11 +203,12 @@ def agents_of(private: str) -> list[int]:
 
 
 def _called(module: str, private: str) -> list[int]:
-    found = []
+    found, name = [], os.path.basename(private)
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            if module in words and private in words:
+            # The same folder may have several names.
+            if module in words and any(os.path.samefile(word, private) for word in words if word.endswith(name)):
                 found.append(int(entry.name))
     return found
 

@@ -77,18 +77,16 @@ def _complain(run: LivingRun, progress: Progress, what: str) -> int:
 
 def _conclude(run: LivingRun, progress: Progress) -> int:
     """Show how it ended; the exit code that this amounts to."""
-    ended = read_ended(run.folder)
+    ended, left = read_ended(run.folder), find_left(run.config, run.folder)
     if ended is None:
-        left = find_left(run.config, run.folder).describe()
         log = run.folder.logs / "agent-0.log"
-        progress.warn(
-            [*([left] if left else []), f"the run was killed: its agent could not say how it ended (log: {log})"]
-        )
+        what = f"the run was killed: its agent could not say how it ended (log: {log})"
+        progress.warn([*filter(None, [left.describe()]), what])
         return 1
-    rows = describe_end(run.config, run.folder, ended, command="the command that began it")
+    rows = describe_end(run.folder, ended, left, command="the command that began it")
     if ended.result == "failed":
         progress.warn(rows)
         return 1
     for row in rows or ["the run is done: its last step is trained"]:
         progress.say(row)
-    return 1 if ended.result == "stopped" and find_left(run.config, run.folder).lost else 0
+    return 1 if ended.result == "stopped" and left.lost else 0

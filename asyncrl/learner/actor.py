@@ -30,7 +30,7 @@ from asyncrl.learner.failed_writes import Failed, checkpoint_complete_again, che
 from asyncrl.learner.group_metrics import rewards_of
 from asyncrl.learner.intake import Intake, Snapshot
 from asyncrl.learner.last_writes import LastWrites
-from asyncrl.learner.learning_watch import LearningWatch, Notice
+from asyncrl.learner.learning_watch import LearningWatch
 from asyncrl.learner.records import RecordFiles
 from asyncrl.learner.step_lines import StepLines
 from asyncrl.learner.supply_line import DATALOADER, SupplyLine
@@ -38,7 +38,7 @@ from asyncrl.learner.training import Training
 from asyncrl.learner.version_mark import FILE, VersionMark, find_used
 from asyncrl.learner.versions import Versions
 from asyncrl.messages import Request
-from asyncrl.messages.actors import CheckpointWritten, Resolve, Resolved, RunFinished
+from asyncrl.messages.actors import CheckpointWritten, Notice, Resolve, Resolved, RunFinished
 from asyncrl.messages.dataloader import Outcome
 from asyncrl.messages.learner import Deliver, Delivered, Held, Holds, RolloutStats
 from asyncrl.messages.monitor import MetricsLine, ResourceRecord
@@ -308,6 +308,9 @@ class Learner(Actor):
         await self._last_writes.begin(preempted=preempted)
         if not preempted:
             await training.finish()
+            if training.preempted:
+                self.notify("last evaluations", "evaluations at the end were given up: the run was asked to make way")
+                await self._last_writes.begin(preempted=True)
         failure = await self._last_writes.finish(preempted=preempted)
         await self._write_found()
         await self._lines.finish()
@@ -372,7 +375,7 @@ class Learner(Actor):
             self.log.warning("group quarantined", uid=uid, reason=self._intake.quarantined[-1].reason)
             self._quarantine_changed.set()
         if taken in ("buffered", "filtered"):
-            self._notify_all(self._watch.group_came(rewards_of(group), filtered=len(self._intake.filtered)))
+            self._notify_all(self._watch.group_came(rewards_of(group), filtered=self._intake.without_signal))
         if taken != "duplicate":
             self._supply.changed()
             self._training.news.set()

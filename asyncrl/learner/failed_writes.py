@@ -41,6 +41,11 @@ class Failed:
     older: Sequence[str] = ()
     """Complete checkpoints that are there beside the newest."""
 
+    @property
+    def lacks_room(self) -> bool:
+        """Whether the disk itself says that there is not enough room; a quota, for one, may be silent."""
+        return self.free is not None and self.free < self.needed
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
@@ -54,11 +59,13 @@ class Kept:
 async def room(failed: Failed, until: Callable[[], float], clock: Clock) -> bool:
     """Whether another attempt is worth while before ``until()``, which may change meanwhile; waits for it."""
     retry_at = clock.now() + REFUSED_PAUSE_S
-    refused = failed.free is None or failed.free >= failed.needed
     while (left := until() - clock.now()) > 0:
         await asyncio.sleep(min(LOOK_S, left))
         free = await asyncio.to_thread(free_bytes, failed.folder)
-        if clock.now() >= retry_at if refused else free is not None and free >= failed.needed:
+        if failed.lacks_room:
+            if free is not None and free >= failed.needed:
+                return True
+        elif clock.now() >= retry_at:
             return True
     return False
 
@@ -78,10 +85,8 @@ def checkpoint_failed(failed: Failed, kept: Kept | None) -> str:
     else:
         lost = failed.step - kept.step
         stays = f"the last complete one is {kept.path} (step {kept.step}): {_steps(lost)} would be lost"
-    if failed.full:
-        then = f"To do: {advice(failed)}; it is tried again at the first new version after that"
-    else:
-        then = "It is tried again when the next one is due"
+    when = "at the first new version after that" if failed.lacks_room else "when the next one is due"
+    then = f"To do: {advice(failed)}; it is tried again {when}" if failed.full else f"It is tried again {when}"
     return f"no checkpoint of version {failed.version}: {failed.reason}. Training goes on; {stays}. {then}"
 
 

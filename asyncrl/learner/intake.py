@@ -97,6 +97,11 @@ class Intake:
         """Uids in training and in the buffer."""
         return [*self._in_training, *self.buffer.uids]
 
+    @property
+    def without_signal(self) -> int:
+        """Groups filtered since the last step because all rewards in them are equal."""
+        return len(self.filtered) - self._masked
+
     def deliver(self, group: Group, now: float = 0.0) -> Literal["duplicate", "buffered"] | Kind:
         """Take a group, once; ``now`` is when (s)."""
         uid = group.ticket.uid

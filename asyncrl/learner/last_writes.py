@@ -17,6 +17,7 @@ import math
 import os
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
+from dataclasses import replace
 from pathlib import Path
 
 from structlog.typing import FilteringBoundLogger
@@ -30,6 +31,7 @@ from asyncrl.learner.failed_writes import Failed, end_of_run, room, waits_for_ro
 from asyncrl.learner.training import Training
 from asyncrl.monitor.states import StateLedger
 from asyncrl.runtime.clock import Clock
+from asyncrl.runtime.notices import Notify
 
 GRACE_SHARE = 0.3
 """Of preempt.grace_s: longest that a run which makes way waits for room."""
@@ -50,7 +52,7 @@ class LastWrites:
         checkpoints: Checkpoints,
         checkpoint: Callable[[], Awaitable[None]],
         states: StateLedger,
-        notify: Callable[[str, str], None],
+        notify: Notify,
         clock: Clock,
         log: FilteringBoundLogger,
     ) -> None:
@@ -107,7 +109,12 @@ class LastWrites:
     async def _last_export(self) -> Failed | None:
         failed = await self._persist("the model", await self._export(), self._export)
         if failed is not None:
-            await asyncio.to_thread(_set_aside, failed.folder)
+            try:
+                await asyncio.to_thread(_set_aside, failed.folder)
+            except OSError as error:
+                self._log.error("the model of an earlier end is not set aside", error=str(error))
+                stays = f"{failed.folder} holds the model of an earlier end of the run"
+                return replace(failed, reason=f"{failed.reason}; {stays}")
         return failed
 
     async def _persist(
@@ -119,6 +126,7 @@ class LastWrites:
             waited = True
             self._notify(what, waits_for_room(what, failed, left))
             if not await room(failed, lambda: self._room_until, self._clock):
+                self._notify(what, f"{what} was given up: no room came in time")
                 return failed
             failed = await write()
         if waited and failed is None:
@@ -167,7 +175,7 @@ class LastWrites:
 
 
 def _set_aside(folder: Path) -> None:
-    """What is there is of an earlier end of the run: nobody is to take it for the model of this one."""
+    """Rename the model of an earlier end of the run: nobody is to take it for that of this one. Raises OSError."""
     count, aside = 1, folder.with_name(f"{folder.name}-earlier")
     while os.path.lexists(aside):
         count += 1

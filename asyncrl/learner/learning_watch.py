@@ -1,5 +1,5 @@
-"""Notices that nothing can be learnt, and says why, once each: no learning rate, no gradient, no signal in the rewards,
-no token with a loss. Pure.
+"""Notices that nothing can be learnt, and says why, once each: no learning rate, no gradient, no signal in the rewards.
+Pure.
 
 A run with such a fault goes on as any other, and its reward stays where it is. Invariant: what is told holds exactly
 and for some time (STEPS steps, or as many groups), so a run that learns is told nothing; a figure that a line does not
@@ -9,11 +9,12 @@ have tells nothing either way.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from asyncrl.config import Config
+from asyncrl.messages.actors import Notice
 from asyncrl.monitor.metrics_line import number_in
 from asyncrl.monitor.numbers import fixed
 
@@ -25,25 +26,15 @@ FILTERED_SHARE = 0.5
 """Of the filtered groups at which the run ends: from there on it is told that it will."""
 
 
-class Notice(NamedTuple):
-    """For the user; see Actor.notify."""
-
-    key: str
-    text: str
-
-
 class LearningWatch:
     """See the module."""
 
     def __init__(self, config: Config) -> None:
         self._learner = config.learner
-        self._masks = config.reward.truncated == "mask"
         self._max_tokens = config.rollout.max_tokens
         self._told: set[str] = set()
         self._still = 0
         """Steps in a row with a gradient of 0."""
-        self._masked = 0
-        """Steps in a row without a token that has a loss."""
         self._groups = 0
         """Groups in a row whose rewards all lie between the next two, and these are equal."""
         self._low = self._high = 0.0
@@ -61,20 +52,6 @@ class LearningWatch:
     def after_step(self, line: Mapping[str, Any]) -> list[Notice]:
         """A step was trained, with this line of metrics."""
         step = line.get("step", "?")
-        all_cut = self._masks and number_in(line, "rollout/truncated_fraction") == 1.0
-        no_tokens = "loss/policy" in line and "policy/entropy" not in line
-        self._masked = self._masked + 1 if all_cut or no_tokens else 0
-        if self._masked >= STEPS:
-            cause = (
-                f"every response is cut at rollout.max_tokens = {self._max_tokens}, and reward.truncated = 'mask' "
-                "leaves those out of the loss. Raise rollout.max_tokens, let responses end (rollout.stop, the chat "
-                "template), or set reward.truncated = 'score'"
-                if all_cut
-                else "no response has a token of the model's own. Look at samples/"
-            )
-            return self._once(
-                "nothing in the loss", f"the last {STEPS} steps, up to {step}, had no token with a loss: {cause}"
-            )
         self._still = self._still + 1 if number_in(line, "policy/grad_norm") == 0.0 else 0
         if self._still < STEPS:
             return []
@@ -86,7 +63,9 @@ class LearningWatch:
         )
 
     def group_came(self, rewards: np.ndarray, *, filtered: int) -> list[Notice]:
-        """A group with these rewards ([n]) was delivered; ``filtered`` groups were filtered since the last step."""
+        """A group with these rewards ([n]) was delivered; ``filtered`` groups have
+        been filtered since the last step because their rewards are equal.
+        """
         return [*self._equal_rewards(rewards), *self._mostly_filtered(filtered)]
 
     def _equal_rewards(self, rewards: np.ndarray) -> list[Notice]:
@@ -122,4 +101,4 @@ class LearningWatch:
         if key in self._told:
             return []
         self._told.add(key)
-        return [Notice(key, text)]
+        return [Notice(key=key, text=text)]

@@ -176,7 +176,7 @@ class Training:
         """The last step is trained: what is left are the last evaluations and what the user keeps.
 
         A round at the end is granted only to engines that serve the last version, so it is the one that waits for
-        the parameter server to have it.
+        the parameter server to have it. A run that is to make way does without.
         """
         self._finished = True
         self._intake.outcomes.finished()
@@ -184,7 +184,7 @@ class Training:
         await self.supply.all_acknowledged()
         owed_until = self._clock.now() + UNPUBLISHED_S
         with self._awaits.on("rollouter", "last evaluations"):
-            while not await self.supply.rounds_over():
+            while not (self.preempted or await self.supply.rounds_over()):
                 self.news.clear()
                 if self._versions.spoiled:
                     if await self._try_to_publish(until=owed_until) is None:

@@ -204,8 +204,8 @@ class EndNoted(Message, frozen=True, kw_only=True):
 ActorEnded.reply = EndNoted
 
 
-LONGEST_NOTICE = 2000
-"""Characters."""
+LONGEST_NOTICE, LONGEST_KEY = 2000, 500
+"""Characters of a notice's text and of its key."""
 NOTICE = "notice"
 """Kind of the line among RunState.lines that is a notice: its actor, key, text and count."""
 
@@ -217,7 +217,7 @@ class Notice(Request, frozen=True, kw_only=True):
     """
 
     reply = Done
-    key: Annotated[str, Meta(min_length=1, max_length=200)]
+    key: Annotated[str, Meta(min_length=1, max_length=LONGEST_KEY)]
     text: Annotated[str, Meta(max_length=LONGEST_NOTICE)]
     count: Count = 1
     """How often it has happened."""

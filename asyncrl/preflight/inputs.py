@@ -70,7 +70,7 @@ async def check_inputs(config: Config, *, with_rows: bool = True, limit_s: float
         # All of it is our own, and cheap.
         return read_inputs(config, with_rows=with_rows)
     keys = ", ".join([MODEL] * (config.model.path is not None) + list(sets))
-    fix = "see whether the disk of these files is slow, or asyncrl-doctor, which waits as long"
+    fix = "copy these files to a faster disk; the run itself waits longer for them"
     order = msgspec.msgpack.encode(Order(config_to_json(config), with_rows))
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors:
         given.write(order)

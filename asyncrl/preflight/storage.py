@@ -6,30 +6,31 @@ written for a trial has no name.
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from pathlib import Path
 
-from asyncrl.disk import free_bytes, in_bytes, nearest_folder
+from asyncrl.disk import free_bytes, full_errno, in_bytes, in_words, nearest_folder
 from asyncrl.preflight.findings import Finding, fail, ok, warn
 from asyncrl.preflight.needs import Need
 
 TRIAL_BYTES = 4096
 
 
-def write_problem(path: Path) -> str:
-    """Why nothing can be written below ``path``; empty if it can."""
+def write_problem(path: Path) -> OSError | None:
+    """Why nothing can be written below ``path``; None if it can."""
     folder = nearest_folder(path)
     if not folder.is_dir():
-        return f"{folder} is not a folder"
+        return NotADirectoryError(errno.ENOTDIR, "is not a folder", str(folder))
     try:
         with tempfile.TemporaryFile(dir=folder) as trial:
             trial.write(bytes(TRIAL_BYTES))
             trial.flush()
             os.fsync(trial.fileno())
     except OSError as error:
-        return f"{folder} cannot be written to: {error.strerror or error}"
-    return ""
+        return OSError(error.errno, f"cannot be written to: {error.strerror or error}", str(folder))
+    return None
 
 
 def same_disk(one: Path, other: Path) -> bool:
@@ -41,7 +42,9 @@ def check_folder(check: str, key: str, path: Path, need: Need) -> Finding:
     """Whether what is to be at ``path``, by the configuration's ``key``, can be written there."""
     if problem := write_problem(path):
         fix = f"give this user the right to write there, or set {key} to another"
-        return fail(check, f"{path}: {problem}", fix, key=key)
+        if full_errno(problem):
+            fix = f"make room, or set {key} to a larger disk"
+        return fail(check, f"{path}: {in_words(problem, path)}", fix, key=key)
     free = free_bytes(path)
     if free is None:
         return ok(check, f"{path} does not say how much is free there", key=key)

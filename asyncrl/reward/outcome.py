@@ -67,12 +67,12 @@ def _read_number(value: Any, verb: str, whole: Any) -> float:
         number = float(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise BadOutcome(f"{verb} {_describe(value)}, which is no float: {error}") from None
+    if abs(number) <= LARGEST:
+        return number
     where = "" if whole is value else f" (in {reprlib.repr(whole)})"
     if not math.isfinite(number):
         raise BadOutcome(f"{verb} {number}{where}; a finite number is expected")
-    if abs(number) > LARGEST:
-        raise BadOutcome(f"{verb} {number:g}{where}; a number of a magnitude up to {LARGEST:g} is expected")
-    return number
+    raise BadOutcome(f"{verb} {number:g}{where}; a number of a magnitude up to {LARGEST:g} is expected")
 
 
 def _describe(value: Any) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from asyncrl.config import Config
-from asyncrl.errors import AsyncRLError, DeadlineExceeded, RemoteError, WireError
+from asyncrl.errors import AsyncRLError, WireError
 from asyncrl.messages.actors import ActorRecord, Dead, ReportFailure, Resolve, RunState
 from asyncrl.messages.hosts import Members
 from asyncrl.messages.monitor import AwaitRecord, Heartbeat, ResourceRecord
@@ -26,11 +26,10 @@ from asyncrl.monitor.states import Kind, StateLedger
 from asyncrl.monitor.story_log import StoryLog
 from asyncrl.monitor.trace import STATES, Trace, spans_kept
 from asyncrl.runtime.awaits import Awaits, most_telling
-from asyncrl.runtime.away import log_away
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.endpoint import Endpoint
 from asyncrl.runtime.handlers import Caller, handler
-from asyncrl.runtime.notices import Notices
+from asyncrl.runtime.notices import UntoldNotices
 from asyncrl.runtime.peer import Peer
 from asyncrl.runtime.roster import CONTROLLER, Roster
 from asyncrl.runtime.run_watch import RunWatch
@@ -124,7 +123,7 @@ class Actor:
         self._fenced: dict[str, int] = {}
         """As ``dead``, by the word of the controller."""
         self._progress = 0
-        self._notices = Notices()
+        self._notices = UntoldNotices()
         self._noticed = asyncio.Event()
         self._endpoint = Endpoint(
             name=context.name,
@@ -446,8 +445,8 @@ class Actor:
             while left:
                 await self.peer(CONTROLLER).call(left[0])
                 del left[0]
-        except (DeadlineExceeded, RemoteError) as error:
-            log_away(self.log, "controller", error)
+        except OSError as error:
+            self.log.info("controller is away", error=str(error))
             self._noticed.set()
         finally:
             self._notices.put_back(left)
@@ -458,7 +457,7 @@ class Actor:
         try:
             async with asyncio.timeout(REPORT_S):
                 await self._hand_in_notices()
-        except (TimeoutError, WireError) as error:
+        except OSError as error:
             self.log.warning("notices are not told", error=str(error) or f"no answer within {REPORT_S:g} s")
 
     async def _report(self, error: BaseException) -> None:

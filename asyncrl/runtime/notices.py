@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from asyncrl.messages.actors import LONGEST_NOTICE, Notice
+from asyncrl.messages.actors import LONGEST_KEY, LONGEST_NOTICE, Notice
 
 MOST_KEYS = 64
 MORE = "more"
+MOST_OVERFLOWING = 1024
+"""Further keys that are told apart."""
 
 
 class Notify(Protocol):
@@ -20,7 +22,7 @@ class Notify(Protocol):
     def __call__(self, key: str, text: str, *, count: int = 1) -> None: ...
 
 
-class Notices:
+class UntoldNotices:
     """The notices of one actor, and which of them the controller has not heard."""
 
     def __init__(self) -> None:
@@ -31,15 +33,23 @@ class Notices:
 
     def add(self, key: str, text: str, count: int) -> bool:
         """Take in a notice; whether its text is new."""
+        key, text = _sendable(key, LONGEST_KEY), _sendable(text, LONGEST_NOTICE)
         if key not in self._known and len(self._known) >= MOST_KEYS - 1:
-            self._more.add(key)
-            key, text, count = MORE, "more kinds of notices than are shown; the log has all of them", len(self._more)
+            is_new = key not in self._more
+            if is_new and len(self._more) < MOST_OVERFLOWING:
+                self._more.add(key)
+            self._put(
+                Notice(key=MORE, text="more kinds of notices than are shown; the log has them", count=len(self._more))
+            )
+            return is_new
         before = self._known.get(key)
-        notice = Notice(key=key, text=text[:LONGEST_NOTICE], count=count)
-        if notice != before:
-            self._known[key] = notice
-            self._untold.setdefault(key)
-        return before is None or before.text != notice.text
+        self._put(Notice(key=key, text=text, count=count))
+        return before is None or before.text != text
+
+    def _put(self, notice: Notice) -> None:
+        if notice != self._known.get(notice.key):
+            self._known[notice.key] = notice
+            self._untold.setdefault(notice.key)
 
     def take(self) -> list[Notice]:
         """Those that the controller is to hear of; they are taken for told."""
@@ -51,3 +61,8 @@ class Notices:
         """These were not heard."""
         for notice in notices:
             self._untold.setdefault(notice.key)
+
+
+def _sendable(text: str, longest: int) -> str:
+    """As the wire takes it: a path may hold bytes that are no text."""
+    return text.encode(errors="replace").decode()[:longest]

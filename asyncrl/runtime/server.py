@@ -66,6 +66,8 @@ LONGEST_CALL_S = 7 * 86400.0
 """A caller that wants to wait longer is answered as if this were its deadline."""
 MOST_UNEXPECTED, UNEXPECTED_WINDOW_S = 64, 600.0
 """So often in so many seconds a caller may try again what failed in a way that nobody expected; not without end."""
+UNEXPECTED_MOMENT_S = 0.2
+"""Failures that are no further apart count once: all calls of a connection may meet the same."""
 LONGEST_ERROR = 16384
 """Characters. What is wrong with a message may be as long as the message."""
 
@@ -398,7 +400,8 @@ class CallServer:
         """After a failure that nobody expected: it may pass, but a caller is not to repeat the same for ever."""
         now, failed = self._loop.time(), session.unexpected
         often = len(failed) == failed.maxlen and now - failed[0] < UNEXPECTED_WINDOW_S
-        failed.append(now)
+        if not failed or now - failed[-1] >= UNEXPECTED_MOMENT_S:
+            failed.append(now)
         return not often
 
     def _error(self, routing_id: bytes, header: Header, code: str, message: str, *, retryable: bool = False) -> None:

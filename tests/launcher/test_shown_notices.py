@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.launcher.notices import PACE_S, Notices
+from asyncrl.launcher.notices import PACE_S, ShownNotices
 from asyncrl.launcher.spec import NoticeEvent
 
 
@@ -12,7 +12,7 @@ def notice(text="bad", count=1, key="k", actor="reward/0"):
 
 
 def test_another_text_is_news_and_another_actor_is_another_notice():
-    notices = Notices()
+    notices = ShownNotices()
     assert notices.take(notice(), 0.0) == "reward/0: bad"
     assert notices.take(notice(actor="reward/1"), 0.0) == "reward/1: bad"
     assert notices.take(notice("worse"), PACE_S / 2) == ""
@@ -22,7 +22,7 @@ def test_another_text_is_news_and_another_actor_is_another_notice():
 
 @given(st.lists(st.tuples(st.floats(0.0, 5.0), st.integers(1, 3)), min_size=1))
 def test_counts_come_at_a_decent_pace_and_the_summary_has_the_last(events):
-    notices, now, count, shown_at = Notices(), 0.0, 0, []
+    notices, now, count, shown_at = ShownNotices(), 0.0, 0, []
     for wait, more in events:
         now, count = now + wait, count + more
         if notices.take(notice(count=count), now):

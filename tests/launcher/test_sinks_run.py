@@ -111,7 +111,7 @@ def test_a_resumed_run_goes_on_in_its_sinks(launch):
     assert code == 75, shown
     kept = (run.run_dir / "monitor" / "wandb.json").read_bytes()
     again = launch(*ALL, *SLOW, "--resume", "auto")
-    again.wait_to_show(f"/{STEPS}  version ")
+    again.wait_to_show(f"/{STEPS}  elapsed ")
     below(again, "asyncrl sinks")
     below(again, "wandb-core")
     ended_well(again, again.processes())

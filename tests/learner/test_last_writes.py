@@ -181,7 +181,8 @@ def test_without_room_the_failure_says_what_is_lost_and_what_to_do(disk, thread)
         f"is in the exported model alone; to do: free 576.0 KiB or more there; the same command with --resume {disk} "
         "goes on from there"
     )
-    assert len(scene.told) == 1 and "It waits for up to 0 s (checkpoint.room_wait_s)" in scene.told[0]
+    assert "It waits for up to 0 s (checkpoint.room_wait_s)" in scene.told[0]
+    assert scene.told[1:] == ["the last checkpoint: the last checkpoint was given up: no room came in time"]
     (disk / "ballast").unlink()
     (disk / "again").mkdir()
     again = Scene(disk / "again", thread, 0.05)

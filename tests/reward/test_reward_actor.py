@@ -195,7 +195,7 @@ def test_the_user_hears_of_each_kind_of_failure_with_its_place_and_then_counts(t
             line = MODULE[: MODULE.index("no judge")].count("\n") + 1
             told = {notice.key: (notice.count, notice.text) for notice in actor._notices.take()}
             function, path = "reward function actor_rewards:act", tmp_path / "actor_rewards.py"
-            then = "A trajectory is tried 3 times, then its group is quarantined (rollout.on_failed_trajectory)"
+            then = "A trajectory is tried 3 times, then it is left out of its group (rollout.on_failed_trajectory)"
             hint = "; reward.on_timeout = NUMBER would give such a response that reward"
             assert told == {
                 f"reward: ValueError {path}:{line}": (

@@ -155,6 +155,7 @@ def test_no_handler_is_called_before_the_set_up(memory, monkeypatch):
 
 def test_a_failure_that_nobody_expected_may_be_tried_again_but_not_for_ever(memory, monkeypatch):
     monkeypatch.setattr(server_module, "MOST_UNEXPECTED", 3)
+    monkeypatch.setattr(server_module, "UNEXPECTED_MOMENT_S", 0.0)
 
     async def main():
         async with Net(memory=memory) as net:
@@ -170,6 +171,20 @@ def test_a_failure_that_nobody_expected_may_be_tried_again_but_not_for_ever(memo
             with pytest.raises(RemoteError) as caught:
                 await peer.call(Fail(known=False))
             assert caught.value.retryable
+
+    run(main())
+
+
+def test_calls_that_fail_at_the_same_moment_may_all_be_tried_again(memory, monkeypatch):
+    monkeypatch.setattr(server_module, "UNEXPECTED_MOMENT_S", 60.0)
+
+    async def main():
+        async with Net(memory=memory) as net:
+            net.serve(Server(), "server/0")
+            peer = net.client("server/0")
+            calls = [peer.call(Fail(known=False)) for _ in range(2 * server_module.MOST_UNEXPECTED)]
+            errors = await asyncio.gather(*calls, return_exceptions=True)
+            assert {error.retryable for error in errors} == {True}
 
     run(main())
 

@@ -1,11 +1,12 @@
 """The notices of one actor."""
 
-from asyncrl.messages.actors import LONGEST_NOTICE, Notice
-from asyncrl.runtime.notices import MORE, MOST_KEYS, Notices
+from asyncrl.messages.actors import LONGEST_KEY, LONGEST_NOTICE, Notice
+from asyncrl.runtime.notices import MORE, MOST_KEYS, MOST_OVERFLOWING, UntoldNotices
+from asyncrl.wire.codec import Codec
 
 
 def test_each_is_told_once_as_it_is_by_then():
-    notices = Notices()
+    notices = UntoldNotices()
     assert notices.add("a", "one", 1)
     assert not notices.add("a", "one", 2)
     assert notices.add("b", "other", 1)
@@ -15,7 +16,7 @@ def test_each_is_told_once_as_it_is_by_then():
 
 
 def test_what_was_not_heard_is_told_as_it_is_by_then():
-    notices = Notices()
+    notices = UntoldNotices()
     notices.add("a", "one", 1)
     left = notices.take()
     notices.add("a", "one", 7)
@@ -24,10 +25,27 @@ def test_what_was_not_heard_is_told_as_it_is_by_then():
 
 
 def test_keys_and_texts_are_bounded():
-    notices = Notices()
+    notices = UntoldNotices()
     for at in range(3 * MOST_KEYS):
-        notices.add(str(at), "x" * 2 * LONGEST_NOTICE, 1)
+        assert notices.add(str(at), "x" * 2 * LONGEST_NOTICE, 1), "each is logged"
+    assert not notices.add("0", "x" * 2 * LONGEST_NOTICE, 2)
+    assert not notices.add(str(2 * MOST_KEYS), "x", 2)
     taken = notices.take()
     assert len(taken) == MOST_KEYS
     assert (taken[-1].key, taken[-1].count) == (MORE, 3 * MOST_KEYS - (MOST_KEYS - 1))
     assert max(len(notice.text) for notice in taken) == LONGEST_NOTICE
+
+
+def test_more_kinds_than_can_be_told_apart_are_bounded():
+    notices = UntoldNotices()
+    for at in range(MOST_KEYS + 2 * MOST_OVERFLOWING):
+        notices.add(str(at), "x", 1)
+    assert notices.take()[-1].count == MOST_OVERFLOWING
+
+
+def test_what_the_wire_does_not_take_is_cut_and_replaced():
+    notices = UntoldNotices()
+    notices.add("k" * 2 * LONGEST_KEY, "a path of \udcff bytes", 1)
+    (notice,) = notices.take()
+    assert notice == Notice(key="k" * LONGEST_KEY, text="a path of ? bytes", count=1)
+    Codec().decode(Notice, Codec().encode(notice)[0], [])

@@ -6,6 +6,8 @@ import json
 import pytest
 from inprocess import System, sim_config
 
+from asyncrl.checkpoint.folder import CheckpointFolder
+
 
 def run(config, tmp_path, **kwargs):
     system = System(config, tmp_path / "run", **kwargs)
@@ -112,6 +114,31 @@ def test_evaluations_run_at_start_between_and_at_the_end_and_never_train(tmp_pat
     assert len(evals) >= 3
     assert {line["eval/held/prompts"] for line in evals} == {10}
     assert not any(uid.startswith("held") for uid in trained_uids(system))
+
+
+def test_a_run_that_makes_way_in_its_last_evaluation_keeps_what_it_has_trained(tmp_path):
+    evaluation = {"data": {"source": "synthetic", "size": 500}, "at_start": False, "n": 8}
+    config = sim_config(
+        eval={"held": evaluation},
+        rollout={"concurrency": 8, "sim": {"decode_step_s": 0.02}},
+        checkpoint={"every_versions": 0},
+        preempt={"grace_s": 300.0},
+    )
+
+    async def main():
+        system = System(config, tmp_path / "run")
+        running = asyncio.create_task(system.run(200.0))
+        while "learner/0" not in system.actors or system.actors["learner/0"].states.awaiting != "last evaluations":
+            await asyncio.sleep(0.02)
+            assert not running.done(), await running
+        await system.stop(preempt=True)
+        return system, await running
+
+    system, state = asyncio.run(main())
+    assert (state.phase, state.exit_code) == ("done", 0)
+    left = CheckpointFolder(tmp_path / "run" / "checkpoints").newest()
+    assert left is not None and left.step == 6
+    assert [line for line in system.lines("eval") if line["eval/held/prompts"] == 500] == []
 
 
 def test_a_stopped_run_drains_in_order_and_returns_what_is_in_flight(tmp_path):

@@ -213,7 +213,7 @@ class Checkpoints:
             free=free,
             older=older,
         )
-        if free is not None and free < needed:
+        if self.failed.lacks_room:
             self._looking = self._tasks.create_task(self._look_for_room(needed))
         self._on_failed(self.failed)
 
