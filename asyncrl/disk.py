@@ -83,7 +83,7 @@ def no_room(path: Path, number: int = errno.ENOSPC, *, needed: int | None = None
 
 
 def in_words(error: OSError, path: Path) -> str:
-    """What the operating system refused at ``path``, or at the file that the error names."""
+    """The refusal of the operating system, at ``path`` or at the file that the error names, in words."""
     where = Path(error.filename) if isinstance(error.filename, str) else path
     if number := full_errno(error, where):
         return no_room(where, number)

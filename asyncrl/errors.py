@@ -37,9 +37,9 @@ from __future__ import annotations
 from typing import Any
 
 STOPPED_EXIT_CODE = 143
-"""Of a run that was asked to end, and left no checkpoint; 128 + SIGTERM, unless the launcher had another signal."""
+"""A run was asked to end, and left no checkpoint; 128 + SIGTERM, unless the launcher had another signal."""
 PREEMPTED_EXIT_CODE = 75
-"""Of a run that was asked to end, whoever asked, and left a complete checkpoint from which it can be resumed."""
+"""A run was asked to end, whoever asked, and left a complete checkpoint from which it can be resumed."""
 
 
 class AsyncRLError(Exception):

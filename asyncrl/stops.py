@@ -18,7 +18,7 @@ from asyncrl.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Stops:
-    """What ends a response."""
+    """The ends of a response, beside its longest length."""
 
     token_ids: tuple[int, ...] = ()
     """Ascending."""

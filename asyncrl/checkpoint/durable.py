@@ -21,7 +21,7 @@ CHUNK_BYTES = 4 << 20
 
 
 def refused(path: Path, error: OSError) -> CheckpointError:
-    """What the operating system refuses on a checkpoint: of the file that it names, or of ``path``."""
+    """The error of a checkpoint that the operating system refuses, of the file that it names, or of ``path``."""
     where = error.filename if isinstance(error.filename, str) else str(path)
     return CheckpointError(where, error.strerror or str(error), full=full_errno(error))
 

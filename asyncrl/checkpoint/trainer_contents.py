@@ -1,4 +1,4 @@
-"""What a trainer has written, in ``contents.json`` of its folder of a checkpoint: the last file, of either backend.
+"""The files that a trainer has written, in ``contents.json`` of its folder of a checkpoint: the last file, of either backend.
 
 Fails with CheckpointError naming the file.
 """

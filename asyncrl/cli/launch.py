@@ -213,7 +213,12 @@ def _prepare(
     from asyncrl.launcher.hosts import local_host
     from asyncrl.launcher.placement import place, with_gpus
 
-    config = load_config(given.configs, _with_allowed(given, overrides))
+    config, resumption = load_config(given.configs, _with_allowed(given, overrides)), None
+    if given.resume is not None:
+        # First: nothing is to be checked of a run that lives or is finished.
+        from asyncrl.launcher.resume import find_resumption
+
+        config, resumption = find_resumption(config, given.resume)
     placed: list[Placed] = []
     problems: list[str] = []
     hosts = [local_host()]
@@ -222,17 +227,13 @@ def _prepare(
         placed = place(config, hosts)
     except ConfigError as error:
         problems = error.problems
-    findings = asyncio.run(check_head(config, config.actors, config.network.host))
+    is_finished = resumption is not None and resumption.is_finished
+    findings = [] if is_finished else asyncio.run(check_head(config, config.actors, config.network.host))
     problems += errors_of(findings)
     if problems:
         raise ConfigError(problems)
     for warning in warnings_of(findings):
         _complain(warning, 0)
-    if given.resume is None:
-        return config, placed, findings, None
-    from asyncrl.launcher.resume import find_resumption
-
-    config, resumption = find_resumption(config, given.resume)
     return config, placed, findings, resumption
 
 

@@ -56,7 +56,7 @@ def load_config(files: Sequence[str | Path], overrides: Mapping[str, str] | None
             node[last] = _flag_value(key, text)
     checkpoints = tree.get("checkpoint")
     if isinstance(checkpoints, dict) and isinstance(checkpoints.get("dir"), str):
-        # Whoever speaks of the run later may do so from another folder.
+        # A command that speaks of the run later may be called from another folder.
         checkpoints["dir"] = os.path.abspath(checkpoints["dir"])
     return validate_config(tree, problems)
 

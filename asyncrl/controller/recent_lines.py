@@ -47,7 +47,7 @@ class RecentLines:
         self.last += 1
 
     def add_notice(self, actor: str, notice: Notice) -> None:
-        """What the user must know goes the way of the lines."""
+        """A notice to the user goes the way of the lines."""
         said = {"actor": actor, "key": notice.key, "text": notice.text, "count": notice.count}
         self.add({"kind": NOTICE, **said})
 

@@ -22,7 +22,7 @@ PART = "part_of_run"
 UNBEGUN = "ended_before_first_step"
 """The mark."""
 LOOKED_AT_BYTES = 16 << 20
-"""Of metrics.jsonl: no start that has trained nothing writes more."""
+"""Longest metrics.jsonl that is read: no start that has trained nothing writes more."""
 
 
 def leave_name(run: Path, working_dir: Path | None) -> None:
@@ -40,7 +40,7 @@ def claim(run: Path, working_dir: Path) -> bool:
     if not (run / UNBEGUN).is_file() or has_begun(run, working_dir):
         return False
     try:
-        # Of those who come at the same moment one can do it.
+        # One of those who come at the same moment can do it.
         (run / UNBEGUN).unlink()
     except OSError:
         return False

@@ -44,7 +44,7 @@ class Choice:
     why: str
     """Empty where there was nothing to choose from."""
     warnings: list[str]
-    """Of later runs that were passed over."""
+    """Later runs that were passed over."""
 
 
 def find_candidates(config: Config) -> list[Candidate]:

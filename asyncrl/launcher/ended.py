@@ -73,7 +73,7 @@ class Left:
 
 
 def find_left(config: Config, folder: RunFolder, heard: int = 0) -> Left:
-    """Of a run whose folder is on this machine; elsewhere nothing is found.
+    """Look into a run folder on this machine; of a run elsewhere nothing is found.
 
     ``heard`` is the last step that its launcher has heard of: the lines that a full disk lacks count as well.
     """

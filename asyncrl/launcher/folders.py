@@ -60,7 +60,7 @@ class RunFolder:
         return self.path / "logs" / f"attempt_{self.attempt}"
 
     def describe(self) -> str:
-        """Of a run that begins, in one line for people."""
+        """The beginning of a run, in one line for people."""
         if self.attempt == 1:
             return f"run folder: {self.path}"
         return (

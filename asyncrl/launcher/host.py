@@ -248,7 +248,7 @@ class Host:
         self._checkpoint |= state.checkpoint >= 0
         self._has_run |= state.phase in ("running", "preempting")
         if state.phase == "preempting" and not (self._stop_asked or self.ending):
-            # Of a successor that has not heard of it, the wish is this host's from here on.
+            # A successor has not heard of the wish, which is this host's from here on.
             self._make_way(state.reason, now)
         if state.phase in ("starting", "running", "preempting"):
             return [*told, *self._kill_condemned(state)]
@@ -359,7 +359,7 @@ class Host:
         return min(times, default=None)
 
     def how_it_ended(self, agent: str, log: str) -> EndedEvent:
-        """Of this host's part, once it is ``finished``; ``agent`` is the name of this one, which writes ``log``."""
+        """The end of this host's part, once it is ``finished``; ``agent`` is the name of this one, which writes ``log``."""
         if (failed := self.failure) is not None:
             where, code = failed.log or "", failed.exit_code
             return EndedEvent(result="failed", actor=failed.actor, reason=failed.reason, log=where, exit_code=code)

@@ -220,7 +220,7 @@ LOSSES = {
 
 
 def losses_of(line: Line) -> dict[str, int]:
-    """What a line says of each of LOSSES."""
+    """The counts of LOSSES in a line."""
     return {key: int(line[key]) for key in LOSSES if isinstance(line.get(key), int | float)}
 
 

@@ -29,7 +29,7 @@ from asyncrl.launcher.folders import CONFIG, RunFolder, begin_attempt, in_use, i
 
 AUTO = "auto"
 CHECKED_BYTES = 1 << 30
-"""Of the trainer's files that are held against their checksums before anything starts: a few seconds of reading."""
+"""Bytes of the trainer's files that are held against their checksums before anything starts: a few seconds of reading."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Resumption:
     why: str = ""
     """Why this run, where there are several of that name."""
     later: tuple[str, ...] = ()
-    """Of later runs of that name, in words for people."""
+    """Later runs of that name, in words for people."""
     search: StepBack | None = None
     """Has found the checkpoint, where the user has named none."""
 
@@ -59,7 +59,7 @@ class Resumption:
 
     @property
     def warnings(self) -> list[str]:
-        """What the user must know before it goes on, a line each."""
+        """Warnings for the user before it goes on, a line each."""
         lines = list(self.later)
         if self.checkpoint is None:
             lines.append(f"{self.folder.path} has no checkpoint: training begins from the initial weights, at step 1")

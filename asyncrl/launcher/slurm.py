@@ -104,7 +104,7 @@ def start_of(container: str | None) -> SlurmStart:
 
 
 def resume_of(config: Config, given: str | None) -> str | None:
-    """What a run within a job is resumed from: what the user says, or else itself, if it is there.
+    """The run that a job resumes: the one that the user names, or else itself, if it is there.
 
     Starts that ended before their first step hold no name. Raises CheckpointError or OSError.
     """

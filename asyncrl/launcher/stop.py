@@ -38,7 +38,7 @@ async def _stop(run: LivingRun) -> int:
     progress = Progress(sys.stdout, run.config.learner.steps)
     path, grace_s, drain_s = run.folder.path, run.config.preempt.grace_s, run.config.supervision.drain_s
     progress.say(f"{path} is asked to make way: a checkpoint within {grace_s:g} s, then its processes end")
-    # What its agent has killed, the guard sees to the end of.
+    # The guard sees to the end of those whom its agent has killed.
     patience = grace_s + drain_s + END_S
     async with Controller(run) as controller:
         asking = asyncio.create_task(controller.ask(StopRun(reason=COMMAND, preempt=True), timeout=patience))

@@ -136,7 +136,7 @@ class Learner(Actor):
         return VersionMark(run_dir, find_used(run_dir, checkpoint_dir(self.config, run_dir)))
 
     async def _restore(self) -> Contents | None:
-        """What the newest whole checkpoint holds; the backend has loaded its part of it."""
+        """The contents of the newest whole checkpoint; the backend has loaded its part of it."""
         self.states.enter("starting", "checkpoint")
         damaged: dict[str, str] = {}
         self._checkpoints = Checkpoints(

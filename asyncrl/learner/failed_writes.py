@@ -1,4 +1,4 @@
-"""What follows when a checkpoint or the model cannot be written: waiting for room, and the words for the user.
+"""Checkpoints and models that cannot be written: waiting for room, and the words for the user.
 
 A disk that is full may have room again a moment later, and what a run ends with is worth waiting for. Where the disk
 says that there is room and refused all the same (a quota of which it knows nothing, an estimate that was too low),
@@ -71,7 +71,7 @@ async def room(failed: Failed, until: Callable[[], float], clock: Clock) -> bool
 
 
 def advice(failed: Failed) -> str:
-    """What to do about a full disk."""
+    """Advice to the user of a full disk."""
     words = f"free {in_bytes(max(0, failed.needed - (failed.free or 0)) or failed.needed)} or more there"
     if failed.older:
         words += f", as by removing {failed.older[0]}, which is older than the newest"

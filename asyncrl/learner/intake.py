@@ -73,9 +73,9 @@ class Intake:
         self._failed = 0
         """Quarantined since the last step."""
         self._masked = 0
-        """Of those filtered since the last step: groups of steps without a token to train."""
+        """Those of them that are groups of steps without a token to train."""
         self._begun: tuple[list[Group], int, int] = ([], 0, 0)
-        """What was filtered, masked and quarantined before the step that is in training."""
+        """Groups filtered, masked and quarantined before the step that is in training."""
         self._last_problem = ""
         self._in_training: dict[str, Group] = {}
         self._came: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""What a run leaves behind: its last checkpoint and the exported model, or the reason why one of them is not there.
+"""The last writes of a run: its last checkpoint and the exported model, or the reason why one of them is not there.
 
 A full disk is waited for within ``checkpoint.room_wait_s``, or a share of ``preempt.grace_s`` when the run makes way. A
 model that cannot be exported never ends the learner while it has trained what no checkpoint holds: it would start again
@@ -34,7 +34,7 @@ from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.notices import Notify
 
 GRACE_SHARE = 0.3
-"""Of preempt.grace_s: longest that a run which makes way waits for room."""
+"""Share of preempt.grace_s: longest that a run which makes way waits for room."""
 
 
 class LastWrites:
@@ -97,7 +97,7 @@ class LastWrites:
     async def _last_checkpoint(self) -> Failed | None:
         async def look() -> Failed | None:
             await self._checkpoints.settle()
-            # What was trained may be in an earlier one.
+            # An earlier one may hold all that was trained.
             return None if self._is_kept else self._checkpoints.failed
 
         async def write() -> Failed | None:

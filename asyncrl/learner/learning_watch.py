@@ -23,7 +23,7 @@ STEPS = 3
 LEAST_GROUPS = 32
 """Equal rewards of fewer groups in a row may be chance where a step takes few."""
 FILTERED_SHARE = 0.5
-"""Of the filtered groups at which the run ends: from there on it is told that it will."""
+"""Share of the filtered groups at which the run ends: from there on it is told that it will."""
 
 
 class LearningWatch:

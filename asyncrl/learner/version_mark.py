@@ -27,7 +27,7 @@ from asyncrl.errors import ConfigError
 FILE = "version_mark.json"
 """In the run's folder: ``{"version": ..., "start": ...}``."""
 TAIL_BYTES = 4 << 20
-"""Of metrics.jsonl that is read: versions and starts only rise in it."""
+"""Bytes of metrics.jsonl that are read: versions and starts only rise in it."""
 
 
 _MISSING = "is not there"
@@ -48,7 +48,7 @@ class VersionMark:
         self._path = folder / FILE
         used = used or Used()
         mark, self.problem = self._read()
-        """What was wrong with the mark, in words for the user; empty if nothing was."""
+        """The fault of the mark, in words for the user; empty if nothing was."""
         is_new_run = self.problem == _MISSING and used == Used()
         if is_new_run:
             self.problem = ""

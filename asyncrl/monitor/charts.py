@@ -54,7 +54,7 @@ def mean(values: list[float]) -> float:
 
 
 def reward(train: Sequence[Line], evals: Sequence[Line]) -> list[Panel]:
-    """Of training, and each evaluation at the step that made the newest of the weights that it sampled."""
+    """The reward in training, and each evaluation at the step that made the newest of the weights that it sampled."""
     curves = [
         *_curve(train, "reward/mean", "all scored", BLUE),
         *_curve(train, "reward/trained_mean", "trained", TEAL, dashed=True),

@@ -34,7 +34,7 @@ def configure_logging(level: str) -> None:
             structlog.processors.JSONRenderer(default=str),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        # What was torn and what is lost is the affair of the whole process.
+        # Torn and lost lines are those of the whole process.
         logger_factory=lambda *_: _lines,
         cache_logger_on_first_use=True,
     )

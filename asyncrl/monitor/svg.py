@@ -53,7 +53,7 @@ class Panel:
     stack: Literal["", "bars", "areas"] = ""
     """Values add up: all curves have the same x."""
     widths: Sequence[float] = field(default=())
-    """Of bars, in units of x; each is around its x."""
+    """Width of bars, in units of x; each is around its x."""
     zero: bool = True
     """0 is in the frame."""
     shares: bool = False
@@ -89,7 +89,7 @@ def draw(panel: Panel) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """What an axis goes from and to."""
+    """The ends of an axis."""
 
     low: float
     high: float
@@ -141,7 +141,7 @@ def _frame_y(panel: Panel, tops: Sequence[Sequence[float]]) -> _Frame:
     found = _around(min(values), max(values))
     if panel.zero or panel.stack:
         found = _Frame(min(0.0, found.low), max(0.0, found.high))
-    # What is highest is not to stick to the border.
+    # The highest value is not to stick to the border.
     room = (found.high - found.low) / 20
     return _Frame(found.low - (room if found.low < 0.0 else 0.0), found.high + room)
 

@@ -35,7 +35,7 @@ FAILED_EXIT_CODE = 1
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """What one check found on one host."""
+    """The result of one check on one host."""
 
     host: str
     """As in the hostfile; empty for what concerns all hosts together."""
@@ -44,7 +44,7 @@ class Finding(msgspec.Struct, frozen=True):
     result: Result
     detail: str
     fix: str = ""
-    """What to do; empty if it is ok."""
+    """The mend; empty if it is ok."""
     key: str = ""
     """The key of the configuration that decides, if there is one."""
 
@@ -76,7 +76,7 @@ def on_host(host: str, findings: Iterable[Finding]) -> list[Finding]:
 
 
 def in_order(findings: Iterable[Finding], hosts: Sequence[str]) -> list[Finding]:
-    """What concerns all hosts first, then host by host, each in the order of CHECKS."""
+    """Those of all hosts first, then host by host, each in the order of CHECKS."""
     places = {name: number for number, name in enumerate((ALL_HOSTS, *hosts))}
     return sorted(findings, key=lambda finding: (places[finding.host], CHECKS.index(finding.check)))
 

@@ -25,7 +25,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 class Unreadable(ValueError):
-    """What is wrong with a file of the model."""
+    """A file of the model is wrong."""
 
 
 def weight_files(folder: Path) -> dict[Path, list[str]]:

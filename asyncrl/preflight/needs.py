@@ -13,16 +13,16 @@ from asyncrl.config import Config
 from asyncrl.runtime.supervision import role_of
 
 CHECKPOINT_BYTES = 12
-"""Of each parameter."""
+"""For each parameter."""
 TRAINING_BYTES = 16
-"""Of each parameter on a learner that trains on CPU: a checkpoint's worth, and the gradient."""
+"""For each parameter on a learner that trains on CPU: a checkpoint's worth, and the gradient."""
 VERSIONS_AT_ONCE = 2
 RECORDS_BYTES = 1 << 30
 """Room for logs, metrics and samples."""
 PROCESS_BYTES = 100 << 20
-"""Of an actor with nothing in it."""
+"""For an actor with nothing in it."""
 LEAST_DESCRIPTORS = 64
-"""Of an actor with nothing in it."""
+"""For an actor with nothing in it."""
 LEAST_DESCRIPTORS_OF_A_PEER = 5
 """The dataloader of 12 rollouters holds 97, of 32 rollouters 197."""
 WANTED_DESCRIPTORS = 512
@@ -34,7 +34,7 @@ DESCRIPTORS_OF_A_BUCKET = 6
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Of the model's weights."""
+    """Size of the model's weights."""
 
     parameters: int
     bytes: int
@@ -49,7 +49,7 @@ class Need:
 
 
 def run_dir_need(config: Config, size: ModelSize | None, *, is_head: bool) -> Need:
-    """Of the run folder on one host, without checkpoints."""
+    """Room for the run folder on one host, without checkpoints."""
     wanted = RECORDS_BYTES
     if is_head and size is not None and config.checkpoint.export_at_end:
         wanted += size.bytes
@@ -58,7 +58,7 @@ def run_dir_need(config: Config, size: ModelSize | None, *, is_head: bool) -> Ne
 
 
 def checkpoints_need(config: Config, size: ModelSize | None) -> Need:
-    """Of the folder of checkpoints: those that are kept, and the one being written."""
+    """Room for the folder of checkpoints: those that are kept, and the one being written."""
     checkpoint = config.checkpoint
     if size is None:
         return Need(least=0, wanted=0)
@@ -73,7 +73,7 @@ def checkpoints_need(config: Config, size: ModelSize | None) -> Need:
 
 
 def memory_need(config: Config, actors: Sequence[str], size: ModelSize | None, *, on_gpu: bool) -> int:
-    """Of one host with these actors."""
+    """Memory of one host with these actors."""
     ranks, replicas = count(actors, "learner"), count(actors, "rollouter")
     published = size.bytes if size is not None else config.learner.sim.publish_bytes
     need = PROCESS_BYTES * len(actors)
@@ -93,7 +93,7 @@ def memory_need(config: Config, actors: Sequence[str], size: ModelSize | None, *
 
 
 def descriptors_need(config: Config | None, size: ModelSize | None) -> Need:
-    """Of the actor that needs most."""
+    """Descriptors of the actor that needs most."""
     if config is None:
         return Need(least=LEAST_DESCRIPTORS, wanted=WANTED_DESCRIPTORS)
     peers = len(config.actors)

@@ -91,7 +91,7 @@ class RewardActor(Actor):
             track.add("score", began, uid=uid)
 
     def _note(self, uid: str, fault: Fault | None) -> None:
-        """What became of a task."""
+        """Note the outcome of a task."""
         if fault is None:
             self._rate.succeeded(uid, self.clock.now())
             return

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 MIN_PROMPTS, MOST_PROMPTS = 3, 32
 """Prompts that are needed, at least and at most."""
 CHANCE = 1e-6
-"""Of so many prompts failing one after the other where the function is as it was before."""
+"""Chance of so many prompts failing one after the other where the function is as it was before."""
 MIN_CALLS, MOST_CALLS, CALLS_A_WORKER = 16, 50, 5
 """Calls that are needed: a handful of each worker, in these limits."""
 OUTAGE_S = 30.0
@@ -34,7 +34,7 @@ class _Prompt:
 
 
 class FailureRate:
-    """What came of the calls of a function with so many workers. Times are in seconds."""
+    """The outcomes of the calls of a function with so many workers. Times are in seconds."""
 
     def __init__(self, *, workers: int) -> None:
         self._calls_needed = min(max(MIN_CALLS, CALLS_A_WORKER * workers), MOST_CALLS)

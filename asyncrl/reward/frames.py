@@ -59,7 +59,7 @@ class Result(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
     last: bool = False
     kind: str = ""
-    """Of the error, as far as the worker can say: faults with the same are told once."""
+    """Kind of the error, as far as the worker can say: faults with the same are told once."""
 
 
 class FrameReader:

@@ -1,4 +1,4 @@
-"""What the pool keeps: a task on its way to its rewards, the place of a worker, and counts.
+"""The records of the pool: a task on its way to its rewards, the place of a worker, and counts.
 
 The pool alone changes them (pool.py). Invariant: a task that is cancelled is made known to the pool, once.
 """
@@ -70,7 +70,7 @@ class Slot:
     memory_limit: int = 0
     """For the process and all that it has started."""
     last_uid: str = ""
-    """Of the task that was answered last."""
+    """The task that was answered last."""
     failed_starts: int = 0
     restart: asyncio.TimerHandle | None = None
 

@@ -28,6 +28,7 @@ class SampleAccount:
         self.events: list[list[Any]] = []
         """[seconds, what, facts ...]; see monitor/story_words.py, which reads them."""
         self.left_out = 0
+        self.failed_attempts = 0
         self._elapsed = elapsed
         self._begun = False
         self._slot: Track | None = None
@@ -85,6 +86,11 @@ class GroupAccount:
         self._ticket = ticket
         self._since = wall()
         self.samples = [SampleAccount(ticket.uid, sample, lambda: now() - began) for sample in range(ticket.samples)]
+
+    @property
+    def failed_attempts(self) -> int:
+        """Attempts at its trajectories that failed."""
+        return sum(sample.failed_attempts for sample in self.samples)
 
     def facts(self, end: str) -> dict[str, Any]:
         """Of its line in the log; ``end`` is how it left the rollouter, "running" if it has not."""

@@ -15,7 +15,7 @@ import asyncio
 from collections import Counter
 from typing import TypeVar
 
-from asyncrl.errors import DeadlineExceeded, InvalidRequest, RemoteError, WireError
+from asyncrl.errors import DeadlineExceeded, InvalidRequest, PeerRestarted, RemoteError, WireError
 from asyncrl.messages.dataloader import Lease, Leased, ReturnTickets
 from asyncrl.messages.groups import Group, Ticket, Trajectory
 from asyncrl.messages.learner import RolloutStats, UpdateTimes
@@ -91,6 +91,8 @@ class Rollouter(Actor):
         self._leased: dict[str, float] = {}
         """When each held ticket was taken up; the oldest first."""
         self._scoring = 0
+        self._reward_away = 0
+        """Calls of the reward pool that it did not answer."""
         """Calls of the reward pool in flight."""
         self._ungenerated: Counter[str] = Counter()
         """Trajectories of each held ticket that are not generated yet."""
@@ -317,6 +319,10 @@ class Rollouter(Actor):
             scores: Scores = await self.peer(REWARD).call(
                 request, timeout=self.config.network.call_timeout_s + (1 + queue) * reward.timeout_s
             )
+        except (DeadlineExceeded, PeerRestarted) as error:
+            self._reward_away += 1
+            self.notify("reward away", f"{error}; it is asked again until it answers", count=self._reward_away)
+            raise
         finally:
             self._scoring -= len(request.completions)
         self.histograms.observe("rollout/reward_s", self.clock.now() - began)

@@ -13,11 +13,8 @@ RemoteError where the pool's actor cannot serve the call for good.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
-
-from msgspec import structs
 
 from asyncrl.config import Config
 from asyncrl.errors import DeadlineExceeded, PeerRestarted, RemoteError, RewardFailed, WireError
@@ -54,41 +51,33 @@ class GroupRunner:
         self._score = score
         self._generated = generated
         self._clock = clock
-        self._failed_attempts: Counter[str] = Counter()
-        """By the uids of the tickets that run."""
 
     async def run(self, ticket: Ticket, account: GroupAccount) -> Group:
         """Generate and score; with the failure as the group's if there was one. Raises RemoteError."""
-        try:
-            group = await self._run(ticket, account)
-            return structs.replace(group, failed_attempts=self._failed_attempts[ticket.uid])
-        finally:
-            del self._failed_attempts[ticket.uid]
-
-    async def _run(self, ticket: Ticket, account: GroupAccount) -> Group:
-        outcomes: list[Trajectory | TrajectoryFailed] = []
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(self._trajectory(ticket, sample)) for sample in account.samples]
-        outcomes = [task.result() for task in running]
+        outcomes: list[Trajectory | TrajectoryFailed] = [task.result() for task in running]
         finished = [outcome for outcome in outcomes if isinstance(outcome, Trajectory)]
         failed = [outcome for outcome in outcomes if isinstance(outcome, TrajectoryFailed)]
         needed = MIN_SURVIVORS if ticket.purpose == "train" else 1
         if failed and (self._config.rollout.on_failed_trajectory != "drop" or len(finished) < needed):
-            return Group(ticket=ticket, trajectories=[], failure=str(failed[0]))
+            return self._failed(ticket, account, failed[0])
         if self._config.reward.per == "group":
             try:
                 await self._score_into(ticket, finished, [account.samples[t.sample] for t in finished])
             except TrajectoryFailed as error:
-                return Group(ticket=ticket, trajectories=[], failure=str(error))
-        return Group(ticket=ticket, trajectories=finished, dropped=len(failed))
+                return self._failed(ticket, account, error)
+        return Group(ticket=ticket, trajectories=finished, dropped=len(failed), failed_attempts=account.failed_attempts)
+
+    @staticmethod
+    def _failed(ticket: Ticket, account: GroupAccount, error: TrajectoryFailed) -> Group:
+        return Group(ticket=ticket, trajectories=[], failure=str(error), failed_attempts=account.failed_attempts)
 
     async def _trajectory(self, ticket: Ticket, account: SampleAccount) -> Trajectory | TrajectoryFailed:
         try:
             began = self._clock.now()
             try:
-                trajectory = await self._retry(
-                    "generation", ticket, lambda: self._episode(ticket, account.sample), [account]
-                )
+                trajectory = await self._retry("generation", lambda: self._episode(ticket, account.sample), [account])
             finally:
                 self._generated(ticket)
             trajectory.generate_s = self._clock.now() - began
@@ -108,7 +97,7 @@ class GroupRunner:
             ],
         )
         began = self._clock.now()
-        scores = await self._retry("scoring", ticket, lambda: self._scores(request, accounts), accounts)
+        scores = await self._retry("scoring", lambda: self._scores(request, accounts), accounts)
         for trajectory, reward, components in zip(trajectories, scores.rewards, scores.components, strict=True):
             trajectory.reward, trajectory.components = reward, components
             trajectory.score_s = self._clock.now() - began
@@ -129,9 +118,7 @@ class GroupRunner:
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_AWAY_S)
 
-    async def _retry(
-        self, what: str, ticket: Ticket, attempt: Callable[[], Awaitable[T]], accounts: list[SampleAccount]
-    ) -> T:
+    async def _retry(self, what: str, attempt: Callable[[], Awaitable[T]], accounts: list[SampleAccount]) -> T:
         rollout = self._config.rollout
         for number in range(1, rollout.max_attempts + 1):
             try:
@@ -140,9 +127,10 @@ class GroupRunner:
                 if isinstance(error, RemoteError) and error.code not in OF_THE_TRAJECTORY:
                     # Nothing that this trajectory is to blame for.
                     raise
-                self._failed_attempts[ticket.uid] += 1
                 for account in accounts:
                     account.failed(f"{what}: {error}")
+                # A call for the whole group is one attempt.
+                accounts[0].failed_attempts += 1
                 # An engine's ValueError is a request that it can never serve.
                 final = isinstance(error, ValueError) or (isinstance(error, RemoteError) and not error.retryable)
                 if final or number == rollout.max_attempts:

@@ -55,7 +55,7 @@ WEIGHTS = "weights"
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 """AdamW's state of a parameter."""
 AROUND_TENSOR_BYTES = 2560
-"""What torch writes around a tensor: an archive of its own, and its place in the metadata."""
+"""Bytes that torch writes around a tensor: an archive of its own, and its place in the metadata."""
 
 
 T = TypeVar("T")
@@ -345,7 +345,7 @@ def _together(path: Path, work: Callable[[], T], ranks: Ranks, what: str) -> T:
     problems = ranks.agree(problem, what)
     if problems:
         found = [msgspec.json.decode(text, type=tuple[str, str, bool]) for text in problems]
-        # What is more than damage on any rank is more than damage.
+        # An error that is more than damage on any rank is more than damage.
         where, reason, damaged = min(found, key=lambda problem: problem[2])
         raise (DamagedCheckpoint if damaged else CheckpointError)(where, reason)
     return done[0]

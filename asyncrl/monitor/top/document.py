@@ -133,15 +133,15 @@ class LearningView(Struct, frozen=True, kw_only=True):
 
     step: Count | None = None
     loss: float | None = None
-    """Of the policy (nats)."""
+    """Loss of the policy (nats)."""
     grad_norm: float | None = None
     """Before the clip."""
     entropy: float | None = None
-    """Of the policy over trained tokens, the mean (nats)."""
+    """Mean entropy of the policy over trained tokens (nats)."""
     kl: float | None = None
-    """Of the policy that sampled from the one being trained (nats)."""
+    """Divergence of the policy that sampled from the one being trained (nats)."""
     engine_kl: float | None = None
-    """Of the engine from the learner on tokens of equal weights (nats)."""
+    """Divergence of the engine from the learner on tokens of equal weights (nats)."""
     lr: float | None = None
     reward: float | None = None
     """Mean over everything scored since the step before."""
