@@ -1,4 +1,4 @@
-"""The files that a trainer has written, in ``contents.json`` of its folder of a checkpoint: the last file, of either backend.
+"""The files of a trainer, in ``contents.json`` of its folder of a checkpoint: the last file, of either backend.
 
 Fails with CheckpointError naming the file.
 """

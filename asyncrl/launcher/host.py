@@ -359,7 +359,7 @@ class Host:
         return min(times, default=None)
 
     def how_it_ended(self, agent: str, log: str) -> EndedEvent:
-        """The end of this host's part, once it is ``finished``; ``agent`` is the name of this one, which writes ``log``."""
+        """The end of this host's part, once ``finished``; ``agent`` is the name of this one, which writes ``log``."""
         if (failed := self.failure) is not None:
             where, code = failed.log or "", failed.exit_code
             return EndedEvent(result="failed", actor=failed.actor, reason=failed.reason, log=where, exit_code=code)

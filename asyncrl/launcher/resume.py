@@ -29,7 +29,7 @@ from asyncrl.launcher.folders import CONFIG, RunFolder, begin_attempt, in_use, i
 
 AUTO = "auto"
 CHECKED_BYTES = 1 << 30
-"""Bytes of the trainer's files that are held against their checksums before anything starts: a few seconds of reading."""
+"""Bytes of the trainer's files that are held against their checksums before anything starts: seconds of reading."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
