@@ -375,7 +375,7 @@ def another_folder(host):
             ("--sinks.wandb.mode", "offline"),
             without_wandb,
             78,
-            "wandb is not installed on b; pip install 'asy",
+            "b: sinks.wandb.mode: the package wandb is not installed",
         ),
         ("head\nb\nnowhere\n", (), without_python, 1, "b, nowhere: 2 of 3 hosts cannot take part"),
     ],
@@ -434,11 +434,10 @@ def test_a_key_that_is_refused(standing, folder):
 
 
 def test_a_range_of_ports_that_is_used_up(standing, folder):
-    flags = ("--network.ports", "7000-7001", "--supervision.max_restarts", "0")
+    flags = ("--network.ports", "7000-7001")
     code, shown = Launch(standing, folder, "head\na\nb\n", *flags).end()
-    assert code == 1, shown
-    assert ":7000-7001: Address already in use" in shown[-1]
-    assert "network.ports" in shown[-1]
+    assert code == 78, shown
+    assert "network.ports: " in shown[-1] and "7000-7001" in shown[-1]
     assert not left(standing, folder)
 
 
