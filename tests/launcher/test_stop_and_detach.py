@@ -89,10 +89,10 @@ def test_a_detached_run_outlives_its_terminal_and_is_stopped_from_another(launch
     assert kept == (
         f"left: the checkpoint of version {left.version}, step {left.step}: {left.path}; no trained step is lost"
     )
-    assert last == f"{how}; the command that began it with --resume auto goes on"
+    assert last == f"{how}; the command that began it with --resume {run.run_dir} goes on"
     wait_until(lambda: not marked(run.folder), "the end of all")
     assert log.read_text().splitlines()[0] == f"run folder: {run.run_dir}"
-    assert log.read_text().splitlines()[-2:] == [kept, f"{how}; the same command with --resume auto goes on"]
+    assert log.read_text().splitlines()[-2:] == [kept, f"{how}; the same command with --resume {run.run_dir} goes on"]
     again = stop(run.run_dir)
     assert again.returncode == 2 and "the run in it has ended" in again.stderr
 
