@@ -78,6 +78,13 @@ class Config(Section):
     """What was done when."""
 
     @property
+    def longest_sequence(self) -> int:
+        """Longest prompt plus response, over training and evaluation, in tokens."""
+        response = self.rollout.max_tokens
+        evals = (each.data.max_prompt_tokens + (each.max_tokens or response) for each in self.eval.values())
+        return max(self.data.max_prompt_tokens + response, *evals, 0)
+
+    @property
     def groups_per_version(self) -> int:
         """G, the prompt groups trained for each published version."""
         return self.learner.groups_per_step * self.learner.steps_per_version

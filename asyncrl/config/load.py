@@ -43,6 +43,9 @@ def load_config(files: Sequence[str | Path], overrides: Mapping[str, str] | None
             problems.append(f"{file}: cannot be read: {error.strerror or error}")
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             problems.append(f"{file}: not valid TOML: {error}")
+    if problems:
+        # What a file that cannot be read would have said is missing now.
+        raise ConfigError(problems)
     for key, text in (overrides or {}).items():
         node = tree
         *parents, last = key.split(".")

@@ -47,6 +47,7 @@ class Progress:
         self.notices = ShownNotices()
         self.step = 0
         """The last one heard of."""
+        self._deaths: dict[str, int] = {}
         self._losses: dict[str, int] = {}
         """Groups that were not trained and the like, in the last step's line, by their key."""
         self._learner_died: tuple[str, float] | None = None
@@ -83,6 +84,12 @@ class Progress:
                 self._now("draining: ending the actors in order")
             case RestartEvent(name=name, reason=reason, after_s=after_s):
                 self.say(f"{name} died ({reason}) and is started again")
+                self._deaths[name] = count = self._deaths.get(name, 0) + 1
+                # For the summary; it has just been said.
+                self.notices.take(
+                    NoticeEvent(actor=name, key="death", text=f"died ({reason}) and was started again", count=count),
+                    self._now_s(),
+                )
                 if role_of(name) == "learner" and self._learner_died is None:
                     self._learner_died = name, self._now_s() - after_s
             case StuckEvent(report=report):
@@ -205,6 +212,9 @@ def describe_step(line: Line, steps: int, pace: str = "", losses: Iterable[str] 
     parts = [f"step {line.get('step', '?')}/{steps}", *filter(None, [pace]), *losses]
     for key, words in _STEP_WORDS.items():
         value = line.get(key)
+        if key == "rollout/tokens_per_s" and not value:
+            # As in the last step, when there is nothing more to sample: true, and of no use to anybody.
+            continue
         if isinstance(value, int | float):
             parts.append(words(value))
     return "  ".join(parts)

@@ -83,7 +83,8 @@ class LearningWatch:
             f"every reward of the last {self._groups} groups is {fixed(high, 3)}: nothing is learnt from equal "
             "rewards. Either reward.function gives this to every response (call it by hand on a right and a wrong "
             "one), or the prompts are all too hard or all too easy for this model (data.path), or responses are cut "
-            f"before their answer (rollout.max_tokens = {self._max_tokens})",
+            f"before their answer (rollout.max_tokens = {self._max_tokens}), or the reward function fails on all "
+            "others, which are left out",
         )
 
     def _mostly_filtered(self, filtered: int) -> list[Notice]:

@@ -13,6 +13,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config import Config
 from asyncrl.disk import in_bytes
 from asyncrl.preflight.findings import Finding, fail, listed, ok
 from asyncrl.preflight.needs import ModelSize
@@ -124,6 +125,31 @@ def check_model(path: str | None) -> tuple[Finding, ModelSize | None]:
         fix = "copy or download the model's folder again, as a whole and readable for this user"
         return fail("model", told, fix, key=KEY), None
     return ok("model", f"{folder}: {size.parameters:,} parameters, {in_bytes(size.bytes)}", key=KEY), size
+
+
+def check_window(config: Config) -> Finding | None:
+    """Whether the longest prompt and response fit into the model's positions; None if they do, or nobody can say.
+
+    A model that stretches its positions (rope_scaling) is the engine's to judge.
+    """
+    if config.rollout.engine != "vllm" or config.model.path is None:
+        return None
+    try:
+        model = _read_json(Path(config.model.path) / "config.json")
+    except (OSError, Unreadable):
+        return None
+    text = model.get("text_config") or model
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    window, need = text.get("max_position_embeddings"), config.rollout.vllm.max_model_len or config.longest_sequence
+    if not isinstance(window, int) or "factor" in rope or need <= window:
+        return None
+    told = (
+        f"the model has max_position_embeddings = {window}, and a prompt of up to data.max_prompt_tokens = "
+        f"{config.data.max_prompt_tokens} and a response of up to rollout.max_tokens = {config.rollout.max_tokens} "
+        f"take {need} tokens"
+    )
+    fix = f"lower them (and those of eval) to {window} together; the longest prompt decides what the first can be"
+    return fail("model", told, fix, key="data.max_prompt_tokens")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from asyncrl.config import Config
 from asyncrl.preflight.findings import Finding
 from asyncrl.preflight.inputs import Inputs, check_inputs
 from asyncrl.preflight.limits import descriptor_limit, judge_descriptors
-from asyncrl.preflight.model import check_model
+from asyncrl.preflight.model import check_model, check_window
 from asyncrl.preflight.needs import ModelSize, Need, checkpoints_need, count, descriptors_need, run_dir_need
 from asyncrl.preflight.ports import check_ports, ports_needed
 from asyncrl.preflight.rewarding import RewardTrial
@@ -42,6 +42,8 @@ async def check_part(part: Part) -> tuple[list[Finding], ModelSize | None]:
     if any(count(actors, role) for role in WITH_MODEL):
         finding, size = await asyncio.to_thread(check_model, config.model.path)
         found.append(finding)
+    if count(actors, "rollouter") and (window := await asyncio.to_thread(check_window, config)):
+        found.append(window)
     found += await _check_inputs(config, actors)
     port = config.network.controller_port if part.is_head else 0
     found.append(check_ports(part.address, config.network.ports, port, ports_needed(config, list(actors))))

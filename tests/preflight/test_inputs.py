@@ -10,7 +10,7 @@ from model_files import write_model, write_weights
 from asyncrl.config.load import validate_config
 from asyncrl.preflight import inputs
 from asyncrl.preflight.inputs import check_inputs, read_inputs
-from asyncrl.preflight.model import check_model, digest, measure
+from asyncrl.preflight.model import check_model, check_window, digest, measure
 from asyncrl.preflight.needs import ModelSize
 
 
@@ -129,6 +129,30 @@ def test_a_stop_token_must_be_one_of_the_model(model):
     (finding,) = read_inputs(config.model_copy(update={"rollout": stops}), with_rows=False).findings
     assert (finding.result, finding.key) == ("fail", "rollout.stop_token_ids")
     assert finding.detail.startswith("99999: no token of the model")
+
+
+@pytest.mark.parametrize(
+    ("changes", "fits"),
+    [
+        ({"max_position_embeddings": 2048}, True),
+        ({"max_position_embeddings": 2047}, False),
+        ({"text_config": {"max_position_embeddings": 128}}, False),
+        ({}, True),
+        # Positions that are stretched are the engine's to judge.
+        ({"max_position_embeddings": 128, "rope_scaling": {"factor": 4.0}}, True),
+    ],
+)
+def test_the_longest_sequence_must_fit_into_the_models_positions(model, changes, fits):
+    """1,024 tokens of prompt and as many of response."""
+    config = validate_config(
+        {"model": {"path": str(model)}, "data": {"source": "synthetic"}, "rollout": {"gpus_per_replica": 0}}
+    )
+    (model / "config.json").write_text(json.dumps(changes))
+    found = check_window(config)
+    assert (found is None) == fits
+    if found is not None:
+        assert (found.result, found.key) == ("fail", "data.max_prompt_tokens")
+        assert "take 2048 tokens" in found.detail and "rollout.max_tokens = 1024" in found.detail
 
 
 def test_a_prompt_outside_the_vocabulary_names_its_line_and_the_tokenizer(model, tmp_path):

@@ -27,7 +27,6 @@ from asyncrl.rollouter.engines.base import Delta, GenerationRequest, PauseMode
 from asyncrl.rollouter.engines.reference.noise import seed_of
 from asyncrl.rollouter.engines.stream import DeltaStream
 from asyncrl.rollouter.engines.vllm import checkpoint
-from asyncrl.rollouter.engines.vllm.options import longest_sequence
 from asyncrl.weights.broadcast import Broadcast
 from asyncrl.weights.staging import Layout, Staged, check_complete
 
@@ -99,7 +98,7 @@ class ReferenceEngine:
     async def start(self) -> None:
         """See Engine."""
         self._model = await self._compute("its model", self._make_model, self._config.supervision.start_timeout_s)
-        longest = longest_sequence(self._config)
+        longest = self._config.longest_sequence
         if self._model.context is not None and longest > self._model.context:
             raise ConfigError(
                 [

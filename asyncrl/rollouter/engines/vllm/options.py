@@ -97,19 +97,9 @@ def dtype(config: Config) -> str:
     return "float32" if on_cpu(config) else "bfloat16"
 
 
-def longest_sequence(config: Config) -> int:
-    """Longest prompt plus response, over training and evaluation, in tokens."""
-    response = config.rollout.max_tokens
-    return max(
-        config.data.max_prompt_tokens + response,
-        *(each.data.max_prompt_tokens + (each.max_tokens or response) for each in config.eval.values()),
-        0,
-    )
-
-
 def max_model_len(config: Config) -> int:
     """Tokens that an engine has room for in one sequence."""
-    return config.rollout.vllm.max_model_len or longest_sequence(config)
+    return config.rollout.vllm.max_model_len or config.longest_sequence
 
 
 def engine_arguments(config: Config, name: str) -> dict[str, Any]:
