@@ -140,6 +140,7 @@ def show_end(config: Config, folder: RunFolder, ended: EndedEvent, progress: Pro
         config.learner.steps,
         trained=left.trained,
         checkpoint=left.checkpoint.path if left.checkpoint is not None else None,
+        restarts=progress.restarts,
     ):
         progress.say(row)
     progress.warn(progress.notices.summary())

@@ -47,7 +47,8 @@ class Progress:
         self.notices = ShownNotices()
         self.step = 0
         """The last one heard of."""
-        self._deaths: dict[str, int] = {}
+        self.restarts: dict[str, int] = {}
+        """How often actors were started again, by name."""
         self._losses: dict[str, int] = {}
         """Groups that were not trained and the like, in the last step's line, by their key."""
         self._learner_died: tuple[str, float] | None = None
@@ -84,12 +85,7 @@ class Progress:
                 self._now("draining: ending the actors in order")
             case RestartEvent(name=name, reason=reason, after_s=after_s):
                 self.say(f"{name} died ({reason}) and is started again")
-                self._deaths[name] = count = self._deaths.get(name, 0) + 1
-                # For the summary; it has just been said.
-                self.notices.take(
-                    NoticeEvent(actor=name, key="death", text=f"died ({reason}) and was started again", count=count),
-                    self._now_s(),
-                )
+                self.restarts[name] = self.restarts.get(name, 0) + 1
                 if role_of(name) == "learner" and self._learner_died is None:
                     self._learner_died = name, self._now_s() - after_s
             case StuckEvent(report=report):
@@ -255,11 +251,12 @@ def summarise(
     *,
     trained: int = 0,
     checkpoint: Path | None = None,
+    restarts: Mapping[str, int] | None = None,
 ) -> list[str]:
     """What came of a run: steps, reward and evaluations first → last, and where everything lies.
 
     ``lines`` are those of training and evaluations, which a full disk may lack: of ``trained`` steps was heard at
-    least. ``checkpoint`` is the newest complete one.
+    least. ``checkpoint`` is the newest complete one, ``restarts`` tells how often actors were started again.
     """
     train = [line for line in lines if line.get("kind") != "eval"]
     rewards = [line["reward/mean"] for line in train if isinstance(line.get("reward/mean"), int | float)]
@@ -272,6 +269,8 @@ def summarise(
             evals.setdefault(key.removesuffix("/mean"), []).append(line[key])
     for name, values in sorted(evals.items()):
         rows.append((name, " → ".join(_number(value) for value in dict.fromkeys((values[0], values[-1])))))
+    if restarts:
+        rows.append(("restarts", ", ".join(f"{name} {count}" for name, count in sorted(restarts.items()))))
     rows.append(("run folder", str(run_dir)))
     for label, place in (
         ("metrics", run_dir / "metrics.jsonl"),

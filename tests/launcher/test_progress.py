@@ -216,6 +216,14 @@ def test_the_summary(run_dir):
     ]
 
 
+def test_the_summary_tells_who_was_started_again(run_dir):
+    progress = Progress(io.StringIO(), steps=4)
+    for name in ("rollouter/1", "learner/0", "rollouter/1"):
+        progress.show(RestartEvent(name=name, reason="killed by SIGKILL"))
+    rows = summarise([], run_dir, run_dir / "logs", steps=4, restarts=progress.restarts)
+    assert rows[1] == "restarts    learner/0 1, rollouter/1 2"
+
+
 def test_the_summary_of_a_run_that_never_ran(run_dir):
     assert summarise([], run_dir, run_dir / "logs", steps=4)[0] == "steps       0 of 4"
 
