@@ -51,7 +51,7 @@ def configuration(transport: str, mode: str, steps: int, model: Path) -> dict[st
             "vllm": {"cpu_kv_cache_bytes": 64 << 20, "threads": 1},
         },
         "reward": {"function": "constant", "workers": 1, "options": {"value": 0.5, "spread": 0.5}},
-        "learner": {"steps": steps, "groups_per_step": 4, "lr": 1e-4, "dynamic_sampling": False},
+        "learner": {"steps": steps, "groups_per_step": 4, "lr": 1e-4, "dynamic_sampling": False, "threads": 1},
         "weights": {"transport": transport, "verify": "full", "bucket_bytes": 1 << 20, "chunk_bytes": 1 << 18},
         "staleness": {"max": STALENESS},
         "checkpoint": {"export_at_end": False},
