@@ -344,10 +344,12 @@ def step_of(path: Path) -> int | None:
 
 
 def _read_complete(mark: Path) -> _Complete:
-    if not mark.exists():
-        raise DamagedCheckpoint(str(mark.parent), f"is not complete: it holds no {COMPLETE}")
     with reading(mark):
-        return msgspec.json.decode(mark.read_bytes(), type=_Complete)
+        try:
+            text = mark.read_bytes()
+        except FileNotFoundError as error:
+            raise DamagedCheckpoint(str(mark.parent), f"is not complete: it holds no {COMPLETE}") from error
+        return msgspec.json.decode(text, type=_Complete)
 
 
 @contextmanager

@@ -112,7 +112,8 @@ class Learner(Actor):
         start = await self._on_thread(mark.begin)
         if mark.problem:
             path = self.context.run_dir / FILE
-            self.notify("version mark", f"{path} {mark.problem}; no harm is done: versions go on above {mark.version}")
+            above = f"versions go on above {mark.version}, the highest that checkpoints and metrics tell of"
+            self.notify("version mark", f"{path} {mark.problem}; {above}")
         host, port = await self._on_thread(lambda: self._backend.open_store(self.context.host))
         self.facts = {"store_host": host, "store_port": port}
         await self.tell_facts()
