@@ -24,6 +24,8 @@ wrong, where, and what to do. Wrong input is a ValueError; our own broken invari
     ├── RewardFailed (RuntimeError)       a reward function raised, timed out or returned nonsense
     │   └── RewardPoolEnded               the pool that runs it has ended; no trajectory is to blame
     ├── RewardBroken (RuntimeError)       a reward function fails in nearly every call
+    ├── EpisodeOver (RuntimeError)        a call to the policy after the episode that it belongs to has ended
+    ├── ChatRefused (ValueError)          a call to the policy that it cannot be asked
     └── WireError (ConnectionError)
         ├── ProtocolError (ValueError)    a frame that is not ours
         ├── Refused                       HELLO answered by REFUSE
@@ -264,6 +266,26 @@ class RewardBroken(AsyncRLError, RuntimeError):
     def __init__(self, function: str, reason: str) -> None:
         self.function, self.reason = function, reason
         super().__init__(f"reward function {function} {reason}")
+
+
+class EpisodeOver(AsyncRLError, RuntimeError):
+    """A call to the policy in a session that has ended, or that nobody knows. ``reason`` says why it has ended."""
+
+    code = "episode_over"
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(f"the episode is over: {reason}")
+
+
+class ChatRefused(AsyncRLError, ValueError):
+    """The policy cannot be asked so. ``field`` names what of the request is wrong."""
+
+    code = "chat_refused"
+
+    def __init__(self, field: str, problem: str) -> None:
+        self.field, self.problem = field, problem
+        super().__init__(f"{field}: {problem}")
 
 
 class WireError(AsyncRLError, ConnectionError):

@@ -10,6 +10,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from asyncrl.config.episode import ChatConfig, EpisodeConfig
 from asyncrl.config.monitor import LogConfig, MonitorConfig, SinksConfig, TraceConfig
 from asyncrl.config.operation import (
     CheckpointConfig,
@@ -44,6 +45,10 @@ class Config(Section):
     """The training prompts."""
     rollout: RolloutConfig = RolloutConfig()
     """Generation."""
+    episode: EpisodeConfig = EpisodeConfig()
+    """What plays a task against the policy."""
+    chat: ChatConfig = ChatConfig()
+    """Messages and tokens of episodes."""
     reward: RewardConfig = RewardConfig()
     """Scoring."""
     learner: LearnerConfig = LearnerConfig()
@@ -79,10 +84,11 @@ class Config(Section):
 
     @property
     def longest_sequence(self) -> int:
-        """Longest prompt plus response, over training and evaluation, in tokens."""
+        """Longest prompt or context plus response, over training and evaluation, in tokens."""
         response = self.rollout.max_tokens
+        context = self.episode.max_context_tokens or 0
         evals = (each.data.max_prompt_tokens + (each.max_tokens or response) for each in self.eval.values())
-        return max(self.data.max_prompt_tokens + response, *evals, 0)
+        return max(self.data.max_prompt_tokens + response, context, *evals)
 
     @property
     def groups_per_version(self) -> int:
@@ -104,6 +110,10 @@ class Config(Section):
             "parameter_server/0",
             *(f"learner/{rank}" for rank in range(self.learner.ranks)),
             *(f"rollouter/{replica}" for replica in range(self.rollout.replicas)),
+            *(
+                f"episodes/{replica}"
+                for replica in range(self.rollout.replicas if self.episode.kind != "single" else 0)
+            ),
         )
 
     @property

@@ -75,7 +75,10 @@ class RolloutConfig(Section):
     stop_token_ids: list[NonNegative] = []
     """Ids of further tokens that end a response as the end-of-sequence token does, which is trained like any other."""
     concurrency: Positive = 64
-    """Trajectories in flight in each rollouter."""
+    """Trajectories in flight in each rollouter; with episodes, calls that are in its engine at a time."""
+    episodes: Positive | None = None
+    """Episodes open at a time in each rollouter, those included that wait for their tools; by default 4 times
+    concurrency."""
     stream_interval: Positive = 16
     """Tokens that an engine gathers before it hands them over."""
     on_update: Literal["abort_resume", "keep", "drain"] = "abort_resume"

@@ -181,6 +181,9 @@ class StalenessConfig(Section):
     """The limit eta, in versions. 0 is synchronous, on-policy training."""
     adapt: bool = True
     """Let the working limit move below the limit, as low as keeps the learner fed."""
+    late: Literal["train", "mask"] = "train"
+    """Tokens whose staleness exceeds max: trained, corrected and counted; or left out of the loss and its denominator,
+    while the reward of their trajectory stays in the baseline."""
 
 
 class EvalConfig(Section):

@@ -17,7 +17,8 @@ from msgspec import Meta, Struct
 
 Uid = Annotated[str, Meta(min_length=1, max_length=200)]
 Count = Annotated[int, Meta(ge=0)]
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "turns", "time"]
+"""The policy, or the user's code, ended it; the longest response or context, the most turns or the longest time did."""
 
 
 class Message(Struct, gc=False, frozen=True, kw_only=True):

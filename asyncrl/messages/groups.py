@@ -9,14 +9,47 @@ from msgspec import Meta, Struct
 
 from asyncrl.messages import Count, FinishReason, Uid
 
+TokenRole = Literal["sampled", "context", "repeated"]
+"""Who made a token: the policy, and it is trained here; anybody else; or the policy, but it is trained in an earlier
+sequence of the trajectory, or never (an auxiliary call)."""
+
 
 class VersionSpan(Struct, gc=False, frozen=True, array_like=True):
-    """Response tokens [start, end) were sampled under ``version``; ``mixed_kv`` over an older KV cache."""
+    """Tokens [start, end) were sampled under ``version``; ``mixed_kv`` over an older KV cache.
+
+    The version of what is not sampled is -1.
+    """
 
     version: int
     start: int
     end: int
     mixed_kv: bool = False
+    role: TokenRole = "sampled"
+
+
+class Turn(Struct, gc=False, frozen=True, array_like=True):
+    """One answer of the policy: tokens [start, end) of its sequence, all of them sampled."""
+
+    start: int
+    end: int
+    past_reward: float = 0.0
+    """Turn rewards of the trajectory that this answer cannot have brought about: all but its own and those of the turns
+    that come after it on a path of the conversation."""
+
+
+class Sequence(Struct, gc=False, kw_only=True):
+    """A path through a conversation, as the policy saw it and went on: T tokens after the prompt, S of them sampled."""
+
+    prompt_ids: np.ndarray | None = None
+    """int32 [P], P > 0, what comes before the first sampled token; None: the prompt of the ticket."""
+    tokens: np.ndarray
+    """int32 [T]; the first is sampled, or repeated."""
+    logprobs: np.ndarray
+    """float32 [S], nats: of the policy that sampled each token of role ``sampled``, in their order."""
+    spans: list[VersionSpan]
+    """Contiguous, covering [0, T)."""
+    turns: list[Turn] = []
+    """The answers in it, ascending; empty: all of it is one."""
 
 
 class Ticket(Struct, gc=False, frozen=True, kw_only=True):

@@ -1,0 +1,137 @@
+"""Between rollouters and the episode hosts that run users' code: episodes, and the calls that these make of the policy.
+
+No token is in any of it: ids, log-probs and versions stay with the rollouter, in the conversation of the session.
+A session is one attempt at one trajectory, and its key is all that the user's program holds.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import Meta, Struct
+
+from asyncrl.messages import Count, Message, Request, Uid
+
+SessionKey = Annotated[str, Meta(min_length=32, max_length=64, pattern="^[0-9a-f]+$")]
+"""128 random bits or more, in hexadecimal. No log line holds it."""
+
+
+class RunEpisode(Request, frozen=True, kw_only=True):
+    """Rollouter to episode host: play one task. Cancelling the call ends the episode and all that it has started.
+
+    Not to be repeated at another incarnation of the host: the conversation would go on where another has begun.
+    """
+
+    reply: ClassVar[type[Message]]
+    idempotent = False
+    session: SessionKey
+    uid: Uid
+    sample: Count
+    attempt: Count
+    """Of this trajectory, from 0."""
+    purpose: str
+    """As of the ticket: train, or eval/NAME."""
+    prompt: str
+    row: dict[str, Any]
+    seed: Count
+    """The same for all samples of a prompt, in every attempt: they face the same task."""
+
+
+class EpisodeDone(Message, frozen=True, kw_only=True):
+    """The episode has ended by itself, or was ended by its host. ``error`` is empty where it ended well."""
+
+    reward: float | None = None
+    """What the user's code said of the whole trajectory; None where it said nothing."""
+    components: dict[str, float] = {}
+    error: str = ""
+    """Why it failed: the exception with its place, the exit code with the last lines printed."""
+    blame: Literal["episode", "host"] = "episode"
+    """``host``: the worker died, was killed or stood still, for which this episode need not be the reason. No attempt
+    is counted."""
+    user_s: float = 0.0
+    """Processor time of the user's code, where it is known."""
+
+
+RunEpisode.reply = EpisodeDone
+
+
+class Chat(Request, frozen=True, kw_only=True):
+    """Episode host to rollouter: the assistant's next message. A repeat of a call joins it, or is given what it gave.
+
+    A call that is cancelled keeps what it has sampled: a repeat goes on from there. Refused with EpisodeOver when the
+    session is over, or is not known; with ChatRefused where the policy cannot be asked so.
+    """
+
+    reply: ClassVar[type[Message]]
+    session: SessionKey
+    call: Annotated[str, Meta(min_length=1, max_length=200)]
+    """Names the call within the session."""
+    messages: list[dict[str, Any]]
+    """As in OpenAI's chat completions: role, content (text or None), tool_calls, tool_call_id, name."""
+    tools: list[dict[str, Any]] = []
+    """As in OpenAI's chat completions."""
+    template_options: dict[str, Any] = {}
+    """Further arguments of the chat template, as enable_thinking."""
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    stop: list[str] = []
+    stream: bool = False
+    """Send ChatDelta meanwhile."""
+    untrained: bool = False
+    """Nothing that is sampled for it is trained: an auxiliary call, as for a title."""
+
+
+class ToolCall(Struct, gc=False, frozen=True, kw_only=True):
+    """A call of a tool that the policy wants made."""
+
+    id: str
+    """Minted by the rollouter; the next request is recognised by it."""
+    name: str
+    arguments: str
+    """JSON text of an object."""
+
+
+class ChatReply(Message, frozen=True, kw_only=True):
+    """What the policy answered."""
+
+    node: Count
+    """Of the conversation; rewards of turns name it."""
+    content: str
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] = []
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    prompt_tokens: Count
+    completion_tokens: Count
+
+
+Chat.reply = ChatReply
+
+
+class ChatDelta(Message, frozen=True, kw_only=True):
+    """Rollouter to episode host: text of a call under way, ``offset`` characters after its beginning.
+
+    It may be lost: whoever has not all of it takes what is missing from the reply.
+    """
+
+    session: SessionKey
+    call: str
+    offset: Count
+    text: str
+
+
+class TurnReward(Request, frozen=True, kw_only=True):
+    """Episode host to rollouter: credit a turn. A second value for a turn replaces the first."""
+
+    reply: ClassVar[type[Message]]
+    session: SessionKey
+    node: Count | None = None
+    """None: the turn that was answered last."""
+    value: float
+
+
+class TurnRewarded(Message, frozen=True, kw_only=True):
+    """It is noted."""
+
+    node: Count
+
+
+TurnReward.reply = TurnRewarded
