@@ -32,6 +32,7 @@ from asyncrl.learner.batch import build_step, has_signal
 from asyncrl.learner.records import RecordFiles
 from asyncrl.learner.trainer import Trainer
 from asyncrl.messages.groups import Group, Ticket, Trajectory
+from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.reward.frames import Setup, Task
 from asyncrl.reward.resolve import resolve
 from asyncrl.rollouter.engines import make_engine
@@ -118,10 +119,13 @@ async def respond(
     assert response.finish_reason is not None
     return Trajectory(
         sample=sample,
-        tokens=np.array(response.tokens, np.int32),
-        logprobs=np.array(response.logprobs, np.float32),
-        loss_mask=np.ones(len(response.tokens), np.uint8),
-        spans=response.spans,
+        sequences=[
+            TokenSequence(
+                tokens=np.array(response.tokens, np.int32),
+                logprobs=np.array(response.logprobs, np.float32),
+                spans=response.spans,
+            )
+        ],
         finish_reason=response.finish_reason,
         text=tokenizer.decode(response.tokens),
     )

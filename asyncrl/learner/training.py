@@ -41,6 +41,7 @@ from asyncrl.monitor.trace import Track
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.notices import Notify
+from asyncrl.trajectories import is_truncated, versions_of
 
 OWED_RETRY_S = 5.0
 """Pause before a version that could not be published is tried again."""
@@ -220,7 +221,7 @@ class Training:
         self._track.enter("train", step=self.step + 1, version=version, **_sampled(groups))
         try:
             trained = await self._on_thread(lambda: self._backend.train(plan))
-            await self._on_thread(lambda: observe_staleness(self._histograms, groups, version))
+            await self._on_thread(lambda: observe_staleness(self._histograms, groups, version, self._config.staleness))
         except NonFiniteStep as error:
             if learner.on_nonfinite != "skip":
                 raise
@@ -269,7 +270,7 @@ class Training:
         for group in groups:
             self._story.tell(NOT_TRAINED, uid=group.ticket.uid, reason=reason, outcome="filtered")
         count = int(self._counters["learner/empty_steps"])
-        self._notify("empty_step", _masked(groups, self.step + 1, self._config), count=count)
+        self._notify("empty_step", _masked(groups, self.step + 1, self.version, self._config), count=count)
         self.supply.changed()
         self._progress()
 
@@ -381,14 +382,22 @@ class Training:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-def _masked(groups: list[Group], step: int, config: Config) -> str:
+def _masked(groups: list[Group], step: int, version: int, config: Config) -> str:
     """Why a step has no token to train, and what to do, for the user."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    cut = sum(trajectory.finish_reason == "length" for trajectory in trajectories)
     told = f"step {step} was not taken: all of its {len(trajectories)} trajectories are masked"
-    if config.reward.truncated == "mask" and cut:
+    cut = sum(map(is_truncated, trajectories)) if config.reward.truncated == "mask" else 0
+    if cut and config.episode.kind == "single":
         told += f", {cut} because they were cut at rollout.max_tokens = {config.rollout.max_tokens} under "
         told += 'reward.truncated = "mask"; raise the one, or set the other to "score" or "penalty"'
+    elif cut:
+        told += f', {cut} because they ran out of tokens, turns or time under reward.truncated = "mask"; raise the '
+        told += 'limits of [rollout] and [episode], or set it to "score" or "penalty"'
+    limit = config.staleness.max
+    late = sum(all(version - v > limit for v in versions_of(t)) for t in trajectories)
+    if config.staleness.late == "mask" and late:
+        told += f", {late} because all of their tokens are staler than staleness.max = {limit} under "
+        told += 'staleness.late = "mask"; raise the one, or set the other to "train"'
     return f"{told}. Its {len(groups)} groups count as filtered, and others take their places"
 
 
@@ -401,5 +410,5 @@ def _why_not_published(error: OSError) -> str:
 
 def _sampled(groups: list[Group]) -> dict[str, int]:
     """The oldest and the newest version that sampled tokens of these groups; nothing where there are none."""
-    versions = [span.version for group in groups for trajectory in group.trajectories for span in trajectory.spans]
+    versions = [version for group in groups for trajectory in group.trajectories for version in versions_of(trajectory)]
     return {"sampled_oldest": min(versions), "sampled_newest": max(versions)} if versions else {}

@@ -36,6 +36,7 @@ from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.runtime.away import log_away
 from asyncrl.stops import Stops, resolve_stops
 from asyncrl.tokenizer import Tokenizer, load_tokenizer
+from asyncrl.trajectories import sampled_tokens
 
 T = TypeVar("T")
 
@@ -299,7 +300,7 @@ class Rollouter(Actor):
             finally:
                 account.left_slot()
         self.counters.add("rollout/trajectories")
-        self.histograms.observe("rollout/response_tokens", len(trajectory.tokens))
+        self.histograms.observe("rollout/response_tokens", sampled_tokens(trajectory))
         self.histograms.observe("rollout/generate_s", self.clock.now() - self._leased[ticket.uid])
         return trajectory
 

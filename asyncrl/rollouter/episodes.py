@@ -19,6 +19,7 @@ import numpy as np
 from asyncrl.config import Config
 from asyncrl.errors import EngineDied
 from asyncrl.messages import FinishReason
+from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.messages.groups import Ticket, Trajectory, VersionSpan
 from asyncrl.rollouter.account import SampleAccount
 from asyncrl.rollouter.engine_host import EngineHost
@@ -131,10 +132,13 @@ async def single_turn(engine: EpisodeEngine, ticket: Ticket, sample: int) -> Tra
     generated = await engine.generate(ticket.prompt_ids.tolist())
     return Trajectory(
         sample=sample,
-        tokens=np.array(generated.tokens, np.int32),
-        logprobs=np.array(generated.logprobs, np.float32),
-        loss_mask=np.ones(len(generated.tokens), np.uint8),
-        spans=generated.spans,
+        sequences=[
+            TokenSequence(
+                tokens=np.array(generated.tokens, np.int32),
+                logprobs=np.array(generated.logprobs, np.float32),
+                spans=generated.spans,
+            )
+        ],
         finish_reason=generated.finish_reason,
         text=generated.text,
         resumes=generated.resumes,

@@ -23,6 +23,7 @@ from asyncrl.messages.reward import Completion, Score, Scores
 from asyncrl.rollouter.account import GroupAccount, SampleAccount
 from asyncrl.rollouter.episodes import TrajectoryFailed
 from asyncrl.runtime.clock import Clock
+from asyncrl.trajectories import sampled_tokens
 
 T = TypeVar("T")
 
@@ -93,7 +94,7 @@ class GroupRunner:
             prompt=ticket.prompt,
             row=ticket.row,
             completions=[
-                Completion(text=t.text, finish_reason=t.finish_reason, tokens=len(t.tokens)) for t in trajectories
+                Completion(text=t.text, finish_reason=t.finish_reason, tokens=sampled_tokens(t)) for t in trajectories
             ],
         )
         began = self._clock.now()

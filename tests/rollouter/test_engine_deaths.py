@@ -183,12 +183,13 @@ class World:
 
 
 def versions(trajectory):
-    return [span.version for span in trajectory.spans for _ in range(span.start, span.end)]
+    return [span.version for span in trajectory.sequences[0].spans for _ in range(span.start, span.end)]
 
 
 def whole(trajectory, tokens):
-    assert trajectory.tokens.tolist() == list(range(tokens))
-    assert versions(trajectory) == [-int(logprob) for logprob in trajectory.logprobs], "I3"
+    [sequence] = trajectory.sequences
+    assert sequence.tokens.tolist() == list(range(tokens))
+    assert versions(trajectory) == [-int(logprob) for logprob in sequence.logprobs], "I3"
     return True
 
 
@@ -391,7 +392,7 @@ def test_an_engine_that_dies_of_an_abort_is_replaced():
                 trajectory = await world.response("0-1", 8)
             finally:
                 Engine.abort = real
-            assert (trajectory.tokens.tolist(), trajectory.finish_reason) == ([0, 1, 2, 3], "stop")
+            assert (trajectory.sequences[0].tokens.tolist(), trajectory.finish_reason) == ([0, 1, 2, 3], "stop")
             while not world.reasons:
                 await asyncio.sleep(0.01)
             assert "abort" in world.reasons[0]

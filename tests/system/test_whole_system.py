@@ -40,10 +40,11 @@ def test_a_run_reaches_its_end_with_every_prompt_accounted_for(tmp_path, on_upda
     for path in (system.run_dir / "samples").iterdir():
         for group in map(json.loads, path.read_text().splitlines()):
             for trajectory in group["trajectories"]:
-                ends = [0, *(end for _, _, end in trajectory["spans"])]
-                assert [start for _, start, _ in trajectory["spans"]] == ends[:-1]
-                assert ends[-1] == len(trajectory["tokens"])
-                versions = [version for version, _, _ in trajectory["spans"]]
+                [sequence] = trajectory["sequences"]
+                ends = [0, *(end for _, _, end, _ in sequence["spans"])]
+                assert [start for _, start, _, _ in sequence["spans"]] == ends[:-1]
+                assert ends[-1] == len(sequence["tokens"])
+                versions = [version for version, _, _, _ in sequence["spans"]]
                 assert versions == sorted(versions)
     assert not list((tmp_path / "run" / "private").glob("*.tmp"))
 
