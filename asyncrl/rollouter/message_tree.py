@@ -99,7 +99,7 @@ class MessageTree:
         return reached[0]
 
     def _next(self, point: Point, message: Message, identity: bytes) -> Iterator[Point]:
-        """Points behind ``message``: answers of ours first; of equal text the very same, then trained, then new ones."""
+        """Points behind ``message``: answers of ours first; of equal text the same, then trained, then new ones."""
         if is_answer(message):
             if calls := message.get("tool_calls"):
                 answer = self._called(calls)
