@@ -37,7 +37,7 @@ from asyncrl.reward.frames import Setup, Task
 from asyncrl.reward.resolve import resolve
 from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.engines.base import Engine, GenerationRequest
-from asyncrl.rollouter.episodes import request_seed
+from asyncrl.rollouter.generation import request_seed
 from asyncrl.rollouter.response import Response
 from asyncrl.stops import Stops, resolve_stops
 from asyncrl.tokenizer import Tokenizer, load_tokenizer

@@ -21,7 +21,8 @@ from asyncrl.errors import DeadlineExceeded, PeerRestarted, RemoteError, RewardF
 from asyncrl.messages.groups import Group, Ticket, Trajectory
 from asyncrl.messages.reward import Completion, Score, Scores
 from asyncrl.rollouter.account import GroupAccount, SampleAccount
-from asyncrl.rollouter.episodes import TrajectoryFailed
+from asyncrl.rollouter.generation import TrajectoryFailed
+from asyncrl.rollouter.player import EpisodeFailed
 from asyncrl.runtime.clock import Clock
 from asyncrl.trajectories import sampled_tokens
 
@@ -82,7 +83,8 @@ class GroupRunner:
             finally:
                 self._generated(ticket)
             trajectory.generate_s = self._clock.now() - began
-            if self._config.reward.per == "trajectory":
+            # User code that played an episode may have said what it is worth.
+            if self._config.reward.per == "trajectory" and trajectory.reward is None:
                 await self._score_into(ticket, [trajectory], [account])
         except TrajectoryFailed as error:
             return error
@@ -124,7 +126,7 @@ class GroupRunner:
         for number in range(1, rollout.max_attempts + 1):
             try:
                 return await attempt()
-            except (WireError, ValueError) as error:
+            except (WireError, ValueError, EpisodeFailed) as error:
                 if isinstance(error, RemoteError) and error.code not in OF_THE_TRAJECTORY:
                     # Nothing that this trajectory is to blame for.
                     raise

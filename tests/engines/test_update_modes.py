@@ -25,7 +25,7 @@ from asyncrl.messages.groups import Ticket
 from asyncrl.monitor.states import StateLedger
 from asyncrl.rollouter.account import SampleAccount
 from asyncrl.rollouter.engine_host import EngineHost
-from asyncrl.rollouter.episodes import EpisodeEngine, Generated
+from asyncrl.rollouter.generation import EpisodeEngine, Generated
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.clock import LoopClock
 from asyncrl.stops import resolve_stops

@@ -15,7 +15,7 @@ from asyncrl.monitor.states import StateLedger
 from asyncrl.rollouter.account import SampleAccount
 from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.engines.base import Delta
-from asyncrl.rollouter.episodes import EpisodeEngine, TrajectoryFailed, single_turn
+from asyncrl.rollouter.generation import EpisodeEngine, TrajectoryFailed, single_turn
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.clock import LoopClock, run_virtual
 from asyncrl.stops import Stops

@@ -11,7 +11,7 @@ from test_messages import make_group
 from asyncrl.errors import DeadlineExceeded, PeerRestarted, RemoteError
 from asyncrl.messages.reward import Completion, Score, Scores
 from asyncrl.rollouter.account import GroupAccount
-from asyncrl.rollouter.episodes import TrajectoryFailed
+from asyncrl.rollouter.generation import TrajectoryFailed
 from asyncrl.rollouter.groups import GroupRunner
 from asyncrl.runtime.clock import LoopClock, run_virtual
 from asyncrl.runtime.handlers import Caller, handler

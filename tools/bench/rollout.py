@@ -26,7 +26,7 @@ from asyncrl.messages.groups import Group, Ticket
 from asyncrl.monitor.logging import configure_logging
 from asyncrl.rollouter.actor import Rollouter
 from asyncrl.rollouter.engines.base import GenerationRequest
-from asyncrl.rollouter.episodes import request_seed
+from asyncrl.rollouter.generation import request_seed
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext
 from asyncrl.runtime.endpoint import new_incarnation
 from asyncrl.tokenizer import Tokenizer, load_tokenizer
