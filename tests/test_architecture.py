@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "asyncrl"
-CONTRACT = {"errors", "disk", "config", "messages", "snapshot", "tokenizer", "stops", "ledger", "group_file"}
+CONTRACT = {"errors", "disk", "config", "messages", "snapshot", "tokenizer", "stops", "ledger", "group_file", "chat"}
 ACTORS = {"dataloader", "rollouter", "reward", "learner", "parameter_server", "controller"}
 FOR_ACTORS = CONTRACT | {"wire", "runtime", "monitor", "weights", "checkpoint"}
 
@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "messages": {"snapshot"},
     "tokenizer": {"errors"},
     "stops": {"errors", "config", "tokenizer"},
+    "chat": {"errors", "config", "messages", "tokenizer"},
     "ledger": {"messages"},
     "group_file": {"errors", "messages"},
     "checkpoint": {"errors", "disk", "config", "messages", "group_file"},
