@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from asyncrl.chat.parsers import THINK, AnswerParser, Both, JsonCallParser, NoParser, ThinkParser
 from asyncrl.chat.probe import TOOLS, Shape, example
 from asyncrl.chat.template import ChatTemplate
-from asyncrl.chat.turns import ANSWER, learn_turn
+from asyncrl.chat.turns import ANSWER
 from asyncrl.config.episode import OWN_REASONING_PARSERS, OWN_TOOL_PARSERS, ChatConfig
 from asyncrl.errors import ChatRefused
 
@@ -66,12 +66,15 @@ def _recognise_calls(template: ChatTemplate) -> tuple[str, str]:
     if not template.writes_calls:
         return "none", "the template writes no calls of tools: set chat.tool_parser to the form that the model uses"
     before, answer, tail = example(Shape(tail=("tool", "tool")))
-    try:
-        turn = learn_turn(template, before, answer, tail, TOOLS, {})
-    except ChatRefused as error:
-        turn = error.problem
-    if not isinstance(turn, str):
-        parsed = JsonCallParser()(turn.sampled, TOOLS, thinking=False)
-        if [call.name for call in parsed.calls] == ["lookup", "search"] and ANSWER in parsed.calls[0].arguments:
+    for calls in (answer, answer | {"tool_calls": answer["tool_calls"][:1]}):
+        try:
+            text = template.text([*before, calls, *tail[: len(calls["tool_calls"])]], TOOLS)
+        except ChatRefused:
+            # Some templates take one call at a time.
+            continue
+        parsed = JsonCallParser()(text, TOOLS, thinking=False)
+        names = [call["function"]["name"] for call in calls["tool_calls"]]
+        if [call.name for call in parsed.calls] == names and ANSWER in parsed.calls[0].arguments:
             return "json", ""
+        break
     return "none", "the form in which the template writes calls is not known here: set chat.tool_parser to vLLM's name"

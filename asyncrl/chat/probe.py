@@ -89,21 +89,21 @@ def examine(template: ChatTemplate, shape: Shape, history: History, options: Map
     tools = TOOLS if shape.with_tools else ()
     found: Finding | None = None
     refusal = "the template refuses every beginning"
-    for number, before in enumerate(_beginnings(shape)):
+    for place, before in _beginnings(shape):
         try:
             template.text(before, tools, options)
         except ChatRefused as error:
             refusal = error.problem
             continue
-        for ending in ENDINGS if number == 0 and "tool" not in shape.tail else ENDINGS[:1]:
+        for ending in ENDINGS if not place and "tool" not in shape.tail else ENDINGS[:1]:
             answer, tail = _answer(shape, ending), _tail(shape)
             try:
                 turn = learn_turn(template, before, answer, tail, tools, options)
             except ChatRefused as error:
-                return Finding("refused", error.problem)
+                return Finding("refused", f"{error.problem}{place}")
             each = Finding("fork", turn) if isinstance(turn, str) else _judge(template, turn, shape, history)
             if each.verdict != "extend":
-                return each
+                return Finding(each.verdict, f"{each.reason}{place}")
             found = each if found is None or each.reason else found
     return found or Finding("refused", refusal)
 
@@ -133,16 +133,21 @@ def extension_ids(template: ChatTemplate, turn: Turn, *, ended: bool, close: str
 
 def example(shape: Shape) -> tuple[list[Message], Message, list[Message]]:
     """A question, an answer with made-up words, and what follows it."""
-    return next(_beginnings(shape)), _answer(shape, ""), _tail(shape)
+    return next(_beginnings(shape))[1], _answer(shape, ""), _tail(shape)
 
 
-def _beginnings(shape: Shape) -> Iterator[list[Message]]:
+def _beginnings(shape: Shape) -> Iterator[tuple[str, list[Message]]]:
+    """What may stand before an answer, the plain question first, with the words that tell the others."""
     question: Message = {"role": "user", "content": "Hello."}
-    yield [question]
-    yield [{"role": "system", "content": "Be brief."}, question]
-    yield [question, {"role": "assistant", "content": "Hello!"}, {"role": "user", "content": "Go on."}]
+    yield "", [question]
+    yield ", after a system message", [{"role": "system", "content": "Be brief."}, question]
+    again = [question, {"role": "assistant", "content": "Hello!"}, {"role": "user", "content": "Go on."}]
+    yield ", in a longer conversation", again
     if shape.with_tools:
-        yield [question, _calls(("lookup",), "word", "call_0_"), _result("lookup", "call_0_0")]
+        yield (
+            ", after a call of a tool",
+            [question, _calls(("lookup",), "word", "call_0_"), _result("lookup", "call_0_0")],
+        )
 
 
 def _answer(shape: Shape, ending: str) -> Message:
