@@ -17,6 +17,7 @@ CONTRACT = {
     "ledger",
     "group_file",
     "trajectories",
+    "chat",
 }
 ACTORS = {"dataloader", "rollouter", "reward", "learner", "parameter_server", "controller"}
 FOR_ACTORS = CONTRACT | {"wire", "runtime", "monitor", "weights", "checkpoint"}
@@ -29,6 +30,7 @@ MAY_IMPORT = {
     "messages": {"snapshot"},
     "tokenizer": {"errors"},
     "stops": {"errors", "config", "tokenizer"},
+    "chat": {"errors", "config", "messages", "tokenizer"},
     "ledger": {"messages"},
     "trajectories": {"messages"},
     "group_file": {"errors", "messages"},
