@@ -68,8 +68,7 @@ def turn_advantages(estimator: Estimator, rewards: np.ndarray, past: Sequence[np
     s is the larger of std(r) and of the spread of the turns, sqrt(sum over i of the mean over t of (r_i - past_it -
     mean(r))^2 / (n - 1)), which is std(r) where nothing is past: the process supervision of GRPO takes the deviation of
     all rewards likewise (arXiv 2402.03300, section 4.1.3). Where trajectories all but agree and their turns do not,
-    std(r) alone would blow these up a million times. Where nothing is past, turns have
-    A_i.
+    std(r) alone would blow these up a million times. Where nothing is past, turns have A_i.
     """
     if estimator != "grpo":
         return [a - turns for turns, a in zip(past, ESTIMATORS[estimator](rewards), strict=True)]
