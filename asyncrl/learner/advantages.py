@@ -65,19 +65,17 @@ def turn_advantages(estimator: Estimator, rewards: np.ndarray, past: Sequence[np
         dr_grpo, rloo    A_it = A_i - past_it
         grpo             A_it = (r_i - past_it - mean(r)) / (s + 1e-6)
 
-    s is the larger of std(r) and of the root mean square of what is divided, over all turns of the group with one
-    fewer in the denominator, as in the process supervision of GRPO (arXiv 2402.03300, section 4.1.3): where the
-    rewards of the trajectories all but agree and those of the turns do not, std(r) would blow them up a million times.
-    Where nothing is past, all turns of a trajectory have A_i.
+    s is the larger of std(r) and of the spread of the turns, sqrt(sum over i of the mean over t of (r_i - past_it -
+    mean(r))^2 / (n - 1)), which is std(r) where nothing is past: the process supervision of GRPO takes the deviation of
+    all rewards likewise (arXiv 2402.03300, section 4.1.3). Where trajectories all but agree and their turns do not,
+    std(r) alone would blow these up a million times. Where nothing is past, turns have A_i.
     """
-    if not any(turns.any() for turns in past):
-        return [np.full(len(turns), a) for turns, a in zip(past, ESTIMATORS[estimator](rewards), strict=True)]
     if estimator != "grpo":
         return [a - turns for turns, a in zip(past, ESTIMATORS[estimator](rewards), strict=True)]
     centred = _centred(rewards)
     returns = [r - turns for turns, r in zip(past, centred, strict=True)]
-    of_turns = np.concatenate(returns)
-    spread = max(_std(centred), _std(of_turns)) if len(of_turns) > 1 else _std(centred)
+    of_turns = np.array([np.mean(of_it**2) if len(of_it) else 0.0 for of_it in returns])
+    spread = max(_std(centred), float(np.sqrt(of_turns.sum() / (len(centred) - 1))))
     return [of_it / (spread + STD_EPSILON) for of_it in returns]
 
 

@@ -32,8 +32,8 @@ from asyncrl.learner.aggregation import step_denominator, token_weight
 from asyncrl.learner.group_check import check_group
 from asyncrl.learner.group_metrics import reward_metrics, rewards_of, rollout_metrics, staleness_metrics
 from asyncrl.learner.packing import pack
-from asyncrl.messages import groups as messages
 from asyncrl.messages.groups import Group, Trajectory
+from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.trajectories import is_truncated, past_rewards, sampled_positions, sampled_spans, sampled_versions
 
 
@@ -191,7 +191,7 @@ def _trained_sequences(
     return found
 
 
-def _staleness(sequence: messages.Sequence, stale: np.ndarray) -> np.ndarray:
+def _staleness(sequence: TokenSequence, stale: np.ndarray) -> np.ndarray:
     """As in MicroBatch."""
     if any(span.mixed_kv for span in sequence.spans):
         spans = list(sampled_spans(sequence))
@@ -206,7 +206,7 @@ class _Sequence:
         self,
         name: SequenceId,
         prompt_ids: np.ndarray,
-        sequence: messages.Sequence,
+        sequence: TokenSequence,
         advantages: np.ndarray,
         stale: np.ndarray,
         kept: slice | np.ndarray,

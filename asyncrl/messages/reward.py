@@ -15,6 +15,7 @@ class Completion(Struct, gc=False, frozen=True, kw_only=True):
     text: str
     finish_reason: FinishReason
     tokens: Count
+    """That the policy sampled."""
 
 
 class Score(Request, frozen=True, kw_only=True):

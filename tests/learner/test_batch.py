@@ -269,7 +269,7 @@ def _conversations(draw: st.DrawFn, prompt: list[int]) -> tuple[Trajectory, list
                 versions=versions,
                 logprobs=np.array(logprobs, np.float32),
                 prompt_ids=None if first is prompt else np.array(first, np.int32),
-                turns=turns if len(turns) > 1 or any(turn.past_reward for turn in turns) else [],
+                turns=turns if len(turns) != 1 or turns[0].past_reward else [],
             )
         )
     reward = draw(st.sampled_from([0.0, 0.5, 1.0, 2.0]))
@@ -282,10 +282,14 @@ def _brute_force(group: Group, answers: list[list[dict[str, Any]]], config: Any,
     """(context, target, behaviour, staleness, advantage, weight) of each token that is to be trained."""
     rewards = [float(t.reward or 0.0) for t in group.trajectories]
     mean = sum(rewards) / len(rewards)
-    returns = [r - node["past"] - mean for r, nodes in zip(rewards, answers, strict=True) for node in nodes]
     spread = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
-    if len(returns) > 1 and any(node["past"] for nodes in answers for node in nodes):
-        spread = max(spread, math.sqrt(sum(r**2 for r in returns) / (len(returns) - 1)))
+    squares = [
+        sum((r - node["past"] - mean) ** 2 for node in nodes) / len(nodes)
+        for r, nodes in zip(rewards, answers, strict=True)
+        if nodes
+    ]
+    if any(node["past"] for nodes in answers for node in nodes):
+        spread = max(spread, math.sqrt(sum(squares) / (len(rewards) - 1)))
     found = []
     for trajectory, nodes in zip(group.trajectories, answers, strict=True):
         if config.reward.truncated == "mask" and trajectory.finish_reason != "stop":

@@ -56,6 +56,22 @@ def test_synchronous_training_is_on_policy(tmp_path):
     assert [line["staleness/token_max"] for line in system.lines("train")] == [0.0] * 6
 
 
+def test_no_token_that_is_trained_is_late_where_late_ones_are_masked(tmp_path):
+    """Stragglers of a long tail outlive the limit; what is late of them is left out, and the run goes on."""
+    config = sim_config(
+        rollout={"sim": {"length": "lognormal", "length_median": 8.0, "decode_step_s": 0.002}},
+        learner={"steps": 20, "sim": {"step_s": 0.002}},
+        staleness={"max": 1, "late": "mask"},
+    )
+    system, state = run(config, tmp_path)
+    assert state.phase == "done"
+    lines = system.lines("train")
+    assert max(line["staleness/token_max"] for line in lines) <= 1
+    masked = sum(line["staleness/masked_tokens"] for line in lines)
+    assert (masked > 0) == any(line["staleness/late_fraction"] > 0 for line in lines)
+    assert masked > 0
+
+
 def test_filtered_groups_are_replaced_and_no_signal_ends_the_run(tmp_path):
     config = sim_config(learner={"dynamic_sampling": True, "max_filtered_ratio": 3.0})
     system = System(config, tmp_path / "run")
