@@ -106,8 +106,9 @@ class Call:
     versions: list
     untrained: bool
     prompt: object
-    parent_length: int
-    """Of the longest path that the submission began with, when it was made."""
+    tools: list
+    longest_path: int
+    """Of those that the submission began with, when it was made."""
     node: object = None
 
 
@@ -118,6 +119,7 @@ class Player:
     conversation: object
     renderer: object
     calls: list = field(default_factory=list)
+    _asked: dict = field(default_factory=dict)
     _score: float = 0.0
 
     def ask(self, messages, tools=(), options=None):
@@ -131,8 +133,14 @@ class Player:
                 resolved.tail, tools, options, last_ids=parent.ids.tolist(), finish=parent.finish
             )
         if extension is not None:
-            return self.conversation.extend(resolved, extension)
-        return self.conversation.branch(resolved, self.renderer.render(messages, tools, options))
+            prompt = self.conversation.extend(resolved, extension)
+        else:
+            prompt = self.conversation.branch(resolved, self.renderer.render(messages, tools, options))
+        longest = max(
+            (node.length for node in self.conversation.nodes if begins(prompt.ids, node.path_ids().tolist())), default=0
+        )
+        self._asked[id(prompt)] = tools, longest
+        return prompt
 
     def answer(self, prompt, content="", *, reasoning=None, calls=(), versions=(3,), untrained=False, cut=False, **how):
         """From the engine to the node. ``versions`` are given to the tokens in turn, in blocks."""
@@ -147,10 +155,7 @@ class Player:
             # Told apart in float32, too, and so they name the token.
             self._score -= 2.0**-10
             logprobs.append(self._score)
-        longest = max(
-            (node.length for node in self.conversation.nodes if begins(prompt.ids, node.path_ids().tolist())), default=0
-        )
-        call = Call(prompt.ids, tokens, logprobs, each, untrained, prompt, longest)
+        call = Call(prompt.ids, tokens, logprobs, each, untrained, prompt, *self._asked[id(prompt)])
         call.node = self.conversation.commit(
             prompt,
             tokens=tokens,

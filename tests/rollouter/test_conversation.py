@@ -101,7 +101,9 @@ def test_of_equal_answers_the_one_is_meant_that_went_on_so(player):
         prompt = player.ask([user("hi"), echo(node), user(text)])
         below[text] = player.answer(prompt, "b")
     for text in "pq":
-        resolved = player.conversation.resolve([user("hi"), echo(one), user(text), echo(below[text]), user("r")], [], {})
+        resolved = player.conversation.resolve(
+            [user("hi"), echo(one), user(text), echo(below[text]), user("r")], [], {}
+        )
         assert resolved.parent is below[text]
 
 
@@ -131,7 +133,14 @@ HI = [user("hi")]
 TABLE = {
     "goes on": (ChatML, "sampled", HI, lambda a: ([*HI, a, tool("call_0_0", "x")], []), {}, "extend"),
     "goes on without end token": (NoEnd, "sampled", HI, lambda a: ([*HI, a, user("x")], []), {}, "extend"),
-    "a cut that the template mends": (ChatML, "sampled", HI, lambda a: ([*HI, a, user("x")], []), {"cut": True}, "extend"),
+    "a cut that the template mends": (
+        ChatML,
+        "sampled",
+        HI,
+        lambda a: ([*HI, a, user("x")], []),
+        {"cut": True},
+        "extend",
+    ),
     "a cut that a rendering mends": (
         CutIsTheEnd,
         "sampled",
