@@ -107,6 +107,8 @@ class Call:
     untrained: bool
     prompt: object
     tools: list
+    extension: bool
+    """Whether it was not rendered as a whole."""
     longest_path: int
     """Of those that the submission began with, when it was made."""
     node: object = None
@@ -139,7 +141,7 @@ class Player:
         longest = max(
             (node.length for node in self.conversation.nodes if begins(prompt.ids, node.path_ids().tolist())), default=0
         )
-        self._asked[id(prompt)] = tools, longest
+        self._asked[id(prompt)] = tools, extension is not None, longest
         return prompt
 
     def answer(self, prompt, content="", *, reasoning=None, calls=(), versions=(3,), untrained=False, cut=False, **how):

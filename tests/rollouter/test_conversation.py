@@ -28,6 +28,9 @@ def player():
     return Player(Conversation(), ChatML())
 
 
+HI = [user("hi")]
+
+
 def roles(sequence):
     return [span.role for span in sequence.spans]
 
@@ -62,6 +65,17 @@ def test_what_was_sampled_is_never_encoded_again(player):
     second = player.ask([user("hi"), echo(first), user("more")])
     assert first.ids.tolist()[:4] == by_character("abab") != encode("abab")
     assert second.ids[: first.length] == first.path_ids().tolist()
+
+
+def test_the_same_again_behind_an_answer_goes_on_from_it_with_all_that_is_behind_it(player):
+    first = player.chat(HI, "ab")
+    messages = [*HI, echo(first), user("p"), user("q")]
+    one, other = (player.chat(messages, "b") for _ in range(2))
+    assert one.parent is other.parent is first and one.context.tolist() == other.context.tolist()
+    third = player.chat([*messages[:-1], user("r")], "b")
+    renamed = [ord("r") if id == ord("q") else id for id in one.context.tolist()]
+    assert third.cause == "extend" and third.context.tolist() == renamed
+    assert len(player.conversation.sequences()) == 3
 
 
 @pytest.mark.parametrize("strip", [False, True])
@@ -123,13 +137,16 @@ def test_an_answer_counts_only_behind_what_it_was_asked_with(player):
 def cause_after_one_answer(case):
     """The cause of a second call; see the table below."""
     renderer, history, first, second, how = case
+    how = dict(how)
+    twice = how.pop("twice", False)
     player = Player(Conversation(history=history), renderer())
     node = player.chat(first, "ab", reasoning="b", calls=SEARCH, **how)
     messages, tools = second(echo(node, reasoning=True))
+    if twice:
+        player.chat(messages, "b", tools)
     return player.ask(messages, tools).cause
 
 
-HI = [user("hi")]
 TABLE = {
     "goes on": (ChatML, "sampled", HI, lambda a: ([*HI, a, tool("call_0_0", "x")], []), {}, "extend"),
     "goes on without end token": (NoEnd, "sampled", HI, lambda a: ([*HI, a, user("x")], []), {}, "extend"),
@@ -166,6 +183,22 @@ TABLE = {
         HI,
         lambda a: ([*HI, {"role": "assistant", "content": "no"}, user("x")], []),
         {},
+        "fork:assistant",
+    ),
+    "the same again behind an answer": (
+        ChatML,
+        "sampled",
+        HI,
+        lambda a: ([*HI, a, user("x")], []),
+        {"twice": True},
+        "extend",
+    ),
+    "a stranger's answer behind ours, again": (
+        ChatML,
+        "sampled",
+        HI,
+        lambda a: ([*HI, a, tool("call_0_0", "x"), {"role": "assistant", "content": "no"}, user("x")], []),
+        {"twice": True, "encode": by_character},
         "fork:assistant",
     ),
     "a stranger's answer behind ours": (

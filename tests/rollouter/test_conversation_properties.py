@@ -126,8 +126,16 @@ def every_path_is_what_was_submitted_and_sampled(player):
         node, prompt = call.node, call.prompt
         assert node.path_ids().tolist() == [*call.submitted, *call.tokens]
         assert node.parent is prompt.parent and node.length == len(call.submitted) + len(call.tokens)
-        if prompt.cause != "extend":
-            assert call.submitted == player.renderer.render(prompt.resolved.messages, call.tools, {})
+        messages = prompt.resolved.messages
+        if call.extension:
+            parent = prompt.resolved.parent
+            last = max(place for place, message in enumerate(messages) if message["role"] == "assistant")
+            extension = player.renderer.extension(
+                messages[last + 1 :], call.tools, {}, last_ids=parent.ids.tolist(), finish=parent.finish
+            )
+            assert call.submitted == [*parent.path_ids().tolist(), *extension]
+        else:
+            assert call.submitted == player.renderer.render(messages, call.tools, {})
 
 
 def each_prompt_goes_on_from_the_deepest_path_that_it_begins_with(player):
