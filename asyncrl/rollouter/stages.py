@@ -83,7 +83,7 @@ class Stages:
             self._calls[call] = phase
             self._show()
 
-    def answered(self, call: str, now: float, tools: Sequence[str] = ()) -> None:
+    def answered(self, call: str, now: float, *, tools: Sequence[str] = ()) -> None:
         """A call is given its answer, in which ``tools`` are called: names that the agent declared, for display."""
         self._tick(now)
         if call in self._calls:
@@ -104,7 +104,7 @@ class Stages:
             self.outcome, self._over, self._closing = outcome, reason, self._now
             self._show()
 
-    def score(self, now: float, state: Literal["judge", "score"] = "score") -> None:
+    def score(self, now: float, *, state: Literal["judge", "score"] = "score") -> None:
         """The user's code has ended; its conversation is scored."""
         self._tick(now)
         self._over = self._over or "it has ended"
