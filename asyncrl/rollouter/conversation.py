@@ -25,12 +25,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from asyncrl.chat.messages import Message
 from asyncrl.errors import EpisodeOver, InvalidRequest
 from asyncrl.messages import FinishReason
 from asyncrl.messages.episodes import ToolCall
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.messages.groups import VersionSpan
-from asyncrl.rollouter.message_tree import Message, MessageTree, Point, digest, is_answer, message_digest, minted_id
+from asyncrl.rollouter.message_tree import MessageTree, Point, digest, is_answer, message_digest, minted_id
 from asyncrl.rollouter.nodes import Node, shared_prefix
 from asyncrl.rollouter.sequences import past_rewards, sequences_of
 

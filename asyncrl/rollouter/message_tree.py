@@ -20,10 +20,9 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.chat.messages import Message
 from asyncrl.messages.episodes import ToolCall
 from asyncrl.rollouter.nodes import Node
-
-Message = Mapping[str, Any]
 
 _DIGEST_BYTES = 16
 

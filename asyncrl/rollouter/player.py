@@ -150,7 +150,7 @@ class EpisodePlayer:
 
 
 def total_reward(said: float | None, of_turns: Collection[float]) -> float | None:
-    """The return of an episode: what its code said of the whole, and what it said of turns; None where it said nothing."""
+    """The return of an episode: what its code said of the whole and of its turns; None where it said nothing."""
     if said is None and not of_turns:
         return None
     return (said or 0.0) + sum(of_turns)

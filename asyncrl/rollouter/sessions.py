@@ -202,7 +202,8 @@ class Sessions:
             session.changed.set()
             raise
         known = {tool["function"]["name"] for tool in tools}
-        stages.answered(request.call, now(), [each.name for each in reply.tool_calls if each.name in known])
+        called = [each.name for each in reply.tool_calls if each.name in known]
+        stages.answered(request.call, now(), tools=called)
         session.changed.set()
         return reply
 
@@ -271,7 +272,7 @@ class Sessions:
 
     def _teller(self, session: Session, request: Chat, tools: Sequence[Any]) -> Callable[[Response], None]:
         """Sends text as it is sampled, where all of an answer is text."""
-        if not request.stream or tools or request.stop or not self._renderer.report.plain:
+        if not request.stream or tools or request.stop or self._renderer.report.reasoning_parser != "none":
             return lambda response: None
         told = 0
 

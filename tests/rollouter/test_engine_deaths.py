@@ -15,7 +15,7 @@ from asyncrl.monitor.states import StateLedger
 from asyncrl.rollouter.account import SampleAccount
 from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.engines.base import Delta
-from asyncrl.rollouter.generation import EpisodeEngine, TrajectoryFailed, single_turn
+from asyncrl.rollouter.generation import PolicyCall, TrajectoryFailed, single_turn
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.clock import LoopClock, run_virtual
 from asyncrl.stops import Stops
@@ -164,10 +164,8 @@ class World:
             make_group(uid).ticket, max_tokens=tokens, prompt_ids=np.array([5], np.int32), temperature=1.0, **changes
         )
         account = SampleAccount(uid, sample, LoopClock().now)
-        engine = EpisodeEngine(
-            self.host, Letters(), Stops(strings=tuple(self.config.rollout.stop)), self.config, ticket, account
-        )
-        return await single_turn(engine, ticket, sample)
+        call = PolicyCall(self.host, Letters(), self.config, ticket, account.call())
+        return await single_turn(call, ticket, sample, Stops(strings=tuple(self.config.rollout.stop)), Letters())
 
     async def __aenter__(self):
         self.living = asyncio.create_task(self.keep_alive())
