@@ -100,6 +100,8 @@ def _seam(template: ChatTemplate) -> tuple[str, str, str]:
     if isinstance(turn, str):
         return "", "", ""
     seam = alone.rpartition(turn.end or turn.sampled)[2]
-    unheard = [text for text in template.tokenizer.special_ids if not turn.end and seam.startswith(text)]
-    note = f"the template ends answers with {unheard[0]!r}, where no answer stops: put it into rollout.stop"
-    return turn.end, seam, note if unheard else ""
+    note = ""
+    for text in template.tokenizer.special_ids:
+        if not turn.end and seam.startswith(text):
+            note = f"the template ends answers with {text!r}, where no answer stops: put it into rollout.stop"
+    return turn.end, seam, note

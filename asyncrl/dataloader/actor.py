@@ -43,7 +43,7 @@ from asyncrl.monitor.story_log import GRANTED, ORPHANED, RETURNED, SETTLED
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.runtime.away import log_away
 from asyncrl.runtime.parking import ParkingLot
-from asyncrl.tokenizer import Tokenizer, load_tokenizer
+from asyncrl.tokenizer import Tokenizer, tokenizer_of
 
 LEARNER = "learner/0"
 AWAY_S = 0.5
@@ -91,9 +91,7 @@ class Dataloader(Actor):
     async def setup(self) -> None:
         """Read and tokenize all prompts. Raises DataError or ConfigError."""
         config = self.config
-        tokenizer = await asyncio.to_thread(
-            load_tokenizer, config.model.path, trust_remote_code=config.model.trust_remote_code
-        )
+        tokenizer = await asyncio.to_thread(tokenizer_of, config)
         self._prompts = await self._read("data", config.data, tokenizer)
         for name, evaluation in config.eval.items():
             self._eval_prompts[name] = await self._read(f"eval.{name}.data", evaluation.data, tokenizer)

@@ -26,7 +26,7 @@ from asyncrl.errors import ConfigError, DataError
 from asyncrl.preflight.findings import Finding, fail, ok, warn
 from asyncrl.runtime.supervision import describe_exit
 from asyncrl.stops import resolve_stops
-from asyncrl.tokenizer import Tokenizer, load_tokenizer
+from asyncrl.tokenizer import Tokenizer, tokenizer_of
 
 ARGV = (sys.executable, "-m", "asyncrl.preflight.inputs")
 READ_S = 45.0
@@ -126,7 +126,7 @@ def _sets(config: Config) -> dict[str, DataConfig]:
 def _check_tokenizer(config: Config) -> tuple[Finding, Tokenizer | None]:
     model = config.model
     try:
-        tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+        tokenizer = tokenizer_of(config)
     except ConfigError as error:
         told = "; ".join(problem.removeprefix(f"{MODEL}: ") for problem in error.problems)
         fix = "copy the tokenizer's files into the model's folder, whole"
