@@ -23,6 +23,8 @@ class CaseFinding(msgspec.Struct, frozen=True):
     case: str
     verdict: Verdict
     reason: str = ""
+    by_policy: bool = False
+    """It forks because chat.history says so."""
 
 
 class ChatReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +75,7 @@ def make_report(
         if shape.reasoning and not parsers.thinks:
             continue
         found = examine(shape)
-        cases.append(CaseFinding(name, found.verdict, found.reason))
+        cases.append(CaseFinding(name, found.verdict, found.reason, found.by_policy))
     end, seam, note = _seam(template)
     return ChatReport(
         renderer=chat.renderer,
