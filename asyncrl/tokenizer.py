@@ -24,6 +24,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 
 Template = Literal["plain", "chat"]
@@ -85,6 +86,17 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
         """The text of ids, without special tokens unless ``keep_special``."""
+
+
+def tokenizer_of(config: Config) -> Tokenizer:
+    """The tokenizer of a run, whose chat template is told what the run says. Raises ConfigError."""
+    model, chat = config.model, config.chat
+    return load_tokenizer(
+        model.path,
+        trust_remote_code=model.trust_remote_code,
+        date=chat.date,
+        template_options=chat.template_options,
+    )
 
 
 def load_tokenizer(

@@ -11,7 +11,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 
 from asyncrl.chat.renderer import TemplateRenderer, make_renderer
 from asyncrl.config.load import validate_config
-from asyncrl.tokenizer import load_tokenizer
+from asyncrl.tokenizer import tokenizer_of
 
 SPECIAL = (
     *("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|start|>", "<|header|>", "<|eot|>", "<|eom|>"),
@@ -197,10 +197,7 @@ def config_of(folder: Path | None, **chat: Any):
 
 def renderer_of(folder: Path | None, **chat: Any) -> TemplateRenderer:
     config = config_of(folder, **chat)
-    tokenizer = load_tokenizer(
-        None if folder is None else str(folder), date=config.chat.date, template_options=config.chat.template_options
-    )
-    renderer = make_renderer(config, tokenizer)
+    renderer = make_renderer(config, tokenizer_of(config))
     assert isinstance(renderer, TemplateRenderer)
     return renderer
 

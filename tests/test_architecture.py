@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "config": {"errors"},
     "snapshot": set(),
     "messages": {"snapshot"},
-    "tokenizer": {"errors"},
+    "tokenizer": {"errors", "config"},
     "stops": {"errors", "config", "tokenizer"},
     "chat": {"errors", "config", "messages", "tokenizer"},
     "ledger": {"messages"},

@@ -40,14 +40,14 @@ from asyncrl.rollouter.engines.base import Engine, GenerationRequest
 from asyncrl.rollouter.generation import request_seed
 from asyncrl.rollouter.response import Response
 from asyncrl.stops import Stops, resolve_stops
-from asyncrl.tokenizer import Tokenizer, load_tokenizer
+from asyncrl.tokenizer import Tokenizer, tokenizer_of
 from asyncrl.weights.staging import Staged, layout_of
 
 
 def train(config: Config, runner: asyncio.Runner, engine: Engine, trainer: Trainer, records: RecordFiles) -> None:
     """The loop."""
     learner, reward = config.learner, config.reward
-    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    tokenizer = tokenizer_of(config)
     stops = resolve_stops(config.rollout, tokenizer)
     prompts = PromptSet(load_dataset(config.data), config.data, tokenizer)
     prompts.tokenize(len(prompts))

@@ -11,7 +11,7 @@ same, and all but that reasoning is equal; ``history = "template"`` forks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from asyncrl.chat.messages import Message, Tool
@@ -82,6 +82,8 @@ class Finding:
     verdict: Verdict
     reason: str = ""
     """Of a fork or a refusal; of an extension, what it leaves in the context that a single render drops."""
+    by_policy: bool = False
+    """It forks because ``history = "template"`` says so."""
 
 
 def examine(template: ChatTemplate, shape: Shape, history: History, options: Mapping[str, Any]) -> Finding:
@@ -103,7 +105,7 @@ def examine(template: ChatTemplate, shape: Shape, history: History, options: Map
                 return Finding("refused", f"{error.problem}{place}")
             each = Finding("fork", turn) if isinstance(turn, str) else _judge(template, turn, shape, history)
             if each.verdict != "extend":
-                return Finding(each.verdict, f"{each.reason}{place}")
+                return replace(each, reason=f"{each.reason}{place}")
             found = each if found is None or each.reason else found
     return found or Finding("refused", refusal)
 
@@ -112,7 +114,7 @@ def _judge(template: ChatTemplate, turn: Turn, shape: Shape, history: History) -
     if shape.ended and not turn.end:
         return Finding("fork", "the template writes no token behind an answer that ends it for the model")
     if turn.dropped and history == "template":
-        return Finding("fork", f"a single render leaves {turn.dropped!r} out")
+        return Finding("fork", f"a single render leaves {turn.dropped!r} out", by_policy=True)
     asked = template.ids(turn.asked)
     answered = template.ids(turn.asked + turn.sampled)
     if answered[: len(asked)] != asked:

@@ -23,6 +23,8 @@ class CaseFinding(msgspec.Struct, frozen=True):
     case: str
     verdict: Verdict
     reason: str = ""
+    by_policy: bool = False
+    """It forks because chat.history says so."""
 
 
 class ChatReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,8 +75,8 @@ def make_report(
         if shape.reasoning and not parsers.thinks:
             continue
         found = examine(shape)
-        cases.append(CaseFinding(name, found.verdict, found.reason))
-    end, seam = _seam(template)
+        cases.append(CaseFinding(name, found.verdict, found.reason, found.by_policy))
+    end, seam, note = _seam(template)
     return ChatReport(
         renderer=chat.renderer,
         history=chat.history,
@@ -85,17 +87,23 @@ def make_report(
         end=end,
         seam=seam,
         cases=cases,
-        notes=list(parsers.notes),
+        notes=[*parsers.notes, *([note] if note else [])],
     )
 
 
-def _seam(template: ChatTemplate) -> tuple[str, str]:
+def _seam(template: ChatTemplate) -> tuple[str, str, str]:
+    """The end of an answer, what the template writes behind it, and a note where nothing stops at that end."""
     before, answer, tail = example(Shape(tail=("user",), with_tools=False))
     try:
         turn = learn_turn(template, before, answer, tail, (), {})
         alone = template.text([*before, answer], (), {}, generate=False)
     except ChatRefused:
-        return "", ""
+        return "", "", ""
     if isinstance(turn, str):
-        return "", ""
-    return turn.end, alone.rpartition(turn.end)[2] if turn.end else alone.rpartition(turn.sampled)[2]
+        return "", "", ""
+    seam = alone.rpartition(turn.end or turn.sampled)[2]
+    note = ""
+    for text in template.tokenizer.special_ids:
+        if not turn.end and seam.startswith(text):
+            note = f"the template ends answers with {text!r}, where no answer stops: put it into rollout.stop"
+    return turn.end, seam, note

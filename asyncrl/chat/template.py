@@ -15,10 +15,6 @@ from asyncrl.chat.parsers import write_calls
 from asyncrl.errors import ChatRefused, ConfigError
 from asyncrl.tokenizer import Tokenizer
 
-NO_TEMPLATE = (
-    "model.path: {path} has no chat template, and episodes are chats; take a model that has one, or put "
-    "chat_template.jinja into its folder"
-)
 SHORT_ID = 9
 """Mistral's templates refuse ids of calls of another length."""
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
@@ -35,7 +31,8 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Tokenizer, end_ids: Collection[int], *, path: str = "the model") -> None:
         if tokenizer.template_text(with_tools=False) is None:
-            raise ConfigError([NO_TEMPLATE.format(path=path)])
+            told = f"{path} has no chat template, and episodes are chats; take a model that has one, or put "
+            raise ConfigError([f"model.path: {told}chat_template.jinja into its folder"])
         self.tokenizer = tokenizer
         self.end_ids = frozenset(end_ids)
         texts = ((tokenizer.decode([id], keep_special=True), id) for id in sorted(self.end_ids))

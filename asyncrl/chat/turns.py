@@ -50,7 +50,8 @@ def learn_turn(
 ) -> Turn | str:
     """The turn, or why a single render does not go on from where the model answered. Raises ChatRefused.
 
-    The words of ``answer`` end in ANSWER, those of its reasoning in THOUGHT.
+    The content of ``answer`` begins with ANSWER, or it has none and ANSWER is the last word of its calls; its reasoning
+    is THOUGHT.
     """
 
     def text(messages: Sequence[Message], *, generate: bool = True) -> str:
@@ -75,7 +76,11 @@ def learn_turn(
     else:
         dropped = excess
     thought = _dropped_thought(excess, "reasoning_content" in answer, rest[:place], dropped != "")
-    found = _split(template, rest, place + len(ANSWER), text, before, answer)
+    words = answer["content"] or ANSWER
+    if not rest.startswith(words, place):
+        # The template trims it.
+        words = ANSWER
+    found = _split(template, rest, place + len(words), text, before, answer)
     if isinstance(found, str):
         return found
     sampled, end, after = found

@@ -210,6 +210,7 @@ def _prepare(
     from asyncrl.config.load import load_config
     from asyncrl.errors import ConfigError
     from asyncrl.launcher.checks import check_head, errors_of, warnings_of
+    from asyncrl.launcher.date import with_date
     from asyncrl.launcher.hosts import local_host
     from asyncrl.launcher.placement import place, with_gpus
 
@@ -219,6 +220,7 @@ def _prepare(
         from asyncrl.launcher.resume import find_resumption
 
         config, resumption = find_resumption(config, given.resume)
+    config = with_date(config, resumption.folder.path if resumption is not None else None)
     placed: list[Placed] = []
     problems: list[str] = []
     hosts = [local_host()]

@@ -81,7 +81,7 @@ class ChatConfig(Section):
     reasoning_parser: str = "auto"
     """How reasoning is told from the answer: auto, think (<think>...</think>), none, or the name of one of vLLM's
     parsers."""
-    renderer: str = "template"
+    renderer: str = Field(default="template", pattern=r"^(template|renderers:.+)$")
     """template: the model's own chat template; or renderers:NAME of the package of that name."""
     date: str | None = Field(default=None, pattern=r"^\d{4}-\d{2}-\d{2}$")
     """The date that chat templates are told, YYYY-MM-DD; by default that of the run's first start. A resumed run keeps

@@ -32,6 +32,7 @@ from asyncrl.errors import ConfigError, UsageError
 from asyncrl.launcher import addresses
 from asyncrl.launcher.begun import leave_name
 from asyncrl.launcher.checks import check_head, check_sinks, errors_of, summary, warnings_of
+from asyncrl.launcher.date import with_date
 from asyncrl.launcher.detach import Detached
 from asyncrl.launcher.folders import (
     RUN_ID,
@@ -137,6 +138,7 @@ class _Launch:
         self.config = _for_hosts(self.config, len(self.facts))
         await self._place()
         resumption = self._find_resumption()
+        self.config = with_date(self.config, resumption.folder.path if resumption is not None else None)
         if self.dry_run:
             self._show_plan(resumption)
             return 0

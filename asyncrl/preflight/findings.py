@@ -17,6 +17,7 @@ CHECKS = (
     *(
         "model",
         "tokenizer",
+        "chat",
         "data",
         "reward",
         "sinks",

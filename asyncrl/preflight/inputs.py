@@ -1,4 +1,4 @@
-"""Tokenizer and prompts: the first rows of each set, read and tokenized as the dataloader does.
+"""Tokenizer, chat template and prompts: the first rows of each set, read and tokenized as the dataloader does.
 
 A tokenizer may bring code of its own, and libraries that read rows take long to import or die at a broken file, so this
 happens in a process of its own (``python -m asyncrl.preflight.inputs``) under a deadline. Its parent gets findings,
@@ -23,10 +23,11 @@ from asyncrl.config.training import DataConfig
 from asyncrl.dataloader.rows import BadRow, RawRow, check_row, unpack
 from asyncrl.dataloader.sources import open_source
 from asyncrl.errors import ConfigError, DataError
+from asyncrl.preflight.chatting import check_chat
 from asyncrl.preflight.findings import Finding, fail, ok, warn
 from asyncrl.runtime.supervision import describe_exit
 from asyncrl.stops import resolve_stops
-from asyncrl.tokenizer import Tokenizer, load_tokenizer
+from asyncrl.tokenizer import Tokenizer, tokenizer_of
 
 ARGV = (sys.executable, "-m", "asyncrl.preflight.inputs")
 READ_S = 45.0
@@ -64,13 +65,18 @@ class Inputs(msgspec.Struct, frozen=True):
 
 
 async def check_inputs(config: Config, *, with_rows: bool = True, limit_s: float = READ_S) -> Inputs:
-    """A finding for the tokenizer and, ``with_rows``, for each set of prompts. Never fails."""
+    """A finding for the tokenizer, one for the chat template of episodes, and, ``with_rows``, for each set of prompts.
+
+    Never fails.
+    """
     sets = _sets(config) if with_rows else {}
     if config.model.path is None and all(data.source == "synthetic" for data in sets.values()):
         # All of it is our own, and cheap.
         return read_inputs(config, with_rows=with_rows)
     keys = ", ".join([MODEL] * (config.model.path is not None) + list(sets))
     fix = "copy these files to a faster disk; the run itself waits longer for them"
+    if config.episode.kind != "single":
+        limit_s += config.chat.check_timeout_s
     order = msgspec.msgpack.encode(Order(config_to_json(config), with_rows))
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors:
         given.write(order)
@@ -112,6 +118,8 @@ def read_inputs(config: Config, *, with_rows: bool) -> Inputs:
         # The check of the model tells of one that is not there.
         finding, tokenizer = _check_tokenizer(config)
         findings.append(finding)
+        if tokenizer is not None and config.episode.kind != "single":
+            findings.append(check_chat(config, tokenizer))
     for key, data in (_sets(config) if with_rows else {}).items():
         found, some = _check_set(key, data, tokenizer, SAMPLES if key == "data" else 1)
         findings.append(found)
@@ -126,7 +134,7 @@ def _sets(config: Config) -> dict[str, DataConfig]:
 def _check_tokenizer(config: Config) -> tuple[Finding, Tokenizer | None]:
     model = config.model
     try:
-        tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+        tokenizer = tokenizer_of(config)
     except ConfigError as error:
         told = "; ".join(problem.removeprefix(f"{MODEL}: ") for problem in error.problems)
         fix = "copy the tokenizer's files into the model's folder, whole"

@@ -42,7 +42,7 @@ from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.runtime.away import log_away
 from asyncrl.runtime.peer import CallFuture
 from asyncrl.stops import Stops, resolve_stops
-from asyncrl.tokenizer import Tokenizer, load_tokenizer
+from asyncrl.tokenizer import Tokenizer, tokenizer_of
 from asyncrl.trajectories import sampled_tokens
 
 T = TypeVar("T")
@@ -132,8 +132,7 @@ class Rollouter(Actor):
         # The HELLO tells these that an earlier incarnation is dead, long before the engine is up.
         self.peer(PARAMETER_SERVER).connect()
         self.peer(DATALOADER).connect()
-        model = self.config.model
-        self._tokenizer = await asyncio.to_thread(load_tokenizer, model.path, trust_remote_code=model.trust_remote_code)
+        self._tokenizer = await asyncio.to_thread(tokenizer_of, self.config)
         self._stops = resolve_stops(self.config.rollout, self._tokenizer)
         if self.config.rollout.stops:
             self.log.info("responses end at", token_ids=self._stops.token_ids, strings=self._stops.strings)

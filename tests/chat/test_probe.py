@@ -20,7 +20,7 @@ EXPECTED = {
     "qwen3": {},
     "qwen3 thinking": {},
     "keeps thinking": {},
-    "lines": {name: "fork" for name in ALL if name != "cut by length"},
+    "lines": dict.fromkeys(ALL, "fork"),
     "llama": {"several tools": "refused"},
     "mistral": dict.fromkeys(ALL, "fork") | {"user after tool": "refused", "system": "refused"},
 }
