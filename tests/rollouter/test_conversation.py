@@ -140,7 +140,7 @@ def cause_after_one_answer(case):
     how = dict(how)
     twice = how.pop("twice", False)
     player = Player(Conversation(history=history), renderer())
-    node = player.chat(first, "ab", reasoning="b", calls=SEARCH, **how)
+    node = player.chat(first, "ab", reasoning="b", **{"calls": SEARCH, **how})
     messages, tools = second(echo(node, reasoning=True))
     if twice:
         player.chat(messages, "b", tools)
@@ -163,7 +163,7 @@ TABLE = {
         "sampled",
         HI,
         lambda a: ([*HI, a, user("x")], []),
-        {"cut": True},
+        {"cut": True, "calls": ()},
         "extend",
     ),
     "a cut that nothing mends": (
@@ -251,13 +251,30 @@ def test_why_a_prompt_forks(name):
     assert cause_after_one_answer(case) == expected
 
 
-def test_under_template_a_lost_reasoning_is_a_fork_though_the_answer_is_recognised():
-    player = Player(Conversation(history="template"), ChatML())
-    first = player.chat(HI, "ab", reasoning="b")
-    resolved = player.conversation.resolve([*HI, echo(first), user("x")], [], {})
-    assert resolved.parent is first and not resolved.extends
-    assert player.ask([*HI, echo(first), user("x")]).cause == "fork:history"
-    assert player.ask([*HI, echo(first, reasoning=True), user("x")]).cause == "extend"
+def test_a_rendering_has_our_answers_as_they_were_given():
+    player = Player(Conversation(), CutIsTheEnd())
+    first = player.chat(HI, "ab ", reasoning="b", calls=SEARCH, cut=True, encode=by_character)
+    prompt = player.ask([*HI, echo(first, arguments=reserialised, strip=True), tool("call_0_0", "x"), user("y")])
+    assert prompt.cause == "fork:cut"
+    function = {"name": "search", "arguments": {"q": "ab", "k": 3}}
+    assert prompt.resolved.messages == [
+        *HI,
+        {
+            "role": "assistant",
+            "content": "ab ",
+            "reasoning_content": "b",
+            "tool_calls": [{"id": "call_0_0", "type": "function", "function": function}],
+        },
+        tool("call_0_0", "x"),
+        user("y"),
+    ]
+
+
+@pytest.mark.parametrize("arguments", ["", "{", "[1]", "[" * 100_000])
+def test_arguments_that_are_no_object_stay_text(player, arguments):
+    node = player.chat(HI, "", calls=[("search", arguments)])
+    assert node.for_template() == node.message
+    assert player.ask([*HI, echo(node), tool("call_0_0", "x")]).parent is node
 
 
 def test_two_first_calls_at_once_are_one_root_and_one_branch(player):
