@@ -293,6 +293,15 @@ def test_a_fork_goes_on_from_an_answer_where_its_tokens_are_the_same(player):
     assert len(player.conversation.sequences()) == 1
 
 
+def test_the_tokens_of_an_answer_go_on_under_options_that_the_template_leaves_out(player):
+    first = player.chat(HI, "ab")
+    second = player.chat([*HI, echo(first), user("x")], "b", options={"unknown": 1})
+    assert second.cause == "fork:root" and second.parent is first
+    player.conversation.reward(second.id, 1.0)
+    [sequence] = player.conversation.sequences()
+    assert [turn.past_reward for turn in sequence.turns] == [0.0, 0.0]
+
+
 def test_an_answer_whose_tokens_are_rendered_otherwise_trains_in_its_own_context_alone():
     player = Player(Conversation(), StripsThinking())
     first = player.chat(HI, "ab", reasoning="b")
