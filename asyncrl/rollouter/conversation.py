@@ -138,10 +138,13 @@ class Conversation:
     def resolve(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
     ) -> Resolved:
-        """Find in the conversation what ``messages`` go on from. They are kept, and must not be changed."""
+        """Find in the conversation what ``messages`` go on from. They are kept, and must not be changed.
+
+        Raises EpisodeOver; ChatRefused on what is nested too deeply.
+        """
         self._require_open()
-        root = digest([tools, options])
-        digests = [message_digest(message) for message in messages]
+        root = digest([tools, options], "tools")
+        digests = [message_digest(message, f"messages[{number}]") for number, message in enumerate(messages)]
         point = self._tree.deepest(root, messages, digests)
         known = point.path() if point else []
         places = [place for place in known if place.node]

@@ -95,7 +95,7 @@ class Node:
 def _object_or_text(arguments: str) -> dict[str, Any] | str:
     try:
         value = msgspec.json.decode(arguments)
-    except (msgspec.DecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments
 

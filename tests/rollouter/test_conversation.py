@@ -16,9 +16,10 @@ from conversation_cases import (
     user,
 )
 
-from asyncrl.errors import EpisodeOver, InvalidRequest
+from asyncrl.errors import ChatRefused, EpisodeOver, InvalidRequest
 from asyncrl.messages.groups import Turn, VersionSpan
 from asyncrl.rollouter.conversation import Conversation
+from asyncrl.rollouter.message_tree import message_digest
 
 SEARCH = [("search", '{"q": "ab",  "k":3}')]
 
@@ -270,11 +271,28 @@ def test_a_rendering_has_our_answers_as_they_were_given():
     ]
 
 
-@pytest.mark.parametrize("arguments", ["", "{", "[1]", "[" * 100_000])
+@pytest.mark.parametrize("arguments", ["", "{", "[1]", "[" * 100_000, '{"q": "\\ud800"}'])
 def test_arguments_that_are_no_object_stay_text(player, arguments):
     node = player.chat(HI, "", calls=[("search", arguments)])
     assert node.for_template() == node.message
     assert player.ask([*HI, echo(node), tool("call_0_0", "x")]).parent is node
+
+
+def test_half_of_a_surrogate_pair_is_told_apart_and_endless_nesting_refused(player):
+    node = player.chat(HI, "", calls=[("search", '{"q": "\\ud800"}')])
+    back = echo(node)
+    back["tool_calls"][0]["function"]["arguments"] = {"q": "\ud800"}
+    assert player.ask([*HI, back, tool("call_0_0", "x")]).parent is node
+    foreign = [{**user("x"), "name": name} for name in ("\ud800", "\ud801", "\ud800")]
+    digests = [message_digest(message, "messages[0]") for message in foreign]
+    assert digests[0] != digests[1] and digests[0] == digests[2]
+    nested = []
+    for _ in range(10_000):
+        nested = [nested]
+    with pytest.raises(ChatRefused, match=r"messages\[1\]: is nested too deeply"):
+        player.ask([*HI, {**user("x"), "extra": nested}])
+    with pytest.raises(ChatRefused, match="tools: is nested too deeply"):
+        player.ask(HI, [{"parameters": nested}])
 
 
 def test_two_first_calls_at_once_are_one_root_and_one_branch(player):
@@ -291,6 +309,13 @@ def test_a_fork_goes_on_from_an_answer_where_its_tokens_are_the_same(player):
     second = player.chat([*HI, back, tool("renamed", "x")], "b")
     assert second.cause == "fork:assistant" and second.parent is first
     assert len(player.conversation.sequences()) == 1
+
+
+def test_of_answers_of_equal_tokens_a_fork_goes_on_from_the_one_that_was_recognised():
+    player = Player(Conversation(), CutIsTheEnd())
+    _, newest = (player.chat(HI, "ab", cut=True) for _ in range(2))
+    prompt = player.ask([*HI, echo(newest), user("x")])
+    assert prompt.cause == "extend" and prompt.parent is prompt.resolved.parent is newest
 
 
 def test_the_tokens_of_an_answer_go_on_under_options_that_the_template_leaves_out(player):
@@ -429,10 +454,10 @@ def test_a_sealed_conversation_never_changes(player):
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"tokens": []},
+        {"tokens": [], "logprobs": [], "spans": []},
         {"logprobs": [-1.0]},
         {"spans": [VersionSpan(3, 0, 1)]},
-        {"spans": [VersionSpan(3, 0, 1), VersionSpan(4, 2, 3)]},
+        {"spans": [VersionSpan(3, 0, 1), VersionSpan(4, 0, 2)]},
         {"spans": [VersionSpan(-1, 0, 2)]},
     ],
 )
