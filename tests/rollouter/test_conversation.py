@@ -61,6 +61,13 @@ def test_a_linear_conversation_is_one_sequence_of_exactly_what_was_submitted_and
     assert sequence.logprobs.tolist() == [*player.calls[0].logprobs, *player.calls[1].logprobs]
 
 
+def test_spans_keep_that_a_token_was_sampled_over_older_keys(player):
+    prompt = player.ask(HI)
+    spans = [VersionSpan(3, 0, 1), VersionSpan(4, 1, 2, True)]
+    player.conversation.commit(prompt, tokens=[65, 66], logprobs=[-1.0, -2.0], spans=spans, finish="stop", content="AB")
+    assert player.conversation.sequences()[0].spans == spans
+
+
 def test_what_was_sampled_is_never_encoded_again(player):
     first = player.chat([user("hi")], "abab", encode=by_character)
     second = player.ask([user("hi"), echo(first), user("more")])
@@ -271,7 +278,7 @@ def test_a_rendering_has_our_answers_as_they_were_given():
     ]
 
 
-@pytest.mark.parametrize("arguments", ["", "{", "[1]", "[" * 100_000, '{"q": "\\ud800"}'])
+@pytest.mark.parametrize("arguments", ["", "{", "[1]", "[" * 100_000, '{"q": "\\ud800"}', '{"q": "\ud800"}'])
 def test_arguments_that_are_no_object_stay_text(player, arguments):
     node = player.chat(HI, "", calls=[("search", arguments)])
     assert node.for_template() == node.message
