@@ -138,6 +138,8 @@ def test_of_answers_that_differ_in_blanks_the_exact_one_is_meant(player):
 def test_an_answer_counts_only_behind_what_it_was_asked_with(player):
     first = player.chat([user("hi")], "ab", calls=SEARCH)
     messages = [user("other"), echo(first), tool("call_0_0", "x")]
+    assert player.ask(messages).cause == "fork:edited"
+    player.chat([user("other")], "b")
     assert player.conversation.resolve(messages, [], {}).parent is None
     assert player.ask(messages).cause == "fork:edited"
 

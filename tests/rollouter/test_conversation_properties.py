@@ -129,8 +129,11 @@ def every_path_is_what_was_submitted_and_sampled(player):
         messages = prompt.resolved.messages
         for sent, restored in zip(call.messages, messages, strict=True):
             assert sent == restored or any(same_answer(sent, other.node, restored) for other in player.calls)
+        parent = prompt.resolved.parent
+        if parent is not None:
+            asked = player.calls[parent.id].prompt.resolved.messages
+            assert messages[: len(asked) + 1] == [*asked, parent.for_template()]
         if call.extension:
-            parent = prompt.resolved.parent
             last = max(place for place, message in enumerate(messages) if message["role"] == "assistant")
             extension = player.renderer.extension(
                 messages[last + 1 :], call.tools, {}, last_ids=parent.ids.tolist(), finish=parent.finish
