@@ -116,17 +116,19 @@ def test_ids_of_another_conversation_are_not_taken_for_ours(player):
 
 
 def test_of_equal_answers_the_one_is_meant_that_went_on_so(player):
-    one, other = (player.chat([user("hi")], "ab") for _ in range(2))
+    one = player.chat(HI, "ab")
+    below = player.chat([*HI, echo(one), user("p")], "b")
+    other = player.chat(HI, "ab")
     assert one.message == other.message
-    below = {}
-    for node, text in ((one, "p"), (other, "q")):
-        prompt = player.ask([user("hi"), echo(node), user(text)])
-        below[text] = player.answer(prompt, "b")
-    for text in "pq":
-        resolved = player.conversation.resolve(
-            [user("hi"), echo(one), user(text), echo(below[text]), user("r")], [], {}
-        )
-        assert resolved.parent is below[text]
+    messages = [*HI, echo(one), user("p"), echo(below), user("q")]
+    assert player.conversation.resolve(messages, [], {}).parent is below
+    assert player.conversation.resolve([*HI, echo(one), user("q")], [], {}).parent is other
+
+
+def test_of_equal_answers_one_that_is_trained_is_meant(player):
+    trained = player.chat(HI, "ab")
+    player.chat(HI, "ab", untrained=True)
+    assert player.conversation.resolve([*HI, echo(trained), user("x")], [], {}).parent is trained
 
 
 def test_of_answers_that_differ_in_blanks_the_exact_one_is_meant(player):
