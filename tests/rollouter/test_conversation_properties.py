@@ -104,7 +104,7 @@ def renderer(request):
     return request.param()
 
 
-plays = settings(max_examples=100, deadline=None)
+plays = settings(max_examples=60, deadline=None)
 
 
 @plays
