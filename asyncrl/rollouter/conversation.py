@@ -3,8 +3,8 @@
 A call of the policy goes through three steps here, and whatever takes time lies between them:
 
 1. ``resolve``: which answer do the messages go on from, and what is new behind it?
-2. The caller renders, where ``extends`` first what is new alone (``extend``), else or where the template does not allow
-   that, all of the messages (``branch``). Both give the Prompt that the engine is to have.
+2. The caller renders: where ``extends`` what is new alone (``extend``); else, or where the renderer allows no
+   extension, all of the messages (``branch``). Both give the Prompt that the engine is to have.
 3. ``commit``: what was sampled for that prompt becomes a node.
 
 Calls may overlap, since nodes are only added and never change: what a call has resolved holds whatever is committed
@@ -49,11 +49,15 @@ Cause = Literal[
 """Why a prompt is as it is.
 
 ``root``: the first of the conversation. ``extend``: the tokens of an answer go on. A fork shares with earlier calls no
-more than the tokens that happen to be equal, because: ``root``, it has other tools or template options; ``branch``, its
-messages go on from no answer: the same again, a sub-agent, a summary; ``edited``, what comes before an answer of ours
-was changed; ``assistant``, it holds an answer that was not sampled here; ``history``, the template renders an earlier
-answer otherwise than it was sampled, under ``history = "template"``; ``cut``, an answer was cut by a limit and the
-template cannot go on from that; ``no-extension``, the template cannot go on from an answer otherwise.
+more than the tokens that happen to be equal, because:
+
+* ``root``: it has other tools or template options;
+* ``branch``: its messages go on from no answer, as the same again, a sub-agent or a summary;
+* ``edited``: what comes before an answer of ours was changed;
+* ``assistant``: it holds an answer that was not sampled here;
+* ``history``: under ``history = "template"`` the template renders an earlier answer otherwise than it was sampled;
+* ``cut``: an answer was cut by a limit, and the template cannot go on from that;
+* ``no-extension``: the template cannot go on from an answer for another reason.
 """
 
 
@@ -62,6 +66,7 @@ class Resolved:
     """What the messages of a call are to the conversation."""
 
     messages: Sequence[Message]
+    """All of them to be rendered, with our answers as they were given: agents drop reasoning and rewrite JSON."""
     parent: Node | None
     """The last answer of ours in them, recognised at its place."""
     tail: Sequence[Message]
@@ -111,7 +116,10 @@ class Counts:
 
 
 class Conversation:
-    """One attempt at one trajectory. ``history`` is as in ChatConfig."""
+    """One attempt at one trajectory.
+
+    ``history`` is as in ChatConfig: the renderer keeps to it, here forks are named by it.
+    """
 
     def __init__(self, *, history: Literal["sampled", "template"] = "sampled") -> None:
         self.nodes: list[Node] = []
@@ -131,10 +139,13 @@ class Conversation:
     def resolve(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
     ) -> Resolved:
-        """Find in the conversation what ``messages`` go on from. They are kept, and must not be changed."""
+        """Find in the conversation what ``messages`` go on from. They are kept, and must not be changed.
+
+        Raises EpisodeOver; ChatRefused on what is nested too deeply.
+        """
         self._require_open()
-        root = digest([tools, options])
-        digests = [message_digest(message) for message in messages]
+        root = digest([tools, options], "tools")
+        digests = [message_digest(message, f"messages[{number}]") for number, message in enumerate(messages)]
         point = self._tree.deepest(root, messages, digests)
         known = point.path() if point else []
         places = [place for place in known if place.node]
@@ -143,10 +154,10 @@ class Conversation:
         answered = any(is_answer(message) for message in tail)
         unknown = messages[len(known) :]
         return Resolved(
-            messages=messages,
+            messages=[*(_as_given(place) for place in known), *unknown],
             parent=parent,
             tail=tail,
-            extends=parent is not None and not answered and self._history == "sampled",
+            extends=parent is not None and not answered,
             fork=self._fork(root, parent, unknown, answered),
             before=_before(known, len(messages)),
             root=root,
@@ -318,6 +329,11 @@ def _before(known: Sequence[Point], messages: int) -> tuple[Node, ...]:
         if point.answers and point.depth < messages:
             return tuple(answer.node for answer in point.answers if answer.node)
     return ()
+
+
+def _as_given(place: Point) -> Message:
+    assert place.message is not None
+    return place.node.for_template() if place.node else place.message
 
 
 def _message(content: str, reasoning: str | None, calls: Sequence[ToolCall]) -> dict[str, Any]:

@@ -8,11 +8,12 @@ A request sends all of its history again, so it is walked from the root, and eac
 * everything else by all of its fields.
 
 An answer counts as ours only at its place: behind the messages that it was asked with. Invariant: points are only
-added, so that a walk stays right whatever is added after it. Nothing here fails; what is not known is not matched.
+added, so that a walk stays right whatever is added after it. Fails with ChatRefused on what is nested too deeply.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -21,6 +22,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.chat.messages import Message
+from asyncrl.errors import ChatRefused
 from asyncrl.messages.episodes import ToolCall
 from asyncrl.rollouter.nodes import Node
 
@@ -32,14 +34,21 @@ def minted_id(node: int, call: int) -> str:
     return f"call_{node}_{call}"
 
 
-def digest(value: Any) -> bytes:
-    """Of anything that JSON can hold; the order of keys is no part of it."""
-    return blake2b(msgspec.json.encode(value, order="deterministic"), digest_size=_DIGEST_BYTES).digest()
+def digest(value: Any, field: str) -> bytes:
+    """Of anything that JSON can hold; the order of keys is no part of it. Raises ChatRefused naming ``field``."""
+    try:
+        text = msgspec.json.encode(value, order="deterministic")
+    except UnicodeEncodeError:
+        # Half of a surrogate pair, which JSON can name and UTF-8 cannot hold.
+        text = json.dumps(value, sort_keys=True).encode()
+    except RecursionError:
+        raise ChatRefused(field, "is nested too deeply") from None
+    return blake2b(text, digest_size=_DIGEST_BYTES).digest()
 
 
-def message_digest(message: Message) -> bytes:
+def message_digest(message: Message, field: str) -> bytes:
     """Identity of a message that the policy did not sample; a field of None is as one that is absent."""
-    return digest({key: value for key, value in message.items() if value is not None})
+    return digest({key: value for key, value in message.items() if value is not None}, field)
 
 
 def is_answer(message: Message) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from asyncrl.messages import FinishReason
@@ -52,6 +53,16 @@ class Node:
         """int32: what was sampled."""
         return self.added[self.begin :]
 
+    def for_template(self) -> dict[str, Any]:
+        """``message`` with the arguments of calls as objects, as chat templates want them, where they are such."""
+        if not self.tool_calls:
+            return self.message
+        calls = [
+            {**call, "function": {**call["function"], "arguments": _object_or_text(call["function"]["arguments"])}}
+            for call in self.message["tool_calls"]
+        ]
+        return {**self.message, "tool_calls": calls}
+
     def path(self) -> list[Node]:
         """From the first answer to this one."""
         nodes = []
@@ -79,6 +90,14 @@ class Node:
             span.start == end < span.end and span.version >= 0 and span.role == "sampled"
             for span, end in zip(self.spans, ends, strict=False)
         ), "version spans are contiguous and of sampled tokens"
+
+
+def _object_or_text(arguments: str) -> dict[str, Any] | str:
+    try:
+        value = msgspec.json.decode(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
 
 
 def shared_prefix(

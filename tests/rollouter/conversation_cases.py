@@ -25,6 +25,10 @@ def by_character(text):
     return [ord(character) for character in text]
 
 
+def arguments_text(arguments):
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)
+
+
 class ChatML:
     """<start>role NEWLINE content <end> NEWLINE; calls and reasoning between marks of their own."""
 
@@ -62,7 +66,8 @@ class ChatML:
         return [START, *encode(role), NEWLINE]
 
     def _message(self, message, thinking):
-        calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or ()]
+        functions = [call["function"] for call in message.get("tool_calls") or ()]
+        calls = [(function["name"], arguments_text(function["arguments"])) for function in functions]
         reasoning = message.get("reasoning_content") if thinking else None
         return [*self._begin(message["role"]), *self.answer(message["content"] or "", reasoning, calls), *self.seam]
 
@@ -106,6 +111,8 @@ class Call:
     versions: list
     untrained: bool
     prompt: object
+    messages: list
+    """As the agent sent them."""
     tools: list
     extension: bool
     """Whether it was not rendered as a whole."""
@@ -137,11 +144,11 @@ class Player:
         if extension is not None:
             prompt = self.conversation.extend(resolved, extension)
         else:
-            prompt = self.conversation.branch(resolved, self.renderer.render(messages, tools, options))
+            prompt = self.conversation.branch(resolved, self.renderer.render(resolved.messages, tools, options))
         longest = max(
             (node.length for node in self.conversation.nodes if begins(prompt.ids, node.path_ids().tolist())), default=0
         )
-        self._asked[id(prompt)] = tools, extension is not None, longest
+        self._asked[id(prompt)] = messages, tools, extension is not None, longest
         return prompt
 
     def answer(self, prompt, content="", *, reasoning=None, calls=(), versions=(3,), untrained=False, cut=False, **how):

@@ -16,9 +16,10 @@ from conversation_cases import (
     user,
 )
 
-from asyncrl.errors import EpisodeOver, InvalidRequest
+from asyncrl.errors import ChatRefused, EpisodeOver, InvalidRequest
 from asyncrl.messages.groups import Turn, VersionSpan
 from asyncrl.rollouter.conversation import Conversation
+from asyncrl.rollouter.message_tree import message_digest
 
 SEARCH = [("search", '{"q": "ab",  "k":3}')]
 
@@ -58,6 +59,13 @@ def test_a_linear_conversation_is_one_sequence_of_exactly_what_was_submitted_and
     ]
     assert sequence.turns == [Turn(0, 2), Turn(context, context + 2)]
     assert sequence.logprobs.tolist() == [*player.calls[0].logprobs, *player.calls[1].logprobs]
+
+
+def test_spans_keep_that_a_token_was_sampled_over_older_keys(player):
+    prompt = player.ask(HI)
+    spans = [VersionSpan(3, 0, 1), VersionSpan(4, 1, 2, True)]
+    player.conversation.commit(prompt, tokens=[65, 66], logprobs=[-1.0, -2.0], spans=spans, finish="stop", content="AB")
+    assert player.conversation.sequences()[0].spans == spans
 
 
 def test_what_was_sampled_is_never_encoded_again(player):
@@ -108,17 +116,19 @@ def test_ids_of_another_conversation_are_not_taken_for_ours(player):
 
 
 def test_of_equal_answers_the_one_is_meant_that_went_on_so(player):
-    one, other = (player.chat([user("hi")], "ab") for _ in range(2))
+    one = player.chat(HI, "ab")
+    below = player.chat([*HI, echo(one), user("p")], "b")
+    other = player.chat(HI, "ab")
     assert one.message == other.message
-    below = {}
-    for node, text in ((one, "p"), (other, "q")):
-        prompt = player.ask([user("hi"), echo(node), user(text)])
-        below[text] = player.answer(prompt, "b")
-    for text in "pq":
-        resolved = player.conversation.resolve(
-            [user("hi"), echo(one), user(text), echo(below[text]), user("r")], [], {}
-        )
-        assert resolved.parent is below[text]
+    messages = [*HI, echo(one), user("p"), echo(below), user("q")]
+    assert player.conversation.resolve(messages, [], {}).parent is below
+    assert player.conversation.resolve([*HI, echo(one), user("q")], [], {}).parent is other
+
+
+def test_of_equal_answers_one_that_is_trained_is_meant(player):
+    trained = player.chat(HI, "ab")
+    player.chat(HI, "ab", untrained=True)
+    assert player.conversation.resolve([*HI, echo(trained), user("x")], [], {}).parent is trained
 
 
 def test_of_answers_that_differ_in_blanks_the_exact_one_is_meant(player):
@@ -130,6 +140,8 @@ def test_of_answers_that_differ_in_blanks_the_exact_one_is_meant(player):
 def test_an_answer_counts_only_behind_what_it_was_asked_with(player):
     first = player.chat([user("hi")], "ab", calls=SEARCH)
     messages = [user("other"), echo(first), tool("call_0_0", "x")]
+    assert player.ask(messages).cause == "fork:edited"
+    player.chat([user("other")], "b")
     assert player.conversation.resolve(messages, [], {}).parent is None
     assert player.ask(messages).cause == "fork:edited"
 
@@ -140,7 +152,7 @@ def cause_after_one_answer(case):
     how = dict(how)
     twice = how.pop("twice", False)
     player = Player(Conversation(history=history), renderer())
-    node = player.chat(first, "ab", reasoning="b", calls=SEARCH, **how)
+    node = player.chat(first, "ab", reasoning="b", **{"calls": SEARCH, **how})
     messages, tools = second(echo(node, reasoning=True))
     if twice:
         player.chat(messages, "b", tools)
@@ -163,7 +175,7 @@ TABLE = {
         "sampled",
         HI,
         lambda a: ([*HI, a, user("x")], []),
-        {"cut": True},
+        {"cut": True, "calls": ()},
         "extend",
     ),
     "a cut that nothing mends": (
@@ -251,13 +263,47 @@ def test_why_a_prompt_forks(name):
     assert cause_after_one_answer(case) == expected
 
 
-def test_under_template_a_lost_reasoning_is_a_fork_though_the_answer_is_recognised():
-    player = Player(Conversation(history="template"), ChatML())
-    first = player.chat(HI, "ab", reasoning="b")
-    resolved = player.conversation.resolve([*HI, echo(first), user("x")], [], {})
-    assert resolved.parent is first and not resolved.extends
-    assert player.ask([*HI, echo(first), user("x")]).cause == "fork:history"
-    assert player.ask([*HI, echo(first, reasoning=True), user("x")]).cause == "extend"
+def test_a_rendering_has_our_answers_as_they_were_given():
+    player = Player(Conversation(), CutIsTheEnd())
+    first = player.chat(HI, "ab ", reasoning="b", calls=SEARCH, cut=True, encode=by_character)
+    prompt = player.ask([*HI, echo(first, arguments=reserialised, strip=True), tool("call_0_0", "x"), user("y")])
+    assert prompt.cause == "fork:cut"
+    function = {"name": "search", "arguments": {"q": "ab", "k": 3}}
+    assert prompt.resolved.messages == [
+        *HI,
+        {
+            "role": "assistant",
+            "content": "ab ",
+            "reasoning_content": "b",
+            "tool_calls": [{"id": "call_0_0", "type": "function", "function": function}],
+        },
+        tool("call_0_0", "x"),
+        user("y"),
+    ]
+
+
+@pytest.mark.parametrize("arguments", ["", "{", "[1]", "[" * 100_000, '{"q": "\\ud800"}', '{"q": "\ud800"}'])
+def test_arguments_that_are_no_object_stay_text(player, arguments):
+    node = player.chat(HI, "", calls=[("search", arguments)])
+    assert node.for_template() == node.message
+    assert player.ask([*HI, echo(node), tool("call_0_0", "x")]).parent is node
+
+
+def test_half_of_a_surrogate_pair_is_told_apart_and_endless_nesting_refused(player):
+    node = player.chat(HI, "", calls=[("search", '{"q": "\\ud800"}')])
+    back = echo(node)
+    back["tool_calls"][0]["function"]["arguments"] = {"q": "\ud800"}
+    assert player.ask([*HI, back, tool("call_0_0", "x")]).parent is node
+    foreign = [{**user("x"), "name": name} for name in ("\ud800", "\ud801", "\ud800")]
+    digests = [message_digest(message, "messages[0]") for message in foreign]
+    assert digests[0] != digests[1] and digests[0] == digests[2]
+    nested = []
+    for _ in range(10_000):
+        nested = [nested]
+    with pytest.raises(ChatRefused, match=r"messages\[1\]: is nested too deeply"):
+        player.ask([*HI, {**user("x"), "extra": nested}])
+    with pytest.raises(ChatRefused, match="tools: is nested too deeply"):
+        player.ask(HI, [{"parameters": nested}])
 
 
 def test_two_first_calls_at_once_are_one_root_and_one_branch(player):
@@ -274,6 +320,22 @@ def test_a_fork_goes_on_from_an_answer_where_its_tokens_are_the_same(player):
     second = player.chat([*HI, back, tool("renamed", "x")], "b")
     assert second.cause == "fork:assistant" and second.parent is first
     assert len(player.conversation.sequences()) == 1
+
+
+def test_of_answers_of_equal_tokens_a_fork_goes_on_from_the_one_that_was_recognised():
+    player = Player(Conversation(), CutIsTheEnd())
+    _, newest = (player.chat(HI, "ab", cut=True) for _ in range(2))
+    prompt = player.ask([*HI, echo(newest), user("x")])
+    assert prompt.cause == "extend" and prompt.parent is prompt.resolved.parent is newest
+
+
+def test_the_tokens_of_an_answer_go_on_under_options_that_the_template_leaves_out(player):
+    first = player.chat(HI, "ab")
+    second = player.chat([*HI, echo(first), user("x")], "b", options={"unknown": 1})
+    assert second.cause == "fork:root" and second.parent is first
+    player.conversation.reward(second.id, 1.0)
+    [sequence] = player.conversation.sequences()
+    assert [turn.past_reward for turn in sequence.turns] == [0.0, 0.0]
 
 
 def test_an_answer_whose_tokens_are_rendered_otherwise_trains_in_its_own_context_alone():
@@ -403,10 +465,10 @@ def test_a_sealed_conversation_never_changes(player):
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"tokens": []},
+        {"tokens": [], "logprobs": [], "spans": []},
         {"logprobs": [-1.0]},
         {"spans": [VersionSpan(3, 0, 1)]},
-        {"spans": [VersionSpan(3, 0, 1), VersionSpan(4, 2, 3)]},
+        {"spans": [VersionSpan(3, 0, 1), VersionSpan(4, 0, 2)]},
         {"spans": [VersionSpan(-1, 0, 2)]},
     ],
 )
