@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "asyncrl"
-CONTRACT = {"errors", "disk", "config", "messages", "snapshot", "tokenizer", "stops", "ledger", "group_file"}
+CONTRACT = {"errors", "disk", "config", "messages", "snapshot", "tokenizer", "stops", "ledger", "group_file", "outcome"}
 ACTORS = {"dataloader", "rollouter", "reward", "learner", "parameter_server", "controller"}
 FOR_ACTORS = CONTRACT | {"wire", "runtime", "monitor", "weights", "checkpoint"}
 
@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "tokenizer": {"errors"},
     "stops": {"errors", "config", "tokenizer"},
     "ledger": {"messages"},
+    "outcome": set(),
     "group_file": {"errors", "messages"},
     "checkpoint": {"errors", "disk", "config", "messages", "group_file"},
     "wire": {"errors", "messages"},
