@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "asyncrl"
 CONTRACT = {"errors", "disk", "config", "messages", "snapshot", "tokenizer", "stops", "ledger", "group_file", "outcome"}
-ACTORS = {"dataloader", "rollouter", "reward", "learner", "parameter_server", "controller"}
+ACTORS = {"dataloader", "rollouter", "reward", "learner", "parameter_server", "controller", "episodes"}
 FOR_ACTORS = CONTRACT | {"wire", "runtime", "monitor", "weights", "checkpoint"}
 
 MAY_IMPORT = {
