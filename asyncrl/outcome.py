@@ -59,7 +59,8 @@ def read_outcomes(value: Any, count: int) -> list[Outcome]:
 
 
 def read_number(value: Any, verb: str, whole: Any = None) -> float:
-    """A number that can be learnt from. Raises BadOutcome, which says what the user's code ``verb``; ``whole`` holds it."""
+    """A number that can be learnt from. Raises BadOutcome, which says what the user's code ``verb``; ``whole`` holds
+    it."""
     # Scalars of numpy and torch are not all registered as numbers, but convert as such.
     scalar = hasattr(value, "__float__") and getattr(value, "ndim", None) == 0
     if not isinstance(value, numbers.Real) and not scalar:

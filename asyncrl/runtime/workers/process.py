@@ -20,6 +20,7 @@ from collections.abc import Callable
 import msgspec
 import psutil
 
+from asyncrl.runtime.processes import kill_child, session_members
 from asyncrl.runtime.workers.framing import READ_BYTES, FrameReader, framed
 from asyncrl.runtime.workers.output import Output
 from asyncrl.runtime.workers.worker import NO_MEMORY_EXIT, NO_SOCKET_EXIT
@@ -37,7 +38,7 @@ class WorkerProcess:
     ``on_frame`` gets the body of each frame that it sends, at most ``max_frame_bytes``, and raises ValueError for one
     that is not understood, which ends the process; ``on_end`` gets what became of it, in words, where ``memory_key`` is
     the key of the configuration that limits its memory. ``output`` is what it prints, ``max_output_bytes`` of it a
-    call, and drained by this object; ``on_output`` says that there is more.
+    call and the last ``tail_bytes`` of all, and drained by this object; ``on_output`` says that there is more.
     """
 
     def __init__(
@@ -49,20 +50,21 @@ class WorkerProcess:
         max_output_bytes: int,
         memory_key: str,
         own_session: bool = False,
+        tail_bytes: int = 0,
         on_output: Callable[[WorkerProcess], None],
         on_frame: Callable[[WorkerProcess, bytes | bytearray], None],
         on_end: Callable[[WorkerProcess, str], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_output, self._on_frame, self._on_end = on_output, on_frame, on_end
-        self._memory_key = memory_key
+        self._memory_key, self._own_session = memory_key, own_session
         self._frames = FrameReader(max_frame_bytes)
         self._outgoing = memoryview(b"")
         self._fault = ""
         self.killed = False
         self.exit_code: int | None = None
         """Set before ``on_end`` is called; negative for a signal."""
-        self.output = Output(max_output_bytes)
+        self.output = Output(max_output_bytes, tail_bytes=tail_bytes)
         self._socket, theirs = socket.socketpair()
         with theirs:
             try:
@@ -157,9 +159,10 @@ class WorkerProcess:
 
     def _kill_group(self) -> None:
         """As long as it is not reaped no other group can have its number."""
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
+        if self._process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
 
     def _drain(self) -> None:
         if not self.output.drain(rounds=1):
@@ -193,9 +196,13 @@ class WorkerProcess:
         self._loop.call_soon(self._reap, self._loop.time() + REAP_GRACE_S)
 
     def _reap(self, kill_at: float) -> None:
-        if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is not None:
             # Whom it has left behind; its number is its own until it is reaped.
             self._kill_group()
+            if self._own_session and (ended.si_code, ended.si_status) != (os.CLD_EXITED, 0):
+                for pid in session_members(self.pid):
+                    kill_child(pid)
             self.exit_code = code = self._process.wait()
             self._loop.remove_reader(self.output.read_fd)
             self.output.drain()
