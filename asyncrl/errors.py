@@ -24,6 +24,7 @@ wrong, where, and what to do. Wrong input is a ValueError; our own broken invari
     ├── RewardFailed (RuntimeError)       a reward function raised, timed out or returned nonsense
     │   └── RewardPoolEnded               the pool that runs it has ended; no trajectory is to blame
     ├── RewardBroken (RuntimeError)       a reward function fails in nearly every call
+    ├── EpisodeWorkersEnded (RuntimeError) no process can be had that plays episodes
     ├── EpisodeOver (RuntimeError)        a call to the policy after the episode that it belongs to has ended
     ├── ChatRefused (ValueError)          a call to the policy that it cannot be asked
     └── WireError (ConnectionError)
@@ -266,6 +267,14 @@ class RewardBroken(AsyncRLError, RuntimeError):
     def __init__(self, function: str, reason: str) -> None:
         self.function, self.reason = function, reason
         super().__init__(f"reward function {function} {reason}")
+
+
+class EpisodeWorkersEnded(AsyncRLError, RuntimeError):
+    """Processes that play episodes cannot be had any more, or end by importing the user's code."""
+
+    def __init__(self, code: str, reason: str) -> None:
+        self.reason = reason
+        super().__init__(f"episodes of {code}: the code {reason}")
 
 
 class EpisodeOver(AsyncRLError, RuntimeError):

@@ -18,8 +18,9 @@ CONTRACT = {
     "group_file",
     "trajectories",
     "chat",
+    "outcome",
 }
-ACTORS = {"dataloader", "rollouter", "reward", "learner", "parameter_server", "controller"}
+ACTORS = {"dataloader", "rollouter", "reward", "learner", "parameter_server", "controller", "episodes"}
 FOR_ACTORS = CONTRACT | {"wire", "runtime", "monitor", "weights", "checkpoint"}
 
 MAY_IMPORT = {
@@ -33,6 +34,7 @@ MAY_IMPORT = {
     "chat": {"errors", "config", "messages", "tokenizer"},
     "ledger": {"messages"},
     "trajectories": {"messages"},
+    "outcome": set(),
     "group_file": {"errors", "messages"},
     "checkpoint": {"errors", "disk", "config", "messages", "group_file"},
     "wire": {"errors", "messages"},

@@ -35,7 +35,6 @@ from asyncrl.launcher.host import Host
 from asyncrl.launcher.hostspec import private_name
 from asyncrl.launcher.instructions import Announce, AskStop, Instruction, Kill, KillAll, Report, ReportStart, Spawn
 from asyncrl.launcher.link import ControllerLink, agent_name, make_link
-from asyncrl.launcher.processes import become_subreaper, die_with_parent, end_children
 from asyncrl.launcher.remote import remove_part
 from asyncrl.launcher.shipping import LogShipper
 from asyncrl.launcher.signals import STOPPING, cause_of
@@ -64,6 +63,7 @@ from asyncrl.monitor.logging import configure_logging, get_logger, listen, write
 from asyncrl.runtime.address_file import ADDRESS_FILE, read_address_file
 from asyncrl.runtime.endpoint import new_incarnation
 from asyncrl.runtime.heartbeat import HeartbeatThread
+from asyncrl.runtime.processes import become_subreaper, die_with_parent, end_children
 from asyncrl.runtime.supervision import ROLES, role_of
 
 LOOK_FOR_CONTROLLER_S = 0.02

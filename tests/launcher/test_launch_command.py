@@ -14,7 +14,7 @@ from asyncrl.cli import launch
 from asyncrl.config.keys import known_keys
 from asyncrl.config.load import load_config
 from asyncrl.launcher.folders import create_run_folder
-from asyncrl.launcher.processes import children_of
+from asyncrl.runtime.processes import children_of
 
 SIM = """
 [data]
