@@ -12,6 +12,7 @@ template refuses.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from datetime import datetime
 from functools import cached_property
@@ -24,6 +25,8 @@ Template = Literal["plain", "chat"]
 Prompt = str | Sequence[dict[str, Any]]
 """Text, or chat messages with role and content."""
 
+_LONGEST_PIECE = 40
+"""Characters of a text that an error shows."""
 _BYTES = 256
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -195,10 +198,25 @@ class _FileTokenizer(_HuggingFace):
             return self._backend.encode(text, add_special_tokens=add_special_tokens)
         except Exception as error:
             # tokenizers raises nothing more precise, as for a word outside the vocabulary where there is no UNK.
-            told = f"{self._folder}/tokenizer.json cannot encode this text: {error}"
+            told = f"{self._folder}/tokenizer.json cannot encode {_shortened(self._piece_refused(text))}"
             if "unk" in str(error).lower():
-                told += "; the model in it needs an unk_token that is in its vocabulary"
+                told += ", which its vocabulary lacks; for such text it needs an unk_token that is in the vocabulary"
+            else:
+                told += f": {error}"
             raise ValueError(told) from None
+
+    def _piece_refused(self, text: str) -> str:
+        """The first part of a text that cannot be encoded by itself; all of it where there is none."""
+        backend, special = self._backend, "|".join(map(re.escape, self.special_ids))
+        for part in re.split(special, text) if special else [text]:
+            normal = backend.normalizer.normalize_str(part) if backend.normalizer is not None else part
+            splitter = backend.pre_tokenizer
+            for piece, _ in splitter.pre_tokenize_str(normal) if splitter is not None else [(normal, None)]:
+                try:
+                    backend.model.tokenize(piece)
+                except Exception:
+                    return str(piece)
+        return text
 
     def decode(self, ids: Sequence[int]) -> str:
         """See Tokenizer."""
@@ -244,6 +262,11 @@ class _TransformersTokenizer(_HuggingFace):
     def decode(self, ids: Sequence[int]) -> str:
         """See Tokenizer."""
         return str(self._backend.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def _shortened(text: str) -> str:
+    """A short literal of a text."""
+    return repr(text if len(text) <= _LONGEST_PIECE else f"{text[:_LONGEST_PIECE]}...")
 
 
 def _plain(prompt: Prompt) -> str:

@@ -35,7 +35,7 @@ Configuration: the CONFIG files (TOML) are merged left to right, then flags with
 
 A value is read as TOML, and as plain text where it is none or the key holds text. --help-config lists every key.
 
-Before anything starts, model, tokenizer, first prompts, reward function, ports, disk, limits and GPUs are checked;
+Before anything starts, model, tokenizer, prompts, reward function, ports, disk, limits and GPUs are checked;
 --dry-run shows configuration, placement and what was found, and starts nothing.
 
 Ctrl-C, a closed terminal, SIGTERM and SIGUSR2 let a run make way: it delivers what is finished, writes a checkpoint
