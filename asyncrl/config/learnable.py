@@ -13,7 +13,7 @@ class Obstacle:
 
     key: str
     told: str
-    """The consequence, with the key as its subject."""
+    """What follows."""
     fix: str
 
 
@@ -22,12 +22,12 @@ def obstacles(config: Config) -> list[Obstacle]:
     learner, reward = config.learner, config.reward
     found = []
     if learner.lr == 0.0:
-        told = f"is 0: none of the {learner.steps} steps will change the weights"
+        told = f"at 0 none of the {learner.steps} steps will change the weights"
         found.append(Obstacle("learner.lr", told, "set learner.lr to train, as 1e-6 for a whole model"))
     varies = reward.options.get("spread") or reward.truncated == "penalty"
     if reward.function == "constant" and not varies and learner.backend != "sim":
-        told = "is constant: nothing is learnt from equal rewards"
+        told = "constant gives every response the same, and nothing is learnt from equal rewards"
         if learner.dynamic_sampling:
-            told += ", and the run ends once learner.max_filtered_ratio of its groups are filtered"
+            told += "; the run ends once learner.max_filtered_ratio of its groups are filtered"
         found.append(Obstacle("reward.function", told, "take one that tells right responses from wrong ones"))
     return found

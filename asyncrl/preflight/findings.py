@@ -19,6 +19,7 @@ CHECKS = (
         "tokenizer",
         "data",
         "reward",
+        "learning",
         "sinks",
         "run_dir",
         "checkpoint_dir",
