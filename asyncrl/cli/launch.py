@@ -142,13 +142,12 @@ def _main(argv: list[str]) -> int:
 
         return run_local(config, placed, resumption=resumption, detached=detached)
     except ConfigError as error:
-        where = f"{', '.join(given.configs)}, flags"
         if len(error.problems) == 1:
-            return _complain(f"{error.problems[0]} ({where}; --help-config explains every key)", 78)
+            return _complain(f"{error.problems[0]}; --help-config explains every key", 78)
         for problem in error.problems:
             say(f"  {problem}", sys.stderr)
         count = f"{len(error.problems)} problems in the configuration"
-        return _complain(f"{count} ({where}): correct what is listed above; --help-config explains every key", 78)
+        return _complain(f"{count}: correct what is listed above; --help-config explains every key", 78)
     except AsyncRLError as error:
         return _complain(str(error), error.exit_code)
     except OSError as error:
