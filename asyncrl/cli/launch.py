@@ -137,7 +137,8 @@ def _main(argv: list[str]) -> int:
         if given.dry_run:
             return _print_plan(config, placed, findings, resumption)
         if resumption is not None and resumption.is_finished:
-            return _print_finished(config, resumption)
+            say(resumption.describe_finished(config), sys.stdout)
+            return _warn_of(resumption)
         from asyncrl.launcher.local import run_local
 
         return run_local(config, placed, resumption=resumption, detached=detached)
@@ -323,27 +324,17 @@ def _with_allowed(given: argparse.Namespace, overrides: dict[str, str]) -> dict[
     return overrides | {"resume.allow": json.dumps(allowed)} if allowed else overrides
 
 
-def _print_finished(config: Config, resumption: Resumption) -> int:
-    assert resumption.checkpoint is not None
-    step, steps = resumption.checkpoint.step, config.learner.steps
-    print(f"{resumption.folder.path} is finished: step {step} of {steps}; raise learner.steps to go on")
+def _print_plan(config: Config, placed: list[Placed], findings: list[Finding], resumption: Resumption | None) -> int:
+    from asyncrl.launcher.plan import plan_rows
+
+    for row in plan_rows(config, placed, findings, resumption):
+        say(row, sys.stdout)
+    return _warn_of(resumption) if resumption is not None else 0
+
+
+def _warn_of(resumption: Resumption) -> int:
     for warning in resumption.warnings:
         say(warning, sys.stderr)
-    return 0
-
-
-def _print_plan(config: Config, placed: list[Placed], findings: list[Finding], resumption: Resumption | None) -> int:
-    from asyncrl.config.load import config_to_json
-    from asyncrl.launcher.checks import summary
-    from asyncrl.launcher.placement import describe
-
-    print(config_to_json(config), end="")
-    for row in [*describe(config, placed), *summary(findings)]:
-        say(row, sys.stdout)
-    if resumption is not None:
-        print(f"\n{resumption.describe()}" + ("; it is finished" if resumption.is_finished else ""))
-        for warning in resumption.warnings:
-            say(warning, sys.stderr)
     return 0
 
 
