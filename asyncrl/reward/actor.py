@@ -107,8 +107,11 @@ class RewardActor(Actor):
     def score(self, request: Score, caller: Caller) -> asyncio.Future[Scores]:
         """Rewards of a completion or a group. Raises RewardFailed."""
         assert self._pool is not None
+        began = self.clock.now()
         self._rate.came(request.uid)
-        began, scores = self.clock.now(), self._pool.score(request)
+        if request.has_worked:
+            self._rate.has_worked(began)
+        scores = self._pool.score(request)
         scores.add_done_callback(lambda scores: self._scored(scores, began))
         return scores
 

@@ -4,6 +4,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import uvloop
@@ -254,6 +255,19 @@ def test_a_function_that_fails_whatever_it_is_given_ends_the_run(tmp_path: Path,
 
     asyncio.run(body())
     assert workers() == []
+
+
+def test_after_a_restart_a_function_that_has_worked_may_fail_for_a_while(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with serving(config_with(), tmp_path) as (_, rollouter):
+            asked = [
+                msgspec.structs.replace(request("raise", f"0-{number % 4}"), has_worked=True) for number in range(64)
+            ]
+            outcomes = await asyncio.gather(*(rollouter.call(each) for each in asked), return_exceptions=True)
+            assert {getattr(outcome, "code", "") for outcome in outcomes} == {"reward_failed"}
+            assert (await rollouter.call(request("abc"))).rewards == [3.0]
+
+    asyncio.run(body())
 
 
 def test_the_role_is_found_by_name() -> None:
