@@ -198,7 +198,7 @@ class _FileTokenizer(_HuggingFace):
             return self._backend.encode(text, add_special_tokens=add_special_tokens)
         except Exception as error:
             # tokenizers raises nothing more precise, as for a word outside the vocabulary where there is no UNK.
-            told = f"{self._folder}/tokenizer.json cannot encode {_shortened(self._piece_refused(text))}"
+            told = f"{self._folder}/tokenizer.json cannot encode {_in_context(self._piece_refused(text), text)}"
             if "unk" in str(error).lower():
                 told += ", which its vocabulary lacks; for such text it needs an unk_token that is in the vocabulary"
             else:
@@ -264,9 +264,11 @@ class _TransformersTokenizer(_HuggingFace):
         return str(self._backend.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-def _shortened(text: str) -> str:
-    """A short literal of a text."""
-    return repr(text if len(text) <= _LONGEST_PIECE else f"{text[:_LONGEST_PIECE]}...")
+def _in_context(piece: str, text: str) -> str:
+    """Short literals of a piece of text and of what is around it."""
+    around = text[max(0, text.find(piece) - _LONGEST_PIECE // 2) :]
+    shown = [part if len(part) <= _LONGEST_PIECE else f"{part[:_LONGEST_PIECE]}..." for part in (piece, around)]
+    return " in ".join(map(repr, dict.fromkeys(shown)))
 
 
 def _plain(prompt: Prompt) -> str:

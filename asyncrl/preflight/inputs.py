@@ -35,8 +35,8 @@ from asyncrl.tokenizer import Tokenizer, load_tokenizer
 ARGV = (sys.executable, "-m", "asyncrl.preflight.inputs")
 READ_S = 45.0
 """Longest time for all of it; importing transformers, for a tokenizer that only it can read, takes most."""
-SETS_S = 10.0
-"""Longest time for the rows of all sets; a hundred thousand short ones take that long."""
+SETS_S = 5.0
+"""Longest time for the rows of all sets; about two hundred thousand short ones take that long."""
 TOKENIZED_AT_ONCE = 100
 """Rows between two looks at the time."""
 CHEAP_ROWS = 10_000
