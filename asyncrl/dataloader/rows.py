@@ -21,12 +21,10 @@ Prompt = str | list[dict[str, str]]
 """Text, or chat messages with role and content."""
 LISTED_PROBLEMS = 5
 KEPT_PROBLEMS = 1000
+MEND = 'mend it, or leave such rows out with on_bad_row = "skip"'
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(dict[str, Any])
-
-
-MEND = 'mend it, or leave such rows out with on_bad_row = "skip"'
 
 
 class BadRow(ValueError):
