@@ -15,6 +15,7 @@ from asyncrl.config.load import validate_config
 from asyncrl.errors import ConfigError, RemoteError, RewardBroken, RewardFailed
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.reward import Completion, Score, Scores
+from asyncrl.monitor.catalogue import EDGES
 from asyncrl.reward import pool as pool_module
 from asyncrl.reward.actor import ACTOR, RewardActor
 from asyncrl.runtime.actor import ActorContext
@@ -218,6 +219,9 @@ def test_the_user_hears_of_each_kind_of_failure_with_its_place_and_then_counts(t
                     f"{then}{hint}",
                 ),
             }
+            spent = actor.histograms.taken()["reward/run_s"]
+            assert sum(spent.counts) == 13, "the calls that failed are among them"
+            assert spent.counts[EDGES["reward/run_s"].index(1.0)] == 1, "one has run until its deadline"
 
     asyncio.run(body())
 
