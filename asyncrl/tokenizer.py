@@ -15,6 +15,7 @@ template refuses.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ Template = Literal["plain", "chat"]
 Prompt = str | Sequence[dict[str, Any]]
 """Text, or chat messages with role and content."""
 
+_LONGEST_PIECE = 40
+"""Characters of a text that an error shows."""
 _BYTES = 256
 BYTES_END = "<|end|>"
 BYTES_CALL = "<tool_call>{}</tool_call>"
@@ -309,10 +312,25 @@ class _FileTokenizer(_HuggingFace):
             return self._backend.encode(text, add_special_tokens=add_special_tokens)
         except Exception as error:
             # tokenizers raises nothing more precise, as for a word outside the vocabulary where there is no UNK.
-            told = f"{self._folder}/tokenizer.json cannot encode this text: {error}"
+            told = f"{self._folder}/tokenizer.json cannot encode {_in_context(self._piece_refused(text), text)}"
             if "unk" in str(error).lower():
-                told += "; the model in it needs an unk_token that is in its vocabulary"
+                told += ", which its vocabulary lacks; for such text it needs an unk_token that is in the vocabulary"
+            else:
+                told += f": {error}"
             raise ValueError(told) from None
+
+    def _piece_refused(self, text: str) -> str:
+        """The first part of a text that cannot be encoded by itself; all of it where there is none."""
+        backend, special = self._backend, "|".join(map(re.escape, self.special_ids))
+        for part in re.split(special, text) if special else [text]:
+            normal = backend.normalizer.normalize_str(part) if backend.normalizer is not None else part
+            splitter = backend.pre_tokenizer
+            for piece, _ in splitter.pre_tokenize_str(normal) if splitter is not None else [(normal, None)]:
+                try:
+                    backend.model.tokenize(piece)
+                except Exception:
+                    return str(piece)
+        return text
 
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
         """See Tokenizer."""
@@ -367,6 +385,13 @@ class _TransformersTokenizer(_HuggingFace):
                     list(ids), skip_special_tokens=not keep_special, clean_up_tokenization_spaces=False
                 )
             )
+
+
+def _in_context(piece: str, text: str) -> str:
+    """Short literals of a piece of text and of what is around it."""
+    around = text[max(0, text.find(piece) - _LONGEST_PIECE // 2) :]
+    shown = [part if len(part) <= _LONGEST_PIECE else f"{part[:_LONGEST_PIECE]}..." for part in (piece, around)]
+    return " in ".join(map(repr, dict.fromkeys(shown)))
 
 
 def _plain(prompt: Prompt) -> str:

@@ -79,7 +79,7 @@ def _main(argv: list[str]) -> int:
     except ConfigError as error:
         for problem in error.problems:
             say(f"  {problem}", sys.stderr)
-        return _complain(f"the configuration is wrong ({', '.join([*given.configs, 'flags'])})", error.exit_code)
+        return _complain("the configuration is wrong: correct what is listed above", error.exit_code)
     except UsageError as error:
         return _complain(str(error), error.exit_code)
     from asyncrl.doctor.examination import Examination

@@ -58,7 +58,7 @@ class DataConfig(Section):
     max_prompt_tokens: Positive = 1024
     """Longer prompts are quarantined before they are ever leased; the terminal tells how many."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """A row that cannot be read ends the start with file and line, or is counted and left out."""
+    """A row that cannot be read or tokenized ends the start with file and line, or is counted and left out."""
     shuffle: bool = True
     """Order of an epoch: shuffled by (fingerprint, seed, epoch), or as it stands."""
 

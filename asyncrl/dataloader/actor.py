@@ -123,11 +123,8 @@ class Dataloader(Actor):
             bad_rows=prompts.skipped,
             fingerprint=prompts.fingerprint,
         )
-        if prompts.skipped:
-            told = f'{key}: {prompts.skipped} rows cannot be read and are left out ({key}.on_bad_row = "skip")'
-            self.notify(f"bad_rows/{key}", told)
-        if told := prompts.told_of_oversize(key):
-            self.notify(f"too_long/{key}", told)
+        for remark in prompts.remarks(key):
+            self.notify(f"{remark.kind}/{key}", f"{key}: {remark.told}. To do: {remark.fix}")
         return prompts
 
     def _make_source(self) -> None:

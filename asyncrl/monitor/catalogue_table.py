@@ -185,7 +185,7 @@ METRICS: tuple[Metric, ...] = (
         "histogram",
         "reward",
         ("reward/score_s", "s", "from the arrival of a task to its rewards, the queue included", SHORT),
-        ("reward/run_s", "s", "within the reward function", SHORT),
+        ("reward/run_s", "s", "within the reward function, also of a call that failed or ran into its deadline", SHORT),
     ),
     # --- episodes ---
     *_all(
@@ -339,7 +339,11 @@ METRICS: tuple[Metric, ...] = (
         ("rollout/tokens", "tokens", "sampled from the training of the step before to its own; absent if not all told"),
         ("rollout/tokens_per_s", "tokens/s", "likewise, a second"),
         ("staleness/token_mean", "versions", "of trained tokens"),
-        ("staleness/token_max", "versions", "of trained tokens"),
+        (
+            "staleness/token_max",
+            "versions",
+            "of trained tokens; those of versions before a restart of the learner may exceed staleness.max",
+        ),
         ("staleness/late_groups", "groups", "with a trajectory whose first token was staler than staleness.max"),
         ("staleness/late_fraction", "share", "of sampled tokens of a step, those staler than staleness.max"),
         ("staleness/masked_tokens", "tokens", "left out of the loss as late, under staleness.late = mask"),

@@ -20,6 +20,7 @@ CHECKS = (
         "chat",
         "data",
         "reward",
+        "learning",
         "sinks",
         "run_dir",
         "checkpoint_dir",

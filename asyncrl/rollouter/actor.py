@@ -377,7 +377,8 @@ class Rollouter(Actor):
             )
         except (DeadlineExceeded, PeerRestarted) as error:
             self._reward_away += 1
-            self.notify("reward away", f"{error}; it is asked again until it answers", count=self._reward_away)
+            again = "It is asked again until it answers"
+            self.notify("reward away", str(error), count=self._reward_away, meanwhile=again)
             raise
         finally:
             self._scoring -= len(request.completions)

@@ -19,7 +19,7 @@ from typing import TypeVar
 from asyncrl.config import Config
 from asyncrl.errors import DeadlineExceeded, PeerRestarted, RemoteError, RewardFailed, WireError
 from asyncrl.messages.groups import Group, Ticket, Trajectory
-from asyncrl.messages.reward import Completion, Score, Scores
+from asyncrl.messages.reward import TIMED_OUT_COMPONENT, Completion, Score, Scores
 from asyncrl.rollouter.account import GroupAccount, SampleAccount
 from asyncrl.rollouter.generation import TrajectoryFailed
 from asyncrl.rollouter.player import EpisodeFailed
@@ -53,6 +53,8 @@ class GroupRunner:
         self._score = score
         self._generated = generated
         self._clock = clock
+        self._has_worked = False
+        """Whether the reward function has ever given a reward."""
 
     async def run(self, ticket: Ticket, account: GroupAccount) -> Group:
         """Generate and score; with the failure as the group's if there was one. Raises RemoteError."""
@@ -98,9 +100,11 @@ class GroupRunner:
             completions=[
                 Completion(text=t.text, finish_reason=t.finish_reason, tokens=sampled_tokens(t)) for t in trajectories
             ],
+            has_worked=self._has_worked,
         )
         began = self._clock.now()
         scores = await self._retry("scoring", lambda: self._scores(request, accounts), accounts)
+        self._has_worked = self._has_worked or not any(TIMED_OUT_COMPONENT in each for each in scores.components)
         for trajectory, reward, components in zip(trajectories, scores.rewards, scores.components, strict=True):
             trajectory.reward, trajectory.components = reward, components
             trajectory.score_s = self._clock.now() - began

@@ -52,8 +52,8 @@ def labelled(
 
     def rendered(count: int, *, answer: bool) -> list[int]:
         options: dict[str, Any] = {"tools": list(recipe.tools) or None, "add_generation_prompt": answer}
-        ids = tokenizer.apply_chat_template(messages[:count], tokenize=True, return_dict=False, **options)
-        return [int(id) for id in ids]
+        ids: Any = tokenizer.apply_chat_template(list(messages[:count]), tokenize=True, return_dict=False, **options)
+        return list(ids)
 
     ids = rendered(len(messages), answer=False)
     labels = [IGNORED] * len(ids)
