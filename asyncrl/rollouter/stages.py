@@ -65,12 +65,12 @@ class Stages:
 
     def call(self, call: str, now: float) -> None:
         """A call of the policy arrives, and waits for the engine. Raises EpisodeOver; the episode is over then."""
-        assert call not in self._calls, call
         self._tick(now)
         if self._over is None and self.turns + len(self._calls) >= self._config.max_turns:
             self.end_by("turns", f"it has had its {self._config.max_turns} turns (episode.max_turns)", now)
         if self._over is not None:
             raise EpisodeOver(self._over)
+        assert call not in self._calls, f"{call} is under way; a repeat of it is to be joined"
         self._calls[call] = "queue"
         if self._after == "start":
             self._after = "user"

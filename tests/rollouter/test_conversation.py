@@ -96,6 +96,13 @@ def test_an_answer_is_recognised_without_its_reasoning_and_with_other_json(playe
     assert resolved.parent is first and resolved.tail == tail and resolved.extends
 
 
+def test_the_order_of_keys_and_a_field_of_none_are_no_part_of_a_message(player):
+    first = player.chat([{"role": "user", "content": "hi"}], "ab", [{"name": "t", "strict": True}])
+    turned = [{"name": None, "content": "hi", "role": "user"}, echo(first), user("x")]
+    assert player.conversation.resolve(turned, [{"strict": True, "name": "t"}], {}).parent is first
+    assert player.conversation.resolve(turned, [{"strict": False, "name": "t"}], {}).parent is None
+
+
 def test_calls_are_named_by_their_node_and_may_come_back_in_part(player):
     player.chat([user("x")], "ab")
     node = player.chat([user("hi")], "", calls=[("search", "{}"), ("add", "{}")])

@@ -129,6 +129,12 @@ def test_an_episode_that_uses_all_its_turns_and_ends_is_not_truncated():
     assert stages.outcome == "stop" and stages.turns == 3
 
 
+def test_a_call_that_comes_again_after_the_end_is_refused_as_any_other():
+    stages = played((1, "call", "a"), (2, "end_by", "length", "full"))
+    with pytest.raises(EpisodeOver, match="full"):
+        stages.call("a", 3)
+
+
 def test_the_first_limit_stays():
     stages = played((1, "end_by", "length", "full"), (2, "end_by", "time", "late"))
     assert stages.outcome == "length" and stages.next_deadline == 6
