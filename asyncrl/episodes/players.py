@@ -48,7 +48,9 @@ def _load_class(spec: str, key: str) -> Callable[..., Any]:
     except NotCallable as error:
         name = spec.removeprefix(ADAPTERS).partition(":")[0]
         if spec.startswith(ADAPTERS) and isinstance(error.__cause__, ImportError):
-            raise NotCallable([f"{problem}; pip install 'asyncrl[{name}]'" for problem in error.problems]) from error
+            raise NotCallable(
+                [f"{problem}; pip install 'asyncrl[{name.replace('_', '-')}]'" for problem in error.problems]
+            ) from error
         raise
 
 
