@@ -182,14 +182,14 @@ def write_chat_model(
     return folder
 
 
-def config_of(folder: Path | None, **chat: Any):
-    """A simulated run with this model."""
+def config_of(folder: Path | None, *, engine: str = "sim", **chat: Any):
+    """A simulated run with this model, or one of vLLM."""
     return validate_config(
         {
             "model": {"path": str(folder)} if folder is not None else {},
             "data": {"source": "synthetic"},
-            "rollout": {"engine": "sim"},
-            "learner": {"backend": "sim"},
+            "rollout": {"engine": engine},
+            "learner": {"backend": "sim"} if engine == "sim" else {},
             "chat": {"date": "2026-11-23"} | chat,
         }
     )

@@ -106,7 +106,7 @@ def _content(given: Mapping[str, Any], role: str, field: str) -> str:
         # Templates add it to text, or ask whether it is empty.
         return ""
     if isinstance(content, str):
-        return content
+        return _text(content, field)
     if not isinstance(content, list):
         raise ChatRefused(field, f"must be text or a list of text parts, not {_kind(content)}")
     texts = []

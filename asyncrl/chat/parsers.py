@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -49,10 +49,19 @@ class AnswerParser(Protocol):
     markers: frozenset[str] | None
     """Special tokens whose text it looks for; None: any. The others are left out of the text before."""
 
-    def __call__(self, text: str, tools: Sequence[Tool], *, thinking: bool) -> Parsed:
-        """The parts of a text. ``thinking``: the prompt has opened the reasoning already.
+    def __call__(
+        self,
+        text: str,
+        tools: Sequence[Tool],
+        *,
+        thinking: bool = False,
+        ids: Sequence[int] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> Parsed:
+        """The parts of a text.
 
-        Without ``tools`` no call is looked for: nobody would make it.
+        Without ``tools`` no call is looked for: nobody would make it. ``thinking``: the prompt has opened the reasoning
+        already. ``ids`` are those of the text, where it is all of an answer, and ``options`` those of the template.
         """
 
 
@@ -61,7 +70,7 @@ class NoParser:
 
     markers: frozenset[str] | None = frozenset()
 
-    def __call__(self, text: str, tools: Sequence[Tool], *, thinking: bool) -> Parsed:
+    def __call__(self, text: str, tools: Sequence[Tool], *, thinking: bool = False, **_: Any) -> Parsed:
         """See AnswerParser."""
         return Parsed(text)
 
@@ -71,7 +80,7 @@ class ThinkParser:
 
     markers: frozenset[str] | None = frozenset((THINK, END_THINK))
 
-    def __call__(self, text: str, tools: Sequence[Tool], *, thinking: bool) -> Parsed:
+    def __call__(self, text: str, tools: Sequence[Tool], *, thinking: bool = False, **_: Any) -> Parsed:
         """See AnswerParser."""
         before, opened, rest = text.partition(THINK)
         if opened and not before.strip():
@@ -87,7 +96,7 @@ class JsonCallParser:
 
     markers: frozenset[str] | None = frozenset((CALL, END_CALL))
 
-    def __call__(self, text: str, tools: Sequence[Tool], *, thinking: bool) -> Parsed:
+    def __call__(self, text: str, tools: Sequence[Tool], *, thinking: bool = False, **_: Any) -> Parsed:
         """See AnswerParser."""
         if not tools or CALL not in text:
             return Parsed(text)
@@ -113,12 +122,21 @@ class Both:
         first, second = reasoning.markers, calls.markers
         self.markers: frozenset[str] | None = None if first is None or second is None else first | second
 
-    def __call__(self, text: str, tools: Sequence[Tool], *, thinking: bool) -> Parsed:
+    def __call__(
+        self,
+        text: str,
+        tools: Sequence[Tool],
+        *,
+        thinking: bool = False,
+        ids: Sequence[int] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> Parsed:
         """See AnswerParser."""
-        first = self._reasoning(text, tools, thinking=thinking)
+        first = self._reasoning(text, tools, thinking=thinking, ids=ids, options=options)
         if first.unfinished:
             return first
-        second = self._calls(first.content, tools, thinking=False)
+        left = ids if first.content == text else ()
+        second = self._calls(first.content, tools, ids=left, options=options)
         return replace(
             second,
             reasoning=first.reasoning if first.reasoning is not None else second.reasoning,

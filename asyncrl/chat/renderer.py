@@ -117,7 +117,9 @@ class TemplateRenderer:
         """See Renderer."""
         words = ids[:-1] if ids and ids[-1] in self._template.end_ids else ids
         text = self._template.tokenizer.decode([id for id in words if id not in self._unseen], keep_special=True)
-        return self._parsers.parser(text, tools, thinking=self._opens_thinking(bool(tools), options or {}))
+        options = options or {}
+        thinking = self._opens_thinking(bool(tools), options)
+        return self._parsers.parser(text, tools, thinking=thinking, ids=words, options=options)
 
     def finding(self, shape: Shape, options: Mapping[str, Any]) -> Finding:
         """The verdict on a kind of turn, from the check at start or made now."""

@@ -224,16 +224,26 @@ def test_a_parser_of_the_engine_is_handed_in(family):
     class Theirs:
         markers = None
 
-        def __call__(self, text, tools, *, thinking):
+        def __call__(self, text, tools, **_):
             return Parsed(f"theirs: {text}")
 
     asked = []
     folder = family("qwen3")
     tokenizer = load_tokenizer(str(folder))
-    config = config_of(folder, tool_parser="hermes")
+    config = config_of(folder, engine="vllm", tool_parser="hermes")
     renderer = make_renderer(config, tokenizer, engine_parsers=lambda *names: asked.append(names) or Theirs())
     parsed = renderer.parse(sampled(renderer, "<think>\nr\n</think>\n\nx", END), TOOLS)
     assert (parsed.reasoning, parsed.content, asked) == ("r", "theirs: x", [("hermes", None)])
+
+
+def test_a_parser_of_vllm_needs_vllm(family):
+    with pytest.raises(ConfigError) as caught:
+        config_of(family("qwen3"), tool_parser="hermes", reasoning_parser="deepseek_r1")
+    assert [problem.partition(":")[0] for problem in caught.value.problems] == [
+        "chat.tool_parser",
+        "chat.reasoning_parser",
+    ]
+    assert 'rollout.engine = "vllm"' in caught.value.problems[0]
 
 
 # --- sharing ---
