@@ -11,6 +11,7 @@ same, and all but that reasoning is equal; ``history = "template"`` forks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -97,7 +98,8 @@ def examine(template: ChatTemplate, shape: Shape, history: History, options: Map
         except ChatRefused as error:
             refusal = error.problem
             continue
-        for ending in ENDINGS if not place and "tool" not in shape.tail else ENDINGS[:1]:
+        endings = _known_endings(template) if not place and "tool" not in shape.tail else ENDINGS[:1]
+        for ending in endings:
             answer, tail = _answer(shape, ending), _tail(shape)
             try:
                 turn = learn_turn(template, before, answer, tail, tools, options)
@@ -108,6 +110,16 @@ def examine(template: ChatTemplate, shape: Shape, history: History, options: Map
                 return replace(each, reason=f"{each.reason}{place}")
             found = each if found is None or each.reason else found
     return found or Finding("refused", refusal)
+
+
+def _known_endings(template: ChatTemplate) -> list[str]:
+    """Those that the model can say: some vocabularies lack the last."""
+    known = []
+    for ending in ENDINGS:
+        with suppress(ChatRefused):
+            template.ids(ending)
+            known.append(ending)
+    return known
 
 
 def _judge(template: ChatTemplate, turn: Turn, shape: Shape, history: History) -> Finding:

@@ -6,9 +6,9 @@ describes what may be set.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from asyncrl.config.episode import ChatConfig, EpisodeConfig
 from asyncrl.config.monitor import LogConfig, MonitorConfig, SinksConfig, TraceConfig
@@ -81,6 +81,17 @@ class Config(Section):
     """Where metrics go besides metrics.jsonl."""
     trace: TraceConfig = TraceConfig()
     """What was done when."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _let_episodes_score(cls, tree: Any) -> Any:
+        """User code that plays an episode mostly knows what it is worth."""
+        if not isinstance(tree, dict) or not isinstance(tree.get("episode"), dict):
+            return tree
+        reward = tree.get("reward", {})
+        if any(tree["episode"].get(key) for key in ("function", "env", "command")) and isinstance(reward, dict):
+            return tree | {"reward": {"function": "episode"} | reward}
+        return tree
 
     @property
     def longest_sequence(self) -> int:

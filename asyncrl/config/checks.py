@@ -85,6 +85,8 @@ def cross_check(config: Config) -> list[tuple[str, str]]:
                 'cannot be told, and the same reward for all of them teaches nothing; set it to "fail"',
             )
         )
+    if reward.function == "episode" and config.episode.kind == "single":
+        found.append(("reward.function", "episode is for runs with an [episode]; name a function"))
     if reward.function == "reasoning_gym" and config.data.source != "reasoning_gym":
         found.append(("reward.function", 'reasoning_gym scores only prompts of data.source = "reasoning_gym"'))
     if learner.warmup_steps > learner.steps:

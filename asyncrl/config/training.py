@@ -76,7 +76,9 @@ class RewardConfig(Section):
     """Scoring."""
 
     function: str = "exact"
-    """Built in: exact, regex, math_verify, reasoning_gym, constant; or MODULE:FUNCTION of your own."""
+    """Built in: exact, regex, math_verify, reasoning_gym, constant; or MODULE:FUNCTION of your own. An episode that
+    says its reward itself is not scored; episode stands for no function, and is the default with episode.function, env
+    and command."""
     per: Literal["trajectory", "group"] = "trajectory"
     """Whether the function scores one trajectory or a whole group (a relative judge)."""
     options: dict[str, Any] = {}

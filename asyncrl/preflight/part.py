@@ -57,7 +57,7 @@ async def check_part(part: Part) -> tuple[list[Finding], ModelSize | None]:
 
 async def _check_inputs(config: Config, actors: Sequence[str]) -> list[Finding]:
     """Look at what the user brings: tokenizer, prompts, the reward function."""
-    if not count(actors, "reward"):
+    if not count(actors, "reward") or config.reward.function == "episode":
         return (await _read_inputs(config, actors)).findings
     async with RewardTrial(config) as trial:
         inputs, problem = await asyncio.gather(_read_inputs(config, actors), trial.start())

@@ -26,6 +26,10 @@ from asyncrl.runtime.peer import CallFuture
 
 LONGEST_S = 7 * 86400.0
 """Of an episode, if engines are away all of that time: its own deadlines stand still while it waits for them."""
+NO_REWARD = (
+    "no reward: it returned none and credited no turn; let it do either, or name a function that scores the "
+    "conversation (reward.function)"
+)
 LONGEST_AWAY_S = 10.0
 """Longest pause before an episode host is asked again."""
 
@@ -136,6 +140,9 @@ class EpisodePlayer:
         sequences = conversation.sequences()
         if not sequences:
             raise EpisodeFailed("it ended without an answer of the policy that could be trained")
+        reward = total_reward(done.reward, conversation.rewards.values())
+        if reward is None and self._config.reward.function == "episode" and self._config.reward.per == "trajectory":
+            raise EpisodeFailed(NO_REWARD)
         messages = conversation.messages()
         return Trajectory(
             sample=session.account.sample,
@@ -143,7 +150,7 @@ class EpisodePlayer:
             messages=messages,
             finish_reason=outcome,
             text=str(messages[-1].get("content") or ""),
-            reward=total_reward(done.reward, conversation.rewards.values()),
+            reward=reward,
             components=done.components,
             resumes=session.resumes,
         )

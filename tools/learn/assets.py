@@ -62,7 +62,7 @@ def _make(recipe: Recipe, assets: Assets) -> None:
     heldout, train = draw_rows(recipe)
     _write_jsonl(assets.heldout, heldout)
     _write_jsonl(assets.train, train)
-    tokenizer = make_tokenizer(recipe.characters)
+    tokenizer = make_tokenizer()
     model = make_model(recipe.settings, len(tokenizer))
     print(f"  a model of {model.num_parameters():,} parameters, {len(train)} rows to train on, {len(heldout)} held out")
     warm_up(model, tokenizer, recipe, train)

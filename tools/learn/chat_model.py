@@ -14,6 +14,8 @@ from tools.learn.recipe import Settings
 END = "<|end|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 CALL = ("<tool_call>", "</tool_call>")
+CHARACTERS = "\n" + "".join(map(chr, range(0x20, 0x7F)))
+"""Printable ASCII, so that any template's words have tokens."""
 INITIAL_STD = 0.05
 """Of the initial weights: with transformers' 0.02 a model this narrow is slow to start learning."""
 TEMPLATE = """
@@ -29,11 +31,11 @@ TEMPLATE = """
 """An answer and the end token that was sampled with it are followed by the next message and nothing else."""
 
 
-def make_tokenizer(characters: str) -> PreTrainedTokenizerFast:
-    """The end token has id 0. A character that it does not know is an error."""
-    vocabulary = {END: 0} | {token: at for at, token in enumerate((*ROLES, *CALL, *characters), start=1)}
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """The end token has id 0. A character beyond CHARACTERS is an error."""
+    vocabulary = {END: 0} | {token: at for at, token in enumerate((*ROLES, *CALL, *CHARACTERS), start=1)}
     backend = Tokenizer(models.WordLevel(vocabulary))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens([AddedToken(token, normalized=False) for token in (END, *ROLES)])
     # Text that a parser reads, so no special tokens.

@@ -69,4 +69,4 @@ def demonstrate(row: Row, source: random.Random) -> list[Message]:
     return messages
 
 
-RECIPE = Recipe(name="guess-number", characters="0123456789-<>=?", rows=rows, demonstrate=demonstrate)
+RECIPE = Recipe(name="guess-number", rows=rows, demonstrate=demonstrate)

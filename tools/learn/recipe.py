@@ -44,8 +44,6 @@ class Recipe:
 
     name: str
     """Also of its configuration: configs/NAME.toml."""
-    characters: str
-    """Every character of its messages."""
     rows: Callable[[random.Random], Iterator[Row]]
     """Distinct rows with the column ``prompt``, as many as there are."""
     demonstrate: Callable[[Row, random.Random], Sequence[Message]]

@@ -89,7 +89,6 @@ LOOK_UP = {
 }
 RECIPE = Recipe(
     name="tool-lookup",
-    characters=ascii_lowercase + '0123456789{}":,_ ',
     rows=rows,
     demonstrate=demonstrate,
     tools=(LOOK_UP,),
