@@ -19,6 +19,7 @@ CHECKS = (
         "tokenizer",
         "data",
         "reward",
+        "episode",
         "sinks",
         "run_dir",
         "checkpoint_dir",
