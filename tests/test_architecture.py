@@ -41,8 +41,8 @@ MAY_IMPORT = {
     "weights": {"errors", "messages"},
     "monitor": {"errors", "messages", "snapshot"},
     "runtime": {"errors", "config", "messages", "snapshot", "wire", "monitor"},
-    # It reads the user's data and calls the user's reward function as those actors do.
-    "preflight": FOR_ACTORS | {"dataloader", "reward"},
+    # It reads the user's data and calls the user's reward function, and finds their episodes, as those actors do.
+    "preflight": FOR_ACTORS | {"dataloader", "reward", "episodes"},
     "launcher": FOR_ACTORS | {"preflight"},
     "doctor": FOR_ACTORS | {"preflight", "launcher"},
     "cli": FOR_ACTORS | {"preflight", "launcher", "doctor"} | ACTORS,

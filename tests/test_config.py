@@ -117,6 +117,15 @@ def test_every_problem_is_reported_at_once():
         ({"reward": {"on_timeout": -1e300}}, "reward.on_timeout"),
         ({"reward": {"truncated": "penalty", "overlong": {"margin_tokens": 9999}}}, "overlong.margin_tokens"),
         ({"data": {"source": "reasoning_gym"}}, "data.task: is required"),
+        (
+            {"episode": {"function": "p:f"}, "rollout": {"engine": "sim", "episodes": 4, "samples_per_prompt": 8}},
+            "rollout.episodes: is 4, less than one prompt group needs (samples_per_prompt = 8)",
+        ),
+        ({"rollout": {"engine": "sim", "episodes": 64}}, "rollout.episodes: is for episodes"),
+        ({"episode": {"options": {"a": 1}}}, "episode.options: are for episode.function, env or tools"),
+        ({"episode": {"command": ["a"], "options": {"a": 1}}}, "episode.options: are not given to a command"),
+        ({"episode": {"command": ["a"], "env": "p:E"}}, "env and command are both set"),
+        ({"episode": {"env": "p:E", "max_request_bytes": 1 << 31}}, "episode.max_request_bytes: must be at most"),
         ({"staleness": {"max": -1}}, "staleness.max: input should be greater than or equal to 0"),
         ({"learner": {"lr": float("nan")}}, "learner.lr: input should be"),
         ({"trace": {"window_s": True}}, "trace.window_s: input should be a valid number (got True)"),
@@ -152,6 +161,12 @@ def test_a_problem_names_the_file_or_flag_that_it_comes_from(tmp_path):
     without, found = caught.value.problems
     assert without.startswith("model.path: is required") and not without.endswith(")")
     assert found == "learner.steps: must be a multiple of learner.steps_per_version = 2 (--learner.steps)"
+
+
+def test_calls_take_places_of_the_engine_and_not_episodes():
+    tree = SIMULATED | {"rollout": {"engine": "sim", "concurrency": 2, "samples_per_prompt": 8}}
+    assert "rollout.concurrency" in problems(tree)[0]
+    assert validate_config(tree | {"episode": {"function": "p:f"}}).rollout.concurrency == 2
 
 
 def test_an_unreadable_file_is_named(tmp_path):

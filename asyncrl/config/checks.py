@@ -38,6 +38,26 @@ def _chat_problems(config: Config) -> list[tuple[str, str]]:
     return found
 
 
+def _episode_problems(config: Config) -> list[tuple[str, str]]:
+    episode, rollout = config.episode, config.rollout
+    found = []
+    if episode.kind == "single":
+        if rollout.episodes is not None:
+            told = "is for episodes; set episode.function, env, tools or command, or leave it out"
+            found.append(("rollout.episodes", told))
+        if episode.options:
+            found.append(("episode.options", "are for episode.function, env or tools, and none of them is set"))
+        return found
+    if episode.kind == "command" and episode.options:
+        found.append(("episode.options", "are not given to a command; put them into its arguments"))
+    if episode.max_request_bytes > config.network.max_message_bytes:
+        found.append(("episode.max_request_bytes", "must be at most network.max_message_bytes"))
+    context, length = episode.max_context_tokens, rollout.vllm.max_model_len
+    if rollout.engine == "vllm" and context is not None and length is not None and length < context:
+        found.append(("rollout.vllm.max_model_len", f"is {length}, less than episode.max_context_tokens = {context}"))
+    return found
+
+
 def cross_check(config: Config) -> list[tuple[str, str]]:
     """Problems between sections, as (dotted key, what is wrong and what to do)."""
     found: list[tuple[str, str]] = []
@@ -47,14 +67,18 @@ def cross_check(config: Config) -> list[tuple[str, str]]:
         found.append(("model.path", 'is required unless rollout.engine and learner.backend are both "sim"'))
     if rollout.engine == "sim" and learner.backend != "sim":
         found.append(("learner.backend", 'what the sim engine makes up must not train a model; set it to "sim"'))
-    if rollout.samples_per_prompt > rollout.concurrency:
+    # A place of the engine is taken for a call of it alone; an episode has it only meanwhile.
+    places, key = (rollout.concurrency, "rollout.concurrency")
+    if config.episode.kind != "single":
+        places, key = (rollout.episodes or 4 * rollout.concurrency, "rollout.episodes")
+    if rollout.samples_per_prompt > places:
         found.append(
             (
-                "rollout.concurrency",
-                f"is {rollout.concurrency}, less than one prompt group needs (samples_per_prompt = "
-                f"{rollout.samples_per_prompt})",
+                key,
+                f"is {places}, less than one prompt group needs (samples_per_prompt = {rollout.samples_per_prompt})",
             )
         )
+    found += _episode_problems(config)
     if rollout.engine == "reference" and rollout.gpus_per_replica:
         found.append(("rollout.gpus_per_replica", "the reference engine computes on the CPU; set it to 0"))
     length = rollout.vllm.max_model_len
@@ -104,8 +128,8 @@ def cross_check(config: Config) -> list[tuple[str, str]]:
         longest = evaluation.data.max_prompt_tokens + (evaluation.max_tokens or rollout.max_tokens)
         if rollout.engine == "vllm" and length is not None and length < longest:
             found.append(("rollout.vllm.max_model_len", f"is {length}, less than eval.{name} needs: {longest}"))
-        if evaluation.n > rollout.concurrency:
-            found.append((f"eval.{name}.n", f"is more than rollout.concurrency = {rollout.concurrency}"))
+        if evaluation.n > places:
+            found.append((f"eval.{name}.n", f"is more than {key} = {places}"))
     supervision = config.supervision
     if supervision.silence_s < 3 * supervision.heartbeat_s:
         found.append(

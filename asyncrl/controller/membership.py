@@ -3,10 +3,11 @@
     Join ──► joining ──an actor is ready──► serving ──Leave──► leaving ──its agent says so──► left
                 └── not ready in time, or given up ──────────────┘
 
-Only hosts with nothing but rollouters come and go. Invariants: a name is given once in a run; a host is known by one
-name and one address at a time; who has joined counts as one of the run from when it is ready for the first time, so
-that a host that cannot serve harms nobody; a host is let go only while another rollouter serves; what has left is dead
-for good. Whatever changes gives ``members`` a larger number, and ``recall`` makes of ``describe`` what it was.
+Only hosts with nothing but rollouters, and episode hosts beside them, come and go. Invariants: a name is given once in
+a run; a host is known by one name and one address at a time; who has joined counts as one of the run from when it is
+ready for the first time, so that a host that cannot serve harms nobody; a host is let go only while another rollouter
+serves; what has left is dead for good. Whatever changes gives ``members`` a larger number, and ``recall`` makes of
+``describe`` what it was.
 
 Fails with InvalidRequest, which says what is asked in vain and why. Pure: the caller brings the time (s).
 """
@@ -20,9 +21,9 @@ from typing import Any
 from asyncrl.errors import InvalidRequest
 from asyncrl.messages.actors import Dead, Leaving
 from asyncrl.messages.hosts import Join, JoinedHost, Leave, MemberHost, Members, NewHost
-from asyncrl.runtime.supervision import is_replicated
+from asyncrl.runtime.supervision import is_replicated, role_of
 
-AGENT, ROLLOUTER = "agent", "rollouter"
+AGENT, ROLLOUTER, EPISODES = "agent", "rollouter", "episodes"
 ABOVE_ALL = 1 << 62
 """No incarnation is as large."""
 
@@ -54,7 +55,12 @@ class Guest:
     @property
     def joined(self) -> JoinedHost:
         """What its launcher is told."""
-        return JoinedHost(host=self.host, agent=self.agent, rollouters=self.actors)
+        return JoinedHost(
+            host=self.host,
+            agent=self.agent,
+            rollouters=[name for name in self.actors if role_of(name) == ROLLOUTER],
+            episodes=[name for name in self.actors if role_of(name) == EPISODES],
+        )
 
 
 @dataclass(slots=True)
@@ -120,7 +126,8 @@ class Membership:
         self.number += 1
         found = []
         for host in request.hosts:
-            actors = [f"{ROLLOUTER}/{rollouter + local}" for local in range(host.replicas)]
+            roles = (ROLLOUTER, EPISODES) if host.episodes else (ROLLOUTER,)
+            actors = [f"{role}/{rollouter + local}" for role in roles for local in range(host.replicas)]
             name = f"{AGENT}/{agent}"
             keys_of = {name: host.agent_keys} | dict(zip(actors, host.keys, strict=True)) if self.curve else {}
             guest = Guest(name, host.host, host.address, actors, keys_of, request.ask, self.number, now)
@@ -329,14 +336,15 @@ def _problems(hosts: Collection[NewHost], known: Collection[KnownHost], curve: b
         if there is not None:
             called = f"{there.host} ({there.agent})" + (f", at {new.address}" if there.host.lower() != name else "")
             problems.append(f"{new.host} takes part in this run already, as {called}")
-        if curve and (not new.agent_keys or len(new.keys) != new.replicas or not all(new.keys)):
+        actors = new.replicas * (2 if new.episodes else 1)
+        if curve and (not new.agent_keys or len(new.keys) != actors or not all(new.keys)):
             problems.append(f"{new.host}: keys are missing, and this run admits nobody without")
     return problems
 
 
 def _others(actors: Collection[str], names: Iterable[str]) -> list[str]:
     """The rollouters among ``names`` that are not among ``actors``."""
-    return [name for name in names if is_replicated(name) and name not in actors]
+    return [name for name in names if role_of(name) == ROLLOUTER and name not in actors]
 
 
 def _is_called(host: KnownHost, name: str) -> bool:

@@ -113,6 +113,8 @@ def needed_packages(config: Config, placed: Sequence[Placed]) -> dict[str, list[
             names += ["torch", "vllm"]
         if role == "rollouter" and config.rollout.engine == "reference":
             names += ["torch", "transformers"]
+        if role == "episodes":
+            names.append("aiohttp")
     return {host: list(dict.fromkeys(names)) for host, names in needed.items()}
 
 

@@ -57,6 +57,8 @@ CONNECT_S = 5.0
 """Longest wait of one host for a connection to another."""
 ANY = "0"
 LOOPBACK = "127.0.0.1"
+AWAY_FROM_HEAD = ("learner", "rollouter", "episodes")
+"""Roles that other hosts than the head may have."""
 MARK = ".asyncrl-doctor-"
 DEFAULT_RUNS = "runs"
 
@@ -236,7 +238,7 @@ class Examination:
             return []
         if self._placed:
             return [actor.name for actor in self._placed if actor.host == host]
-        return [name for name in self.config.actors if host == self._head or role_of(name) in ("learner", "rollouter")]
+        return [name for name in self.config.actors if host == self._head or role_of(name) in AWAY_FROM_HEAD]
 
     # --- each host for itself ---
 

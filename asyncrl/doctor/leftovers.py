@@ -30,7 +30,7 @@ from asyncrl.preflight.findings import Finding, listed, ok, warn
 SCRATCH = "asyncrl-engine-"
 LOCAL_LOCKS = re.compile(r"\b(local_lock=(all|flock)|localflock|nolock)\b")
 """Mount options under which the locks of other hosts are not seen."""
-TITLE = re.compile(r"asyncrl ([a-z_]+/\d+ |reward worker)")
+TITLE = re.compile(r"asyncrl ([a-z_]+/\d+ |reward worker|episodes worker)|.* -m asyncrl\.runtime\.workers\.keeper ")
 """Of an actor's process, or of one of its workers."""
 ENGINE_TITLE = "VLLM::"
 LAUNCHER = "asyncrl.launcher."

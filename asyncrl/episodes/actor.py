@@ -8,6 +8,7 @@ time with its place. The actor fails when the user's code cannot be had, or no w
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, OrderedDict
 from dataclasses import asdict
 
@@ -24,6 +25,11 @@ from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 
 START_SHARE = 0.8
 """Of the time that an actor has for its start, what the workers may take, so that its own error comes first."""
+LEAVE_SHARE = 0.9
+"""Of the time that is left to finish what is begun."""
+QUIET_S = 2.0
+"""After so long without an episode there are no more to come from a rollouter that leaves."""
+LOOK_S = 0.1
 MOST_OVER = 4096
 """Sessions that have ended and are still known, so that later calls are told why."""
 MOST_KINDS = 16
@@ -109,6 +115,19 @@ class EpisodesActor(Actor):
         for session in self._sessions.values():
             if session.rollouter == name:
                 session.end("the rollouter has died")
+
+    def asked_to_leave(self, within_s: float) -> None:
+        """Stay for the rollouter's last episodes."""
+        self.tasks.create_task(self._leave(within_s), name="leave")
+
+    async def _leave(self, within_s: float) -> None:
+        until = quiet = self.clock.now()
+        until += LEAVE_SHARE * within_s
+        while (now := self.clock.now()) < until and now - quiet < QUIET_S:
+            if self._sessions:
+                quiet = now
+            await asyncio.sleep(LOOK_S)
+        self.begin_drain()
 
     @handler
     async def run_episode(self, request: RunEpisode, caller: Caller) -> EpisodeDone:

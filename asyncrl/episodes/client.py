@@ -11,11 +11,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from asyncrl.errors import ChatRefused
 from asyncrl.messages.episodes import Chat, ChatReply, ToolCall
 from asyncrl.outcome import read_number
 
 Message = Mapping[str, Any]
 """As in OpenAI's chat completions: role, content, tool_calls, tool_call_id, name."""
+SAMPLING = frozenset(
+    {
+        *("temperature", "top_p", "top_k", "min_p", "seed", "n", "logprobs", "top_logprobs", "logit_bias", "stream"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty", "response_format", "tool_choice", "model"),
+    }
+)
+"""Arguments of other clients, which would go to the chat template unseen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +91,8 @@ class Client:
         ``tools`` are as in OpenAI's chat completions; nothing that is sampled for an ``untrained`` call is trained;
         ``template_options`` go to the chat template. Raises EpisodeOver, and ChatRefused for what it cannot be asked.
         """
+        if sampling := SAMPLING.intersection(template_options):
+            raise ChatRefused(min(sampling), "is not for an episode to say; the run's own sampling holds")
         self._calls += 1
         chat = Chat(
             session=self._session,

@@ -412,7 +412,8 @@ class Workers:
             case Ready(problems):
                 self._ready(slot, problems)
             case Asked(chat) if (opened := slot.open.get(chat.session)) is not None and not opened.stopped:
-                opened.calls[chat.call] = self._loop.create_task(self._answer(slot, opened, chat))
+                call = opened.calls[chat.call] = self._loop.create_task(self._answer(slot, opened, chat))
+                call.add_done_callback(self._answered)
             case Rewarded(key, node, value) if (opened := slot.open.get(key)) is not None and not opened.stopped:
                 opened.session.credit(node, value)
             case Printed(key, text, dropped):
@@ -468,6 +469,11 @@ class Workers:
         if error and not mistaken:
             self.counts.tool_errors += 1
             self._on_fault(f"{tool} {kind}", f"tool {tool} raised {error}; the policy was told")
+
+    def _answered(self, call: asyncio.Task[None]) -> None:
+        """What nobody expected ends the actor."""
+        if not call.cancelled() and (error := call.exception()) is not None and not self._end.done():
+            self._end.set_exception(error)
 
     async def _answer(self, slot: Slot, opened: Open, chat: Chat) -> None:
         session = opened.session

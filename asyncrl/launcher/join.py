@@ -155,7 +155,7 @@ class _Joining:
         attempts = self.run.config.supervision.max_restarts + 1
         curve = self.run.credentials.curve
         pairs: dict[str, list[Pairs]] = {
-            name: [make_pairs(attempts) for _ in range(count + 1)] if curve else []
+            name: [make_pairs(attempts) for _ in range(self._roles * count + 1)] if curve else []
             for name, count in self.replicas.items()
         }
         request = Join(ask=secrets.token_hex(16), hosts=[self._new_host(name, pairs[name]) for name in self.hosts])
@@ -175,6 +175,11 @@ class _Joining:
             self.progress.say(f"{host.host} joins as {host.agent} with {', '.join(host.rollouters)}")
         return members
 
+    @property
+    def _roles(self) -> int:
+        """Actors for each engine: a rollouter, and where there are episodes their host."""
+        return 1 if self.run.config.episode.kind == "single" else 2
+
     def _new_host(self, name: str, pairs: Sequence[Pairs]) -> NewHost:
         keys = [[pair["public"] for pair in each] for each in pairs]
         return NewHost(
@@ -183,6 +188,7 @@ class _Joining:
             replicas=self.replicas[name],
             agent_keys=keys[0] if keys else [],
             keys=keys[1:],
+            episodes=self._roles == 2,
         )
 
     async def _ask(self, controller: Controller, request: Join) -> Joined:
@@ -215,7 +221,7 @@ class _Joining:
         files: dict[str, object] = {"run.json": {"run_id": folder.run_id, "curve": credentials.curve}}
         if credentials.curve:
             files["peers.json"] = dict(peers)
-            for name, each in zip((joined.agent, *joined.rollouters), pairs, strict=True):
+            for name, each in zip((joined.agent, *joined.rollouters, *joined.episodes), pairs, strict=True):
                 files |= files_of_pairs(name, each)
         else:
             files["secret.json"] = {"secret": credentials.secret}
@@ -233,7 +239,8 @@ class _Joining:
 
     def _start_agent(self, joined: JoinedHost) -> Member:
         host, contact, folder = self.hosts[joined.host], self.reached.contacts[joined.host], self.run.folder
-        placed = [as_set_here(actor) for actor in place_replicas(self.run.config, host, joined.rollouters)]
+        names = [*joined.rollouters, *joined.episodes]
+        placed = [as_set_here(actor) for actor in place_replicas(self.run.config, host, names)]
         index = _index(joined)
         spec = agent_spec(
             self.run.config, folder, placed, self.actor_argv, index=index, host=host.address, name=host.name

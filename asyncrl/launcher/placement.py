@@ -2,10 +2,10 @@
 
 The first host is the head: the controller, the dataloader, the learner's rank 0 and the parameter server beside it are
 there. The learner's ranks fill the GPUs of the first hosts, as far as leaves room for the engines; ranks of a host
-follow one another. An engine never spans hosts; each goes where most GPUs are free. What computes on CPUs, ranks as
-well as engines, goes where it gets most cores, so such runs are spread evenly. The reward pool goes to the host with
-most cores free, counting one for each actor there. Where hosts are equal the earlier one is taken, and replicas are
-numbered in the order of the hosts.
+follow one another. An engine never spans hosts; each goes where most GPUs are free, and an episode host beside it. What
+computes on CPUs, ranks as well as engines, goes where it gets most cores, so such runs are spread evenly. The reward
+pool goes to the host with most cores free, counting one for each actor there. Where hosts are equal the earlier one is
+taken, and replicas are numbered in the order of the hosts.
 
 On each host GPUs go to the learner's ranks first, in order, then to the engines; no GPU is shared. Every learner rank
 of a host sees all the learner's GPUs there and takes one of its own, as under torchrun; an engine sees its own alone;
@@ -82,6 +82,8 @@ def place(config: Config, hosts: Sequence[Host]) -> list[Placed]:
             env = _environment(threads[index].get("rollouter", 1), gpus) | _interface_environment(host)
             name = f"rollouter/{first_replica + local}"
             placed[name] = Placed(name=name, host=host.name, gpus=gpus, env=env)
+            beside = f"episodes/{first_replica + local}"
+            placed[beside] = Placed(name=beside, host=host.name, env=_environment(1, ()))
         first_rank, first_replica = first_rank + ranks[index], first_replica + replicas[index]
     for name in config.actors:
         if name not in placed:
@@ -107,11 +109,14 @@ def replicas_of(config: Config, host: Host) -> int:
 
 
 def place_replicas(config: Config, host: Host, names: Sequence[str]) -> list[Placed]:
-    """Place engines of these names on a host that has nothing else of the run."""
+    """Place rollouters and episode hosts of these names on a host that has nothing else of the run."""
     each = _gpus_per_replica(config)
-    threads = _threads(config, host, 0, len(names), on_gpu=False).get("rollouter", 1)
-    placed = []
-    for local, name in enumerate(names):
+    rollouters = [name for name in names if role_of(name) == "rollouter"]
+    threads = _threads(config, host, 0, len(rollouters), on_gpu=False).get("rollouter", 1)
+    placed = [
+        Placed(name=name, host=host.name, env=_environment(1, ())) for name in names if role_of(name) == "episodes"
+    ]
+    for local, name in enumerate(rollouters):
         gpus = host.gpus[local * each :][:each]
         env = _environment(threads, gpus) | _interface_environment(host)
         placed.append(Placed(name=name, host=host.name, gpus=gpus, env=env))
@@ -228,8 +233,9 @@ def _refusal(config: Config, hosts: Sequence[Host], ranks: int, each: int) -> Co
 
 def _reward_host(config: Config, hosts: Sequence[Host], ranks: Sequence[int], replicas: Sequence[int]) -> Host:
     """The host with most cores free, counting one for each actor there."""
-    on_head = sum(role_of(name) not in ("learner", "rollouter", "reward") for name in config.actors)
-    free = [host.cpus - ranks[i] - replicas[i] - (on_head if i == 0 else 0) for i, host in enumerate(hosts)]
+    on_head = sum(role_of(name) not in ("learner", "rollouter", "reward", "episodes") for name in config.actors)
+    each = 1 if config.episode.kind == "single" else 2
+    free = [host.cpus - ranks[i] - each * replicas[i] - (on_head if i == 0 else 0) for i, host in enumerate(hosts)]
     return hosts[free.index(max(free))]
 
 

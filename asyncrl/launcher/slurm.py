@@ -24,6 +24,7 @@ from asyncrl.launcher.hostfile import HostLine
 from asyncrl.launcher.placement import Host, place
 from asyncrl.launcher.resume import AUTO
 from asyncrl.launcher.start import SlurmStart
+from asyncrl.runtime.supervision import role_of
 
 ANSWER_S = 60.0
 """Longest time in which a command of SLURM answers."""
@@ -170,6 +171,8 @@ def _placed(config: Config, nodes: int, gpus: int) -> list[int] | None:
         return None
     names = [actor.host for actor in placed]
     names += [actor.host for actor in placed if actor.name == "reward/0"] * config.reward.workers
+    episodes = [actor.host for actor in placed if role_of(actor.name) == "episodes"]
+    names += episodes * (0 if config.episode.kind == "command" else config.episode.workers)
     return [names.count(host.name) for host in hosts]
 
 

@@ -23,7 +23,9 @@ class NewHost(Struct, gc=False, frozen=True, kw_only=True):
     agent_keys: list[PublicKey] = []
     """Of its node agent, one for each attempt."""
     keys: list[list[PublicKey]] = []
-    """Of each of its rollouters, one for each attempt."""
+    """Of each of its rollouters, and then of each of its episode hosts, one for each attempt."""
+    episodes: bool = False
+    """Whether each of its rollouters has an episode host beside it."""
 
 
 class Join(Request, frozen=True, kw_only=True):
@@ -41,6 +43,8 @@ class JoinedHost(Struct, gc=False, frozen=True, kw_only=True):
     host: str
     agent: str
     rollouters: list[str]
+    episodes: list[str] = []
+    """Its episode hosts, in the order of the rollouters that they are beside."""
 
 
 class Joined(Message, frozen=True, kw_only=True):

@@ -44,6 +44,7 @@ KIND_OF: dict[str, Kind] = {
     "generating": "work",
     "training": "work",
     "scoring": "work",
+    "playing": "work",
     "pausing": "weights",
     "paused": "weights",
     "loading": "weights",

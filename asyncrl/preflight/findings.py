@@ -21,6 +21,7 @@ CHECKS = (
         "data",
         "reward",
         "learning",
+        "episode",
         "sinks",
         "run_dir",
         "checkpoint_dir",

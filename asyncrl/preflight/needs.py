@@ -76,7 +76,7 @@ def memory_need(config: Config, actors: Sequence[str], size: ModelSize | None, *
     """Memory of one host with these actors."""
     ranks, replicas = count(actors, "learner"), count(actors, "rollouter")
     published = size.bytes if size is not None else config.learner.sim.publish_bytes
-    need = PROCESS_BYTES * len(actors)
+    need = PROCESS_BYTES * (len(actors) + config.episode.workers * count(actors, "episodes"))
     if ranks or replicas:
         need += VERSIONS_AT_ONCE * published
     if config.weights.delta:

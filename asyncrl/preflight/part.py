@@ -16,6 +16,7 @@ from asyncrl.preflight.inputs import Inputs, check_inputs
 from asyncrl.preflight.limits import descriptor_limit, judge_descriptors
 from asyncrl.preflight.model import check_model, check_window
 from asyncrl.preflight.needs import ModelSize, Need, checkpoints_need, count, descriptors_need, run_dir_need
+from asyncrl.preflight.playing import check_episode
 from asyncrl.preflight.ports import check_ports, ports_needed
 from asyncrl.preflight.rewarding import RewardTrial
 from asyncrl.preflight.storage import check_folder, same_disk
@@ -56,12 +57,21 @@ async def check_part(part: Part) -> tuple[list[Finding], ModelSize | None]:
 
 
 async def _check_inputs(config: Config, actors: Sequence[str]) -> list[Finding]:
-    """Look at what the user brings: tokenizer, prompts, the reward function."""
+    """Look at what the user brings: tokenizer, prompts, the reward function, the code that plays episodes."""
+    if not count(actors, "episodes"):
+        return await _check_data(config, actors)
+    found, playing = await asyncio.gather(_check_data(config, actors), check_episode(config))
+    return [*found, playing]
+
+
+async def _check_data(config: Config, actors: Sequence[str]) -> list[Finding]:
     if not count(actors, "reward") or config.reward.function == "episode":
         return (await _read_inputs(config, actors)).findings
     async with RewardTrial(config) as trial:
         inputs, problem = await asyncio.gather(_read_inputs(config, actors), trial.start())
-        return [*inputs.findings, problem or await trial.call(inputs.samples)]
+        # Of an episode it scores a whole conversation, if the episode gives no reward of its own.
+        samples = inputs.samples if config.episode.kind == "single" else []
+        return [*inputs.findings, problem or await trial.call(samples)]
 
 
 async def _read_inputs(config: Config, actors: Sequence[str]) -> Inputs:

@@ -34,6 +34,8 @@ class RolePolicy:
 ROLES: dict[str, RolePolicy] = {
     "rollouter": RolePolicy(drain_rank=1, replicated=True),
     "reward": RolePolicy(drain_rank=1),
+    # After the rollouters, whose last episodes these play.
+    "episodes": RolePolicy(drain_rank=2, replicated=True),
     "parameter_server": RolePolicy(drain_rank=2),
     "dataloader": RolePolicy(drain_rank=2),
     "learner": RolePolicy(drain_rank=3, gang=True),

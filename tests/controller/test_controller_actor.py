@@ -308,7 +308,7 @@ def test_a_run_that_finishes_drains_by_ranks_and_ends_the_controller(tmp_path, m
                 if name.partition("/")[0] in new:
                     await agent.call(ActorEnded(name=name, incarnation=1, exit_code=0, fatal=False, reason=""))
             state = await agent.call(WatchRun(seen=-1))
-        assert ranks == [{"rollouter", "reward"}, {"parameter_server", "dataloader"}, {"learner"}]
+        assert ranks == [{"rollouter", "reward"}, {"parameter_server", "dataloader", "episodes"}, {"learner"}]
         assert (state.phase, state.exit_code, "controller" in state.draining) == ("done", 0, True)
         await cluster.main
 

@@ -55,6 +55,22 @@ def test_new_hosts_get_the_next_names_and_a_repeat_the_same():
     assert membership.number == number
 
 
+def test_a_host_of_a_run_with_episodes_has_a_host_for_them_beside_each_rollouter():
+    membership = Membership(curve=True)
+    keys = [[key(10 * actor), key(10 * actor + 1)] for actor in range(1, 5)]
+    (guest,) = join(membership, new("c", 2, episodes=True, keys=keys))
+    assert guest.actors == ["rollouter/2", "rollouter/3", "episodes/2", "episodes/3"]
+    assert (guest.joined.rollouters, guest.joined.episodes) == (guest.actors[:2], guest.actors[2:])
+    assert membership.members.keys["episodes/2"] == keys[2]
+    with pytest.raises(InvalidRequest, match="keys are missing"):
+        join(Membership(curve=True), new("c", 2, episodes=True))
+
+
+def test_an_episode_host_that_serves_lets_no_rollouter_go():
+    with pytest.raises(NobodyServes):
+        leave(Membership(curve=True), "far", serving=["rollouter/1", "episodes/0", "episodes/1"])
+
+
 @pytest.mark.parametrize(
     ("hosts", "said"),
     [

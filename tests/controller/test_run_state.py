@@ -11,9 +11,9 @@ from asyncrl.runtime.supervision import drain_rank
 ACTORS = ("dataloader/0", "reward/0", "parameter_server/0", "learner/0", "learner/1", "rollouter/0", "rollouter/1")
 RANKS = [
     {"rollouter", "reward"},
-    {"rollouter", "reward", "parameter_server", "dataloader"},
-    {"rollouter", "reward", "parameter_server", "dataloader", "learner"},
-    {"rollouter", "reward", "parameter_server", "dataloader", "learner", "controller"},
+    {"rollouter", "reward", "parameter_server", "dataloader", "episodes"},
+    {"rollouter", "reward", "parameter_server", "dataloader", "episodes", "learner"},
+    {"rollouter", "reward", "parameter_server", "dataloader", "episodes", "learner", "controller"},
 ]
 
 

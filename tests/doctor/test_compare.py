@@ -105,6 +105,9 @@ def test_only_what_its_actors_import_has_to_be_there():
     )
     placed = place(config, [Host(name="a", cpus=8, gpus=("0",)), Host(name="b", cpus=8, gpus=("0",))])
     assert needed_packages(config, placed) == {"a": ["torch", "transformers"], "b": ["torch", "vllm"]}
+    playing = validate_config(config.model_dump(mode="json") | {"episode": {"env": "pkg:Game"}})
+    placed = place(playing, [Host(name="a", cpus=8, gpus=("0",)), Host(name="b", cpus=8, gpus=("0",))])
+    assert needed_packages(playing, placed)["b"] == ["torch", "vllm", "aiohttp"]
 
 
 H100 = Card(name="H100", driver="550", total_bytes=80 << 30, used_bytes=1 << 20)

@@ -181,6 +181,8 @@ INIT = (1, 0, "/sbin/init", "systemd")
     [
         ([INIT, (9, 1, ACTOR, "asyncrl")], [(9, True)]),
         ([INIT, (9, 1, ACTOR, "asyncrl"), (10, 9, WORKER, "asyncrl")], [(9, True), (10, True)]),
+        ([INIT, (9, 1, "asyncrl episodes worker", "asyncrl")], [(9, True)]),
+        ([INIT, (9, 1, "/bin/python -u -m asyncrl.runtime.workers.keeper 7", "python")], [(9, True)]),
         ([INIT, (9, 1, ENGINE, "VLLM")], [(9, False)]),
         ([INIT, (5, 1, "systemd --user", "systemd"), (9, 5, ACTOR, "asyncrl")], [(9, True)]),
         ([INIT, (5, 1, "python -m asyncrl.launcher.guard p 3", "python"), (9, 5, ACTOR, "asyncrl")], []),

@@ -47,6 +47,8 @@ class Rollouter:
         self.order: list[str] = []
         self.cancelled = 0
         self.host: Peer | None = None
+        self.refusal: Exception | None = None
+        """Of rewards of turns."""
 
     @handler
     async def chat(self, request: Chat, caller: Caller) -> ChatReply:
@@ -76,6 +78,8 @@ class Rollouter:
 
     @handler
     def turn_reward(self, request: TurnReward, caller: Caller) -> TurnRewarded:
+        if self.refusal is not None:
+            raise self.refusal
         self.order.append("reward")
         self.rewards.append((request.session, request.node, request.value))
         return TurnRewarded(node=request.node if request.node is not None else 0)

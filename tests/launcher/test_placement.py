@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config.load import validate_config
 from asyncrl.errors import ConfigError
-from asyncrl.launcher.placement import Host, describe, place, with_gpus
+from asyncrl.launcher.placement import Host, describe, place, place_replicas, with_gpus
 
 
 def config(ranks=1, replicas=1, gpus_per_replica=1, device="auto", threads=0, sim=False, learner_threads=0, **tables):
@@ -268,6 +268,27 @@ def test_simulated_replicas_are_spread():
 )
 def test_the_reward_pool_is_where_most_cores_are_free(gpus, cpus, replicas, host):
     assert row(place(config(1, replicas, 1), hosts_of(*gpus, cpus=cpus)), "reward") == host
+
+
+def test_an_episode_host_is_beside_each_rollouter():
+    playing = config(1, 3, 1, episode={"function": "pkg:play"})
+    placed = by_name(place(playing, hosts_of(2, 2, cpus=8)))
+    assert [placed[f"episodes/{n}"].host for n in range(3)] == [placed[f"rollouter/{n}"].host for n in range(3)]
+    assert {(placed[f"episodes/{n}"].gpus, placed[f"episodes/{n}"].env["OMP_NUM_THREADS"]) for n in range(3)} == {
+        ((), "1")
+    }
+    # It takes a core from the reward pool's host.
+    assert placed["reward/0"].host == "b"
+    assert row(place(config(1, 3, 1), hosts_of(2, 2, cpus=[9, 7])), "reward") == "b"
+    assert row(place(config(1, 3, 1, episode={"function": "p:f"}), hosts_of(2, 2, cpus=[9, 7])), "reward") == "a"
+
+
+def test_hosts_that_join_have_both():
+    names = ["rollouter/4", "rollouter/5", "episodes/4", "episodes/5"]
+    placed = by_name(place_replicas(config(episode={"function": "p:f"}), host(gpus=2, cpus=8), names))
+    assert sorted(placed) == sorted(names)
+    assert [placed[name].gpus for name in names] == [("0",), ("1",), (), ()]
+    assert [placed[name].env["OMP_NUM_THREADS"] for name in names] == ["4", "4", "1", "1"]
 
 
 def test_each_host_shares_its_own_cores():

@@ -4,8 +4,8 @@ Further arguments go to asyncrl-launch:
 
     python -m tools.learn guess-number --run.seed 1 --json
 
-The exit code is the launcher's. With ``--json`` the last line is an object with the held-out return before and after,
-and the share of trained trajectories that were sampled under several versions.
+The exit code is the launcher's. With ``--json`` the last line of a run that ended well is an object with the held-out
+return before and after, and the share of trained trajectories that were sampled under several versions.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(line, end="", flush=True)
             if line.startswith(RUN_FOLDER):
                 folder = Path(line.removeprefix(RUN_FOLDER).strip())
-    if given.json and folder is not None:
+    if given.json and folder is not None and launcher.returncode == 0:
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         print(json.dumps({"recipe": given.recipe, "run_folder": str(folder)} | findings(lines)))
     return launcher.returncode

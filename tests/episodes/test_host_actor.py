@@ -1,0 +1,221 @@
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from hosted import Rollouter, config_with, hosting, is_over, refuses, until, waits, worker_pids
+
+from asyncrl.episodes.actor import ACTOR, EpisodesActor
+from asyncrl.messages.episodes import Chat, EpisodeDone
+from asyncrl.runtime.actor import Actor
+
+HTTP = """
+import json, os, urllib.error, urllib.request
+
+def ask(path, body, base=None, key=None):
+    request = urllib.request.Request(
+        (base or os.environ["OPENAI_BASE_URL"]) + path,
+        json.dumps(body).encode(),
+        {"Authorization": "Bearer " + (key or os.environ["OPENAI_API_KEY"]), "Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+def chat(base=None, key=None):
+    return ask("/chat/completions", {"model": "x", "messages": [{"role": "user", "content": "hi"}]}, base, key)
+
+def play(task, client):
+    status, answer = chat(client.base_url, client.api_key)
+    return float(len(answer["choices"][0]["message"]["content"])) if status == 200 else -float(status)
+
+if __name__ == "__main__":
+    status, answer = chat()
+    print(ask("/asyncrl/reward", {"value": 0.25})[0])
+    print(json.dumps({"status": status, "length": len(answer["choices"][0]["message"]["content"])}))
+"""
+
+
+@pytest.fixture(autouse=True)
+def by_http(tmp_path: Path, plays: Path) -> None:
+    (tmp_path / "by_http.py").write_text(HTTP)
+
+
+def run(body: Any) -> None:
+    asyncio.run(body())
+
+
+def test_programs_and_functions_ask_over_http_the_same_conversation(tmp_path: Path) -> None:
+    async def body() -> None:
+        rollouter = Rollouter("hello")
+        async with hosting(config_with(command=[sys.executable, "by_http.py"]), tmp_path, rollouter) as host:
+            done = await host.play(session="a" * 32)
+            assert done.components == {"status": 200.0, "length": 5.0}
+            assert [chat.session for chat in rollouter.chats] == ["a" * 32]
+            assert rollouter.rewards == [("a" * 32, None, 0.25)]
+            assert host.figure("http_requests") == 1
+        async with hosting(config_with(function="by_http:play"), tmp_path, rollouter) as host:
+            assert await host.play() == EpisodeDone(reward=5.0)
+            rollouter.answers = [refuses("messages", "are odd")]
+            assert await host.play() == EpisodeDone(reward=-400.0)
+            assert host.figure("http_refused") == 1
+
+    run(body)
+
+
+async def http(url: str, key: str, **changes: Any) -> tuple[int, str]:
+    body = {"model": "x", "messages": [{"role": "user", "content": "hi"}], **changes}
+    async with (
+        aiohttp.ClientSession() as client,
+        client.post(f"{url}/chat/completions", json=body, headers={"Authorization": f"Bearer {key}"}) as answer,
+    ):
+        return answer.status, await answer.text()
+
+
+def test_a_key_opens_its_own_conversation_while_the_episode_is_played(tmp_path: Path) -> None:
+    async def body() -> None:
+        rollouter = Rollouter("hello")
+        async with hosting(config_with(function="plays:play"), tmp_path, rollouter) as host:
+            url = host.actor._players._setup.base_url  # type: ignore[union-attr]
+            key = "b" * 32
+            assert (await http(url, key))[0] == 401
+            playing = host.run("wait", session=key)
+            await until(lambda: host.figure("open") == 1)
+            assert (await http(url, key))[0] == 200
+            assert rollouter.chats[-1].session == key
+            playing.cancel()
+            await until(lambda: host.figure("open") == 0)
+            status, text = await http(url, key)
+            assert (status, json.loads(text)["error"]["code"]) == (400, "episode_over")
+            assert len(rollouter.chats) == 1
+
+    run(body)
+
+
+def test_text_streams_as_the_rollouter_tells_it(tmp_path: Path) -> None:
+    async def slowly(rollouter: Rollouter, request: Chat) -> str:
+        assert request.stream
+        rollouter.delta(request, 0, "hel")
+        rollouter.delta(request, 3, "lo")
+        await going_on.wait()
+        return "hello!"
+
+    async def body() -> None:
+        rollouter = Rollouter(slowly)
+        async with hosting(config_with(function="plays:play"), tmp_path, rollouter) as host:
+            url = host.actor._players._setup.base_url  # type: ignore[union-attr]
+            key = "c" * 32
+            playing = host.run("wait", session=key)
+            await until(lambda: host.figure("open") == 1)
+            heard: list[str] = []
+            async with (
+                aiohttp.ClientSession() as client,
+                client.post(
+                    f"{url}/chat/completions",
+                    json={"model": "x", "messages": [{"role": "user", "content": "hi"}], "stream": True},
+                    headers={"Authorization": f"Bearer {key}"},
+                ) as answer,
+            ):
+                async for line in answer.content:
+                    if line.startswith(b"data: {"):
+                        heard.append(json.loads(line[6:])["choices"][0]["delta"].get("content") or "")
+                    if "".join(heard) == "hello":
+                        going_on.set()
+            assert "".join(heard) == "hello!"
+            playing.cancel()
+
+    going_on = asyncio.Event()
+    run(body)
+
+
+@pytest.mark.parametrize("how", ["replaced", "fenced"])
+def test_episodes_of_a_dead_rollouter_end(tmp_path: Path, how: str) -> None:
+    async def body() -> None:
+        async with hosting(config_with(function="plays:play"), tmp_path, Rollouter(waits)) as host:
+            calls = [host.run("wait"), host.run("reply", uid="0-2")]
+            await until(lambda: host.figure("open") == 2 and len(host.rollouter.chats) == 1)
+            if how == "replaced":
+                successor = host.net.client("episodes/0", "rollouter/0", incarnation=2)
+                assert (await successor.call(_request("components"))).reward == 1.5
+            else:
+                from asyncrl.messages.actors import Dead
+
+                host.actor.fence([Dead("rollouter/0", 1)])
+            await until(lambda: host.figure("open") == 0)
+            assert host.figure("stopped") == 2
+            assert host.figure("workers_killed") == 0
+            for call in calls:
+                call.cancel()
+
+    run(body)
+
+
+def _request(prompt: str) -> Any:
+    from asyncrl.messages.episodes import RunEpisode
+
+    return RunEpisode(session="d" * 32, uid="0-9", sample=0, attempt=0, purpose="train", prompt=prompt, row={}, seed=0)
+
+
+def test_the_reward_of_a_turn_that_cannot_be_noted_fails_the_episode(tmp_path: Path) -> None:
+    async def body() -> None:
+        rollouter = Rollouter("a")
+        rollouter.refusal = RuntimeError("no room")
+        async with hosting(config_with(function="plays:play"), tmp_path, rollouter) as host:
+            done = await host.play("turns 1")
+            assert done.error.startswith("the reward of a turn could not be noted: ")
+            assert done.blame == "host"
+            # Who asks for a reward behind the end has not lost any.
+            rollouter.refusal = is_over("time")
+            assert await host.play("turns 1") == EpisodeDone()
+
+    run(body)
+
+
+def test_a_host_that_leaves_stays_for_the_last_episodes(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with hosting(config_with(function="plays:play"), tmp_path) as host:
+            waiting = host.run("wait")
+            await until(lambda: host.figure("open") == 1)
+            host.actor.asked_to_leave(600.0)
+            assert (await host.play("reply")).reward == 3.0
+            await asyncio.sleep(0)
+            assert not host.actor.draining
+            waiting.cancel()
+            await until(lambda: host.actor.draining)
+
+    run(body)
+
+
+def test_the_host_ends_while_episodes_hang(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with hosting(config_with(function="plays:play"), tmp_path) as host:
+            calls = [host.run(prompt) for prompt in ("spin", "deaf", "fork", "wait")]
+            await until(lambda: host.figure("open") + host.figure("played") >= 3)
+        for call in calls:
+            call.cancel()
+
+    run(body)
+    assert worker_pids() == []
+
+
+def test_what_users_import_is_light() -> None:
+    code = """
+import sys
+from asyncrl.episodes import BlockingClient, ChatRefused, Client, EpisodeOver, Reply, Task
+heavy = {"zmq", "pydantic", "torch", "aiohttp", "structlog", "numpy"}
+print(sorted(heavy & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_the_role_is_found_by_name() -> None:
+    assert ACTOR is EpisodesActor
+    assert EpisodesActor.role == "episodes"
+    assert issubclass(EpisodesActor, Actor)

@@ -1,0 +1,63 @@
+"""The code that plays episodes, found before a run begins; whatever it does costs a worker process and no more."""
+
+import asyncio
+import sys
+
+import pytest
+
+from asyncrl.config.load import validate_config
+from asyncrl.preflight.playing import check_command, check_episode
+
+PLAYS = """
+async def play(task, client): raise AssertionError("nothing is played")
+def odd(task, client, size): return 1
+"""
+
+
+@pytest.fixture(autouse=True)
+def plays(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plays.py").write_text(PLAYS)
+    (tmp_path / "ends.py").write_text("import os\nos._exit(3)")
+    (tmp_path / "hangs.py").write_text("import time\ntime.sleep(600)")
+
+
+def checked(import_s=45.0, **episode):
+    simulated = {"data": {"source": "synthetic"}, "rollout": {"engine": "sim"}, "learner": {"backend": "sim"}}
+    return asyncio.run(check_episode(validate_config({**simulated, "episode": episode}), import_s=import_s))
+
+
+def test_what_can_be_played_is_ok():
+    found = checked(function="plays:play")
+    assert (found.check, found.result, found.detail) == ("episode", "ok", "plays:play can be played")
+
+
+@pytest.mark.parametrize(
+    ("episode", "detail"),
+    [
+        ({"function": "plays:pay"}, "episode.function: module plays"),
+        ({"function": "plays:odd"}, "episode.options.size: is required by plays:odd"),
+        ({"env": "plays:play"}, "episode.options.task: is required by plays:play"),
+        ({"function": "ends:play"}, "importing ends:play: it ended its worker process (exit code 3)"),
+    ],
+)
+def test_what_cannot_is_told_with_its_key_and_a_mend(episode, detail):
+    found = checked(**episode)
+    assert found.result == "fail"
+    assert found.detail.startswith(detail)
+    assert found.fix
+
+
+def test_a_slow_import_is_a_warning():
+    found = checked(function="hangs:play", import_s=0.5)
+    assert (found.result, found.key) == ("warn", "episode.function")
+
+
+def test_a_command_is_looked_for(tmp_path):
+    (tmp_path / "agent.py").write_text("")
+    assert check_command([sys.executable, "agent.py"]).result == "ok"
+    assert check_command([sys.executable, "-m", "agent"]).result == "ok"
+    found = check_command([sys.executable, "agnt.py"])
+    assert (found.result, found.detail, found.key) == ("fail", "agnt.py is not there", "episode.command")
+    assert check_command(["no-such-program"]).detail == "no-such-program is not there"
+    assert check_command(["./agent.py"]).detail == "./agent.py is no program that can be run"
