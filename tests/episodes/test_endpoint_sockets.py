@@ -293,6 +293,9 @@ def test_only_what_is_served_is_served(path, method, status):
         (b'{"messages": NaN}', 400),
         (b'{"messages":' + b"[" * 100_000, 400),
         (b'{"messages": "\\ud800"}', 400),
+        (b" " * (256 << 10) + b"[]", 400),
+        (b" " * (256 << 10) + b'{"messages": [{]}', 400),
+        (b" " * (256 << 10) + b'{"messages": [' + b"[" * 100_000, 400),
     ],
 )
 def test_what_is_no_json_object_is_refused(sent, status):
@@ -332,12 +335,33 @@ def test_a_long_body_is_read_as_a_short_one_is():
     async def episode():
         core = ScriptedCore()
         text = "ü" * LARGE
-        body = {"model": "m", "messages": [{"role": "user", "content": text}]}
+        # With all that JSON has, and blanks where it may have them.
+        tool = {"type": "function", "function": {"name": "f", "parameters": {"a": [1, -2.5e3, None, True, {}, []]}}}
+        body = {"messages": [{"role": "user", "content": text}, *HI["messages"]], "tools": [tool], "user": None}
         async with http_client(core, max_request_bytes=64 << 20) as (_, client):
-            first = await client.post(CHAT, json=body)
-            again = await client.post(CHAT, json=body, headers=RETRY)
+            written = json.dumps(body, indent=3)
+            first = await client.post(CHAT, content=written)
+            again = await client.post(CHAT, content=written, headers=RETRY)
         assert first.json() == again.json()
-        assert core.asked[0].messages == body["messages"] and len(core.asked) == 1
+        assert (core.asked[0].messages, core.asked[0].tools) == (body["messages"], body["tools"])
+        assert len(core.asked) == 1
+
+    played(episode())
+
+
+def test_a_client_that_asks_first_is_told_to_send_its_body():
+    async def episode():
+        async with serving(ScriptedCore(), max_request_bytes=1000) as served:
+            for length, told in ((500, b"HTTP/1.1 100"), (5000, b"HTTP/1.1 413")):
+                reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+                writer.write(request(length=length)[:-2] + b"Expect: 100-continue\r\n\r\n")
+                assert (await reader.readline()).startswith(told)
+                if length == 500:
+                    body = json.dumps(HI).encode()
+                    writer.write(body + b" " * (length - len(body)))
+                    assert await reader.readline() == b"\r\n"
+                    assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+                writer.close()
 
     played(episode())
 
