@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import re
+import sys
 from collections.abc import Callable
 
 import msgspec
@@ -46,7 +46,8 @@ def reward_of(body: Body, node_of_call: Callable[[int], int | None]) -> tuple[fl
     for name in body.keys() - {"value", "completion"}:
         raise ChatRefused(name, "is not a field that is known here")
     value, completion = body.get("value"), body.get("completion")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    # The comparison also holds back NaN, and integers that no float can be.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise ChatRefused("value", "must be a finite number")
     if completion is None:
         return float(value), None

@@ -41,6 +41,8 @@ SERVED: dict[str, Dialect] = {
 }
 REWARD = ("/asyncrl/reward", "/v1/asyncrl/reward")
 """The second is where a client with the base URL of OpenAI's API finds it."""
+MOST_COUNTED = 256
+"""Names that are counted apart: programs choose some of them."""
 UNTRAINED = "x-asyncrl-untrained"
 """Header of a request for an answer that is not to be trained."""
 
@@ -139,7 +141,7 @@ class Endpoint:
         method, serve = routes.get(request.path, ("", self._models))
         if not method:
             self.counts["unknown_paths"] += 1
-            raise Rejected(Failure(status=404, message=f"{request.path} is not served here; {', '.join(routes)} are"))
+            raise Rejected(Failure(status=404, message=f"this path is not served here; {', '.join(routes)} are"))
         if request.method != method:
             raise Rejected(Failure(status=405, message=f"{request.path} is for {method} alone"))
         return await serve(request, self._key(request))
@@ -254,11 +256,13 @@ class Endpoint:
             self.counts["over"] += 1
             return Failure(status=400, message=str(error), code=EpisodeOver.code)
         if isinstance(error, ChatRefused):
-            self.counts[f"refused/{_outer(error.field)}"] += 1
-            self._notify(
-                f"refused {_outer(error.field)}", f"an agent's request was refused (400): {_shortened(str(error))}"
-            )
-            return Failure(status=400, message=str(error), code=ChatRefused.code, param=error.field)
+            name = _outer(error.field)
+            if f"refused/{name}" not in self.counts and len(self.counts) >= MOST_COUNTED:
+                name = "other fields"
+            self.counts[f"refused/{name}"] += 1
+            said = _shortened(str(error))
+            self._notify(f"refused {name}", f"an agent's request was refused (400): {said}")
+            return Failure(status=400, message=said, code=ChatRefused.code, param=_shortened(error.field))
         return Failure(status=500, message="the policy could not be asked")
 
 

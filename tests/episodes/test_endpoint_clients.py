@@ -281,7 +281,14 @@ def test_turns_are_rewarded_by_the_id_of_their_answer():
             ids = {chunk.id async for chunk in stream}
             await give(value=0.5, completion=ids.pop())
             await give(value=0.25)
-            for wrong in ({"value": "1"}, {"value": 1, "completion": "call99"}, {"value": True}, {"valeu": 1}):
+            for wrong in (
+                {"value": "1"},
+                {"value": True},
+                {"value": 10**400},
+                {"valeu": 1},
+                {"value": 1, "completion": "call99"},
+                {"value": 1, "completion": "chatcmpl-100"},
+            ):
                 with pytest.raises(openai.BadRequestError):
                     await give(**wrong)
         assert core.rewards == [(KEY, 1, 1.5), (KEY, 7, 0.5), (KEY, None, 0.25)]

@@ -225,6 +225,18 @@ def test_a_session_has_so_many_calls_and_no_more(monkeypatch):
     played(episode())
 
 
+def test_a_program_cannot_fill_the_counts():
+    async def episode():
+        async with http_client(ScriptedCore()) as (served, client):
+            for at in range(300):
+                refused = await client.post(CHAT, json=HI | {f"field {at} " + "x" * 1000: 1})
+                assert refused.status_code == 400 and len(refused.content) < 1000
+        assert len(served.counts) <= 257 and sum(served.counts.values()) == 600
+        assert len({key for key, _ in served.notices}) <= 257
+
+    played(episode())
+
+
 def test_a_failure_after_the_first_sign_of_life_breaks_the_connection():
     async def episode():
         gate = Gate()
@@ -267,6 +279,7 @@ def test_an_answer_that_is_not_what_was_streamed_is_an_error_of_the_stream():
         ("/v1/embeddings", "POST", 404),
         ("/v1/messages/count_tokens", "POST", 404),
         ("/", "GET", 404),
+        ("/v1/%ff%fe", "GET", 404),
         ("/v1/chat/completions", "GET", 405),
         ("/v1/models", "POST", 405),
         ("/v1/models?limit=5", "GET", 200),
