@@ -196,6 +196,17 @@ def test_what_cannot_be_had_is_refused_by_its_name():
     played(episode())
 
 
+def test_an_answer_is_left_untrained_where_its_request_says_so():
+    async def episode():
+        core = ScriptedCore()
+        async with openai_client(core) as (_, client):
+            for headers in ({}, {"x-asyncrl-untrained": "true"}, {"x-asyncrl-untrained": "0"}):
+                await client.chat.completions.create(model="m", messages=HI, extra_headers=headers)
+        assert [call.untrained for call in core.asked] == [False, True, False]
+
+    played(episode())
+
+
 def test_several_choices_are_several_calls():
     async def episode():
         async def numbered(core, call, on_delta):

@@ -296,6 +296,19 @@ def test_only_what_is_served_is_served(path, method, status):
     played(episode())
 
 
+def test_an_answer_to_head_has_no_body():
+    async def episode():
+        async with serving(ScriptedCore()) as served:
+            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+            head = f"HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer {KEY}\r\n"
+            writer.write(f"HEAD /v1/models {head}\r\nGET /v1/models {head}Connection: close\r\n\r\n".encode())
+            first, _, rest = (await closed(reader)).partition(b"\r\n\r\n")
+            writer.close()
+        assert first.startswith(b"HTTP/1.1 405") and rest.startswith(b"HTTP/1.1 200 OK")
+
+    played(episode())
+
+
 @pytest.mark.parametrize(
     ("sent", "status"),
     [
