@@ -100,6 +100,7 @@ def test_a_retry_joins_what_is_under_way_and_an_equal_body_does_not():
             ids = {(await task).json()["id"] for task in (fresh, of_another, of_another_key)}
         assert ids == {"chatcmpl-2", "chatcmpl-3", "chatcmpl-4"}
         assert served.counts["joined"] == 1
+        assert len({(call.session, call.call) for call in gate.core.asked}) == 4
 
     played(episode())
 
