@@ -196,6 +196,17 @@ def test_what_cannot_be_had_is_refused_by_its_name():
     played(episode())
 
 
+def test_an_answer_is_left_untrained_where_its_request_says_so():
+    async def episode():
+        core = ScriptedCore()
+        async with openai_client(core) as (_, client):
+            for headers in ({}, {"x-asyncrl-untrained": "true"}, {"x-asyncrl-untrained": "0"}):
+                await client.chat.completions.create(model="m", messages=HI, extra_headers=headers)
+        assert [call.untrained for call in core.asked] == [False, True, False]
+
+    played(episode())
+
+
 def test_several_choices_are_several_calls():
     async def episode():
         async def numbered(core, call, on_delta):
@@ -281,7 +292,14 @@ def test_turns_are_rewarded_by_the_id_of_their_answer():
             ids = {chunk.id async for chunk in stream}
             await give(value=0.5, completion=ids.pop())
             await give(value=0.25)
-            for wrong in ({"value": "1"}, {"value": 1, "completion": "call99"}, {"value": True}, {"valeu": 1}):
+            for wrong in (
+                {"value": "1"},
+                {"value": True},
+                {"value": 10**400},
+                {"valeu": 1},
+                {"value": 1, "completion": "call99"},
+                {"value": 1, "completion": "chatcmpl-100"},
+            ):
                 with pytest.raises(openai.BadRequestError):
                     await give(**wrong)
         assert core.rewards == [(KEY, 1, 1.5), (KEY, 7, 0.5), (KEY, None, 0.25)]
