@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from disks import fill, small_disk
 from learner_cases import make_config, random_groups
+from test_group_file import of_0_1
+from test_messages import make_group
 
 from asyncrl.checkpoint import contents as contents_module
 from asyncrl.checkpoint.contents import GROUPS, STATE, TRAINER, read_contents, read_state, write_contents
@@ -90,6 +92,17 @@ def _forget_a_group(path: Path) -> None:
 
 def _another_shape(path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b'"step":6', b'"step":"6"'))
+
+
+def test_a_checkpoint_of_an_earlier_release_is_read(tmp_path) -> None:
+    groups = [make_group(f"0-{index}") for index in range(3)]
+    write_contents(tmp_path, _state(), groups[:2], groups[2:])
+    path = tmp_path / STATE
+    path.write_bytes(path.read_bytes().replace(b'"format":2', b'"format":1'))
+    (tmp_path / GROUPS).write_bytes(b"".join(map(of_0_1, groups)))
+    found = read_contents(tmp_path)
+    assert (found.state.format, len(found.buffered)) == (1, 2)
+    assert _same([*found.buffered, *found.filtered], groups)
 
 
 def _another_format(path: Path) -> None:
