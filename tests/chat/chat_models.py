@@ -173,13 +173,15 @@ def write_chat_model(
     more_ends: tuple[str, ...] = (),
     more_special: tuple[str, ...] = (),
     splits: str = "words",
+    think_tokens: bool = True,
 ) -> Path:
     """A folder with a tokenizer that ends answers at ``eos`` and ``more_ends``, and a chat template, or none.
 
-    ``splits``: text is split as by Qwen, ``words``, or as by GPT-2. A template that thinks has tokens for it.
+    ``splits``: text is split as by Qwen, ``words``, or as by GPT-2. A template that thinks has tokens for it, unless without
+    ``think_tokens``.
     """
     folder.mkdir(exist_ok=True)
-    special = (*SPECIAL, *(THINK if THINK[0] in str(template) else ()), *more_special)
+    special = (*SPECIAL, *(THINK if think_tokens and THINK[0] in str(template) else ()), *more_special)
     (folder / "tokenizer.json").write_text(_backend(splits, special))
     (folder / "config.json").write_text(json.dumps({"eos_token_id": [id_of(end) for end in (eos, *more_ends)]}))
     config: dict[str, Any] = {"bos_token": "<s>", "eos_token": eos}
