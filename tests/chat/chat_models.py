@@ -177,8 +177,8 @@ def write_chat_model(
 ) -> Path:
     """A folder with a tokenizer that ends answers at ``eos`` and ``more_ends``, and a chat template, or none.
 
-    ``splits``: text is split as by Qwen, ``words``, or as by GPT-2. A template that thinks has tokens for it, unless without
-    ``think_tokens``.
+    ``splits``: text is split as by Qwen, ``words``, or as by GPT-2. A template that thinks has tokens for it, unless
+    ``think_tokens`` is false.
     """
     folder.mkdir(exist_ok=True)
     special = (*SPECIAL, *(THINK if think_tokens and THINK[0] in str(template) else ()), *more_special)
