@@ -42,6 +42,16 @@ def test_the_seam_and_the_end_of_a_cut_answer_are_learnt(family):
     assert (renderer.report.end, renderer.report.seam) == ("<|im_end|>", "\n")
 
 
+def test_a_last_message_that_a_template_frames_in_another_way_shows_no_seam(tmp_path):
+    unframed = CHATML.replace(
+        "{{- '<|im_end|>\\n' }}", "{% if not loop.last or add_generation_prompt %}<|im_end|>\n{% endif %}"
+    )
+    assert unframed != CHATML
+    renderer = renderer_of(write_chat_model(tmp_path / "m", unframed))
+    assert (renderer.report.end, renderer.report.seam) == ("<|im_end|>", "")
+    assert extended(renderer, "Hello", END).endswith("<|im_start|>assistant\n")
+
+
 def test_of_several_ends_the_one_that_the_template_writes_extends(tmp_path):
     renderer = renderer_of(write_chat_model(tmp_path / "m", CHATML, more_ends=("<|endoftext|>",)))
     assert extended(renderer, "Hello", END) == f"\n{QUESTION}"
