@@ -140,7 +140,7 @@ MISTRAL = """{{- bos_token }}
 
 
 @functools.cache
-def _backend(splits: str, thinks: bool) -> str:
+def _backend(splits: str, special: tuple[str, ...]) -> str:
     backend = Tokenizer(models.BPE())
     if splits == "words":
         split = pre_tokenizers.Split(Regex(WORDS), "isolated")
@@ -151,7 +151,7 @@ def _backend(splits: str, thinks: bool) -> str:
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=420,
-        special_tokens=[*SPECIAL, *(THINK if thinks else ())],
+        special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -166,14 +166,23 @@ def id_of(token: str) -> int:
 
 
 def write_chat_model(
-    folder: Path, template: Any, *, eos: str = "<|im_end|>", more_ends: tuple[str, ...] = (), splits: str = "words"
+    folder: Path,
+    template: Any,
+    *,
+    eos: str = "<|im_end|>",
+    more_ends: tuple[str, ...] = (),
+    more_special: tuple[str, ...] = (),
+    splits: str = "words",
+    think_tokens: bool = True,
 ) -> Path:
     """A folder with a tokenizer that ends answers at ``eos`` and ``more_ends``, and a chat template, or none.
 
-    ``splits``: text is split as by Qwen, ``words``, or as by GPT-2. A template that thinks has tokens for it.
+    ``splits``: text is split as by Qwen, ``words``, or as by GPT-2. A template that thinks has tokens for it, unless
+    ``think_tokens`` is false.
     """
     folder.mkdir(exist_ok=True)
-    (folder / "tokenizer.json").write_text(_backend(splits, THINK[0] in str(template)))
+    special = (*SPECIAL, *(THINK if think_tokens and THINK[0] in str(template) else ()), *more_special)
+    (folder / "tokenizer.json").write_text(_backend(splits, special))
     (folder / "config.json").write_text(json.dumps({"eos_token_id": [id_of(end) for end in (eos, *more_ends)]}))
     config: dict[str, Any] = {"bos_token": "<s>", "eos_token": eos}
     if template is not None:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from asyncrl.chat.choice import EngineParsers, Parsers, choose_parsers
 from asyncrl.chat.messages import Message, Tool
+from asyncrl.chat.package import PackageRenderer
 from asyncrl.chat.parsers import END_THINK, THINK, Parsed
 from asyncrl.chat.probe import TOOLS, Finding, History, Shape, examine, extension_ids
 from asyncrl.chat.report import ChatReport, make_report
@@ -162,11 +163,14 @@ def make_renderer(
     """The renderer of a run, with its template checked: some tenths of a second of work.
 
     ``stop_ids`` end answers beside the tokenizer's own; ``engine_parsers`` makes parsers of the inference engine.
-    Raises ConfigError where the model has no chat template.
+    Raises ConfigError where the model has no chat template, or the package that chat.renderer names is not there.
     """
     chat = config.chat
     path = config.model.path or "the model"
-    template = ChatTemplate(tokenizer, tokenizer.eos_ids | set(stop_ids), path=path)
+    end_ids = tokenizer.eos_ids | set(stop_ids)
+    if chat.renderer != "template":
+        return PackageRenderer(tokenizer, end_ids, chat)
+    template = ChatTemplate(tokenizer, end_ids, path=path)
     return TemplateRenderer(template, choose_parsers(template, chat, engine_parsers), chat)
 
 

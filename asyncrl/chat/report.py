@@ -9,7 +9,7 @@ import msgspec
 from asyncrl.chat.choice import Parsers
 from asyncrl.chat.probe import CASES, Finding, Shape, Verdict, example
 from asyncrl.chat.template import ChatTemplate
-from asyncrl.chat.turns import learn_turn
+from asyncrl.chat.turns import ANSWER, learn_turn
 from asyncrl.config.episode import ChatConfig
 from asyncrl.errors import ChatRefused
 
@@ -101,7 +101,10 @@ def _seam(template: ChatTemplate) -> tuple[str, str, str]:
         return "", "", ""
     if isinstance(turn, str):
         return "", "", ""
-    seam = alone.rpartition(turn.end or turn.sampled)[2]
+    # Some templates frame the last message in another way.
+    framed, goes_on = alone.rpartition(ANSWER)[2], turn.end + turn.after
+    shared = next((place for place, (a, b) in enumerate(zip(framed, goes_on, strict=False)) if a != b), len(framed))
+    seam = framed[:shared].removeprefix(turn.end)
     note = ""
     for text in template.tokenizer.special_ids:
         if not turn.end and seam.startswith(text):

@@ -42,6 +42,16 @@ def test_the_seam_and_the_end_of_a_cut_answer_are_learnt(family):
     assert (renderer.report.end, renderer.report.seam) == ("<|im_end|>", "\n")
 
 
+def test_a_last_message_that_a_template_frames_in_another_way_shows_no_seam(tmp_path):
+    unframed = CHATML.replace(
+        "{{- '<|im_end|>\\n' }}", "{% if not loop.last or add_generation_prompt %}<|im_end|>\n{% endif %}"
+    )
+    assert unframed != CHATML
+    renderer = renderer_of(write_chat_model(tmp_path / "m", unframed))
+    assert (renderer.report.end, renderer.report.seam) == ("<|im_end|>", "")
+    assert extended(renderer, "Hello", END).endswith("<|im_start|>assistant\n")
+
+
 def test_of_several_ends_the_one_that_the_template_writes_extends(tmp_path):
     renderer = renderer_of(write_chat_model(tmp_path / "m", CHATML, more_ends=("<|endoftext|>",)))
     assert extended(renderer, "Hello", END) == f"\n{QUESTION}"
@@ -91,6 +101,10 @@ def test_options_of_a_call_have_verdicts_of_their_own(family):
         found = extended(renderer, "Hello", END, options=off)
         assert (found is not None) == expected
     assert text_of(renderer, renderer.render([USER], [], off)).endswith("<think>\n\n</think>\n\n")
+    result = [{"role": "tool", "content": "r", "tool_call_id": "call_0_0"}]
+    for options, expected in ((None, True), (off, False)):
+        found = extended(renderer, CALL, END, messages=result, tools=TOOLS, options=options)
+        assert (found is not None) == expected
     by_configuration = renderer_of(family("qwen3"), template_options=off)
     assert by_configuration.render([USER], [], {}) == renderer.render([USER], [], off)
     assert by_configuration.render([USER], [], {"enable_thinking": True}) == renderer.render([USER], [], {})
@@ -190,6 +204,18 @@ def test_special_tokens_are_kept_where_parsing_needs_them_and_only_there(family)
     assert parsed.reasoning == f"look up {CALL}"
     assert (parsed.content, parsed.malformed) == ("Well.", 0)
     assert [(call.name, call.arguments) for call in parsed.calls] == [("lookup", '{"word": "x"}')]
+
+
+def test_reasoning_is_told_from_the_answer_where_no_special_token_marks_it(tmp_path):
+    renderer = renderer_of(write_chat_model(tmp_path / "m", QWEN3, think_tokens=False))
+    assert "<think>" not in renderer._template.tokenizer.special_ids
+    assert parts_of(renderer, "<think>\nwell\n</think>\n\nHello") == ("well", "Hello")
+    assert {case.verdict for case in renderer.report.cases} == {"extend"}
+
+
+def parts_of(renderer, text):
+    parsed = renderer.parse(sampled(renderer, text, END), [])
+    return parsed.reasoning, parsed.content
 
 
 def test_reasoning_that_the_prompt_has_opened_is_reasoning(family):
