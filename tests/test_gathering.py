@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import asyncrl
 from asyncrl.errors import TooManyFailures
-from asyncrl.gathering import TrajectoryGroup, gather_groups, may_go_on
+from asyncrl.gathering import TrajectoryGroup, _Gathering, gather_groups, may_go_on
 from asyncrl.runtime.clock import run_virtual
 
 
@@ -174,6 +174,16 @@ def test_nothing_goes_on_when_the_consumer_stops_early(close):
             gc.collect()
             await asyncio.sleep(0.01)
         assert not others()
+
+    run_virtual(main())
+
+
+def test_what_has_not_begun_is_closed_and_cancelled():
+    async def main():
+        task = asyncio.ensure_future(after(1000))
+        await _Gathering([[after(1000), task], after(1000, [])], None, 0).end()
+        await asyncio.sleep(0)
+        assert task.cancelled() and not others()
 
     run_virtual(main())
 

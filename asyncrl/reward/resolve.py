@@ -29,6 +29,7 @@ from typing import Any
 
 from asyncrl.reward.frames import Setup, Task
 from asyncrl.reward.functions import BUILT_IN
+from asyncrl.reward.judges import JUDGES
 from asyncrl.reward.outcome import Outcome, read_outcome, read_outcomes
 
 GIVEN = {
@@ -58,10 +59,11 @@ def resolve(setup: Setup, runner: asyncio.Runner) -> Scorer:
     elif ":" in setup.function:
         function = _load(setup.function)
     else:
+        known = [*BUILT_IN, *JUDGES]
         raise NotCallable(
             [
                 f"reward.function: there is no built-in function {setup.function!r}"
-                f"{_did_you_mean(setup.function, BUILT_IN)}; built in are {', '.join(BUILT_IN)}, "
+                f"{did_you_mean(setup.function, known)}; built in are {', '.join(known)}, "
                 "and MODULE:FUNCTION names one of your own"
             ]
         )
@@ -127,7 +129,7 @@ def _load(spec: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise NotCallable([f"reward.function: {_import_failure(module_name, error)}"]) from error
-        near = _did_you_mean(module_name, _modules_beside(error.name))
+        near = did_you_mean(module_name, _modules_beside(error.name))
         raise NotCallable(
             [
                 f"reward.function: there is no module {error.name!r}{near}; "
@@ -142,7 +144,7 @@ def _load(spec: str) -> Callable[..., Any]:
         return function  # type: ignore[no-any-return]
     if hasattr(module, name):
         raise NotCallable([f"reward.function: {name} of {module_name} is {type(function).__name__}, not a function"])
-    near = _did_you_mean(name, [key for key, value in vars(module).items() if callable(value)])
+    near = did_you_mean(name, [key for key, value in vars(module).items() if callable(value)])
     raise NotCallable([f"reward.function: module {module_name} ({module.__file__}) has no {name!r}{near}"])
 
 
@@ -171,7 +173,7 @@ def _accepted(name: str, function: Callable[..., Any], given: Iterable[str], opt
     if not takes_any:
         near = keywords - set(given)
         problems += [
-            f"reward.options.{key}: {name} takes no such option{_did_you_mean(key, near)}"
+            f"reward.options.{key}: {name} takes no such option{did_you_mean(key, near)}"
             for key in options
             if key not in keywords and key not in given
         ]
@@ -214,7 +216,8 @@ def _place(error: BaseException) -> str:
 _LIBRARIES = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
-def _did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """What to say behind a name that is not known; nothing where none is near."""
     near = difflib.get_close_matches(name, list(known), n=2)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
