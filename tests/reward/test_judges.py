@@ -4,7 +4,9 @@ import asyncio
 import json
 import re
 import time
+import tomllib
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 import uvloop
@@ -15,7 +17,8 @@ from asyncrl.config.training import RewardConfig
 from asyncrl.errors import ConfigError, RewardFailed, RewardPoolEnded
 from asyncrl.messages.reward import Completion, Score
 from asyncrl.reward.judges import asking
-from asyncrl.reward.judges.pool import JudgePool
+from asyncrl.reward.judges.options import RelativeOptions, RubricOptions
+from asyncrl.reward.judges.pool import JudgePool, make_judge
 
 WORTH = [0.25, 0.75, 0.0, 1.0]
 
@@ -550,6 +553,16 @@ def test_options_that_are_wrong_are_named_before_the_first_call(fields, problem)
         await pool.close()
 
     run(body())
+
+
+def test_the_examples_of_the_docs_are_valid(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "k")
+    text = (Path(__file__).parents[2] / "docs" / "judges.md").read_text()
+    examples = [tomllib.loads(block)["reward"] for block in re.findall(r"```toml\n(.*?)```", text, re.DOTALL)]
+    assert [make_judge(RewardConfig(**example)).per for example in examples] == ["group", "trajectory"]
+    for options in (RelativeOptions, RubricOptions):
+        for name in options.__struct_fields__:
+            assert f"`{name}`" in text, f"docs/judges.md does not tell {name}"
 
 
 def test_truncated_responses_may_be_punished_as_without_a_judge():
