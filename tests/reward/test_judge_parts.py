@@ -80,6 +80,12 @@ def test_a_hostile_answer_takes_no_time(text):
     assert time.process_time() - began < 5
 
 
+def test_an_answer_that_is_too_long_is_refused():
+    assert read_entries('{"scores": []}', "scores") == []
+    with pytest.raises(BadAnswer, match="characters"):
+        read_entries('{"scores": []}' + " " * 200_000, "scores")
+
+
 @given(st.integers(1, 8), st.integers(0, 3), st.integers(0, 3))
 def test_a_question_is_the_same_for_the_same_vote_and_shows_each_trajectory_once(count, uid, vote):
     judge = RelativeJudge(RelativeOptions(**OPTIONS, votes=4))
@@ -167,6 +173,15 @@ def test_a_view_is_bounded_and_equal_ones_are_one(texts, prompt, limit):
         body = found.bodies[at]
         assert body == one or "left out" in body
         assert all(found.body_of[other] == at for other, text in enumerate(texts) if text == one)
+
+
+def test_equal_trajectories_take_the_room_of_one():
+    assert view("", [said("a" * 100)] * 4, 100).bodies == ["a" * 100]
+
+
+def test_trajectories_that_differ_only_in_what_is_left_out_are_one():
+    found = view("", [said("a" * 50 + middle + "a" * 50) for middle in "bcb"], 60)
+    assert (len(found.bodies), found.body_of) == (1, [0, 0, 0])
 
 
 def test_any_message_can_be_shown():
