@@ -25,6 +25,7 @@ wrong, where, and what to do. Wrong input is a ValueError; our own broken invari
     │   └── RewardPoolEnded               the pool that runs it has ended; no trajectory is to blame
     ├── RewardBroken (RuntimeError)       a reward function fails in nearly every call
     ├── TooManyFailures (RuntimeError)    of the groups that a script gathers
+    ├── EpisodeWorkersEnded (RuntimeError) no process can be had that plays episodes
     ├── EpisodeOver (RuntimeError)        a call to the policy after the episode that it belongs to has ended
     ├── ChatRefused (ValueError)          a call to the policy that it cannot be asked
     └── WireError (ConnectionError)
@@ -81,14 +82,18 @@ class ConfigError(AsyncRLError, ValueError):
 
 
 class DataError(AsyncRLError, ValueError):
-    """A dataset cannot be read. ``path`` and ``line`` (1-based, None for the whole file) say where."""
+    """A dataset cannot be read. ``path`` and ``line`` (1-based, None for the whole file) say where.
+
+    ``told`` is the text without ``fix``, which may be empty.
+    """
 
     exit_code = 78
     restartable = False
 
-    def __init__(self, what: str, *, path: str, line: int | None = None) -> None:
-        self.path, self.line = path, line
-        super().__init__(f"{path}{'' if line is None else f':{line}'}: {what}")
+    def __init__(self, what: str, *, path: str, line: int | None = None, fix: str = "") -> None:
+        self.path, self.line, self.fix = path, line, fix
+        self.told = f"{path}{'' if line is None else f':{line}'}: {what}"
+        super().__init__(f"{self.told}. To do: {fix}" if fix else self.told)
 
 
 class UsageError(AsyncRLError, ValueError):
@@ -278,6 +283,14 @@ class TooManyFailures(AsyncRLError, RuntimeError):
         super().__init__(
             f"{lost} of {total} trajectories are lost; the first error: {type(errors[0]).__name__}: {errors[0]}"
         )
+
+
+class EpisodeWorkersEnded(AsyncRLError, RuntimeError):
+    """Processes that play episodes cannot be had any more, or end by importing the user's code."""
+
+    def __init__(self, code: str, reason: str) -> None:
+        self.reason = reason
+        super().__init__(f"episodes of {code}: the code {reason}")
 
 
 class EpisodeOver(AsyncRLError, RuntimeError):

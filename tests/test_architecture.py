@@ -17,8 +17,11 @@ CONTRACT = {
     "ledger",
     "group_file",
     "gathering",
+    "trajectories",
+    "chat",
+    "outcome",
 }
-ACTORS = {"dataloader", "rollouter", "reward", "learner", "parameter_server", "controller"}
+ACTORS = {"dataloader", "rollouter", "reward", "learner", "parameter_server", "controller", "episodes"}
 FOR_ACTORS = CONTRACT | {"wire", "runtime", "monitor", "weights", "checkpoint"}
 
 MAY_IMPORT = {
@@ -28,9 +31,12 @@ MAY_IMPORT = {
     "config": {"errors"},
     "snapshot": set(),
     "messages": {"snapshot"},
-    "tokenizer": {"errors"},
+    "tokenizer": {"errors", "config"},
     "stops": {"errors", "config", "tokenizer"},
+    "chat": {"errors", "config", "messages", "tokenizer"},
     "ledger": {"messages"},
+    "trajectories": {"messages"},
+    "outcome": set(),
     "group_file": {"errors", "messages"},
     "checkpoint": {"errors", "disk", "config", "messages", "group_file"},
     "wire": {"errors", "messages"},

@@ -86,9 +86,21 @@ class Config(Section):
     def longest_sequence(self) -> int:
         """Longest prompt or context plus response, over training and evaluation, in tokens."""
         response = self.rollout.max_tokens
-        context = self.episode.max_context_tokens or 0
+        context = self.longest_context
         evals = (each.data.max_prompt_tokens + (each.max_tokens or response) for each in self.eval.values())
         return max(self.data.max_prompt_tokens + response, context, *evals)
+
+    @property
+    def longest_context(self) -> int:
+        """Longest context plus answer of an episode, in tokens."""
+        return self.episode.max_context_tokens or self.data.max_prompt_tokens + self.rollout.max_tokens
+
+    @property
+    def episodes_open(self) -> int:
+        """Most episodes that a rollouter plays at a time."""
+        if self.episode.kind == "single":
+            return self.rollout.concurrency
+        return self.rollout.episodes or 4 * self.rollout.concurrency
 
     @property
     def groups_per_version(self) -> int:

@@ -35,7 +35,6 @@ from asyncrl.launcher.host import Host
 from asyncrl.launcher.hostspec import private_name
 from asyncrl.launcher.instructions import Announce, AskStop, Instruction, Kill, KillAll, Report, ReportStart, Spawn
 from asyncrl.launcher.link import ControllerLink, agent_name, make_link
-from asyncrl.launcher.processes import become_subreaper, die_with_parent, end_children
 from asyncrl.launcher.remote import remove_part
 from asyncrl.launcher.shipping import LogShipper
 from asyncrl.launcher.signals import STOPPING, cause_of
@@ -53,17 +52,19 @@ from asyncrl.launcher.spec import (
     MetricsEvent,
     MovingEvent,
     NoticeEvent,
+    ReadyEvent,
     RestartEvent,
     StacksEvent,
     StateEvent,
     StuckEvent,
 )
 from asyncrl.launcher.stacks import take_stacks
-from asyncrl.messages.actors import NOTICE, ActorEnded, ActorStarted, RunState, Stuck
+from asyncrl.messages.actors import NOTICE, READY, ActorEnded, ActorStarted, RunState, Stuck
 from asyncrl.monitor.logging import configure_logging, get_logger, listen, write_text
 from asyncrl.runtime.address_file import ADDRESS_FILE, read_address_file
 from asyncrl.runtime.endpoint import new_incarnation
 from asyncrl.runtime.heartbeat import HeartbeatThread
+from asyncrl.runtime.processes import become_subreaper, die_with_parent, end_children
 from asyncrl.runtime.supervision import ROLES, role_of
 
 LOOK_FOR_CONTROLLER_S = 0.02
@@ -444,9 +445,11 @@ class Agent:
         return ended.exit_code
 
 
-def _event_of(line: dict[str, Any]) -> MetricsEvent | NoticeEvent:
+def _event_of(line: dict[str, Any]) -> MetricsEvent | NoticeEvent | ReadyEvent:
+    if line.get("kind") == READY:
+        return ReadyEvent(name=line["actor"])
     if line.get("kind") == NOTICE:
-        return NoticeEvent(actor=line["actor"], key=line["key"], text=line["text"], count=line["count"])
+        return NoticeEvent(**{name: value for name, value in line.items() if name != "kind"})
     return MetricsEvent(line=line)
 
 

@@ -32,10 +32,10 @@ from asyncrl.launcher.folders import RunFolder
 from asyncrl.launcher.hostspec import Ended, EndOrder
 from asyncrl.launcher.interrupts import Interrupts
 from asyncrl.launcher.member import SLACK_S, Member, end_in_steps, hang_up
-from asyncrl.launcher.processes import children_of
 from asyncrl.launcher.progress import Progress
 from asyncrl.launcher.signals import cause_of
 from asyncrl.launcher.spec import AT_ONCE, CONTROLLER_AT, KILL, PREEMPT, STOP, ControllerEvent, EndedEvent, StateEvent
+from asyncrl.runtime.processes import children_of
 
 CONFIRM_S = 30.0
 """Longest time in which a host is reached again."""

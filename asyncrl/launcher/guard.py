@@ -24,8 +24,8 @@ import sys
 from pathlib import Path
 
 from asyncrl.launcher.begun import leave_name
-from asyncrl.launcher.processes import become_subreaper, end_children
 from asyncrl.launcher.signals import STOPPING
+from asyncrl.runtime.processes import become_subreaper, end_children
 
 END_S = 10.0
 IGNORED = (*STOPPING, signal.SIGUSR1, signal.SIGPIPE)

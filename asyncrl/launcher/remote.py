@@ -42,9 +42,9 @@ from asyncrl.launcher.hostspec import (
     RouteQuery,
     private_name,
 )
-from asyncrl.launcher.processes import children_of
 from asyncrl.preflight.limits import descriptor_limit
 from asyncrl.preflight.model import check_model
+from asyncrl.runtime.processes import children_of
 
 ORDER_S = 900.0
 LONGEST_ORDER_BYTES = 256 << 20

@@ -75,7 +75,7 @@ class Chat(Request, frozen=True, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     stop: list[str] = []
     stream: bool = False
-    """Send ChatDelta meanwhile."""
+    """Send ChatDelta meanwhile, unless reasoning is parsed: each is a piece of the reply's content."""
     untrained: bool = False
     """Nothing that is sampled for it is trained: an auxiliary call, as for a title."""
 

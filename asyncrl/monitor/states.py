@@ -15,7 +15,7 @@ from typing import Literal
 
 from asyncrl.messages.monitor import ResourceRecord
 
-Kind = Literal["actor", "engine", "rank", "worker"]
+Kind = Literal["actor", "engine", "rank", "worker", "player"]
 
 STATES: dict[Kind, dict[str, str]] = {
     "actor": {
@@ -46,6 +46,11 @@ STATES: dict[Kind, dict[str, str]] = {
         "starting": "its process comes up and imports the function",
         "idle": "it has no task",
         "scoring": "it runs the reward function",
+    },
+    "player": {
+        "starting": "its process comes up and imports the code of the user",
+        "idle": "it has no episode",
+        "playing": "at least one episode is open, whatever that waits for",
     },
 }
 """What each state of each kind means."""

@@ -17,8 +17,10 @@ CHECKS = (
     *(
         "model",
         "tokenizer",
+        "chat",
         "data",
         "reward",
+        "learning",
         "sinks",
         "run_dir",
         "checkpoint_dir",

@@ -1,26 +1,17 @@
 """What the pool and its workers say to each other over a socket pair.
 
-A frame is a length (4 bytes, little-endian) and a MessagePack body. Order is the protocol: the pool sends
-Setup, the worker Ready; then each Task is answered by one Result, in order. Nothing is unpickled on
-either side. Fails with ValueError (msgspec's errors are such) for bytes that are none of this.
+Order is the protocol: the pool sends Setup, the worker Ready; then each Task is answered by one Result, in order. The
+bodies of the frames (runtime/workers/framing.py) are MessagePack. Fails with msgspec's errors for what is none of this.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 MAX_RESULT_BYTES = 1 << 20
 MAX_TASK_BYTES = 1 << 30
-NO_MEMORY_EXIT = 120
-"""Exit code of a worker that has not even the memory to say so."""
-NO_SOCKET_EXIT = 121
-"""Exit code of a worker whose socket the function has closed."""
-READ_BYTES = 1 << 16
-_LENGTH = struct.Struct("<I")
 
 
 class Setup(msgspec.Struct, frozen=True, array_like=True):
@@ -62,30 +53,3 @@ class Result(msgspec.Struct, frozen=True, array_like=True):
     last: bool = False
     kind: str = ""
     """Kind of the error, as far as the worker can say: faults with the same are told once."""
-
-
-class FrameReader:
-    """Cuts a byte stream into frames. Raises ValueError for one longer than ``limit`` bytes."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._pending = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[bytes | bytearray]:
-        """The bodies that ``data`` completes."""
-        self._pending += data
-        while len(self._pending) >= _LENGTH.size:
-            (size,) = _LENGTH.unpack_from(self._pending)
-            if size > self._limit:
-                raise ValueError(f"a frame of {size} bytes, {self._limit} are allowed")
-            end = _LENGTH.size + size
-            if len(self._pending) < end:
-                return
-            body = self._pending[_LENGTH.size : end]
-            del self._pending[:end]
-            yield body
-
-
-def framed(*bodies: bytes) -> bytes:
-    """Each of ``bodies`` as a frame, one after the other."""
-    return b"".join(part for body in bodies for part in (_LENGTH.pack(len(body)), body))

@@ -8,7 +8,7 @@ only when no worker can be started any more, or its owner gives it up, does the 
 
 Each worker has a socket of its own and runs its tasks in order, so nothing is shared that a dying worker could
 leave locked or half written, and the one it was at is known. Its memory is bounded from inside and from outside
-(memory.py), what it prints is taken off it and bounded (output.py). While tasks are quick, a worker is sent the next
+(runtime/workers/), what it prints is taken off it and bounded. While tasks are quick, a worker is sent the next
 few ahead, or it would spend more time on waiting for them than on running them. Those behind a task that turns
 out not to be quick go to other workers; should the late worker get to them after all, they run twice.
 """
@@ -30,11 +30,11 @@ from asyncrl.messages.monitor import ResourceRecord
 from asyncrl.messages.reward import Score, Scores
 from asyncrl.monitor.states import StateLedger
 from asyncrl.reward.faults import TIMED_OUT, Fault, fault_of
-from asyncrl.reward.frames import MAX_TASK_BYTES, Ready, Result, Setup, Task
-from asyncrl.reward.memory import family, proportional_bytes, resident_bytes
-from asyncrl.reward.process import REAP_INTERVAL_S, WorkerProcess, kill_living
+from asyncrl.reward.frames import MAX_RESULT_BYTES, MAX_TASK_BYTES, Ready, Result, Setup, Task
 from asyncrl.reward.shaping import all_shaped, timed_out_scores
 from asyncrl.reward.slots import Pending, PoolCounters, Slot
+from asyncrl.runtime.workers.memory import family, proportional_bytes, resident_bytes
+from asyncrl.runtime.workers.process import REAP_INTERVAL_S, WorkerProcess, kill_living
 
 AHEAD_S = 0.002
 """How much work a worker is sent ahead, by the recent time of a task: none of it where one takes longer."""
@@ -60,7 +60,8 @@ class RewardPool:
 
     ``max_tokens`` is what the overlong penalty counts from. ``on_output`` gets what workers print: the uid of the task
     that a worker was at (or had just ended; empty before the first), text, bytes dropped beyond it. ``on_task`` gets
-    each task that has ended: the number of its worker, its uid, when it began (time.monotonic) and its error.
+    each task that has ended: the number of its worker, its uid, when it began (time.monotonic), its seconds in the
+    function and its error.
     ``on_outcome`` gets the uid of each task that somebody waited for, and what went wrong, or None.
     ``start``, then ``score`` by any number of tasks, then ``close``, all in one event loop, in the main thread.
     """
@@ -72,7 +73,7 @@ class RewardPool:
         max_tokens: int,
         start_timeout_s: float = 120.0,
         on_output: Callable[[str, str, int], None] = lambda uid, text, dropped: None,
-        on_task: Callable[[int, str, float, str], None] = lambda worker, uid, began, error: None,
+        on_task: Callable[[int, str, float, float, str], None] = lambda worker, uid, began, run_s, error: None,
         on_outcome: Callable[[str, Fault | None], None] = lambda uid, fault: None,
     ) -> None:
         self._config, self._max_tokens, self._start_timeout_s = config, max_tokens, start_timeout_s
@@ -83,6 +84,8 @@ class RewardPool:
         self._penalty = config.truncated == "penalty"
         self._setup = Setup(config.function, config.per, config.options, config.max_memory_bytes)
         self._encoder = msgspec.msgpack.Encoder()
+        self._ready_decoder = msgspec.msgpack.Decoder(Ready)
+        self._result_decoder = msgspec.msgpack.Decoder(Result)
         self._queue: deque[Pending] = deque()
         self._idle: list[Slot] = []
         self._slots = [Slot(StateLedger(time.monotonic, "worker"), loop.create_future()) for _ in range(config.workers)]
@@ -220,15 +223,23 @@ class RewardPool:
             return
         try:
             slot.process = WorkerProcess(
-                self._setup,
+                "asyncrl.reward.worker",
+                self._encoder.encode(self._setup),
+                max_frame_bytes=MAX_RESULT_BYTES,
                 max_output_bytes=self._config.max_output_bytes,
+                memory_key="reward.max_memory_bytes",
                 on_output=lambda process: self._printed(slot, process),
-                on_ready=lambda _, ready: self._ready(slot, ready),
-                on_result=lambda _, result: self._answered(slot, result),
+                on_frame=lambda _, frame: self._take(slot, frame),
                 on_end=lambda process, reason: self._ended(slot, process, reason),
             )
         except OSError as error:
             self._start_failed(slot, f"cannot have a worker process: {error}")
+
+    def _take(self, slot: Slot, frame: bytes | bytearray) -> None:
+        if slot.is_ready:
+            self._answered(slot, self._result_decoder.decode(frame))
+        else:
+            self._ready(slot, self._ready_decoder.decode(frame))
 
     def _ready(self, slot: Slot, ready: Ready) -> None:
         if ready.problems:
@@ -238,7 +249,7 @@ class RewardPool:
             slot.process.kill("; ".join(ready.problems))
             return
         assert slot.process is not None
-        slot.failed_starts = 0
+        slot.is_ready, slot.failed_starts = True, 0
         slot.memory_limit = resident_bytes([slot.process.pid]) + self._config.max_memory_bytes
         if not slot.ready.done():
             slot.ready.set_result(None)
@@ -330,7 +341,7 @@ class RewardPool:
         assert slot.process is not None
         slot.given.popleft()
         slot.last_uid = pending.request.uid
-        self._on_task(self._slots.index(slot), slot.last_uid, slot.began, result.error)
+        self._on_task(self._slots.index(slot), slot.last_uid, slot.began, result.run_s, result.error)
         if slot.process.output.used:
             slot.process.output.drain()
             self._hand_out(slot.process, slot.last_uid, end_of_call=True)
@@ -404,7 +415,7 @@ class RewardPool:
 
     def _ended(self, slot: Slot, process: WorkerProcess, reason: str) -> None:
         self._hand_out(process, slot.given[0].request.uid if slot.given else slot.last_uid, end_of_call=True)
-        slot.process = None
+        slot.process, slot.is_ready = None, False
         if slot in self._idle:
             self._idle.remove(slot)
         if slot.timer is not None:
@@ -414,7 +425,9 @@ class RewardPool:
         timed_out, slot.timed_out = slot.timed_out, False
         if given and not self._end.done():
             first = given.popleft()
-            self._on_task(self._slots.index(slot), first.request.uid, slot.began, reason)
+            # One that was ended at its deadline has run until then; what comes after is the end of its process.
+            run_s = min(time.monotonic() - slot.began, self._config.timeout_s)
+            self._on_task(self._slots.index(slot), first.request.uid, slot.began, run_s, reason)
             if not first.done():
                 self._fault(first, fault_of(reason, TIMED_OUT if timed_out else ""))
         if self._end.done():

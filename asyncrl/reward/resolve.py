@@ -15,22 +15,15 @@ with a line for each problem.
 from __future__ import annotations
 
 import asyncio
-import difflib
-import importlib
-import importlib.util
 import inspect
-import os
-import pkgutil
-import sys
-import sysconfig
-import traceback
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
+from asyncrl.outcome import Outcome, read_outcome, read_outcomes
 from asyncrl.reward.frames import Setup, Task
 from asyncrl.reward.functions import BUILT_IN
 from asyncrl.reward.judges import JUDGES
-from asyncrl.reward.outcome import Outcome, read_outcome, read_outcomes
+from asyncrl.runtime.workers.user_code import Keys, NotCallable, accepted, did_you_mean, load
 
 GIVEN = {
     "trajectory": ("prompt", "completion", "row", "finish_reason", "messages"),
@@ -39,12 +32,7 @@ GIVEN = {
 Scorer = Callable[[Task], list[Outcome]]
 
 
-class NotCallable(ValueError):
-    """``problems``: a line for each, beginning with its key in the configuration."""
-
-    def __init__(self, problems: list[str]) -> None:
-        self.problems = problems
-        super().__init__("; ".join(problems))
+KEYS = Keys("reward.function", "reward.options")
 
 
 def resolve(setup: Setup, runner: asyncio.Runner) -> Scorer:
@@ -57,7 +45,7 @@ def resolve(setup: Setup, runner: asyncio.Runner) -> Scorer:
             )
         function, options = _make(setup.function, options), {}
     elif ":" in setup.function:
-        function = _load(setup.function)
+        function = load(setup.function, KEYS.code)
     else:
         known = [*BUILT_IN, *JUDGES]
         raise NotCallable(
@@ -68,7 +56,7 @@ def resolve(setup: Setup, runner: asyncio.Runner) -> Scorer:
             ]
         )
     given = GIVEN[setup.per]
-    names = _accepted(setup.function, function, given, options)
+    names = accepted(setup.function, function, given, options, KEYS)
     passed = {name: options[name] for name in names if name in options}
 
     def call(**values: Any) -> Any:
@@ -109,7 +97,7 @@ async def _awaited(value: Awaitable[Any]) -> Any:
 
 def _make(name: str, options: dict[str, Any]) -> Callable[..., Any]:
     maker = BUILT_IN[name]
-    _accepted(name, maker, (), options)
+    accepted(name, maker, (), options, KEYS)
     try:
         return maker(**options)
     except ImportError as error:
@@ -118,114 +106,3 @@ def _make(name: str, options: dict[str, Any]) -> Callable[..., Any]:
         ) from error
     except (TypeError, ValueError) as error:
         raise NotCallable([f"reward.options: {error}"]) from error
-
-
-def _load(spec: str) -> Callable[..., Any]:
-    module_name, _, name = spec.partition(":")
-    if not all(part.isidentifier() for part in (*module_name.split("."), name)):
-        raise NotCallable([f"reward.function: {spec!r} is not of the form MODULE:FUNCTION"])
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise NotCallable([f"reward.function: {_import_failure(module_name, error)}"]) from error
-        near = did_you_mean(module_name, _modules_beside(error.name))
-        raise NotCallable(
-            [
-                f"reward.function: there is no module {error.name!r}{near}; "
-                f"it must be installed or lie in the working directory ({os.getcwd()})"
-            ]
-        ) from error
-    except BaseException as error:
-        # A module may raise anything at all, SystemExit included, while it is imported.
-        raise NotCallable([f"reward.function: {_import_failure(module_name, error)}"]) from error
-    function = getattr(module, name, None)
-    if callable(function):
-        return function  # type: ignore[no-any-return]
-    if hasattr(module, name):
-        raise NotCallable([f"reward.function: {name} of {module_name} is {type(function).__name__}, not a function"])
-    near = did_you_mean(name, [key for key, value in vars(module).items() if callable(value)])
-    raise NotCallable([f"reward.function: module {module_name} ({module.__file__}) has no {name!r}{near}"])
-
-
-def _accepted(name: str, function: Callable[..., Any], given: Iterable[str], options: dict[str, Any]) -> list[str]:
-    """The keywords to call ``function`` with. Raises NotCallable for what it needs or refuses."""
-    given = list(given)
-    problems = [f"reward.options.{key}: {name} is given this with each call" for key in options if key in given]
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        # Functions of extension modules may have no signature.
-        return [*given, *options]
-    keywords = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters)
-    for parameter in parameters:
-        if parameter.default is not parameter.empty or parameter.kind in (
-            parameter.VAR_KEYWORD,
-            parameter.VAR_POSITIONAL,
-        ):
-            continue
-        if parameter.kind == parameter.POSITIONAL_ONLY:
-            problems.append(f"reward.function: {name} takes {parameter.name!r} by position only; give it a keyword")
-        elif parameter.name not in (*given, *options):
-            offered = f"; with each call it is given {', '.join(given)}" if given else ""
-            problems.append(f"reward.options.{parameter.name}: is required by {name}{offered}")
-    if not takes_any:
-        near = keywords - set(given)
-        problems += [
-            f"reward.options.{key}: {name} takes no such option{did_you_mean(key, near)}"
-            for key in options
-            if key not in keywords and key not in given
-        ]
-    if problems:
-        raise NotCallable(problems)
-    return [key for key in (*given, *options) if takes_any or key in keywords]
-
-
-def _import_failure(module: str, error: BaseException) -> str:
-    return f"importing {module} failed: {describe(error)}"
-
-
-def describe(error: BaseException) -> str:
-    """An exception in a line: type, text, and its place."""
-    try:
-        text = str(error)
-    except Exception:
-        text = "(its text cannot be had)"
-    place = _place(error)
-    return f"{type(error).__name__}{': ' if text else ''}{text[:2000]}{f' ({place})' if place else ''}"
-
-
-def kind_of(error: BaseException) -> str:
-    """An exception without its text: type and place."""
-    return f"{type(error).__name__} {_place(error)}".strip()
-
-
-def _place(error: BaseException) -> str:
-    """FILE:LINE, the innermost in the user's own code, or in a library where none of it is there; or nothing."""
-    here = os.path.dirname(__file__)
-    theirs = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if os.path.dirname(frame.filename) != here and "importlib" not in frame.filename
-    ]
-    own = [frame for frame in theirs if not frame.filename.startswith(_LIBRARIES)] or theirs
-    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
-
-
-_LIBRARIES = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """What to say behind a name that is not known; nothing where none is near."""
-    near = difflib.get_close_matches(name, list(known), n=2)
-    return f"; did you mean {' or '.join(near)}?" if near else ""
-
-
-def _modules_beside(module: str) -> list[str]:
-    """Names that ``module`` could have been: those of its package, or of the working directory."""
-    package, _, _ = module.rpartition(".")
-    if package:
-        found = getattr(sys.modules.get(package), "__path__", [])
-        return [f"{package}.{info.name}" for info in pkgutil.iter_modules(found)]
-    return [info.name for info in pkgutil.iter_modules([os.getcwd()])]

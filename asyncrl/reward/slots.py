@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.errors import AsyncRLError
 from asyncrl.messages.reward import Score, Scores
 from asyncrl.monitor.states import StateLedger
-from asyncrl.reward.process import WorkerProcess
+from asyncrl.runtime.workers.process import WorkerProcess
 
 if TYPE_CHECKING:
     from asyncrl.reward.pool import RewardPool
@@ -49,6 +49,8 @@ class Slot:
     ledger: StateLedger
     ready: asyncio.Future[None]
     process: WorkerProcess | None = None
+    is_ready: bool = False
+    """Whether its process has the function."""
     given: deque[Pending] = field(default_factory=deque)
     """Not answered yet; the worker is at the first."""
     given_bytes: int = 0

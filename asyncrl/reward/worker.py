@@ -10,50 +10,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import os
-import signal
 import socket
 import sys
 import time
 from collections.abc import Iterator
-from typing import NoReturn
 
 import msgspec
-import setproctitle
 
-from asyncrl.reward.frames import (
-    MAX_RESULT_BYTES,
-    MAX_TASK_BYTES,
+from asyncrl.outcome import BadOutcome
+from asyncrl.reward.frames import MAX_RESULT_BYTES, MAX_TASK_BYTES, Ready, Result, Setup, Task
+from asyncrl.reward.resolve import Scorer, resolve
+from asyncrl.runtime.workers.framing import framed
+from asyncrl.runtime.workers.memory import MemoryLimit
+from asyncrl.runtime.workers.user_code import NotCallable, describe, kind_of
+from asyncrl.runtime.workers.worker import (
     NO_MEMORY_EXIT,
     NO_SOCKET_EXIT,
-    READ_BYTES,
-    FrameReader,
-    Ready,
-    Result,
-    Setup,
-    Task,
-    framed,
+    end,
+    find_modules_here,
+    frames,
+    stay_alone,
 )
-from asyncrl.reward.memory import MemoryLimit
-from asyncrl.reward.outcome import BadOutcome
-from asyncrl.reward.resolve import NotCallable, Scorer, describe, kind_of, resolve
-
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 def main() -> None:
     """Serve the pool at the other end of the socket whose file descriptor is the first argument."""
     with socket.socket(fileno=int(sys.argv[1])) as connection, asyncio.Runner() as runner:
-        # Only the pool may see this end closed, and only because this process is gone.
-        connection.set_inheritable(False)
-        _stay_alone(connection)
-        if os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())
-        frames = _frames(connection)
+        stay_alone(connection, "asyncrl reward worker")
+        find_modules_here()
+        bodies = frames(connection, MAX_TASK_BYTES)
         with contextlib.suppress(ConnectionError):
-            first = next(frames, None)
+            first = next(bodies, None)
             if first is None:
                 return
             setup = msgspec.msgpack.decode(first, type=Setup)
@@ -65,19 +52,19 @@ def main() -> None:
             memory = MemoryLimit(setup.max_memory_bytes)
             connection.sendall(framed(msgspec.msgpack.encode(Ready())))
             try:
-                _serve(connection, frames, scorer, memory)
+                _serve(connection, bodies, scorer, memory)
             except MemoryError:
-                _end(NO_MEMORY_EXIT)
+                end(NO_MEMORY_EXIT)
             except ConnectionError:
                 raise
             except OSError:
                 # The function has closed the socket, or something else has its number now.
-                _end(NO_SOCKET_EXIT)
+                end(NO_SOCKET_EXIT)
 
 
-def _serve(connection: socket.socket, frames: Iterator[bytes | bytearray], scorer: Scorer, memory: MemoryLimit) -> None:
+def _serve(connection: socket.socket, bodies: Iterator[bytes | bytearray], scorer: Scorer, memory: MemoryLimit) -> None:
     decoder, encoder = msgspec.msgpack.Decoder(Task), msgspec.msgpack.Encoder()
-    for frame in frames:
+    for frame in bodies:
         task = decoder.decode(frame)
         started = time.perf_counter()
         try:
@@ -97,11 +84,6 @@ def _serve(connection: socket.socket, frames: Iterator[bytes | bytearray], score
         connection.sendall(framed(body))
 
 
-def _end(code: int) -> NoReturn:
-    """Without anything that could need memory or descriptors, or wait for threads of the function."""
-    os._exit(code)
-
-
 def _score(scorer: Scorer, task: Task) -> tuple[list[tuple[float, dict[str, float]]], str, str]:
     """The rewards with their components, or the error and its kind."""
     try:
@@ -113,44 +95,6 @@ def _score(scorer: Scorer, task: Task) -> tuple[list[tuple[float, dict[str, floa
     except BaseException as error:
         # Nothing that the function raises, SystemExit included, may end the worker: only its task fails.
         return [], f"raised {describe(error)}", kind_of(error)
-
-
-def _frames(connection: socket.socket) -> Iterator[bytes | bytearray]:
-    reader = FrameReader(MAX_TASK_BYTES)
-    while data := connection.recv(READ_BYTES):
-        yield from reader.feed(data)
-
-
-def _stay_alone(connection: socket.socket) -> None:
-    """End with the parent, but not by its signals; be the first to go when memory runs out.
-
-    What the function starts stays below this process, even when it lets go of it: the pool ends it all together.
-    """
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")
-    # Terminals and schedulers signal the whole job; the pool decides. A handler, unlike SIG_IGN, is not
-    # passed on to the programs that a function starts.
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-    for number in signals:
-        signal.signal(number, lambda *_: None)
-
-    def in_child() -> None:
-        connection.close()
-        for number in signals:
-            signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-
-    # Held back meanwhile: a signal for the child must not meet the handler that ignores it.
-    os.register_at_fork(
-        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, signals),
-        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, signals),
-        after_in_child=in_child,
-    )
-    setproctitle.setproctitle("asyncrl reward worker")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from asyncrl.launcher.processes import children_of
+from asyncrl.runtime.processes import children_of
 
 STUB = Path(__file__).parent / "stub_actor.py"
 WAIT_S = 60.0

@@ -13,8 +13,8 @@ from launched import config_tree, end_marked, marked, wait_until
 from asyncrl.config.load import validate_config
 from asyncrl.launcher.folders import create_run_folder, private_folder
 from asyncrl.launcher.local import GUARD_ARGV
-from asyncrl.launcher.processes import children_of
 from asyncrl.launcher.spec import ActorSpec, AgentSpec
+from asyncrl.runtime.processes import children_of
 
 STORM = """
 import os, sys, time
@@ -44,7 +44,7 @@ from pathlib import Path
 sys.path.insert(0, "tests/launcher")
 from launched import marked
 from asyncrl.launcher.child import Child
-from asyncrl.launcher.processes import become_subreaper, end_children
+from asyncrl.runtime.processes import become_subreaper, end_children
 become_subreaper()
 mark, leaving = sys.argv[1], sys.argv[2]
 log = Path(mark, "log")

@@ -56,7 +56,11 @@ def _same(left: list[Group], right: list[Group]) -> bool:
     if [g.ticket.uid for g in left] != [g.ticket.uid for g in right]:
         return False
     return all(
-        np.array_equal(a.tokens, b.tokens) and np.array_equal(a.logprobs, b.logprobs) and a.reward == b.reward
+        a.reward == b.reward
+        and all(
+            np.array_equal(c.tokens, d.tokens) and np.array_equal(c.logprobs, d.logprobs) and c.spans == d.spans
+            for c, d in zip(a.sequences, b.sequences, strict=True)
+        )
         for ours, theirs in zip(left, right, strict=True)
         for a, b in zip(ours.trajectories, theirs.trajectories, strict=True)
     )
@@ -89,7 +93,7 @@ def _another_shape(path: Path) -> None:
 
 
 def _another_format(path: Path) -> None:
-    path.write_bytes(path.read_bytes().replace(b'"format":1', b'"format":9'))
+    path.write_bytes(path.read_bytes().replace(b'"format":2', b'"format":9'))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +101,7 @@ def _another_format(path: Path) -> None:
     [
         (STATE, _shorten, "cannot be read"),
         (STATE, os.unlink, "cannot be read"),
-        (STATE, _another_format, "has format 9, and this asyncrl reads 1"),
+        (STATE, _another_format, "has format 9, and this asyncrl reads 1 to 2"),
         (STATE, _another_shape, "cannot be read, as if another version of asyncrl had written it"),
         (GROUPS, _shorten, "cannot be read"),
         (GROUPS, os.unlink, "cannot be read"),

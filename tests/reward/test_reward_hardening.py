@@ -19,9 +19,9 @@ import uvloop
 from asyncrl.config.training import RewardConfig
 from asyncrl.errors import RewardFailed
 from asyncrl.messages.reward import Completion, Score
-from asyncrl.reward import memory
-from asyncrl.reward.output import Output
 from asyncrl.reward.pool import RewardPool
+from asyncrl.runtime.workers import memory
+from asyncrl.runtime.workers.output import Output
 
 MODULE = """
 import ctypes, mmap, os, signal, subprocess, sys, threading, time

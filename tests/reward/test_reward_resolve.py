@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from asyncrl.reward.frames import Setup, Task
-from asyncrl.reward.resolve import NotCallable, resolve
+from asyncrl.reward.resolve import resolve
+from asyncrl.runtime.workers.user_code import NotCallable
 
 MODULE = """
 async def awaited(*, completion, **_):

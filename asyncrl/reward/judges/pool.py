@@ -22,16 +22,16 @@ from asyncrl.config.training import RewardConfig
 from asyncrl.errors import AsyncRLError, ConfigError, RewardFailed, RewardPoolEnded
 from asyncrl.messages.monitor import ResourceRecord
 from asyncrl.messages.reward import Score, Scores
+from asyncrl.outcome import Outcome
 from asyncrl.reward.faults import Fault
 from asyncrl.reward.judges.asking import Asker, JudgeCounters, VoteFailed
 from asyncrl.reward.judges.cache import AnswerCache
 from asyncrl.reward.judges.options import RelativeOptions, RubricOptions, read_options
 from asyncrl.reward.judges.questions import JUDGE_COMPONENT, SPREAD_COMPONENT, Judge, Question, RelativeJudge, Rubric
-from asyncrl.reward.outcome import Outcome
 from asyncrl.reward.pool import RewardPool
-from asyncrl.reward.resolve import NotCallable
 from asyncrl.reward.shaping import all_shaped
 from asyncrl.reward.slots import PoolCounters
+from asyncrl.runtime.workers.user_code import NotCallable
 
 CACHE_FOLDER = "judge_cache"
 

@@ -17,10 +17,10 @@ from typing import Any, Protocol
 import msgspec
 
 from asyncrl.messages.reward import Score
+from asyncrl.outcome import Outcome
 from asyncrl.reward.judges.answers import match, read_entries, read_number
 from asyncrl.reward.judges.options import Criterion, JudgeOptions, RelativeOptions, RubricOptions, criteria_problems
 from asyncrl.reward.judges.views import shorten, view
-from asyncrl.reward.outcome import Outcome
 
 JUDGE_COMPONENT = "judge"
 SPREAD_COMPONENT = "judge_spread"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.reward.outcome import BadOutcome, read_outcome, read_outcomes
+from asyncrl.outcome import BadOutcome, read_outcome, read_outcomes
 
 
 @pytest.mark.parametrize(

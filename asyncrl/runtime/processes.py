@@ -3,7 +3,8 @@
 A *subreaper* becomes the parent of every descendant whose own parent dies, whatever session or process
 group that descendant has moved to and whatever it did to its environment. So the rule is simple: kill your
 children, reap them, and look again, until there are none. Only children of this very process are ever
-signalled, and a child that is not reaped keeps its pid: no signal can hit a process that is not ours.
+signalled, or members of a session whose leader is such a child and not reaped, so that its pid is its own: no signal
+can hit a process that is not ours.
 """
 
 from __future__ import annotations
@@ -92,6 +93,17 @@ def group_members(children: list[int], leader: int) -> list[int]:
         with contextlib.suppress(ProcessLookupError):
             if leader in (os.getpgid(pid), os.getsid(pid)):
                 found.append(pid)
+    return found
+
+
+def session_members(leader: int) -> list[int]:
+    """Pids of the session of a leader that has not been reaped, without itself, whosever children they are."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and int(entry) != leader:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if os.getsid(int(entry)) == leader:
+                    found.append(int(entry))
     return found
 
 

@@ -1,8 +1,8 @@
 """How much memory a worker takes, and the limits that it is given.
 
 Two nets, for neither holds everything. The worker limits its private memory (RLIMIT_DATA, inherited by what it starts),
-so that the function gets a MemoryError at the very allocation that is too much; memory that is only reserved does not
-count. The pool looks at what the worker and all its descendants hold together, shared memory included, and kills.
+so that the user's code gets a MemoryError at the very allocation that is too much; memory that is only reserved does
+not count. The actor looks at what the worker and all its descendants hold together, shared memory included, and kills.
 Invariant: measuring never fails, it only sees less: a process that is gone holds nothing, and on a kernel without lists
 of children only the worker itself is seen.
 """

@@ -1,4 +1,4 @@
-"""What a reward function may return, and nothing else.
+"""Values that a reward function or an episode may return as rewards.
 
 Invariant: whatever passes is a float of a magnitude that can be learnt from, with such components, one for each
 completion. The rest raises BadOutcome, whose text names the value: an error is never turned into a reward.
@@ -31,14 +31,14 @@ def read_outcome(value: Any) -> Outcome:
     if type(value) is float and -LARGEST <= value <= LARGEST:
         return value, {}
     if not isinstance(value, Mapping):
-        return _read_number(value, "returned", value), {}
+        return read_number(value, "returned"), {}
     if not value:
         raise BadOutcome("returned an empty mapping; give it at least one component")
     components: dict[str, float] = {}
     for name, component in value.items():
         if not isinstance(name, str):
             raise BadOutcome(f"returned a mapping with the key {reprlib.repr(name)}; names of components are text")
-        components[name] = _read_number(component, f"returned for the component {name!r}", value)
+        components[name] = read_number(component, f"returned for the component {name!r}", value)
     reward = components.pop("reward", None)
     if reward is None:
         reward = sum(components.values())
@@ -58,7 +58,9 @@ def read_outcomes(value: Any, count: int) -> list[Outcome]:
     return [read_outcome(one) for one in value]
 
 
-def _read_number(value: Any, verb: str, whole: Any) -> float:
+def read_number(value: Any, verb: str, whole: Any = None) -> float:
+    """A number that can be learnt from. Raises BadOutcome, which says what the user's code ``verb``; ``whole`` holds
+    it."""
     # Scalars of numpy and torch are not all registered as numbers, but convert as such.
     scalar = hasattr(value, "__float__") and getattr(value, "ndim", None) == 0
     if not isinstance(value, numbers.Real) and not scalar:
@@ -69,7 +71,7 @@ def _read_number(value: Any, verb: str, whole: Any) -> float:
         raise BadOutcome(f"{verb} {_describe(value)}, which is no float: {error}") from None
     if abs(number) <= LARGEST:
         return number
-    where = "" if whole is value else f" (in {reprlib.repr(whole)})"
+    where = "" if whole is None else f" (in {reprlib.repr(whole)})"
     if not math.isfinite(number):
         raise BadOutcome(f"{verb} {number}{where}; a finite number is expected")
     raise BadOutcome(f"{verb} {number:g}{where}; a number of a magnitude up to {LARGEST:g} is expected")

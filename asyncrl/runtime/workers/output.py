@@ -17,9 +17,14 @@ ROUNDS = 64
 
 
 class Output:
-    """The reading end; ``write_fd`` is for the process and closed by ``started``."""
+    """The reading end; ``write_fd`` is for the process and closed by ``started``.
 
-    def __init__(self, limit: int) -> None:
+    ``tail`` is the end of all that was printed, of ``tail_bytes``.
+    """
+
+    def __init__(self, limit: int, *, tail_bytes: int = 0) -> None:
+        self._tail_bytes = tail_bytes
+        self.tail = b""
         self._limit = limit
         self._kept = bytearray()
         self._left = limit
@@ -52,11 +57,21 @@ class Output:
             data = os.read(self.read_fd, min(self._left, PIPE_BYTES))
             self._kept += data
             self._left -= len(data)
+            self._end_with(data)
+            return len(data)
+        if self._tail_bytes:
+            data = os.read(self.read_fd, PIPE_BYTES)
+            self._dropped += len(data)
+            self._end_with(data)
             return len(data)
         # Thrown away by the kernel, without a copy.
         size = os.splice(self.read_fd, self._nowhere, PIPE_BYTES)
         self._dropped += size
         return size
+
+    def _end_with(self, data: bytes) -> None:
+        if self._tail_bytes:
+            self.tail = (self.tail + data[-self._tail_bytes :])[-self._tail_bytes :]
 
     def take(self, *, end_of_call: bool) -> tuple[str, int]:
         """What was kept since the last time, and at the end of a call how many bytes more it has printed."""

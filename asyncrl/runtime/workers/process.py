@@ -1,4 +1,4 @@
-"""One worker process, seen from the pool: started, spoken to, watched, ended.
+"""One worker process, seen from its actor: started, spoken to, watched, ended.
 
 Works by callbacks of the event loop alone. Invariant: ``on_end`` is called exactly once for each process
 that was started, after it has been reaped, and nothing else is called after that. Must be made in a thread
@@ -20,18 +20,10 @@ from collections.abc import Callable
 import msgspec
 import psutil
 
-from asyncrl.reward.frames import (
-    MAX_RESULT_BYTES,
-    NO_MEMORY_EXIT,
-    NO_SOCKET_EXIT,
-    READ_BYTES,
-    FrameReader,
-    Ready,
-    Result,
-    Setup,
-    framed,
-)
-from asyncrl.reward.output import Output
+from asyncrl.runtime.processes import kill_child, session_members
+from asyncrl.runtime.workers.framing import READ_BYTES, FrameReader, framed
+from asyncrl.runtime.workers.output import Output
+from asyncrl.runtime.workers.worker import NO_MEMORY_EXIT, NO_SOCKET_EXIT
 
 REAP_INTERVAL_S = 0.005
 REAP_GRACE_S = 1.0
@@ -39,51 +31,56 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THRE
 
 SOCKET_CLOSED = "closed the socket of its worker process, which was not its own"
 
-_setup_encoder = msgspec.msgpack.Encoder()
-
 
 class WorkerProcess:
-    """A process that runs ``python -m asyncrl.reward.worker``, in a process group of its own.
+    """A process that runs ``python -m MODULE FD``, in a process group of its own, or in a session of its own.
 
-    ``on_ready`` gets its Ready, ``on_result`` each Result, ``on_end`` what became of it, in words. ``output`` is what
-    it prints, ``max_output_bytes`` of it a call, and drained by this object; ``on_output`` says that there is more.
+    ``on_frame`` gets the body of each frame that it sends, at most ``max_frame_bytes``, and raises ValueError for one
+    that is not understood, which ends the process; ``on_end`` gets what became of it, in words, where ``memory_key`` is
+    the key of the configuration that limits its memory. ``output`` is what it prints, ``max_output_bytes`` of it a
+    call and the last ``tail_bytes`` of all, and drained by this object; ``on_output`` says that there is more.
     """
 
     def __init__(
         self,
-        setup: Setup,
+        module: str,
+        setup: bytes,
         *,
+        max_frame_bytes: int,
         max_output_bytes: int,
+        memory_key: str,
+        own_session: bool = False,
+        tail_bytes: int = 0,
         on_output: Callable[[WorkerProcess], None],
-        on_ready: Callable[[WorkerProcess, Ready], None],
-        on_result: Callable[[WorkerProcess, Result], None],
+        on_frame: Callable[[WorkerProcess, bytes | bytearray], None],
         on_end: Callable[[WorkerProcess, str], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._on_ready, self._on_result, self._on_end = on_ready, on_result, on_end
-        self._on_output = on_output
-        self._ready_decoder = msgspec.msgpack.Decoder(Ready)
-        self._result_decoder = msgspec.msgpack.Decoder(Result)
-        self._frames = FrameReader(MAX_RESULT_BYTES)
+        self._on_output, self._on_frame, self._on_end = on_output, on_frame, on_end
+        self._memory_key, self._own_session = memory_key, own_session
+        self._frames = FrameReader(max_frame_bytes)
         self._outgoing = memoryview(b"")
-        self._is_ready = False
         self._fault = ""
         self.killed = False
-        self.output = Output(max_output_bytes)
+        self.exit_code: int | None = None
+        """Set before ``on_end`` is called; negative for a signal."""
+        self.output = Output(max_output_bytes, tail_bytes=tail_bytes)
         self._socket, theirs = socket.socketpair()
         with theirs:
             try:
                 self._process = subprocess.Popen(
                     # -u: what is printed is out before the task is answered.
-                    [sys.executable, "-u", "-m", "asyncrl.reward.worker", str(theirs.fileno())],
+                    [sys.executable, "-u", "-m", module, str(theirs.fileno())],
                     stdin=subprocess.DEVNULL,
                     stdout=self.output.write_fd,
                     stderr=self.output.write_fd,
                     env={**os.environ, **ONE_THREAD},
                     pass_fds=[theirs.fileno()],
-                    # Of its own, so that nothing that the function starts and lets go of is missed at the end; its
-                    # session stays the actor's, by which the node agent finds what a killed actor leaves behind.
-                    process_group=0,
+                    # Of its own, so that nothing that it starts and lets go of is missed at the end. Its session stays
+                    # the actor's, by which the node agent finds what a killed actor leaves behind, unless it sees to
+                    # that itself.
+                    process_group=None if own_session else 0,
+                    start_new_session=own_session,
                 )
             except BaseException:
                 self._socket.close()
@@ -94,7 +91,7 @@ class WorkerProcess:
         self._socket.setblocking(False)
         self._loop.add_reader(self._socket, self._read)
         self._loop.add_reader(self.output.read_fd, self._drain)
-        self.send(_setup_encoder.encode(setup))
+        self.send(setup)
 
     @property
     def pid(self) -> int:
@@ -134,7 +131,7 @@ class WorkerProcess:
                 for frame in self._frames.feed(data):
                     self._take(frame)
             except (ValueError, msgspec.MsgspecError) as error:
-                # The function has written to a descriptor that is not its own.
+                # The user's code has written to a descriptor that is not its own.
                 self.kill(f"sent what is no result: {error}")
             if len(data) < READ_BYTES:
                 return
@@ -162,9 +159,10 @@ class WorkerProcess:
 
     def _kill_group(self) -> None:
         """As long as it is not reaped no other group can have its number."""
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
+        if self._process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
 
     def _drain(self) -> None:
         if not self.output.drain(rounds=1):
@@ -173,14 +171,8 @@ class WorkerProcess:
         self._on_output(self)
 
     def _take(self, frame: bytes | bytearray) -> None:
-        if self.ended:
-            return
-        if self._is_ready:
-            self._on_result(self, self._result_decoder.decode(frame))
-        else:
-            ready = self._ready_decoder.decode(frame)
-            self._is_ready = True
-            self._on_ready(self, ready)
+        if not self.ended:
+            self._on_frame(self, frame)
 
     def _write(self, data: bytes | memoryview) -> int:
         try:
@@ -204,13 +196,17 @@ class WorkerProcess:
         self._loop.call_soon(self._reap, self._loop.time() + REAP_GRACE_S)
 
     def _reap(self, kill_at: float) -> None:
-        if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is not None:
             # Whom it has left behind; its number is its own until it is reaped.
             self._kill_group()
-            code = self._process.wait()
+            if self._own_session and (ended.si_code, ended.si_status) != (os.CLD_EXITED, 0):
+                for pid in session_members(self.pid):
+                    kill_child(pid)
+            self.exit_code = code = self._process.wait()
             self._loop.remove_reader(self.output.read_fd)
             self.output.drain()
-            self._on_end(self, self._fault or _describe_exit(code))
+            self._on_end(self, self._fault or describe_exit(code, self._memory_key))
             self.output.close()
             return
         if self._loop.time() >= kill_at:
@@ -232,11 +228,12 @@ def kill_living(processes: list[psutil.Process]) -> list[psutil.Process]:
     return living
 
 
-def _describe_exit(code: int) -> str:
+def describe_exit(code: int, memory_key: str) -> str:
+    """The end of a worker process by itself, with the user's code as the subject."""
     if code == NO_SOCKET_EXIT:
         return SOCKET_CLOSED
     if code == NO_MEMORY_EXIT:
-        return "left its worker process without memory (reward.max_memory_bytes)"
+        return f"left its worker process without memory ({memory_key})"
     if code == -signal.SIGKILL:
         return "died with its worker process (SIGKILL, as by the kernel when memory runs out)"
     if code >= 0:

@@ -1,0 +1,194 @@
+"""The episode host: runs users' episodes for the rollouter beside it, and brings their calls of the policy to it.
+
+Invariant: each RunEpisode is answered with what came of the episode, in its code or in the end of its worker; one that
+is cancelled, whose deadline is over, or whose rollouter is dead has nothing left that runs. A session's key opens its
+own conversation alone, and that only until the episode has ended. The user hears of each kind of failure, the first
+time with its place. The actor fails when the user's code cannot be had, or no worker can be started any more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from dataclasses import asdict
+
+import msgspec
+
+from asyncrl.episodes.command import Programs
+from asyncrl.episodes.endpoint import Endpoint
+from asyncrl.episodes.session import OnDelta, Session
+from asyncrl.episodes.workers import Workers
+from asyncrl.errors import EpisodeOver
+from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply, EpisodeDone, RunEpisode
+from asyncrl.messages.monitor import Heartbeat, ResourceRecord
+from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
+
+START_SHARE = 0.8
+"""Of the time that an actor has for its start, what the workers may take, so that its own error comes first."""
+MOST_OVER = 4096
+"""Sessions that have ended and are still known, so that later calls are told why."""
+MOST_KINDS = 16
+"""Kinds of failures that are told apart."""
+LONGEST_TEXT = 600
+"""Characters of a failure."""
+OTHERS = "others"
+ENDED = "it has ended"
+
+
+class EpisodesActor(Actor):
+    """See the module. It is the Core of its endpoint (core.py)."""
+
+    role = "episodes"
+
+    def __init__(self, context: ActorContext) -> None:
+        super().__init__(context)
+        self.model = context.config.run.name
+        """The name under which the policy answers."""
+        self._sessions: dict[str, Session] = {}
+        self._over: OrderedDict[str, str] = OrderedDict()
+        """Why the sessions that have ended have, by key, the newest last."""
+        self._faults: Counter[str] = Counter()
+        self._first: dict[str, str] = {}
+        self._players: Workers | Programs | None = None
+        self._http: Endpoint | None = None
+
+    async def setup(self) -> None:
+        """Start the endpoint and the workers, and import the user's code in each. Raises ConfigError."""
+        config = self.config.episode
+        self._http = Endpoint(self, max_request_bytes=config.max_request_bytes, notify=self.notify, log=self.log)
+        url = await self._http.start()
+        self.tasks.create_task(self._http.watch(), name="watch_endpoint")
+        if config.kind == "command":
+            self._players = Programs(config, base_url=f"{url}/v1", on_output=self._printed, on_fault=self._fault)
+        else:
+            self._players = Workers(
+                config,
+                model=self.model,
+                base_url=f"{url}/v1",
+                start_timeout_s=START_SHARE * self.config.supervision.start_timeout_s,
+                on_output=self._printed,
+                on_fault=self._fault,
+            )
+        await self._players.start()
+        self.tasks.create_task(self._players.watch(), name="watch_players")
+        self.log.info("episodes can be played", kind=config.kind, endpoint=url)
+
+    async def close(self) -> None:
+        """End all episodes and whatever they have started."""
+        for session in self._sessions.values():
+            session.end("the episode host ends")
+        try:
+            if self._players is not None:
+                await self._players.close()
+        finally:
+            if self._http is not None:
+                await self._http.close()
+
+    def heartbeat(self, beat: int, loop_lag_s: float) -> Heartbeat:
+        """With what was played."""
+        said, players = super().heartbeat(beat, loop_lag_s), self._players
+        return said if players is None else msgspec.structs.replace(said, progress=players.counts.played)
+
+    def figures(self) -> dict[str, float]:
+        figures, players, endpoint = super().figures(), self._players, self._http
+        if players is None or endpoint is None:
+            return figures
+        figures |= {f"episodes/{name}": count for name, count in asdict(players.counts).items()}
+        figures |= {
+            "episodes/open": players.open,
+            "episodes/waiting": players.waiting,
+            "episodes/suspects": players.suspects,
+        }
+        return figures | _http_figures(endpoint.counts)
+
+    def resources(self) -> list[ResourceRecord]:
+        """One for each worker."""
+        return self._players.resources() if self._players is not None else []
+
+    def peer_died(self, name: str, incarnation: int) -> None:
+        """Its episodes are for nobody."""
+        for session in self._sessions.values():
+            if session.rollouter == name:
+                session.end("the rollouter has died")
+
+    @handler
+    async def run_episode(self, request: RunEpisode, caller: Caller) -> EpisodeDone:
+        """Play an episode to its end. Cancelling it ends the episode."""
+        assert self._players is not None
+        session = Session(request, self.peer(caller.name), caller.deadline)
+        self._sessions[session.key] = session
+        began = self.clock.now()
+        try:
+            done = await self._players.play(session)
+            fault = await session.settle()
+            self.histograms.observe("episodes/play_s", self.clock.now() - began)
+            return EpisodeDone(error=fault, blame="host") if fault and not done.error else done
+        finally:
+            session.end(ENDED)
+            del self._sessions[session.key]
+            self._over[session.key] = ENDED
+            if len(self._over) > MOST_OVER:
+                self._over.popitem(last=False)
+
+    @handler
+    def chat_delta(self, request: ChatDelta, caller: Caller) -> None:
+        """Text of a call under way."""
+        session = self._sessions.get(request.session)
+        if session is not None and session.rollouter == caller.name:
+            session.hear(request)
+
+    # --- the core of the endpoint ---
+
+    def knows(self, key: str) -> bool:
+        """Whether there is such a session, or was lately."""
+        return key in self._sessions or key in self._over
+
+    async def chat(self, key: str, call: Chat, on_delta: OnDelta) -> ChatReply:
+        """As Session.chat."""
+        return await self._session(key).chat(call, on_delta)
+
+    async def turn_reward(self, key: str, node: int | None, value: float) -> int:
+        """As Session.turn_reward."""
+        return await self._session(key).turn_reward(node, value)
+
+    def _session(self, key: str) -> Session:
+        session = self._sessions.get(key)
+        if session is None:
+            raise EpisodeOver(self._over.get(key, "it is not known"))
+        return session
+
+    # --- what the user hears ---
+
+    def _printed(self, uid: str, text: str, dropped: int) -> None:
+        self.log.info("printed", uid=uid, text=text, dropped_bytes=dropped)
+
+    def _fault(self, kind: str, text: str) -> None:
+        """A failure of the user's code."""
+        if kind not in self._first and len(self._first) >= MOST_KINDS - 1:
+            kind, text = OTHERS, f"fails in further ways, first: {text}"
+        line = " ".join(text.split())
+        if len(line) > LONGEST_TEXT:
+            line = f"{line[: LONGEST_TEXT // 2]} ... {line[-LONGEST_TEXT // 2 :]}"
+        self._faults[kind] += 1
+        told = self._first.setdefault(kind, line)
+        self.notify(f"episode: {kind}", f"episode ({self._named()}): {told}", count=self._faults[kind])
+
+    def _named(self) -> str:
+        config = self.config.episode
+        return f"{config.kind} = {getattr(config, config.kind)}"
+
+
+def _http_figures(counts: Counter[str]) -> dict[str, float]:
+    """Counts of the endpoint in few."""
+
+    def total(*beginnings: str) -> int:
+        return sum(count for name, count in counts.copy().items() if name.startswith(beginnings))
+
+    return {
+        "episodes/http_requests": total("/v1/"),
+        "episodes/http_refused": total("refused/", "unauthorized", "too_large", "unknown_paths"),
+        "episodes/http_retries": total("joined", "replayed", "resumed"),
+        "episodes/http_cut": total("cut/"),
+    }
+
+
+ACTOR = EpisodesActor

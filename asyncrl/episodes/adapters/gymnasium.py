@@ -1,0 +1,61 @@
+"""Environments of Gymnasium with countable actions, as text: env = "asyncrl.episodes.adapters.gymnasium:Gymnasium".
+
+episode.options: ``env_id`` (FrozenLake-v1), ``actions`` (their names, by number; by default the numbers), ``prompt``
+(what is said before the first observation; by default the row's prompt) and what else gymnasium.make takes. The last
+action that a message names is taken; one that names none costs a turn. Each step's reward is that of its turn. Source:
+gymnasium 1.4.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import gymnasium
+
+from asyncrl.episodes.task import Task
+
+
+class Gymnasium:
+    """One environment."""
+
+    def __init__(
+        self, env_id: str, actions: Sequence[str] | None = None, prompt: str | None = None, **options: Any
+    ) -> None:
+        try:
+            self._env = gymnasium.make(env_id, **{"render_mode": "ansi", **options})
+        except TypeError:
+            # It has no picture as text.
+            self._env = gymnasium.make(env_id, **options)
+        space = self._env.action_space
+        if not isinstance(space, gymnasium.spaces.Discrete):
+            raise ValueError(f"{env_id} has actions that are no numbers: {space}; write an env of your own for it")
+        self._first = int(space.start)
+        self._names = [str(name) for name in actions or range(self._first, self._first + int(space.n))]
+        self._prompt = prompt
+        by_length = sorted(self._names, key=len, reverse=True)
+        self._pattern = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, by_length))})(?!\w)", re.IGNORECASE)
+
+    def reset(self, task: Task) -> str:
+        """Rules and the first observation."""
+        seen, _ = self._env.reset(seed=task.seed % 2**31)
+        rules = f"Answer with one action of: {', '.join(self._names)}."
+        return f"{task.prompt if self._prompt is None else self._prompt}\n{self._shown(seen)}\n{rules}"
+
+    def step(self, message: Mapping[str, Any]) -> tuple[str, float | None, bool]:
+        """The action that the message names last."""
+        named = self._pattern.findall(message["content"])
+        if not named:
+            return f"There is no action in it. Answer with one of: {', '.join(self._names)}.", None, False
+        lowered = [name.lower() for name in self._names]
+        seen, reward, ended, cut, _ = self._env.step(self._first + lowered.index(named[-1].lower()))
+        return self._shown(seen), float(reward), bool(ended or cut)
+
+    def close(self) -> None:
+        """Give back what it holds."""
+        self._env.close()
+
+    def _shown(self, seen: Any) -> str:
+        picture = self._env.render() if self._env.render_mode == "ansi" else None
+        return picture if isinstance(picture, str) else str(seen)

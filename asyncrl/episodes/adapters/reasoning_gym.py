@@ -1,0 +1,54 @@
+"""Tasks of reasoning-gym with several tries: env = "asyncrl.episodes.adapters.reasoning_gym:ReasoningGym".
+
+With data.source = "reasoning_gym" the row is the task; else episode.options names it: ``task`` (chain_sum) and
+``task_options``; which item it is follows from the seed. ``tries`` answers may be given, the last of which counts, and
+``tag`` is the one around an answer. Source: reasoning-gym 0.1.25.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from reasoning_gym import create_dataset
+from reasoning_gym.utils import extract_answer
+
+from asyncrl.episodes.task import Task
+
+
+class ReasoningGym:
+    """One item."""
+
+    def __init__(
+        self,
+        task: str | None = None,
+        task_options: Mapping[str, Any] | None = None,
+        tries: int = 1,
+        tag: str = "answer",
+    ) -> None:
+        if tries < 1:
+            raise ValueError(f"tries must be at least 1, got {tries}")
+        self._task, self._options, self._tries, self._tag = task, dict(task_options or {}), tries, tag
+        self._scorer: Any = None
+        self._item: Any = None
+
+    def reset(self, task: Task) -> str:
+        """The question."""
+        row = task.row
+        name = row.get("task", self._task)
+        if name is None:
+            raise ValueError('the row has no task: set data.source = "reasoning_gym", or episode.options.task')
+        seed, index = (row["seed"], row["index"]) if "index" in row else (task.seed % 2**31, 0)
+        size = row.get("size", index + 1)
+        self._scorer = create_dataset(name, **{**row.get("options", self._options), "size": size, "seed": seed})
+        self._item = self._scorer[index]
+        return f"{self._item['question']}\nGive the answer in <{self._tag}>...</{self._tag}>."
+
+    def step(self, message: Mapping[str, Any]) -> tuple[str, float | None, bool]:
+        """A try. Only the one that ends the episode has a reward."""
+        self._tries -= 1
+        answer = extract_answer(message["content"], tag_name=self._tag)
+        score = float(self._scorer.score_answer(answer, self._item))
+        if score < 1.0 and self._tries:
+            return f"That is not right. You have {self._tries} more tries.", None, False
+        return "", score, True

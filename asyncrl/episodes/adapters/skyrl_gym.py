@@ -1,0 +1,43 @@
+"""Environments of SkyRL-gym: env = "asyncrl.episodes.adapters.skyrl_gym:SkyRLGym".
+
+episode.options: ``env_id`` (gsm8k), ``config`` (the environment's own settings), ``max_turns``. The row is what the
+environment calls its extras, as ``reward_spec`` with ``ground_truth``; a column ``prompt`` that holds messages comes
+first, else the row's prompt as the user's. Each step's reward is that of its turn. Source: skyrl-gym 0.4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import skyrl_gym
+
+from asyncrl.episodes.task import Task
+
+
+class SkyRLGym:
+    """One environment, made when its row is known."""
+
+    def __init__(self, env_id: str, config: Mapping[str, Any] | None = None, max_turns: int = 1) -> None:
+        self._id, self._config, self._max_turns = env_id, dict(config or {}), max_turns
+        self._env: Any = None
+
+    def reset(self, task: Task) -> list[dict[str, Any]]:
+        """Make it for the row."""
+        extras = {"max_turns": self._max_turns, **task.row}
+        self._env = skyrl_gym.make(self._id, env_config=self._config, extras=extras)
+        prompt = task.row.get("prompt")
+        if not isinstance(prompt, list):
+            prompt = [{"role": "user", "content": task.prompt}]
+        messages, _ = self._env.init(prompt)
+        return list(messages)
+
+    def step(self, message: Mapping[str, Any]) -> tuple[list[dict[str, Any]], float, bool]:
+        """An action is the text of a message."""
+        said = self._env.step(message["content"])
+        return list(said["observations"]), float(said["reward"]), bool(said["done"])
+
+    def close(self) -> None:
+        """Give back what it holds."""
+        if self._env is not None:
+            self._env.close()

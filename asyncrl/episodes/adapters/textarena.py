@@ -1,0 +1,61 @@
+"""Games of TextArena for one player: env = "asyncrl.episodes.adapters.textarena:TextArena".
+
+episode.options: ``env_id`` (GuessTheNumber-v0), and what else the game's maker takes. The game tells its rules itself,
+so the row's prompt is not used; its task follows from the seed. The reward comes with the last turn. Source: textarena
+0.7.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import textarena
+
+from asyncrl.episodes.task import Task
+
+_dice = threading.Lock()
+
+
+class TextArena:
+    """One game. Games draw from Python's one generator; each is given a state of its own, so that seeds hold."""
+
+    def __init__(self, env_id: str, **options: Any) -> None:
+        # The plain game says only what is new; the wrappers of its other names repeat all that was said.
+        self._game = textarena.make(env_id if env_id.endswith("-raw") else f"{env_id}-raw", **options)
+        self._state: Any = None
+
+    def reset(self, task: Task) -> str:
+        """The rules."""
+        with self._own_dice():
+            self._game.reset(num_players=1, seed=task.seed)
+            return self._said()
+
+    def step(self, message: Mapping[str, Any]) -> tuple[str, float | None, bool]:
+        """A move."""
+        with self._own_dice():
+            done, _ = self._game.step(message["content"])
+            if not done:
+                return self._said(), None, False
+            rewards, _ = self._game.close()
+            return "", float(rewards[0]), True
+
+    def _said(self) -> str:
+        _, observed = self._game.get_observation()
+        own = textarena.ObservationType.PLAYER_ACTION
+        return "\n".join(text for _, text, kind in observed if kind != own)
+
+    @contextmanager
+    def _own_dice(self) -> Iterator[None]:
+        with _dice:
+            others = random.getstate()
+            if self._state is not None:
+                random.setstate(self._state)
+            try:
+                yield
+            finally:
+                self._state = random.getstate()
+                random.setstate(others)

@@ -1,0 +1,133 @@
+"""The policy as an episode sees it: messages in, the assistant's next message out, and rewards of turns.
+
+An episode that is over learns it by EpisodeOver, from each call that it still makes. It need not catch it: an episode
+that ends by it has ended well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from asyncrl.messages.episodes import Chat, ChatReply, ToolCall
+from asyncrl.outcome import read_number
+
+Message = Mapping[str, Any]
+"""As in OpenAI's chat completions: role, content, tool_calls, tool_call_id, name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What the policy answered."""
+
+    content: str
+    reasoning: str | None
+    tool_calls: list[ToolCall]
+    """Each with id, name and arguments (JSON text of an object)."""
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    prompt_tokens: int
+    completion_tokens: int
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """It as a message, to be appended to those of the next call."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning is not None:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.tool_calls
+            ]
+        return message
+
+
+class Policy(Protocol):
+    """Where the calls of one session go."""
+
+    async def chat(self, chat: Chat) -> ChatReply:
+        """The next message. Raises EpisodeOver or ChatRefused."""
+        ...
+
+    def reward(self, node: int | None, value: float) -> None:
+        """Credit a turn, if the session is not over."""
+        ...
+
+
+class Client:
+    """The policy, for one episode. Calls may be made at the same time."""
+
+    def __init__(self, policy: Policy, *, session: str, model: str, base_url: str) -> None:
+        self._policy, self._session = policy, session
+        self._calls = 0
+        self._node: int | None = None
+        self.model = model
+        """Name to give to an OpenAI client."""
+        self.base_url = base_url
+        """For any OpenAI client, with ``api_key``: the same conversation, by HTTP."""
+        self.api_key = session
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        max_tokens: int | None = None,
+        stop: str | Sequence[str] | None = None,
+        untrained: bool = False,
+        **template_options: Any,
+    ) -> Reply:
+        """The policy's answer to ``messages``, which are all of the conversation, from its beginning.
+
+        ``tools`` are as in OpenAI's chat completions; nothing that is sampled for an ``untrained`` call is trained;
+        ``template_options`` go to the chat template. Raises EpisodeOver, and ChatRefused for what it cannot be asked.
+        """
+        self._calls += 1
+        chat = Chat(
+            session=self._session,
+            call=f"client-{self._calls}",
+            messages=[dict(message) for message in messages],
+            tools=[dict(tool) for tool in tools or ()],
+            template_options=template_options,
+            max_tokens=max_tokens,
+            stop=[stop] if isinstance(stop, str) else list(stop or ()),
+            untrained=untrained,
+        )
+        reply = await self._policy.chat(chat)
+        if not untrained:
+            self._node = reply.node
+        return Reply(
+            content=reply.content,
+            reasoning=reply.reasoning,
+            tool_calls=reply.tool_calls,
+            finish_reason=reply.finish_reason,
+            prompt_tokens=reply.prompt_tokens,
+            completion_tokens=reply.completion_tokens,
+        )
+
+    def reward(self, value: float) -> None:
+        """Credit the turn that was answered last; a second value replaces the first. Raises ValueError."""
+        if self._node is None:
+            raise ValueError("there is no turn to reward: the policy has not answered so far")
+        self._policy.reward(self._node, read_number(value, "gave the turn reward"))
+
+    def blocking(self) -> BlockingClient:
+        """The same for code in a thread. To be called in the event loop."""
+        return BlockingClient(self, asyncio.get_running_loop())
+
+
+class BlockingClient:
+    """The policy for an episode that is a plain function: its calls wait for the answer."""
+
+    def __init__(self, client: Client, loop: asyncio.AbstractEventLoop) -> None:
+        self._client, self._loop = client, loop
+        self.model, self.base_url, self.api_key = client.model, client.base_url, client.api_key
+
+    def chat(self, messages: Sequence[Message], *args: Any, **kwargs: Any) -> Reply:
+        """As Client.chat."""
+        return asyncio.run_coroutine_threadsafe(self._client.chat(messages, *args, **kwargs), self._loop).result()
+
+    def reward(self, value: float) -> None:
+        """As Client.reward."""
+        self._client.reward(value)

@@ -1,0 +1,257 @@
+"""Episodes that are programs: each run as a process of its own, told by its environment where the policy is.
+
+Its exit ends the episode: with 0 it has ended well, and the last line of its standard output is the reward, if that is
+a finite number or a JSON object of components. Invariant: when an episode has ended nothing of the program is left; the
+same holds when this process has died (runtime/workers/keeper.py). Its environment has nothing of the run but the key of
+its own session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from asyncrl.config.episode import EpisodeConfig
+from asyncrl.episodes.counts import Counts
+from asyncrl.episodes.session import Playing, Session
+from asyncrl.episodes.task import Task
+from asyncrl.errors import DeadlineExceeded
+from asyncrl.messages.episodes import EpisodeDone
+from asyncrl.messages.monitor import ResourceRecord
+from asyncrl.outcome import BadOutcome, Outcome, read_outcome
+from asyncrl.runtime.supervision import describe_exit
+from asyncrl.runtime.workers.memory import family, proportional_bytes, resident_bytes
+from asyncrl.runtime.workers.process import REAP_INTERVAL_S, WorkerProcess, kill_living
+
+TAIL_BYTES = 1 << 12
+LAST_LINES = 5
+LOOK_S = 0.25
+GATHER_S = 0.05
+"""For so long output is gathered."""
+CLOSE_TIMEOUT_S = 5.0
+MOST_ANSWER_BYTES = 1 << 20
+SECRETS = ("WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_TOKEN")
+"""Of the run, whose environment a program inherits otherwise."""
+OURS = "ASYNCRL_"
+
+
+def environment(inherited: Mapping[str, str], task: Task, *, base_url: str, key: str) -> dict[str, str]:
+    """What a program is told. Pure."""
+    env = {name: value for name, value in inherited.items() if name not in SECRETS and not name.startswith(OURS)}
+    told = {**task.fields(), "episode_id": task.episode_id}
+    return env | {
+        "OPENAI_BASE_URL": base_url,
+        "OPENAI_API_BASE": base_url,
+        "OPENAI_API_KEY": key,
+        "ASYNCRL_TASK": json.dumps(told, default=str),
+    }
+
+
+def outcome_of(line: str) -> Outcome | None:
+    """The reward that a last line is; None where it is none."""
+    try:
+        value = json.loads(line)
+        if isinstance(value, bool) or not isinstance(value, int | float | dict):
+            return None
+        if isinstance(value, float) and not math.isfinite(value):
+            return None
+        return read_outcome(value)
+    except (ValueError, RecursionError, BadOutcome):
+        return None
+
+
+@dataclass(eq=False, slots=True)
+class Program:
+    """One that runs."""
+
+    session: Session
+    playing: Playing
+    process: WorkerProcess
+    answer: dict[str, Any] | None = None
+    """What its keeper says of its end."""
+    fault: str = ""
+    """Why it was killed."""
+    timer: asyncio.TimerHandle | None = None
+    """When it is killed."""
+    telling: asyncio.TimerHandle | None = None
+    """When what was printed is handed out."""
+
+
+class Programs:
+    """See the module. Arguments as of Workers."""
+
+    def __init__(
+        self,
+        config: EpisodeConfig,
+        *,
+        base_url: str,
+        on_output: Callable[[str, str, int], None] = lambda uid, text, dropped: None,
+        on_fault: Callable[[str, str], None] = lambda kind, text: None,
+    ) -> None:
+        self._config, self._base_url = config, base_url
+        self._on_output, self._on_fault = on_output, on_fault
+        self._loop = asyncio.get_running_loop()
+        self._running: dict[str, Program] = {}
+        self._end: asyncio.Future[None] = self._loop.create_future()
+        self._all_ended = asyncio.Event()
+        self._look: asyncio.TimerHandle | None = None
+        self.counts = Counts()
+        self.waiting = self.suspects = 0
+
+    async def start(self) -> None:
+        """Nothing runs before the first episode."""
+        self._look_at_memory()
+
+    def play(self, session: Session) -> Playing:
+        """Run the program. When the future is cancelled it gets SIGTERM, and after close_timeout_s SIGKILL with all
+        else."""
+        playing = Playing(loop=self._loop)
+        task = session.task
+        setup = {
+            "argv": self._config.command,
+            "env": environment(os.environ, task, base_url=self._base_url, key=session.key),
+        }
+        try:
+            process = WorkerProcess(
+                "asyncrl.runtime.workers.keeper",
+                json.dumps(setup).encode(),
+                max_frame_bytes=MOST_ANSWER_BYTES,
+                max_output_bytes=self._config.max_output_bytes,
+                memory_key="episode.max_memory_bytes",
+                own_session=True,
+                tail_bytes=TAIL_BYTES,
+                on_output=lambda process: self._printed(session.key),
+                on_frame=lambda _, frame: self._told(session.key, json.loads(frame)),
+                on_end=lambda _, reason: self._ended(session.key, reason),
+            )
+        except OSError as error:
+            playing.on_stop = lambda: None
+            playing.end(EpisodeDone(error=f"there is no process to be had: {error}", blame="host"))
+            return playing
+        program = self._running[session.key] = Program(session, playing, process)
+        playing.on_stop = lambda: self._stop(program)
+        return playing
+
+    async def watch(self) -> None:
+        """Returns when this is closed."""
+        await asyncio.shield(self._end)
+
+    async def close(self) -> None:
+        """Kill every program with what it has started. Raises DeadlineExceeded when a process outlives that."""
+        if not self._end.done():
+            self._end.set_result(None)
+        if self._look is not None:
+            self._look.cancel()
+        left: list[psutil.Process] = []
+        for program in list(self._running.values()):
+            left += program.process.descendants()
+            self._kill(program, "was stopped: the episode host was closed")
+        if not self._running:
+            self._all_ended.set()
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._all_ended.wait()
+                while left := kill_living(left):  # noqa: ASYNC110
+                    await asyncio.sleep(REAP_INTERVAL_S)
+        except TimeoutError:
+            pids = [str(program.process.pid) for program in self._running.values()]
+            pids += [str(process.pid) for process in kill_living(left)]
+            raise DeadlineExceeded(
+                "the episode host", f"process {', '.join(pids)}", "its end", CLOSE_TIMEOUT_S
+            ) from None
+
+    @property
+    def open(self) -> int:
+        """Programs that run."""
+        return len(self._running)
+
+    def resources(self) -> list[ResourceRecord]:
+        """None: a program has no place."""
+        return []
+
+    def _stop(self, program: Program) -> None:
+        """Nobody waits for it any more."""
+        self.counts.stopped += 1
+        program.process.send(b"terminate")
+        program.timer = self._loop.call_later(self._config.close_timeout_s, self._kill, program, "did not end")
+
+    def _kill(self, program: Program, reason: str) -> None:
+        """Its keeper ends it all when it is left alone."""
+        program.fault = program.fault or reason
+        program.process.hang_up()
+
+    def _told(self, key: str, answer: dict[str, Any]) -> None:
+        program = self._running[key]
+        program.answer = answer
+        program.process.hang_up()
+
+    def _ended(self, key: str, reason: str) -> None:
+        program = self._running.pop(key)
+        if program.timer is not None:
+            program.timer.cancel()
+        self._hand_out(program, at_end=True)
+        done = self._outcome(program, reason)
+        if not program.playing.done():
+            self.counts.played += 1
+            self.counts.failed += bool(done.error)
+            if done.error and done.blame == "episode":
+                kind = done.error.partition(":")[0]
+                self._on_fault(kind, f"{done.error} (prompt {program.session.task.uid})")
+        program.playing.end(done)
+        if self._end.done() and not self._running:
+            self._all_ended.set()
+
+    def _outcome(self, program: Program, reason: str) -> EpisodeDone:
+        answer = program.answer
+        if program.fault:
+            return EpisodeDone(error=f"the program {program.fault}")
+        if answer is None:
+            # Its keeper has died, which the program cannot have done by honest means.
+            return EpisodeDone(error=f"the process that keeps the program {reason}", blame="host")
+        if "error" in answer:
+            return EpisodeDone(error=f"the program {answer['error']}")
+        if answer["code"] != 0:
+            lines = program.process.output.tail.decode(errors="replace").strip().splitlines()[-LAST_LINES:]
+            said = f": {' | '.join(line.strip() for line in lines)}" if lines else ", and printed nothing"
+            return EpisodeDone(
+                error=f"the program ended with {describe_exit(answer['code'])}{said}", user_s=answer["user_s"]
+            )
+        outcome = outcome_of(answer["last_line"])
+        reward, components = outcome if outcome is not None else (None, {})
+        return EpisodeDone(reward=reward, components=components, user_s=answer["user_s"])
+
+    def _printed(self, key: str) -> None:
+        """Something was; what comes right behind it is handed out with it."""
+        program = self._running[key]
+        if program.telling is None:
+            program.telling = self._loop.call_later(GATHER_S, self._hand_out, program)
+
+    def _hand_out(self, program: Program, *, at_end: bool = False) -> None:
+        if program.telling is not None:
+            program.telling.cancel()
+            program.telling = None
+        text, dropped = program.process.output.take(end_of_call=at_end)
+        self.counts.output_dropped_bytes += dropped
+        if text or dropped:
+            self._on_output(program.session.task.uid, text, dropped)
+
+    def _look_at_memory(self) -> None:
+        limit = self._config.max_memory_bytes
+        for program in list(self._running.values()):
+            if program.fault or program.process.ended:
+                continue
+            pids = family(program.process.pid)
+            if resident_bytes(pids) > limit and (held := proportional_bytes(pids)) > limit:
+                self.counts.out_of_memory += 1
+                self._kill(
+                    program,
+                    f"took more than {limit} bytes of memory (episode.max_memory_bytes; it held {held}); it was killed",
+                )
+        self._look = self._loop.call_later(LOOK_S, self._look_at_memory)

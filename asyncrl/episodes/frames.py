@@ -1,0 +1,119 @@
+"""What the episode host and its workers say to each other over a socket pair.
+
+The host sends Setup, the worker Ready. From then on each Play is answered by one Ended, in any order; in between the
+worker asks (Asked, Rewarded) and is answered, and says every so often that its event loop turns (Alive).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from asyncrl.messages.episodes import Chat, ChatReply
+
+SMALL_BYTES = 1 << 20
+"""Of a frame beside the messages of a chat."""
+
+
+class Setup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
+    """What the worker plays, as in the configuration, and where the policy is."""
+
+    kind: str
+    code: list[str]
+    options: dict[str, Any]
+    model: str
+    base_url: str
+    alive_s: float
+    close_timeout_s: float
+    max_output_bytes: int
+    max_request_bytes: int
+
+
+class Play(msgspec.Struct, frozen=True, array_like=True, tag="play"):
+    """Begin an episode; ``task`` has the fields of a Task."""
+
+    session: str
+    task: dict[str, Any]
+
+
+class Answered(msgspec.Struct, frozen=True, array_like=True, tag="answered"):
+    """To an Asked."""
+
+    session: str
+    call: str
+    reply: ChatReply
+
+
+class Denied(msgspec.Struct, frozen=True, array_like=True, tag="denied"):
+    """To an Asked: the episode is over, or ``field`` of the call is refused, or neither: the policy cannot be had."""
+
+    session: str
+    call: str
+    reason: str
+    over: bool = False
+    field: str = ""
+
+
+class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
+    """End an episode; it is answered by Ended."""
+
+    session: str
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    """Episodes can be played; or ``problems`` of the configuration, a line each, say why not."""
+
+    problems: list[str] = []
+
+
+class Asked(msgspec.Struct, frozen=True, array_like=True, tag="asked"):
+    """A call of the policy."""
+
+    chat: Chat
+
+
+class Rewarded(msgspec.Struct, frozen=True, array_like=True, tag="rewarded"):
+    """A turn is credited."""
+
+    session: str
+    node: int | None
+    value: float
+
+
+class Printed(msgspec.Struct, frozen=True, array_like=True, tag="printed"):
+    """Output of an episode, and how many bytes of it were left out before."""
+
+    session: str
+    text: str
+    dropped: int = 0
+
+
+class Noted(msgspec.Struct, frozen=True, array_like=True, tag="noted"):
+    """A call of a tool; ``error`` says what the tool raised, ``kind`` without its text, ``mistaken`` that the policy
+    has called what there is not.
+    """
+
+    session: str
+    tool: str
+    error: str = ""
+    kind: str = ""
+    mistaken: bool = False
+
+
+class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
+    """An episode has ended, well where ``error`` is empty; ``kind`` is that of the error, without its text."""
+
+    session: str
+    reward: float | None = None
+    components: dict[str, float] = {}
+    error: str = ""
+    kind: str = ""
+
+
+class Alive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
+    """The event loop of the worker turns."""
+
+
+ToWorker = Setup | Play | Answered | Denied | Stop
+ToHost = Ready | Asked | Rewarded | Printed | Noted | Ended | Alive

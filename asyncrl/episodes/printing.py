@@ -1,0 +1,81 @@
+"""Whose output it is: what an episode prints is told apart from what others print in the same worker.
+
+By context variables, which tasks and threads of an episode inherit. What is printed beyond them (by programs, by code
+in other languages, at import) goes to the worker's own output. Invariant: of an episode at most ``limit`` bytes are
+kept.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
+from typing import Any, TextIO
+
+LINES_BYTES = 8192
+"""Text without a line's end is held back up to this size."""
+
+
+class Printer:
+    """Output of one episode. ``send`` gets text and the bytes dropped before; callable from any thread."""
+
+    def __init__(self, limit: int, send: Callable[[str, int], None]) -> None:
+        self._left, self._send = limit, send
+        self._held: list[str] = []
+        self._size = self._dropped = 0
+
+    def write(self, text: str) -> None:
+        """Take in text."""
+        size = len(text.encode(errors="replace"))
+        if size > self._left:
+            self._dropped += size
+            return
+        self._left -= size
+        self._size += size
+        self._held.append(text)
+        if "\n" in text or self._size >= LINES_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what is held back."""
+        held, self._held, self._size = self._held, [], 0
+        dropped, self._dropped = self._dropped, 0
+        if held or dropped:
+            self._send("".join(held), dropped)
+
+
+current: ContextVar[Printer | None] = ContextVar("current", default=None)
+"""Of the episode whose code runs."""
+
+
+class Apart:
+    """In place of a standard stream, and like it in all but where text goes; bytes go to the worker's own output."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Text of whose code runs."""
+        printer = current.get()
+        if printer is None:
+            return self._stream.write(text)
+        printer.write(text)
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """As write."""
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        """An episode's text is sent by lines."""
+        if current.get() is None:
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def tell_apart() -> None:
+    """From now on, in this process."""
+    sys.stdout, sys.stderr = Apart(sys.stdout), Apart(sys.stderr)

@@ -1,0 +1,138 @@
+"""One attempt at a trajectory, on its way between the user's code and the rollouter that asked for it.
+
+Invariant: nothing is asked of the rollouter for a session that has ended; the rewards of its turns have arrived before
+its end is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from asyncrl.episodes.task import Task
+from asyncrl.errors import ChatRefused, EpisodeOver, ProtocolError, RemoteError
+from asyncrl.messages import Message, Request
+from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply, EpisodeDone, RunEpisode, TurnReward, TurnRewarded
+from asyncrl.runtime.peer import Peer
+
+OnDelta = Callable[[ChatDelta], None]
+
+
+class Playing(asyncio.Future[EpisodeDone]):
+    """An episode that is played. When nobody waits any more, ``on_stop`` is called."""
+
+    __slots__ = ("on_stop",)
+    on_stop: Callable[[], None]
+
+    def cancel(self, msg: Any = None) -> bool:
+        cancelled = super().cancel(msg)
+        if cancelled:
+            self.on_stop()
+        return cancelled
+
+    def end(self, done: EpisodeDone) -> None:
+        """It has ended, whether anybody waits or not."""
+        if not self.done():
+            self.set_result(done)
+
+
+class Session:
+    """The policy for one episode. ``deadline`` is on the loop's clock."""
+
+    def __init__(self, request: RunEpisode, rollouter: Peer, deadline: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._rollouter, self._deadline = rollouter, deadline
+        self._calls: set[asyncio.Future[Any]] = set()
+        self._deltas: dict[str, OnDelta] = {}
+        self._credits: set[asyncio.Task[int]] = set()
+        self._over = ""
+        self.key = request.session
+        self.task = Task(
+            prompt=request.prompt,
+            row=request.row,
+            seed=request.seed,
+            uid=request.uid,
+            sample=request.sample,
+            attempt=request.attempt,
+            purpose=request.purpose,
+        )
+
+    @property
+    def rollouter(self) -> str:
+        """Name of the actor that asked for the episode."""
+        return self._rollouter.name
+
+    async def chat(self, chat: Chat, on_delta: OnDelta = lambda delta: None) -> ChatReply:
+        """Ask the policy. Raises EpisodeOver, ChatRefused, and OSError where the rollouter cannot answer."""
+        if chat.stream:
+            self._deltas[chat.call] = on_delta
+        try:
+            reply = await self._ask(chat)
+        except ProtocolError as error:
+            # It is larger than a message between actors may be.
+            raise ChatRefused("messages", str(error)) from error
+        finally:
+            self._deltas.pop(chat.call, None)
+        assert isinstance(reply, ChatReply)
+        return reply
+
+    def hear(self, delta: ChatDelta) -> None:
+        """Text of a call under way."""
+        if (on_delta := self._deltas.get(delta.call)) is not None:
+            on_delta(delta)
+
+    async def turn_reward(self, node: int | None, value: float) -> int:
+        """Credit a turn; returns its node. Raises EpisodeOver, OSError."""
+        reply = await self._ask(TurnReward(session=self.key, node=node, value=value))
+        assert isinstance(reply, TurnRewarded)
+        return reply.node
+
+    def credit(self, node: int | None, value: float) -> None:
+        """As turn_reward; ``settle`` waits for it."""
+        self._credits.add(self._loop.create_task(self.turn_reward(node, value)))
+
+    async def settle(self) -> str:
+        """Wait until rewards of turns have arrived. What failed; a conversation that is over takes none, rightly."""
+        said = await asyncio.gather(*self._credits, return_exceptions=True)
+        failed = [one for one in said if isinstance(one, BaseException) and not isinstance(one, EpisodeOver)]
+        return f"the reward of a turn could not be noted: {failed[0]}" if failed else ""
+
+    def end(self, reason: str) -> None:
+        """Ask no more; calls under way are cancelled, and raise EpisodeOver."""
+        self._over = self._over or reason
+        for call in list(self._calls):
+            call.cancel()
+        for credit in self._credits:
+            credit.cancel()
+
+    def _reason(self) -> str:
+        return self._over
+
+    async def _ask(self, request: Request) -> Message:
+        if self._over:
+            raise EpisodeOver(self._over)
+        call = self._rollouter.call(request, timeout=max(0.0, self._deadline - self._loop.time()))
+        self._calls.add(call)
+        try:
+            reply: Message = await call
+            return reply
+        except asyncio.CancelledError:
+            # Whether the call was cancelled by ``end`` or the task that waits for it.
+            if call.cancelled() and (over := self._reason()):
+                raise EpisodeOver(over) from None
+            raise
+        except RemoteError as error:
+            raise _as_raised(error) from error
+        finally:
+            self._calls.discard(call)
+
+
+def _as_raised(error: RemoteError) -> Exception:
+    """What the rollouter has raised."""
+    if error.code == EpisodeOver.code:
+        return EpisodeOver(error.message.removeprefix(str(EpisodeOver(""))))
+    if error.code == ChatRefused.code:
+        field, _, problem = error.message.partition(": ")
+        return ChatRefused(field, problem)
+    return error

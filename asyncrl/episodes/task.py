@@ -1,0 +1,34 @@
+"""The task of an episode: a row of the data, and a seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """The same for all samples of a prompt but for ``sample`` and ``attempt``."""
+
+    prompt: str
+    """As text; ``row`` has it as it stands in the data."""
+    row: dict[str, Any]
+    """The dataset row."""
+    seed: int
+    """The same for all samples of a prompt, in every attempt: they face the same task."""
+    uid: str
+    """Of the prompt."""
+    sample: int
+    attempt: int
+    """Of this sample, from 0."""
+    purpose: str = "train"
+    """train, or eval/NAME."""
+
+    @property
+    def episode_id(self) -> str:
+        """The same in every attempt: side effects of an episode may happen once an attempt."""
+        return f"{self.uid}/{self.sample}"
+
+    def fields(self) -> dict[str, Any]:
+        """All of them, by name."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}

@@ -1,0 +1,100 @@
+"""An episode with tools: the policy is asked until it calls none.
+
+A tool is a typed function, plain or asynchronous, or a public method of an object that each episode has of its own,
+made by the user's class (with ``task``, where that takes it). JSON schema and validation of the arguments come from the
+annotations, descriptions from the docstring. A tool that raises answers the policy with its error; the error is counted
+and told to the user.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from asyncrl.episodes.calling import call, is_async
+from asyncrl.episodes.client import Client
+from asyncrl.episodes.function import Player
+from asyncrl.episodes.task import Task
+from asyncrl.errors import EpisodeOver
+from asyncrl.messages.episodes import ToolCall
+
+_ARGUMENT = re.compile(r"^\s+(\w+)(?: \([^)]*\))?: (.+)$", re.MULTILINE)
+"""A line of a docstring that describes an argument: NAME: TEXT, or NAME (TYPE): TEXT, indented."""
+Note = Callable[[str, Exception | None, bool], None]
+"""Told of each call of a tool: its name, what it raised, and whether that is the fault of the policy."""
+
+
+class Tool:
+    """A tool as the policy sees it, and its call. Raises pydantic's errors for a function that has no schema."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.name, self._is_async = name, is_async(function)
+        function_type: Any = function
+        self._adapter: TypeAdapter[Any] = TypeAdapter(function_type)
+        text, parameters = inspect.getdoc(function) or "", self._adapter.json_schema()
+        for parameter, about in _ARGUMENT.findall(text):
+            if parameter in parameters["properties"]:
+                parameters["properties"][parameter]["description"] = about
+        self.schema = {
+            "type": "function",
+            "function": {"name": name, "description": text.split("\n\n")[0], "parameters": parameters},
+        }
+
+    async def call(self, arguments: str) -> str:
+        """Its result as text; what it raises goes through, pydantic's ValidationError for wrong arguments among it."""
+        if self._is_async:
+            value = await self._adapter.validate_json(arguments)
+        else:
+            value = await call(self._adapter.validate_json, arguments)
+        return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def methods(made: object) -> list[tuple[str, Callable[..., Any]]]:
+    """The tools of an object or of a class: its public methods but ``close``."""
+    found = inspect.getmembers(made, callable)
+    return [(name, each) for name, each in found if not name.startswith("_") and name != "close"]
+
+
+def tools_player(functions: list[Tool], classes: list[Callable[[Task], Any]], note: Note) -> Player:
+    """A player with these tools. What the policy has said is scored by reward.function."""
+
+    async def play(task: Task, client: Client) -> None:
+        objects: list[Any] = []
+        try:
+            for make in classes:
+                objects.append(await call(make, task))  # noqa: PERF401
+            tools = {tool.name: tool for tool in functions}
+            tools |= {name: Tool(name, method) for made in objects for name, method in methods(made)}
+            schemas = [tool.schema for tool in tools.values()]
+            messages: list[dict[str, Any]] = [{"role": "user", "content": task.prompt}]
+            while (reply := await client.chat(messages, tools=schemas)).tool_calls:
+                messages.append(reply.message)
+                for called in reply.tool_calls:
+                    said = await _result(tools, called, note)
+                    messages.append({"role": "tool", "tool_call_id": called.id, "content": said})
+        finally:
+            for made in objects:
+                if callable(close := getattr(made, "close", None)):
+                    await call(close)
+
+    return play
+
+
+async def _result(tools: dict[str, Tool], called: ToolCall, note: Note) -> str:
+    try:
+        if called.name not in tools:
+            raise LookupError(f"there is no tool {called.name!r}; there are {', '.join(tools)}")
+        said = await tools[called.name].call(called.arguments)
+    except EpisodeOver:
+        raise
+    except Exception as error:
+        mistaken = isinstance(error, ValidationError) or called.name not in tools
+        note(called.name, error, mistaken)
+        return f"error: {error}" if mistaken else f"error: {type(error).__name__}: {error}"
+    note(called.name, None, False)
+    return said

@@ -1,0 +1,483 @@
+"""The worker processes that play episodes of Python code: function, env, tools.
+
+Invariant: each episode ends, in what its code says of it or in the end of its worker; a worker whose event loop stands
+still, that takes too much memory, or in which a stopped episode does not end, is killed with all that it has started
+and replaced. An episode goes to the worker with the fewest; one that was in the deaths of two (suspects.py) to a worker
+by itself. Only there, or where it was stopped and did not end, is it blamed. Fails when no worker can be started any
+more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+
+from asyncrl.config.episode import EpisodeConfig
+from asyncrl.episodes.counts import Counts
+from asyncrl.episodes.frames import (
+    SMALL_BYTES,
+    Alive,
+    Answered,
+    Asked,
+    Denied,
+    Ended,
+    Noted,
+    Play,
+    Printed,
+    Ready,
+    Rewarded,
+    Setup,
+    Stop,
+    ToHost,
+    ToWorker,
+)
+from asyncrl.episodes.session import Playing, Session
+from asyncrl.episodes.suspects import Suspects
+from asyncrl.errors import ChatRefused, ConfigError, DeadlineExceeded, EpisodeOver, EpisodeWorkersEnded
+from asyncrl.messages.episodes import Chat, EpisodeDone
+from asyncrl.messages.monitor import ResourceRecord
+from asyncrl.monitor.states import StateLedger
+from asyncrl.runtime.workers.memory import family, proportional_bytes, resident_bytes
+from asyncrl.runtime.workers.process import REAP_INTERVAL_S, WorkerProcess, kill_living
+
+BEATS = 8
+"""A worker says that it is alive so often in episode.stall_timeout_s."""
+LOOK_S = 0.25
+"""Longest pause between two looks at the workers."""
+GATHER_S = 0.05
+"""For so long output is gathered."""
+CLOSE_TIMEOUT_S = 5.0
+MAX_START_FAILURES = 5
+FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.2, 10.0
+MEMORY_KEY = "episode.max_memory_bytes"
+
+
+@dataclass(eq=False, slots=True)
+class Open:
+    """An episode that was begun or waits for a worker."""
+
+    session: Session
+    playing: Playing
+    calls: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    """Calls of the policy under way, by their names."""
+    stopped: float = 0.0
+    """When it was told to end; 0 where it was not."""
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """The place of one worker; its processes come and go. A lone one is for one episode."""
+
+    ledger: StateLedger
+    lone: bool = False
+    process: WorkerProcess | None = None
+    is_ready: bool = False
+    open: dict[str, Open] = field(default_factory=dict)
+    heard: float = 0.0
+    """When it was heard of last."""
+    silent_s: float = 0.0
+    """For how long it has not been heard of, as far as this process was there to hear."""
+    guilty: str = ""
+    """Session for which it is killed, where that is known."""
+    memory_limit: int = 0
+    telling: asyncio.TimerHandle | None = None
+    """When what was printed is handed out."""
+    failed_starts: int = 0
+    restart: asyncio.TimerHandle | None = None
+
+
+class Workers:
+    """``config.workers`` processes. ``on_output`` gets uid, text and bytes dropped; ``on_fault`` the kind and the text
+    of what a tool raised. ``start``, then ``play`` any number of times, then ``close``, all in the main thread.
+    """
+
+    def __init__(
+        self,
+        config: EpisodeConfig,
+        *,
+        model: str,
+        base_url: str,
+        start_timeout_s: float,
+        on_output: Callable[[str, str, int], None] = lambda uid, text, dropped: None,
+        on_fault: Callable[[str, str], None] = lambda kind, text: None,
+    ) -> None:
+        self._config, self._start_timeout_s = config, start_timeout_s
+        self._on_output, self._on_fault = on_output, on_fault
+        self._loop = loop = asyncio.get_running_loop()
+        self._setup = Setup(
+            kind=config.kind,
+            code=config.tools or [config.function or config.env or ""],
+            options=config.options,
+            model=model,
+            base_url=base_url,
+            alive_s=config.stall_timeout_s / BEATS,
+            close_timeout_s=config.close_timeout_s / 2,
+            max_output_bytes=config.max_output_bytes,
+            max_request_bytes=config.max_request_bytes,
+        )
+        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ToHost)
+        self._slots = [self._slot() for _ in range(config.workers)]
+        self._lone: list[Slot] = []
+        self._waiting: deque[Open] = deque()
+        self._suspects = Suspects()
+        self._started: asyncio.Future[None] = loop.create_future()
+        self._end: asyncio.Future[None] = loop.create_future()
+        self._all_ended = asyncio.Event()
+        self._look: asyncio.TimerHandle | None = None
+        self._looked = loop.time()
+        self.counts = Counts()
+
+    # --- what others call ---
+
+    async def start(self) -> None:
+        """Start the workers and wait until each has the user's code.
+
+        Raises ConfigError where that cannot be played, EpisodeWorkersEnded where a process ends by it,
+        DeadlineExceeded.
+        """
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                for slot in self._slots:
+                    self._launch(slot)
+                await asyncio.shield(self._started)
+            self._look_at_all()
+        except TimeoutError:
+            what = f"importing {', '.join(self._setup.code)}"
+            raise DeadlineExceeded("the episode host", "its workers", what, self._start_timeout_s) from None
+
+    def play(self, session: Session) -> Playing:
+        """Play an episode. When the future is cancelled the episode is told to end, and its worker killed if it does
+        not within close_timeout_s.
+        """
+        playing = Playing(loop=self._loop)
+        opened = Open(session, playing)
+        playing.on_stop = partial(self._stop, opened)
+        self._waiting.append(opened)
+        self._assign()
+        return playing
+
+    async def watch(self) -> None:
+        """Returns when this is closed. Raises EpisodeWorkersEnded when no worker can be started any more."""
+        await asyncio.shield(self._end)
+
+    async def close(self) -> None:
+        """End every worker and what it has started. Raises DeadlineExceeded when a process outlives its SIGKILL."""
+        if not self._end.done():
+            self._end.set_result(None)
+        self._end.exception()
+        if not self._started.done():
+            self._started.cancel()
+        if self._look is not None:
+            self._look.cancel()
+        helpers = []
+        for slot in [*self._slots, *self._lone]:
+            if slot.restart is not None:
+                slot.restart.cancel()
+            if slot.process is not None:
+                helpers += slot.process.descendants()
+                slot.process.kill("was stopped: the episode host was closed")
+        self._note_ended()
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._all_ended.wait()
+                # They are no children of this process, so their end can only be seen.
+                while helpers := kill_living(helpers):  # noqa: ASYNC110
+                    await asyncio.sleep(REAP_INTERVAL_S)
+        except TimeoutError:
+            left = [str(slot.process.pid) for slot in [*self._slots, *self._lone] if slot.process is not None]
+            left += [str(helper.pid) for helper in kill_living(helpers)]
+            raise DeadlineExceeded(
+                "the episode host", f"process {', '.join(left)}", "its end", CLOSE_TIMEOUT_S
+            ) from None
+
+    @property
+    def open(self) -> int:
+        """Episodes with a worker."""
+        return sum(len(slot.open) for slot in [*self._slots, *self._lone])
+
+    @property
+    def waiting(self) -> int:
+        """Episodes that wait for a worker."""
+        return len(self._waiting)
+
+    @property
+    def suspects(self) -> int:
+        """Episodes that were in a worker when it died."""
+        return len(self._suspects)
+
+    def resources(self) -> list[ResourceRecord]:
+        """What each worker's place has done; callable from any thread."""
+        return [slot.ledger.record(f"worker/{at}") for at, slot in enumerate(self._slots)]
+
+    # --- processes ---
+
+    def _slot(self, *, lone: bool = False) -> Slot:
+        return Slot(StateLedger(time.monotonic, "player"), lone=lone)
+
+    def _launch(self, slot: Slot) -> None:
+        slot.restart = None
+        if self._end.done():
+            return
+        try:
+            slot.process = WorkerProcess(
+                "asyncrl.episodes.worker",
+                self._encoder.encode(self._setup),
+                max_frame_bytes=self._config.max_request_bytes + SMALL_BYTES,
+                max_output_bytes=self._config.max_output_bytes,
+                memory_key=MEMORY_KEY,
+                on_output=lambda process: self._printed(slot, process),
+                on_frame=lambda _, frame: self._take(slot, self._decoder.decode(frame)),
+                on_end=lambda process, reason: self._ended(slot, process, reason),
+            )
+        except OSError as error:
+            self._start_failed(slot, f"cannot have a worker process: {error}")
+
+    def _start_failed(self, slot: Slot, reason: str) -> None:
+        what = ", ".join(self._setup.code)
+        if not self._started.done():
+            self._started.set_exception(EpisodeWorkersEnded(what, reason))
+            return
+        slot.failed_starts += 1
+        if all(slot.failed_starts >= MAX_START_FAILURES for slot in self._slots):
+            if not self._end.done():
+                self._end.set_exception(EpisodeWorkersEnded(what, f"has no worker process left: {reason}"))
+            return
+        backoff = min(FIRST_BACKOFF_S * 2**slot.failed_starts, LONGEST_BACKOFF_S)
+        slot.restart = self._loop.call_later(backoff, self._launch, slot)
+
+    def _ended(self, slot: Slot, process: WorkerProcess, reason: str) -> None:
+        self._hand_out(slot, process)
+        was_ready = slot.is_ready
+        slot.process, slot.is_ready = None, False
+        inside, slot.open = list(slot.open.values()), {}
+        if process.killed:
+            self.counts.workers_killed += 1
+        else:
+            self.counts.workers_died += 1
+        if not slot.guilty:
+            self._suspects.died(opened.session.task.episode_id for opened in inside)
+        for opened in inside:
+            own = slot.lone or opened.session.key == slot.guilty
+            self._over(opened, EpisodeDone(error=f"the episode's worker {reason}", blame="episode" if own else "host"))
+        slot.guilty = ""
+        if self._end.done():
+            self._note_ended()
+        elif slot.lone:
+            self._lone.remove(slot)
+            self._assign()
+        elif not was_ready:
+            self._start_failed(slot, reason)
+        else:
+            slot.ledger.enter("starting")
+            self._launch(slot)
+
+    def _note_ended(self) -> None:
+        if all(slot.process is None for slot in [*self._slots, *self._lone]):
+            self._all_ended.set()
+
+    def _printed(self, slot: Slot, process: WorkerProcess) -> None:
+        """Something was; what comes right behind it is handed out with it."""
+        if slot.telling is None:
+            slot.telling = self._loop.call_later(GATHER_S, self._hand_out, slot, process)
+
+    def _hand_out(self, slot: Slot, process: WorkerProcess) -> None:
+        """What was printed by nobody in particular."""
+        if slot.telling is not None:
+            slot.telling.cancel()
+            slot.telling = None
+        text, dropped = process.output.take(end_of_call=not slot.open)
+        self.counts.output_dropped_bytes += dropped
+        if text or dropped:
+            uids = {opened.session.task.uid for opened in slot.open.values()}
+            self._on_output(uids.pop() if len(uids) == 1 else "", text, dropped)
+
+    def _look_at_all(self) -> None:
+        """Kill whoever stands still or has taken too much."""
+        pause = min(LOOK_S, self._setup.alive_s)
+        now, since = self._loop.time(), self._looked
+        self._looked = now
+        for slot in [*self._slots, *self._lone]:
+            process = slot.process
+            if process is None or process.ended or not slot.is_ready:
+                continue
+            # Time in which this process did not run either is nobody's silence.
+            slot.silent_s = 0.0 if slot.heard >= since else slot.silent_s + min(now - since, 2 * pause)
+            if slot.silent_s > self._config.stall_timeout_s:
+                self.counts.stalled += 1
+                process.kill(
+                    f"stood still for {self._config.stall_timeout_s:g} s (episode.stall_timeout_s): code that is async "
+                    "computes or waits without await, or holds the interpreter; it was killed"
+                )
+            else:
+                self._look_at_memory(slot, process)
+                self._look_at_stopped(slot, process, now)
+        self._look = self._loop.call_later(pause, self._look_at_all)
+
+    def _look_at_memory(self, slot: Slot, process: WorkerProcess) -> None:
+        pids = family(process.pid)
+        # Shared pages count more than once in the first, which costs next to nothing.
+        if resident_bytes(pids) > slot.memory_limit and (held := proportional_bytes(pids)) > slot.memory_limit:
+            self.counts.out_of_memory += 1
+            process.kill(
+                f"took more than {self._config.max_memory_bytes} bytes of memory ({MEMORY_KEY}; it and "
+                f"{len(pids) - 1} processes below it held {held}); it was killed"
+            )
+
+    def _look_at_stopped(self, slot: Slot, process: WorkerProcess, now: float) -> None:
+        """Where one that was told to end has not, its worker is killed; the loop that still turns tells whose fault."""
+        for opened in slot.open.values():
+            if opened.stopped and now - opened.stopped > self._config.close_timeout_s:
+                if slot.heard > opened.stopped + self._config.close_timeout_s / 2:
+                    slot.guilty = opened.session.key
+                process.kill(
+                    f"was killed because of an episode that did not end within {self._config.close_timeout_s:g} s of "
+                    "being told to (episode.close_timeout_s)"
+                )
+                return
+
+    # --- episodes ---
+
+    def _assign(self) -> None:
+        """Give those that wait to workers, as far as there are any."""
+        ready = [slot for slot in self._slots if slot.is_ready]
+        left: deque[Open] = deque()
+        while self._waiting:
+            opened = self._waiting.popleft()
+            if self._suspects.alone(opened.session.task.episode_id):
+                if len(self._lone) < self._config.workers:
+                    slot = self._slot(lone=True)
+                    self._lone.append(slot)
+                    slot.open[opened.session.key] = opened
+                    self._launch_lone(slot, opened)
+                else:
+                    left.append(opened)
+            elif ready:
+                self._begin(min(ready, key=lambda slot: len(slot.open)), opened)
+            else:
+                left.append(opened)
+        self._waiting = left
+
+    def _launch_lone(self, slot: Slot, opened: Open) -> None:
+        self.counts.played_alone += 1
+        self._launch(slot)
+        if slot.process is None:
+            if slot.restart is not None:
+                slot.restart.cancel()
+            self._lone.remove(slot)
+            self._over(opened, EpisodeDone(error="there is no worker process to be had", blame="host"))
+
+    def _begin(self, slot: Slot, opened: Open) -> None:
+        session = opened.session
+        slot.open[session.key] = opened
+        if slot.ledger.state != "playing":
+            slot.ledger.enter("playing")
+        self._send(slot, Play(session.key, session.task.fields()))
+
+    def _send(self, slot: Slot, message: ToWorker) -> None:
+        if slot.process is not None:
+            slot.process.send(self._encoder.encode(message))
+
+    def _stop(self, opened: Open) -> None:
+        """Nobody waits for it any more."""
+        self.counts.stopped += 1
+        for call in list(opened.calls.values()):
+            call.cancel()
+        if opened in self._waiting:
+            self._waiting.remove(opened)
+            return
+        opened.stopped = self._loop.time()
+        for slot in [*self._slots, *self._lone]:
+            if opened.session.key in slot.open:
+                self._send(slot, Stop(opened.session.key))
+
+    def _over(self, opened: Open, done: EpisodeDone) -> None:
+        for call in list(opened.calls.values()):
+            call.cancel()
+        if not opened.playing.done():
+            self.counts.played += 1
+            self.counts.failed += bool(done.error)
+        opened.playing.end(done)
+
+    # --- what workers say ---
+
+    def _take(self, slot: Slot, message: ToHost) -> None:
+        slot.heard = self._loop.time()
+        match message:
+            case Ready(problems):
+                self._ready(slot, problems)
+            case Asked(chat) if (opened := slot.open.get(chat.session)) is not None and not opened.stopped:
+                opened.calls[chat.call] = self._loop.create_task(self._answer(slot, opened, chat))
+            case Rewarded(key, node, value) if (opened := slot.open.get(key)) is not None and not opened.stopped:
+                opened.session.credit(node, value)
+            case Printed(key, text, dropped):
+                self.counts.output_dropped_bytes += dropped
+                opened = slot.open.get(key)
+                self._on_output("" if opened is None else opened.session.task.uid, text, dropped)
+            case Noted(key, tool, error, kind, mistaken):
+                self._note(tool, error, kind, mistaken)
+            case Ended(key) if key in slot.open:
+                self._episode_ended(slot, message)
+            case Alive():
+                pass
+
+    def _ready(self, slot: Slot, problems: list[str]) -> None:
+        assert slot.process is not None
+        if problems:
+            if not self._started.done():
+                self._started.set_exception(ConfigError(problems))
+            slot.process.kill("; ".join(problems))
+            return
+        slot.is_ready, slot.failed_starts, slot.silent_s = True, 0, 0.0
+        slot.memory_limit = resident_bytes([slot.process.pid]) + self._config.max_memory_bytes
+        if slot.lone:
+            for opened in list(slot.open.values()):
+                if opened.stopped:
+                    slot.process.kill("is not needed any more")
+                else:
+                    self._begin(slot, opened)
+            return
+        slot.ledger.enter("idle")
+        if all(slot.is_ready for slot in self._slots) and not self._started.done():
+            self._started.set_result(None)
+        self._assign()
+
+    def _episode_ended(self, slot: Slot, ended: Ended) -> None:
+        opened = slot.open.pop(ended.session)
+        self._suspects.ended(opened.session.task.episode_id)
+        if slot.process is not None and slot.process.output.used:
+            slot.process.output.drain()
+            self._hand_out(slot, slot.process)
+        if slot.lone:
+            if slot.process is not None:
+                slot.process.kill("is not needed any more")
+        elif not slot.open:
+            slot.ledger.enter("idle")
+        if ended.error and not opened.playing.done():
+            self._on_fault(ended.kind, f"{ended.error} (prompt {opened.session.task.uid})")
+        self._over(opened, EpisodeDone(reward=ended.reward, components=ended.components, error=ended.error))
+
+    def _note(self, tool: str, error: str, kind: str, mistaken: bool) -> None:
+        self.counts.tool_calls += 1
+        self.counts.tool_mistakes += mistaken
+        if error and not mistaken:
+            self.counts.tool_errors += 1
+            self._on_fault(f"{tool} {kind}", f"tool {tool} raised {error}; the policy was told")
+
+    async def _answer(self, slot: Slot, opened: Open, chat: Chat) -> None:
+        session = opened.session
+        try:
+            self._send(slot, Answered(session.key, chat.call, await session.chat(chat)))
+        except EpisodeOver as error:
+            self._send(slot, Denied(session.key, chat.call, error.reason, over=True))
+        except ChatRefused as error:
+            self._send(slot, Denied(session.key, chat.call, error.problem, field=error.field))
+        except OSError as error:
+            self._send(slot, Denied(session.key, chat.call, str(error)))
+        finally:
+            opened.calls.pop(chat.call, None)

@@ -1,0 +1,85 @@
+"""The worker's side of a worker process: its socket, its signals, its end.
+
+Invariant: a worker ends with its actor, and only by it, by the user's code or by the kernel; signals that are meant for
+the whole job do not reach it. Programs that the user's code starts are below the worker, so that they end with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+from asyncrl.runtime.processes import become_subreaper, die_with_parent
+from asyncrl.runtime.workers.framing import READ_BYTES, FrameReader
+
+NO_MEMORY_EXIT = 120
+"""Exit code of a worker that has not even the memory to say so."""
+NO_SOCKET_EXIT = 121
+"""Exit code of a worker whose socket the user's code has closed."""
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def frames(connection: socket.socket, limit: int) -> Iterator[bytes | bytearray]:
+    """The bodies that come, until the actor hangs up; each at most ``limit`` bytes."""
+    reader = FrameReader(limit)
+    while data := connection.recv(READ_BYTES):
+        yield from reader.feed(data)
+
+
+def end(code: int) -> NoReturn:
+    """Without anything that could need memory or descriptors, or wait for threads of the user's code."""
+    os._exit(code)
+
+
+def find_modules_here() -> None:
+    """Let the user's modules be found in the working directory."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+
+
+def stay_alone(connection: socket.socket, title: str) -> None:
+    """End with the parent, but not by its signals; be the first to go when memory runs out. ``title`` is for ps.
+
+    What the user's code starts stays below this process, even when it lets go of it: the actor ends it all together.
+    """
+    # Only the actor may see this end closed, and only because this process is gone.
+    connection.set_inheritable(False)
+    if sys.platform == "linux":
+        die_with_parent(signal.SIGKILL)
+        become_subreaper()
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+    # Terminals and schedulers signal the whole job; the actor decides. A handler, unlike SIG_IGN, is not
+    # passed on to the programs that a function starts.
+    for number in IGNORED:
+        signal.signal(number, lambda *_: None)
+    _leave_children_alone(connection.close)
+    _set_title(title)
+
+
+def _leave_children_alone(close: Callable[[], None]) -> None:
+    """A child has no part in the socket, and gets its signals."""
+
+    def in_child() -> None:
+        close()
+        for number in IGNORED:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
+
+    # Held back meanwhile: a signal for the child must not meet the handler that ignores it.
+    os.register_at_fork(
+        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED),
+        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED),
+        after_in_child=in_child,
+    )
+
+
+def _set_title(title: str) -> None:
+    import setproctitle
+
+    setproctitle.setproctitle(title)

@@ -1,0 +1,277 @@
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hosted import Hosted, config_with, hosting, until
+
+from asyncrl.episodes.command import environment, outcome_of
+from asyncrl.episodes.task import Task
+
+PROGRAM = """
+import json, os, signal, subprocess, sys, time
+task = json.loads(os.environ["ASYNCRL_TASK"])
+words = task["prompt"].split()
+if words[0] == "env":
+    print(json.dumps({"seed": task["seed"], "sample": task["sample"], "row": int(task["row"]["answer"])}))
+if words[0] == "number":
+    print("thinking"); print(words[1]); print("warned", file=sys.stderr)
+if words[0] == "silent":
+    pass
+if words[0] == "exit":
+    print("one"); print("bad input", file=sys.stderr); sys.exit(3)
+if words[0] == "killed":
+    os.kill(os.getpid(), signal.SIGSEGV)
+if words[0] == "family":
+    subprocess.Popen(["sleep", "1000"])
+    subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    again = "import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True)"
+    subprocess.Popen([sys.executable, "-c", again])
+    open(words[1], "w").close()
+    if words[2] == "wait":
+        time.sleep(1000)
+if words[0] == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    subprocess.Popen(["sleep", "1000"])
+    open(words[1], "w").close()
+    time.sleep(1000)
+if words[0] == "polite":
+    def leave(*_):
+        print("leaving"); sys.exit(0)
+    signal.signal(signal.SIGTERM, leave)
+    open(words[1], "w").close()
+    time.sleep(1000)
+if words[0] == "flood":
+    for _ in range(3000):
+        print("x" * 1000)
+    print(5)
+if words[0] == "eat":
+    held = bytearray(int(words[1]))
+    held[::4096] = b"x" * len(held[::4096])
+    time.sleep(1000)
+"""
+
+
+@pytest.fixture(autouse=True)
+def agent(tmp_path: Path, plays: Path) -> Path:
+    path = tmp_path / "agent.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def command(**episode: Any) -> Any:
+    return config_with(command=[sys.executable, "agent.py"], close_timeout_s=1.0, **episode)
+
+
+def run(body: Any) -> None:
+    asyncio.run(body())
+
+
+def sleepers() -> list[psutil.Process]:
+    return [each for each in psutil.process_iter() if "1000" in _line(each) and "sleep" in _line(each)]
+
+
+def _line(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def programs(host: Hosted) -> list[Any]:
+    return list(host.actor._players._running.values())
+
+
+def test_a_program_ends_its_episode_by_its_exit(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with hosting(command(), tmp_path) as host:
+            done = await host.play("env", sample=4)
+            assert done.components == {"seed": 7.0, "sample": 4.0, "row": 1.0}
+            assert done.user_s > 0
+            assert (await host.play("number 0.5")).reward == 0.5
+            assert (await host.play("number nan")).reward is None
+            assert (await host.play("number good")).reward is None
+            done = await host.play("silent")
+            assert (done.reward, done.error) == (None, "")
+            done = await host.play("exit")
+            assert (done.error, done.blame) == ("the program ended with exit code 3: one | bad input", "episode")
+            assert "SIGSEGV" in (await host.play("killed")).error
+            assert [count for count, _ in host.notices().values()] == [1, 1]
+            assert host.figure("failed") == 2
+
+    run(body)
+
+
+def test_a_program_that_cannot_be_started_says_so(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with hosting(config_with(command=["no-such-agent"]), tmp_path) as host:
+            done = await host.play()
+            assert done.error.startswith("the program cannot be started: [Errno 2] No such file")
+
+    run(body)
+
+
+@pytest.mark.parametrize("how", ["stay", "wait"])
+def test_nothing_that_a_program_has_started_outlives_it(tmp_path: Path, how: str) -> None:
+    async def body() -> None:
+        assert sleepers() == []
+        async with hosting(command(), tmp_path) as host:
+            began = tmp_path / "began"
+            call = host.run(f"family {began} {how}")
+            await until(began.exists)
+            if how == "stay":
+                assert (await call).error == ""
+            else:
+                await until(lambda: len(sleepers()) >= 2)
+                call.cancel()
+                await until(lambda: host.figure("open") == 0)
+            assert sleepers() == []
+            began.unlink()
+
+    run(body)
+
+
+@pytest.mark.parametrize("how", ["deaf", "polite"])
+def test_a_stopped_program_is_asked_and_then_killed(tmp_path: Path, how: str) -> None:
+    async def body() -> None:
+        async with hosting(command(), tmp_path) as host:
+            printed, began = host.watch_output(), tmp_path / "began"
+            call = host.run(f"{how} {began}")
+            await until(began.exists)
+            call.cancel()
+            await until(lambda: host.figure("open") == 0)
+            assert sleepers() == []
+            assert [text for _, text, _ in printed] == ([] if how == "deaf" else ["leaving\n"])
+            began.unlink()
+
+    run(body)
+
+
+def test_a_program_whose_keeper_is_killed_goes_with_it_and_is_not_blamed(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with hosting(command(), tmp_path) as host:
+            began = tmp_path / "began"
+            call = host.run(f"deaf {began}")
+            await until(began.exists)
+            (program,) = programs(host)
+            os.kill(program.process.pid, signal.SIGKILL)
+            assert (await call).blame == "host"
+            await until(lambda: sleepers() == [])
+            began.unlink()
+
+    run(body)
+
+
+def test_programs_end_with_a_host_that_is_killed(tmp_path: Path) -> None:
+    """The keepers live in sessions of their own, and see it by the end of their sockets."""
+    script = tmp_path / "host.py"
+    script.write_text(
+        f"""
+import asyncio, sys
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parent.parent)]!r}
+from pathlib import Path
+from hosted import config_with, hosting
+
+async def main():
+    config = config_with(command=[sys.executable, "agent.py"])
+    async with hosting(config, Path(".")) as host:
+        await host.run("deaf began")
+
+asyncio.run(main())
+"""
+    )
+    import subprocess
+
+    host = subprocess.Popen([sys.executable, "host.py"], stdout=subprocess.DEVNULL)
+
+    async def body() -> None:
+        await until((tmp_path / "began").exists)
+        assert len(sleepers()) == 1
+        host.kill()
+        host.wait()
+        await until(lambda: sleepers() == [])
+        await until(
+            lambda: not [each for each in psutil.process_iter() if "asyncrl.runtime.workers.keeper" in _line(each)]
+        )
+
+    run(body)
+
+
+def test_output_is_bounded_and_the_reward_behind_it_is_found(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with hosting(command(max_output_bytes=100_000), tmp_path) as host:
+            printed = host.watch_output()
+            assert (await host.play("flood")).reward == 5.0
+            assert sum(len(text) for _, text, _ in printed) == 100_000
+            assert sum(dropped for *_, dropped in printed) == 3000 * 1001 + 2 - 100_000
+
+    run(body)
+
+
+def test_a_program_that_takes_too_much_memory_is_killed(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with hosting(command(max_memory_bytes=100_000_000), tmp_path) as host:
+            done = await host.play("eat 300000000")
+            assert "took more than 100000000 bytes of memory (episode.max_memory_bytes" in done.error
+            assert (done.blame, host.figure("out_of_memory")) == ("episode", 1)
+
+    run(body)
+
+
+def test_a_program_inherits_nothing_of_the_run_but_its_own_key() -> None:
+    inherited = {
+        "PATH": "/bin",
+        "ASYNCRL_PRIVATE": "secret",
+        "WANDB_API_KEY": "secret",
+        "HF_TOKEN": "secret",
+        "OPENAI_API_KEY": "secret",
+        "OPENAI_BASE_URL": "https://elsewhere",
+    }
+    task = Task(prompt="p", row={"a": 1}, seed=7, uid="0-1", sample=2, attempt=1)
+    env = environment(inherited, task, base_url="http://127.0.0.1:1/v1", key="abc")
+    told = json.loads(env.pop("ASYNCRL_TASK"))
+    assert env == {
+        "PATH": "/bin",
+        "OPENAI_API_KEY": "abc",
+        "OPENAI_BASE_URL": "http://127.0.0.1:1/v1",
+        "OPENAI_API_BASE": "http://127.0.0.1:1/v1",
+    }
+    assert told == {
+        "prompt": "p",
+        "row": {"a": 1},
+        "seed": 7,
+        "uid": "0-1",
+        "sample": 2,
+        "attempt": 1,
+        "purpose": "train",
+        "episode_id": "0-1/2",
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "outcome"),
+    [
+        ("1", (1.0, {})),
+        ("-0.5", (-0.5, {})),
+        ('{"a": 1, "b": 2}', (3.0, {"a": 1.0, "b": 2.0})),
+        ('{"reward": 1, "b": 2}', (1.0, {"b": 2.0})),
+        ("NaN", None),
+        ("Infinity", None),
+        ("1e400", None),
+        ("1e30", None),
+        ("true", None),
+        ("[1]", None),
+        ("{}", None),
+        ('{"a": "x"}', None),
+        ("done", None),
+        ("", None),
+        ("[" * 100_000, None),
+    ],
+)
+def test_a_last_line_is_a_reward_or_none(line: str, outcome: Any) -> None:
+    assert outcome_of(line) == outcome
