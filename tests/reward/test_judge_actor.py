@@ -12,7 +12,7 @@ from asyncrl.errors import RemoteError
 from asyncrl.messages.reward import Completion, Score
 from asyncrl.monitor.catalogue import find
 from asyncrl.preflight.inputs import Sample
-from asyncrl.preflight.rewarding import check_reward
+from asyncrl.preflight.rewarding import RewardTrial
 from asyncrl.rollouter.account import GroupAccount
 from asyncrl.rollouter.groups import GroupRunner
 from asyncrl.runtime.clock import LoopClock
@@ -27,6 +27,11 @@ def run(body):
 
 def judged_by(server, **options):
     return config_with(function="relative_judge", per="group", options={"url": server.url, "model": "m", **options})
+
+
+async def check_reward(config, samples):
+    async with RewardTrial(config) as trial:
+        return await trial.start() or await trial.call(samples)
 
 
 def request(*values, uid="0-1"):

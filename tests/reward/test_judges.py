@@ -254,6 +254,35 @@ def test_a_judge_that_says_nothing_ends_by_the_deadline(answer):
     run(body())
 
 
+def test_the_deadline_is_over_all_tries_of_a_vote():
+    async def refuse_late(request, body):
+        await asyncio.sleep(0.2)
+        return web.Response(status=500)
+
+    async def body():
+        async with judging(refuse_late, timeout_s=0.3, tries=20) as (server, pool):
+            with pytest.raises(RewardFailed, match=r"within 0.3 s"):
+                await pool.score(group(*WORTH))
+            assert len(server.bodies) <= 2
+
+    run(body())
+
+
+def test_tokens_a_minute_are_those_that_the_server_counts():
+    async def body():
+        # By the estimate alone the second request would wait for a minute.
+        async with judging(right, tokens_per_minute=1500) as (_, pool):
+            async with asyncio.timeout(20):
+                await pool.score(group(*WORTH))
+                await pool.score(group(*WORTH, uid="0-2"))
+            third = pool.score(group(*WORTH, prompt="long " * 1000))
+            while not pool.queued:
+                await asyncio.sleep(0.01)
+            third.cancel()
+
+    run(body())
+
+
 def test_each_vote_has_ids_and_an_order_of_its_own_and_asks_the_same_when_repeated():
     async def body():
         async with judging(right, votes=6) as (server, pool):
