@@ -452,6 +452,21 @@ def test_a_function_may_be_added(tmp_path, monkeypatch):
     run(body())
 
 
+def test_no_group_is_to_blame_where_the_added_functions_workers_are_gone():
+    async def body():
+        heard = []
+        async with judging(right, heard=heard, also="constant") as (_, pool):
+            watched = asyncio.create_task(pool.watch())
+            pool._also.give_up(RewardPoolEnded("constant", "has no worker process left"))
+            with pytest.raises(RewardPoolEnded):
+                await pool.score(group(*WORTH))
+            with pytest.raises(RewardPoolEnded):
+                await watched
+            assert heard == []
+
+    run(body())
+
+
 def test_a_pool_that_ends_leaves_nothing_running():
     async def body():
         async with judging(hang) as (server, pool):

@@ -206,7 +206,7 @@ class JudgePool:
                 self.judged.unjudged += 1
                 self._counters.timed_out += error.timed_out
                 fault = Fault(error.kind, str(error))
-            elif isinstance(error, RewardFailed):
+            elif isinstance(error, RewardFailed) and not isinstance(error, RewardPoolEnded):
                 fault = Fault(f"{self._judge.options.also} failed", error.reason)
             else:
                 raise error from None
