@@ -24,6 +24,7 @@ wrong, where, and what to do. Wrong input is a ValueError; our own broken invari
     ├── RewardFailed (RuntimeError)       a reward function raised, timed out or returned nonsense
     │   └── RewardPoolEnded               the pool that runs it has ended; no trajectory is to blame
     ├── RewardBroken (RuntimeError)       a reward function fails in nearly every call
+    ├── TooManyFailures (RuntimeError)    of the groups that a script gathers
     ├── EpisodeWorkersEnded (RuntimeError) no process can be had that plays episodes
     ├── EpisodeOver (RuntimeError)        a call to the policy after the episode that it belongs to has ended
     ├── ChatRefused (ValueError)          a call to the policy that it cannot be asked
@@ -271,6 +272,17 @@ class RewardBroken(AsyncRLError, RuntimeError):
     def __init__(self, function: str, reason: str) -> None:
         self.function, self.reason = function, reason
         super().__init__(f"reward function {function} {reason}")
+
+
+class TooManyFailures(AsyncRLError, RuntimeError):
+    """More of a script's trajectories failed than it allows. ``errors`` are their errors, in the order in which they
+    came."""
+
+    def __init__(self, lost: int, total: int, errors: list[Exception]) -> None:
+        self.lost, self.total, self.errors = lost, total, errors
+        super().__init__(
+            f"{lost} of {total} trajectories are lost; the first error: {type(errors[0]).__name__}: {errors[0]}"
+        )
 
 
 class EpisodeWorkersEnded(AsyncRLError, RuntimeError):

@@ -76,9 +76,9 @@ class RewardConfig(Section):
     """Scoring."""
 
     function: str = "exact"
-    """Built in: exact, regex, math_verify, reasoning_gym, constant; or MODULE:FUNCTION of your own. An episode that
-    says its reward itself is not scored; episode stands for no function, and is the default with episode.function, env
-    and command."""
+    """Built in: exact, regex, math_verify, reasoning_gym, constant, and the judges relative_judge and rubric
+    (docs/judges.md); or MODULE:FUNCTION of your own. An episode that says its reward itself is not scored; episode
+    stands for no function, and is the default with episode.function, env and command."""
     per: Literal["trajectory", "group"] = "trajectory"
     """Whether the function scores one trajectory or a whole group (a relative judge)."""
     options: dict[str, Any] = {}
@@ -86,7 +86,8 @@ class RewardConfig(Section):
     workers: Positive = 2
     """Worker processes of the pool."""
     timeout_s: Seconds = 10.0
-    """Longest run of the function, counted from its start in the worker; the worker is killed then."""
+    """Longest run of the function, counted from its start in the worker; the worker is killed then. For a judge the
+    time of a vote, without that in which it waits under the judge's own limits."""
     on_timeout: Literal["fail"] | Annotated[float, Field(ge=-1e18, le=1e18)] = "fail"
     """A trajectory whose scoring runs over timeout_s fails as by any other error, is tried again and left to
     rollout.on_failed_trajectory; or gets this number as its reward, at once, so that responses which make a verifier

@@ -19,6 +19,11 @@ class Completion(Struct, gc=False, frozen=True, kw_only=True):
     finish_reason: FinishReason
     tokens: Count
     """That the policy sampled."""
+    messages: list[dict[str, Any]] = []
+    """The conversation of an episode, from its first message to the answer given last, as in OpenAI's chat completions;
+    empty where a prompt has one response."""
+    branches: list[list[dict[str, Any]]] = []
+    """The conversation's other ends, each from its first message."""
 
 
 class Score(Request, frozen=True, kw_only=True):

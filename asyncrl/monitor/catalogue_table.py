@@ -220,6 +220,25 @@ METRICS: tuple[Metric, ...] = (
         "episodes",
         ("episodes/play_s", "s", "from the arrival of an episode to its end", SECONDS),
     ),
+    *_all(
+        "counter",
+        "reward",
+        ("judge/requests", "requests", "sent to the server of a judge"),
+        ("judge/retries", "requests", "of these, sent again: refused for the moment, or never there"),
+        ("judge/repairs", "answers", "that could not be used, and were sent back once"),
+        ("judge/failed_votes", "votes", "without an answer that can be used"),
+        ("judge/unjudged", "tasks", "that were left without a reward; each is tried again"),
+        ("judge/prompt_tokens", "tokens", "that the judge read, as its server counts them"),
+        ("judge/completion_tokens", "tokens", "that the judge wrote, as its server counts them"),
+        ("judge/cost", "", "by reward.options.price_per_million"),
+        ("judge/cached", "votes", "that an answer kept in the run's folder gave"),
+        ("judge/uncached", "answers", "that could not be kept in the run's folder"),
+    ),
+    *_all(
+        "histogram",
+        "reward",
+        ("judge/request_s", "s", "from a request to the judge's server to its end", SECONDS),
+    ),
     # --- parameter server ---
     *_all(
         "counter",

@@ -17,6 +17,8 @@ from asyncrl.errors import ConfigError, DeadlineExceeded, RewardFailed
 from asyncrl.messages.reward import Completion, Score
 from asyncrl.preflight.findings import Finding, fail, listed, ok, warn
 from asyncrl.preflight.inputs import Sample
+from asyncrl.reward.judges import JUDGES
+from asyncrl.reward.judges.pool import JudgePool, for_trial
 from asyncrl.reward.pool import RewardPool
 
 IMPORT_S = 45.0
@@ -44,7 +46,11 @@ class RewardTrial:
         self._reward, self._n = config.reward, config.rollout.samples_per_prompt
         self._import_s, self._calls_s = import_s, calls_s
         one = self._reward.model_copy(update={"workers": 1})
-        self._pool = RewardPool(one, max_tokens=config.rollout.max_tokens, start_timeout_s=import_s)
+        self._pool: RewardPool | JudgePool
+        if one.function in JUDGES:
+            self._pool = JudgePool(for_trial(one), max_tokens=config.rollout.max_tokens, start_timeout_s=import_s)
+        else:
+            self._pool = RewardPool(one, max_tokens=config.rollout.max_tokens, start_timeout_s=import_s)
 
     async def __aenter__(self) -> RewardTrial:
         return self

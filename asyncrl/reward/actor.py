@@ -1,4 +1,4 @@
-"""The reward pool's actor: takes Score calls off the wire and puts them into the pool.
+"""The reward pool's actor: takes Score calls off the wire and puts them into the pool, of processes or of a judge.
 
 Invariant: each Score is answered with its rewards, with RewardFailed or with RewardBroken; a caller that cancels, or
 whose deadline is over, frees its place in the pool. The user hears of each kind of failure, the first time with its
@@ -19,6 +19,8 @@ from asyncrl.messages.reward import Score, Scores
 from asyncrl.monitor.trace import FIRST_SLOT
 from asyncrl.reward.failure_rate import FailureRate
 from asyncrl.reward.faults import Fault, Faults
+from asyncrl.reward.judges import JUDGES
+from asyncrl.reward.judges.pool import JudgePool
 from asyncrl.reward.pool import RewardPool
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.runtime.awaits import most_telling
@@ -36,23 +38,42 @@ class RewardActor(Actor):
 
     def __init__(self, context: ActorContext) -> None:
         super().__init__(context)
-        self._pool: RewardPool | None = None
+        self._pool: RewardPool | JudgePool | None = None
         self._rate = FailureRate(workers=self.config.reward.workers)
         self._faults = Faults(self.config)
 
     async def setup(self) -> None:
-        """Start the workers and import the function in each. Raises ConfigError."""
-        self._pool = RewardPool(
-            self.config.reward,
-            max_tokens=self.config.rollout.max_tokens,
-            start_timeout_s=START_SHARE * self.config.supervision.start_timeout_s,
-            on_output=lambda uid, text, dropped: self.log.info("printed", uid=uid, text=text, dropped_bytes=dropped),
+        """Start the workers and import the function in each, or check the judge's options. Raises ConfigError."""
+        self._pool = pool = self._make_pool()
+        await pool.start()
+        self.log.info("workers ready", function=self.config.reward.function, workers=self.config.reward.workers)
+        self.tasks.create_task(self._pool.watch(), name="watch_pool")
+
+    def _make_pool(self) -> RewardPool | JudgePool:
+        reward, max_tokens = self.config.reward, self.config.rollout.max_tokens
+        start_timeout_s = START_SHARE * self.config.supervision.start_timeout_s
+
+        def printed(uid: str, text: str, dropped: int) -> None:
+            self.log.info("printed", uid=uid, text=text, dropped_bytes=dropped)
+
+        if reward.function in JUDGES:
+            return JudgePool(
+                reward,
+                max_tokens=max_tokens,
+                start_timeout_s=start_timeout_s,
+                folder=self.context.run_dir,
+                on_output=printed,
+                on_outcome=self._note,
+                on_request=lambda seconds: self.histograms.observe("judge/request_s", seconds),
+            )
+        return RewardPool(
+            reward,
+            max_tokens=max_tokens,
+            start_timeout_s=start_timeout_s,
+            on_output=printed,
             on_task=self._show,
             on_outcome=self._note,
         )
-        await self._pool.start()
-        self.log.info("workers ready", function=self.config.reward.function, workers=self.config.reward.workers)
-        self.tasks.create_task(self._pool.watch(), name="watch_pool")
 
     async def close(self) -> None:
         """End the workers and whatever they have started."""
@@ -76,6 +97,8 @@ class RewardActor(Actor):
         if pool is None:
             return figures
         figures |= {f"reward/{name}": count for name, count in asdict(pool.counters).items()}
+        if isinstance(pool, JudgePool):
+            figures |= {f"judge/{name}": count for name, count in asdict(pool.judged).items()}
         return figures | {"reward/queued": pool.queued, "reward/running": pool.running}
 
     def resources(self) -> list[ResourceRecord]:

@@ -36,6 +36,8 @@ class Task(msgspec.Struct, frozen=True, array_like=True):
     row: dict[str, Any]
     completions: list[str]
     finish_reasons: list[str]
+    conversations: list[list[dict[str, Any]]] = []
+    """The messages of each completion; empty where none has any."""
 
 
 class Result(msgspec.Struct, frozen=True, array_like=True):

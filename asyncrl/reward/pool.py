@@ -305,7 +305,14 @@ class RewardPool:
         """The frame's body; None when there can be none, which fails the task."""
         request = pending.request
         completions = request.completions
-        task = Task(request.prompt, request.row, [c.text for c in completions], [c.finish_reason for c in completions])
+        messages = [c.messages for c in completions] if any(c.messages for c in completions) else []
+        task = Task(
+            request.prompt,
+            request.row,
+            [c.text for c in completions],
+            [c.finish_reason for c in completions],
+            messages,
+        )
         try:
             body = self._encoder.encode(task)
             if len(body) > MAX_TASK_BYTES:

@@ -2,12 +2,14 @@
 
 A function is given by keyword, and only what its signature accepts, of
 
-    per trajectory   prompt: str, completion: str, row: dict, finish_reason: str
-    per group        prompt: str, completions: list[str], row: dict, finish_reasons: list[str]
+    per trajectory   prompt: str, completion: str, row: dict, finish_reason: str, messages: list[dict]
+    per group        prompt: str, completions: list[str], row: dict, finish_reasons: list[str],
+                     conversations: list[list[dict]]
 
-and ``reward.options``. It returns a number or a mapping of components (see outcome.py), for a group a list
-of them, and may be async. Invariant: what can be wrong before the first call is found by ``resolve``, which
-raises NotCallable with a line for each problem.
+and ``reward.options``. Messages are those of an episode, as in OpenAI's chat completions; there are none where a prompt
+has one response. The function returns a number or a mapping of components (see outcome.py), for a group a list of them,
+and may be async. Invariant: what can be wrong before the first call is found by ``resolve``, which raises NotCallable
+with a line for each problem.
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ from typing import Any
 from asyncrl.outcome import Outcome, read_outcome, read_outcomes
 from asyncrl.reward.frames import Setup, Task
 from asyncrl.reward.functions import BUILT_IN
+from asyncrl.reward.judges import JUDGES
 from asyncrl.runtime.workers.user_code import Keys, NotCallable, accepted, did_you_mean, load
 
 GIVEN = {
-    "trajectory": ("prompt", "completion", "row", "finish_reason"),
-    "group": ("prompt", "completions", "row", "finish_reasons"),
+    "trajectory": ("prompt", "completion", "row", "finish_reason", "messages"),
+    "group": ("prompt", "completions", "row", "finish_reasons", "conversations"),
 }
 Scorer = Callable[[Task], list[Outcome]]
 
@@ -44,10 +47,11 @@ def resolve(setup: Setup, runner: asyncio.Runner) -> Scorer:
     elif ":" in setup.function:
         function = load(setup.function, KEYS.code)
     else:
+        known = [*BUILT_IN, *JUDGES]
         raise NotCallable(
             [
                 f"reward.function: there is no built-in function {setup.function!r}"
-                f"{did_you_mean(setup.function, BUILT_IN)}; built in are {', '.join(BUILT_IN)}, "
+                f"{did_you_mean(setup.function, known)}; built in are {', '.join(known)}, "
                 "and MODULE:FUNCTION names one of your own"
             ]
         )
@@ -63,15 +67,28 @@ def resolve(setup: Setup, runner: asyncio.Runner) -> Scorer:
 
     def score_each(task: Task) -> list[Outcome]:
         return [
-            read_outcome(call(prompt=task.prompt, completion=text, row=task.row, finish_reason=reason))
-            for text, reason in zip(task.completions, task.finish_reasons, strict=True)
+            read_outcome(
+                call(prompt=task.prompt, completion=text, row=task.row, finish_reason=reason, messages=messages)
+            )
+            for text, reason, messages in zip(task.completions, task.finish_reasons, conversations(task), strict=True)
         ]
 
     def score_group(task: Task) -> list[Outcome]:
-        value = call(prompt=task.prompt, completions=task.completions, row=task.row, finish_reasons=task.finish_reasons)
+        value = call(
+            prompt=task.prompt,
+            completions=task.completions,
+            row=task.row,
+            finish_reasons=task.finish_reasons,
+            conversations=conversations(task),
+        )
         return read_outcomes(value, len(task.completions))
 
     return score_group if setup.per == "group" else score_each
+
+
+def conversations(task: Task) -> list[list[dict[str, Any]]]:
+    """The messages of each completion, none where there is but its text."""
+    return task.conversations or [[] for _ in task.completions]
 
 
 async def _awaited(value: Awaitable[Any]) -> Any:

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TypeVar
 
 from asyncrl.config import Config
 from asyncrl.errors import DeadlineExceeded, PeerRestarted, RemoteError, RewardFailed, WireError
+from asyncrl.gathering import MIN_SURVIVORS, GroupFailed, TrajectoryGroup, finish_group
 from asyncrl.messages.groups import Group, Ticket, Trajectory
 from asyncrl.messages.reward import TIMED_OUT_COMPONENT, Completion, Score, Scores
 from asyncrl.rollouter.account import GroupAccount, SampleAccount
@@ -32,8 +34,6 @@ OF_THE_TRAJECTORY = (RewardFailed.code, "invalid", "too_large")
 """Codes with which the reward pool's actor speaks of what it was given; all others are its own trouble."""
 LONGEST_AWAY_S = 10.0
 """Longest pause before the reward pool is asked again."""
-MIN_SURVIVORS = 2
-"""A baseline over the group needs two."""
 
 
 class GroupRunner:
@@ -58,38 +58,43 @@ class GroupRunner:
 
     async def run(self, ticket: Ticket, account: GroupAccount) -> Group:
         """Generate and score; with the failure as the group's if there was one. Raises RemoteError."""
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(self._trajectory(ticket, sample)) for sample in account.samples]
-        outcomes: list[Trajectory | TrajectoryFailed] = [task.result() for task in running]
-        finished = [outcome for outcome in outcomes if isinstance(outcome, Trajectory)]
-        failed = [outcome for outcome in outcomes if isinstance(outcome, TrajectoryFailed)]
-        needed = MIN_SURVIVORS if ticket.purpose == "train" else 1
-        if failed and (self._config.rollout.on_failed_trajectory != "drop" or len(finished) < needed):
-            return self._failed(ticket, account, failed[0])
-        if self._config.reward.per == "group":
-            try:
-                await self._score_into(ticket, finished, [account.samples[t.sample] for t in finished])
-            except TrajectoryFailed as error:
-                return self._failed(ticket, account, error)
-        return Group(ticket=ticket, trajectories=finished, dropped=len(failed), failed_attempts=account.failed_attempts)
-
-    @staticmethod
-    def _failed(ticket: Ticket, account: GroupAccount, error: TrajectoryFailed) -> Group:
-        return Group(ticket=ticket, trajectories=[], failure=str(error), failed_attempts=account.failed_attempts)
-
-    async def _trajectory(self, ticket: Ticket, account: SampleAccount) -> Trajectory | TrajectoryFailed:
+        failure: Exception
         try:
-            began = self._clock.now()
-            try:
-                trajectory = await self._retry("generation", lambda: self._episode(ticket, account.sample), [account])
-            finally:
-                self._generated(ticket)
-            trajectory.generate_s = self._clock.now() - began
-            # User code that played an episode may have said what it is worth.
-            if self._config.reward.per == "trajectory" and trajectory.reward is None:
-                await self._score_into(ticket, [trajectory], [account])
+            return await finish_group(
+                [partial(self._trajectory, ticket, sample) for sample in account.samples],
+                partial(self._scored, ticket, account),
+                failure=TrajectoryFailed,
+                needed=MIN_SURVIVORS if ticket.purpose == "train" else 1,
+                may_drop=self._config.rollout.on_failed_trajectory == "drop",
+            )
+        except GroupFailed as error:
+            failure = error.failures[0]
         except TrajectoryFailed as error:
-            return error
+            failure = error
+        return Group(ticket=ticket, trajectories=[], failure=str(failure), failed_attempts=account.failed_attempts)
+
+    async def _scored(self, ticket: Ticket, account: GroupAccount, finished: TrajectoryGroup[Trajectory]) -> Group:
+        trajectories = finished.trajectories
+        if self._config.reward.per == "group":
+            await self._score_into(ticket, trajectories, [account.samples[t.sample] for t in trajectories])
+        return Group(
+            ticket=ticket,
+            trajectories=trajectories,
+            dropped=len(finished.failures),
+            failed_attempts=account.failed_attempts,
+        )
+
+    async def _trajectory(self, ticket: Ticket, account: SampleAccount) -> Trajectory:
+        """Raises TrajectoryFailed."""
+        began = self._clock.now()
+        try:
+            trajectory = await self._retry("generation", lambda: self._episode(ticket, account.sample), [account])
+        finally:
+            self._generated(ticket)
+        trajectory.generate_s = self._clock.now() - began
+        # User code that played an episode may have said what it is worth.
+        if self._config.reward.per == "trajectory" and trajectory.reward is None:
+            await self._score_into(ticket, [trajectory], [account])
         return trajectory
 
     async def _score_into(self, ticket: Ticket, trajectories: list[Trajectory], accounts: list[SampleAccount]) -> None:

@@ -111,6 +111,9 @@ async def awaited(*, completion):
 
 def group(*, completions, row):
     return [len(text) for text in completions][: row["count"]]
+
+def last_words(*, messages):
+    return len(messages[-1]["content"]) if messages else -1
 """
 
 
@@ -172,6 +175,18 @@ def test_rewards_come_back_in_order_with_their_components_and_time() -> None:
             assert scores.run_s > 0
             assert await reward(pool, "abcd") == 4.5
             assert (pool.counters.scored, pool.counters.failed) == (2, 0)
+
+    run(body())
+
+
+def test_the_messages_of_an_episode_reach_the_function() -> None:
+    async def body() -> None:
+        async with started("act_rewards:last_words") as pool:
+            said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "four"}]
+            told = Completion(text="four", finish_reason="stop", tokens=1, messages=said)
+            asked = request("four")
+            asked = Score(uid=asked.uid, prompt="p", row={}, completions=[told, *asked.completions])
+            assert (await pool.score(asked)).rewards == [4.0, -1.0]
 
     run(body())
 

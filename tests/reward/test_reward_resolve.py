@@ -22,10 +22,17 @@ def little(completion):
     return len(completion)
 
 def anything(**given):
-    return {name: len(value) if isinstance(value, str) else value for name, value in given.items() if name != "row"}
+    del given["row"], given["messages"]
+    return {name: len(value) if isinstance(value, str) else value for name, value in given.items()}
 
 def group(*, completions, finish_reasons):
     return [len(text) for text in completions]
+
+def turns(*, messages):
+    return len(messages)
+
+def all_turns(*, conversations):
+    return [len(messages) for messages in conversations]
 
 def needy(*, completion, judge):
     return 0.0
@@ -89,6 +96,15 @@ def test_a_coroutine_is_awaited(runner: asyncio.Runner) -> None:
 
 def test_a_group_function_sees_the_group(runner: asyncio.Runner) -> None:
     assert scored(runner, "my_rewards:group", per="group") == [(2.0, {}), (3.0, {})]
+
+
+def test_a_function_sees_the_conversations_of_episodes(runner: asyncio.Runner) -> None:
+    assert scored(runner, "my_rewards:turns") == [(0.0, {}), (0.0, {})]
+    assert scored(runner, "my_rewards:all_turns", per="group") == [(0.0, {}), (0.0, {})]
+    said = {"role": "assistant", "content": "ab"}
+    task = Task("p", {}, ["ab", "abc"], ["stop", "turns"], [[said], [said, said]])
+    for function, per in (("turns", "trajectory"), ("all_turns", "group")):
+        assert resolve(Setup(f"my_rewards:{function}", per, {}, 1 << 30), runner)(task) == [(1.0, {}), (2.0, {})]
 
 
 def test_a_built_in_function_is_made_with_its_options(runner: asyncio.Runner) -> None:

@@ -1,0 +1,116 @@
+"""From the text that a judge answers to what it says: JSON found in it, and its entries matched with what was asked.
+
+Pure. Invariant: an answer is taken only where it says one thing of each entry that was asked, and of no other; else
+BadAnswer says all that is wrong, in words that the judge can mend it by.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+LONGEST_ANSWER = 200_000
+"""Characters that are looked through."""
+MOST_STARTS = 200
+"""Places at which JSON may begin in prose."""
+MOST_PROBLEMS = 12
+_OBJECT_START = re.compile(r'\{\s*"')
+
+
+class BadAnswer(ValueError):
+    """``problems``: what is wrong, a line each."""
+
+    def __init__(self, problems: list[str]) -> None:
+        more = len(problems) - MOST_PROBLEMS
+        self.problems = problems[:MOST_PROBLEMS] + [f"and {more} more"] * (more > 0)
+        super().__init__("; ".join(self.problems))
+
+
+def read_entries(text: str, name: str) -> list[dict[str, Any]]:
+    """The objects in the list ``name`` of the JSON object in ``text``, which may stand in prose. Raises BadAnswer."""
+    if not text.strip():
+        raise BadAnswer(["the answer is empty"])
+    if len(text) > LONGEST_ANSWER:
+        raise BadAnswer([f"the answer has {len(text)} characters; {LONGEST_ANSWER} are allowed"])
+    # What a model thinks may hold drafts.
+    found = [each for each in _objects(text.rpartition("</think>")[2]) if name in each]
+    if not found:
+        raise BadAnswer([f'there is no JSON object with the key "{name}" in the answer'])
+    if any(repr(each[name]) != repr(found[0][name]) for each in found):
+        raise BadAnswer([f'there are {len(found)} different JSON objects with the key "{name}" in the answer'])
+    entries = found[0][name]
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise BadAnswer([f'"{name}" is not a list of objects'])
+    return entries
+
+
+def match(
+    entries: Iterable[dict[str, Any]], key: str, wanted: Iterable[str], read: Callable[[dict[str, Any]], T]
+) -> dict[str, T]:
+    """What ``read`` makes of each entry, by its ``key``: one for each of ``wanted``. Raises BadAnswer.
+
+    ``read`` raises ValueError.
+    """
+    names = list(wanted)
+    found: dict[str, T] = {}
+    seen: set[str] = set()
+    problems = []
+    for entry in entries:
+        name = entry.get(key)
+        if not isinstance(name, str) or name not in names:
+            problems.append(f"there is no {key} {_shown(name)}")
+            continue
+        if name in seen:
+            problems.append(f'{key} "{name}" is there twice')
+            continue
+        seen.add(name)
+        try:
+            found[name] = read(entry)
+        except ValueError as error:
+            problems.append(f'{key} "{name}": {error}')
+    problems += [f'{key} "{name}" is missing' for name in names if name not in seen]
+    if problems:
+        raise BadAnswer(problems)
+    return found
+
+
+def read_number(value: Any, low: float, high: float) -> float:
+    """A number in [low, high]. Raises ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"the score {_shown(value)} is not a number")
+    if not (math.isfinite(value) if isinstance(value, float) else abs(value) < 1 << 53) or not low <= value <= high:
+        raise ValueError(f"the score {_shown(value)} is not between {low:g} and {high:g}")
+    return float(value)
+
+
+def _objects(text: str) -> list[dict[str, Any]]:
+    """Those that stand in ``text``, outside of one another."""
+    decoder = json.JSONDecoder(object_pairs_hook=_single)
+    found, at = [], 0
+    for _ in range(MOST_STARTS):
+        start = _OBJECT_START.search(text, at)
+        if start is None:
+            break
+        try:
+            value, at = decoder.raw_decode(text, start.start())
+            found.append(value)
+        except (ValueError, RecursionError):
+            at = start.start() + 1
+    return found
+
+
+def _single(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose keys differ: which of two equal ones is meant cannot be told."""
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise ValueError("a key is there twice")
+    return value
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, default=str)[:80]

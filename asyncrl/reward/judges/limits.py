@@ -1,0 +1,105 @@
+"""How much a judge is asked at once and in a minute.
+
+``MinuteLimit`` is pure. Invariant: in any 60 seconds no more than its limit begins, a single item that is larger
+excepted, which then is alone. ``Limits`` lets calls begin in the order in which they came, and holds them all back when
+the judge has asked for a pause. Waiting is bounded by the limits themselves, and ends when the caller is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+MINUTE_S = 60.0
+
+
+@dataclass(slots=True)
+class Spent:
+    """Units that began at a time."""
+
+    at: float
+    units: float
+
+
+class MinuteLimit:
+    """At most ``limit`` units in any minute; None is no limit. Times are in seconds."""
+
+    def __init__(self, limit: float | None) -> None:
+        self._limit = limit
+        self._spent: deque[Spent] = deque()
+
+    def wait_s(self, units: float, now: float) -> float:
+        """How long until ``units`` may begin; 0 if they may now."""
+        if self._limit is None:
+            return 0.0
+        while self._spent and self._spent[0].at + MINUTE_S <= now:
+            self._spent.popleft()
+        over = sum(spent.units for spent in self._spent) + units - self._limit
+        until = now
+        for spent in self._spent:
+            if over <= 0:
+                break
+            over -= spent.units
+            until = spent.at + MINUTE_S
+        return until - now
+
+    def begin(self, units: float, now: float) -> Spent:
+        """Note units that begin; what is returned may be corrected once their number is known."""
+        spent = Spent(now, units)
+        if self._limit is not None:
+            self._spent.append(spent)
+        return spent
+
+
+class Limits:
+    """Those of one judge, for all its calls."""
+
+    def __init__(
+        self,
+        concurrency: int,
+        *,
+        requests_per_minute: int | None = None,
+        tokens_per_minute: int | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._places = asyncio.Semaphore(concurrency)
+        self._door = asyncio.Lock()
+        self._requests, self._tokens = MinuteLimit(requests_per_minute), MinuteLimit(tokens_per_minute)
+        self._now = now
+        self._paused_until = 0.0
+        self.waiting = self.running = 0
+
+    @asynccontextmanager
+    async def turn(self, tokens: int) -> AsyncIterator[Spent]:
+        """A place for one request of about so many tokens, for as long as the context lasts."""
+        self.waiting += 1
+        entered = False
+        try:
+            async with self._places:
+                async with self._door:
+                    # A pause that is asked for meanwhile makes it longer.
+                    while (wait_s := self._wait_s(tokens)) > 0:  # noqa: ASYNC110
+                        await asyncio.sleep(wait_s)
+                    self._requests.begin(1, self._now())
+                    spent = self._tokens.begin(tokens, self._now())
+                self.waiting -= 1
+                self.running += 1
+                entered = True
+                yield spent
+        finally:
+            if entered:
+                self.running -= 1
+            else:
+                self.waiting -= 1
+
+    def pause(self, seconds: float) -> None:
+        """Let nothing begin for so long."""
+        self._paused_until = max(self._paused_until, self._now() + seconds)
+
+    def _wait_s(self, tokens: int) -> float:
+        now = self._now()
+        return max(self._paused_until - now, self._requests.wait_s(1, now), self._tokens.wait_s(tokens, now))

@@ -1,0 +1,165 @@
+"""``reward.options`` of the judges: typed, and checked before the first call.
+
+Raises NotCallable with a line for each problem.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from asyncrl.reward.judges import JUDGES
+from asyncrl.runtime.workers.user_code import NotCallable, did_you_mean
+
+Positive = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[float, Meta(ge=0)]
+
+
+class JudgeOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What both judges take."""
+
+    url: str
+    """Base of an OpenAI-compatible API, as https://api.openai.com/v1 or http://HOST:8000/v1."""
+    model: str
+    """Name of the model there."""
+    api_key_env: str = ""
+    """Name of the environment variable that holds the key; empty: no key is sent."""
+    extra: dict[str, Any] = {}
+    """Further fields of each request, as temperature, reasoning_effort, max_completion_tokens."""
+    votes: Annotated[int, Meta(ge=1, le=32)] = 1
+    """Times that the same is asked, each in an order of its own, to be averaged. More than half must be valid."""
+    max_input_chars: Annotated[int, Meta(ge=1000)] = 120_000
+    """Of prompt, conversation and trajectories together; what is longer loses its middle."""
+    row_keys: list[str] = []
+    """Columns of the row that the judge is shown, as a reference answer."""
+    tries: Annotated[int, Meta(ge=1, le=20)] = 5
+    """Times that a request is sent which the server refuses for the moment, or which does not reach it."""
+    concurrency: Positive = 32
+    """Requests at once."""
+    requests_per_minute: Positive | None = None
+    """Requests that begin in any minute."""
+    tokens_per_minute: Positive | None = None
+    """Tokens of the requests that begin in any minute with their answers; estimated first, then as the server says."""
+    price_per_million: list[NotNegative] = []
+    """Price of a million tokens, [of the input, of the output]; judge/cost is in its currency."""
+    also: str = ""
+    """A function for single trajectories whose reward is added: built in, or MODULE:FUNCTION."""
+    also_options: dict[str, Any] = {}
+    """Its options."""
+    also_weight: float = 1.0
+    """Its weight."""
+
+
+class RelativeOptions(JudgeOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of relative_judge."""
+
+    criteria: str | list[str] = []
+    """What makes one trajectory better than another, in words; by default how far it reaches its goal, and how well."""
+    low: float = 0.0
+    """Lowest score."""
+    high: float = 1.0
+    """Highest score."""
+
+
+class Criterion(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A line of a rubric."""
+
+    name: Annotated[str, Meta(pattern="^[A-Za-z0-9_.-]{1,64}$")]
+    """Of its component, and for the judge to name it by."""
+    text: Annotated[str, Meta(min_length=1)]
+    """What is asked of the trajectory."""
+    weight: float | None = None
+    """By default 1, and 0 for a gate. Below 0 for what is to be avoided."""
+    gate: float | None = None
+    """The reward of a trajectory that does not get the highest level here, whatever it gets elsewhere."""
+    levels: dict[str, float] = msgspec.field(default_factory=lambda: {"no": 0.0, "yes": 1.0})
+    """Verdicts and what they are worth."""
+
+    @property
+    def share(self) -> float:
+        """The weight."""
+        return self.weight if self.weight is not None else float(self.gate is None)
+
+
+class RubricOptions(JudgeOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of rubric."""
+
+    rubric: list[Criterion] = []
+    """Its criteria."""
+    rubric_key: str = ""
+    """Column of the row that holds further criteria, of this row alone; they are no components."""
+    instructions: str = ""
+    """What else the judge is to know."""
+
+
+Options = TypeVar("Options", bound=JudgeOptions)
+
+
+def read_options(type: type[Options], options: dict[str, Any]) -> Options:
+    """The options, all of them valid. Raises NotCallable."""
+    known = type.__struct_fields__
+    problems = [
+        f"reward.options.{key}: a judge takes no such option{did_you_mean(key, known)}"
+        for key in options
+        if key not in known
+    ]
+    if problems:
+        raise NotCallable(problems)
+    try:
+        read = msgspec.convert(options, type)
+    except msgspec.ValidationError as error:
+        text, _, place = str(error).partition(" - at `$")
+        raise NotCallable([f"reward.options{place.rstrip('`')}: {text}"]) from None
+    if problems := [f"reward.options.{key}: {problem}" for key, problem in _problems(read)]:
+        raise NotCallable(problems)
+    return read
+
+
+def _problems(options: JudgeOptions) -> list[tuple[str, str]]:
+    found = []
+    if not re.match(r"https?://[^/\s]+", options.url):
+        found.append(("url", f"{options.url!r} does not begin with http:// or https:// and a host"))
+    if options.api_key_env and not os.environ.get(options.api_key_env):
+        told = "is not set in the environment of the launcher"
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", options.api_key_env):
+            told = "no environment variable has such a name; it takes the variable's name, never the key itself"
+            return [*found, ("api_key_env", told)]
+        found.append(("api_key_env", f"{options.api_key_env} {told}"))
+    if len(options.price_per_million) not in (0, 2):
+        found.append(("price_per_million", "takes two prices, of the input and of the output"))
+    if not math.isfinite(options.also_weight):
+        found.append(("also_weight", "must be finite"))
+    if options.also in JUDGES:
+        found.append(("also", f"{options.also} is a judge itself"))
+    if forbidden := [key for key in ("model", "messages", "stream", "n") if key in options.extra]:
+        found.append((f"extra.{forbidden[0]}", "is not to be set here"))
+    if isinstance(options, RelativeOptions) and not -1e9 <= options.low < options.high <= 1e9:
+        found.append(("low", "must be below reward.options.high, and both finite"))
+    if isinstance(options, RubricOptions):
+        if not options.rubric and not options.rubric_key:
+            found.append(("rubric", "at least one criterion is required, or rubric_key"))
+        else:
+            found += [
+                ("rubric", problem) for problem in criteria_problems(options.rubric, alone=not options.rubric_key)
+            ]
+    return found
+
+
+def criteria_problems(criteria: list[Criterion], *, alone: bool = True) -> list[str]:
+    """What is wrong between criteria; ``alone`` says that these are all."""
+    names = [criterion.name for criterion in criteria]
+    found = [f"there are two named {name}" for name in sorted(set(names)) if names.count(name) > 1]
+    for criterion in criteria:
+        numbers = [criterion.share, *criterion.levels.values(), criterion.gate or 0.0]
+        if len(set(criterion.levels.values())) < 2 or not all(math.isfinite(number) for number in numbers):
+            found.append(f"{criterion.name} needs two levels that differ, and finite numbers")
+        if len({level.casefold() for level in criterion.levels}) < len(criterion.levels):
+            found.append(f"{criterion.name} has levels that differ in case alone")
+    if alone and not any(criterion.share > 0 for criterion in criteria):
+        found.append("at least one needs a weight above 0")
+    return found

@@ -1,0 +1,324 @@
+"""The pool of a judge: takes what a RewardPool takes, and asks a language model.
+
+The calls of a judge wait for a server and run no code of the user's, so they share one process, one set of limits and
+one cache. A function that is added to the judge (``also``) is the user's: it runs in a RewardPool.
+
+Invariant: each call of ``score`` ends in rewards that the judge gave for it, by more than half of its votes, or in
+RewardFailed: what is unjudged is never 0. Fails as a whole only when its owner gives it up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.config.training import RewardConfig
+from asyncrl.errors import AsyncRLError, ConfigError, RewardFailed, RewardPoolEnded
+from asyncrl.messages.monitor import ResourceRecord
+from asyncrl.messages.reward import Score, Scores
+from asyncrl.outcome import Outcome
+from asyncrl.reward.faults import Fault
+from asyncrl.reward.judges.asking import Asker, JudgeCounters, VoteFailed
+from asyncrl.reward.judges.cache import AnswerCache
+from asyncrl.reward.judges.options import RelativeOptions, RubricOptions, read_options
+from asyncrl.reward.judges.questions import JUDGE_COMPONENT, SPREAD_COMPONENT, Judge, Question, RelativeJudge, Rubric
+from asyncrl.reward.pool import RewardPool
+from asyncrl.reward.shaping import all_shaped
+from asyncrl.reward.slots import PoolCounters
+from asyncrl.runtime.workers.user_code import NotCallable
+
+CACHE_FOLDER = "judge_cache"
+
+
+def make_judge(config: RewardConfig) -> Judge:
+    """The judge of the configuration. Raises NotCallable."""
+    judge: Judge
+    if config.function == "rubric":
+        judge = Rubric(read_options(RubricOptions, config.options))
+    else:
+        judge = RelativeJudge(read_options(RelativeOptions, config.options))
+    problems: list[str] = []
+    if config.per != judge.per:
+        what = "single trajectories" if judge.per == "trajectory" else "groups"
+        problems.append(f'reward.per: {config.function} scores {what}; set it to "{judge.per}"')
+    if config.on_timeout != "fail":
+        problems.append('reward.on_timeout: a judge that is late says nothing of a response; set it to "fail"')
+    taken = (JUDGE_COMPONENT, SPREAD_COMPONENT, _component(judge.options.also))
+    names = [criterion.name for criterion in getattr(judge.options, "rubric", [])]
+    problems += [f"reward.options.rubric: the name {name} is taken" for name in names if name in taken]
+    if problems:
+        raise NotCallable(problems)
+    return judge
+
+
+def for_trial(config: RewardConfig) -> RewardConfig:
+    """The configuration for a few calls before the run, which tell soon where there is no judge."""
+    return config.model_copy(update={"options": {**config.options, "tries": 2}})
+
+
+class JudgePool:
+    """Judges by ``config.function``, which is one of JUDGES.
+
+    ``folder`` is the run's, for answers to be found again; without one none is kept. ``on_request`` gets the seconds of
+    each request. The rest is as of RewardPool, as are ``start``, ``score`` and ``close``.
+    """
+
+    def __init__(
+        self,
+        config: RewardConfig,
+        *,
+        max_tokens: int,
+        start_timeout_s: float = 120.0,
+        folder: Path | None = None,
+        on_output: Callable[[str, str, int], None] = lambda uid, text, dropped: None,
+        on_outcome: Callable[[str, Fault | None], None] = lambda uid, fault: None,
+        on_request: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        self._config, self._max_tokens, self._start_timeout_s = config, max_tokens, start_timeout_s
+        self._folder, self._on_output, self._on_outcome, self._on_request = folder, on_output, on_outcome, on_request
+        self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._running: dict[asyncio.Task[Scores], tuple[float, str]] = {}
+        self._judge: Judge
+        self._asker: Asker | None = None
+        self._also: RewardPool | None = None
+        self._counters = PoolCounters()
+        self.judged = JudgeCounters()
+
+    async def start(self) -> None:
+        """Check the options, and start what is added. Raises as RewardPool's does."""
+        config = self._config
+        try:
+            self._judge = make_judge(config)
+            options = self._judge.options
+            self._asker = Asker(
+                options,
+                timeout_s=config.timeout_s,
+                counters=self.judged,
+                cache=AnswerCache(self._folder / CACHE_FOLDER) if self._folder is not None else None,
+                on_request=self._on_request,
+            )
+        except NotCallable as error:
+            raise ConfigError(error.problems) from error
+        except ImportError as error:
+            problem = f"reward.function: {config.function} needs aiohttp ({error}); install asyncrl[train]"
+            raise ConfigError([problem]) from error
+        if options.also:
+            added = {"function": options.also, "options": options.also_options, "per": "trajectory"}
+            self._also = RewardPool(
+                config.model_copy(update={**added, "truncated": "score"}),
+                max_tokens=self._max_tokens,
+                start_timeout_s=self._start_timeout_s,
+                on_output=self._on_output,
+            )
+            try:
+                await self._also.start()
+            except ConfigError as error:
+                raise ConfigError([_of_also(problem) for problem in error.problems]) from error
+
+    def score(self, request: Score) -> asyncio.Future[Scores]:
+        """Have a completion, or a group, judged. The future raises RewardFailed; cancelling it gives the place up."""
+        if self._end.done():
+            raise self._ended_error()
+        task = asyncio.get_running_loop().create_task(self._score(request))
+        self._running[task] = (time.monotonic(), request.uid)
+        task.add_done_callback(lambda task: self._running.pop(task, None))
+        return task
+
+    async def watch(self) -> None:
+        """Returns when the pool is closed. Raises what it was given up for, and when the added function's pool ends."""
+        if self._also is None:
+            await asyncio.shield(self._end)
+            return
+        added = asyncio.ensure_future(self._also.watch())
+        try:
+            await asyncio.wait({self._end, added}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            added.cancel()
+        await (self._end if self._end.done() else added)
+
+    def give_up(self, error: AsyncRLError) -> None:
+        """Judge nothing more, because of ``error``."""
+        if not self._end.done():
+            self._end.set_exception(error)
+
+    async def close(self) -> None:
+        """End all calls, connections and processes."""
+        if not self._end.done():
+            self._end.set_result(None)
+        # Marks it as seen, for there need not be anyone who watches.
+        self._end.exception()
+        running = list(self._running)
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running)
+        if self._asker is not None:
+            await self._asker.close()
+        if self._also is not None:
+            await self._also.close()
+
+    @property
+    def counters(self) -> PoolCounters:
+        """With the processes of what is added."""
+        also = self._also.counters if self._also is not None else PoolCounters()
+        own = self._counters
+        return replace(also, scored=own.scored, failed=own.failed, timed_out=own.timed_out + also.timed_out)
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait under the limits."""
+        return self._asker.limits.waiting if self._asker is not None else 0
+
+    @property
+    def running(self) -> int:
+        """Calls of ``score`` without an answer."""
+        return len(self._running)
+
+    def resources(self) -> list[ResourceRecord]:
+        """The workers of what is added."""
+        return self._also.resources() if self._also is not None else []
+
+    def longest_task(self) -> tuple[str, float] | None:
+        """The uid and the seconds of the call that has run longest; None if nothing runs. Callable from any thread."""
+        # A copy, for the event loop may change it meanwhile.
+        running = list(self._running.copy().values())
+        if not running:
+            return None
+        began, uid = min(running)
+        return uid, time.monotonic() - began
+
+    async def _score(self, request: Score) -> Scores:
+        began = time.monotonic()
+        fault: Fault | None = None
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                added = tasks.create_task(self._added(request))
+                judged = tasks.create_task(self._judged(request))
+        except BaseExceptionGroup as group:
+            error = _first(group)
+            if isinstance(error, _Unjudged):
+                self.judged.unjudged += 1
+                self._counters.timed_out += error.timed_out
+                fault = Fault(error.kind, str(error))
+            elif isinstance(error, RewardFailed) and not isinstance(error, RewardPoolEnded):
+                fault = Fault(f"{self._judge.options.also} failed", error.reason)
+            else:
+                raise error from None
+            self._counters.failed += 1
+            if self._end.done():
+                raise self._ended_error() from error
+            self._on_outcome(request.uid, fault)
+            raise RewardFailed(
+                self._config.function, fault.text, retryable=getattr(error, "retryable", True)
+            ) from error
+        outcomes = [_sum(outcome, more) for outcome, more in zip(judged.result(), added.result(), strict=True)]
+        self._counters.scored += 1
+        self._on_outcome(request.uid, None)
+        return self._scores(request, outcomes, time.monotonic() - began)
+
+    async def _judged(self, request: Score) -> list[Outcome]:
+        """By the votes that were valid. Raises _Unjudged."""
+        try:
+            questions = await asyncio.to_thread(self._judge.questions, request)
+        except ValueError as error:
+            raise _Unjudged("row", f"unjudged: {error}", retryable=False) from error
+        async with asyncio.TaskGroup() as tasks:
+            votes = [tasks.create_task(self._vote(question)) for question in questions]
+        answers = [vote.result()[0] for vote in votes if vote.result()[1] is None]
+        failures = [failure for vote in votes if (failure := vote.result()[1]) is not None]
+        if 2 * len(answers) > len(questions):
+            return self._judge.outcomes(request, answers)
+        reasons = "; ".join(dict.fromkeys(str(failure) for failure in failures))
+        told = f"{len(failures)} of {len(questions)} votes failed: " if len(questions) > 1 else ""
+        raise _Unjudged(
+            failures[0].kind,
+            f"unjudged: {told}{reasons[:2000]}",
+            retryable=any(failure.passing for failure in failures),
+            timed_out=any(failure.kind == "timed out" for failure in failures),
+        )
+
+    async def _vote(self, question: Question) -> tuple[Any, VoteFailed | None]:
+        assert self._asker is not None
+        try:
+            return await self._asker.vote(question), None
+        except VoteFailed as error:
+            return None, error
+
+    async def _added(self, request: Score) -> list[Outcome | None]:
+        """What the added function gives for each completion. Raises RewardFailed."""
+        if self._also is None:
+            return [None] * len(request.completions)
+        options = self._judge.options
+        calls = [
+            self._also.score(msgspec.structs.replace(request, completions=[completion]))
+            for completion in request.completions
+        ]
+        try:
+            scores = await asyncio.gather(*calls)
+        finally:
+            for call in calls:
+                call.cancel()
+        name = _component(options.also)
+        return [
+            (options.also_weight * one.rewards[0], {name: one.rewards[0], **_prefixed(name, one.components[0])})
+            for one in scores
+        ]
+
+    def _scores(self, request: Score, outcomes: list[Outcome], run_s: float) -> Scores:
+        rewards, components = [reward for reward, _ in outcomes], [parts for _, parts in outcomes]
+        # As of RewardPool: an eval set has its own limit of length and is judged by the plain reward.
+        if self._config.truncated == "penalty" and "@" not in request.uid:
+            rewards, components = all_shaped(
+                rewards, components, request.completions, max_tokens=self._max_tokens, overlong=self._config.overlong
+            )
+        return Scores(rewards=rewards, components=components, run_s=run_s)
+
+    def _ended_error(self) -> AsyncRLError:
+        error = self._end.exception()
+        if isinstance(error, AsyncRLError):
+            return error
+        return RewardPoolEnded(self._config.function, "the pool was closed")
+
+
+class _Unjudged(Exception):
+    """Too few votes are valid."""
+
+    def __init__(self, kind: str, text: str, *, retryable: bool, timed_out: bool = False) -> None:
+        self.kind, self.retryable, self.timed_out = f"unjudged ({kind})", retryable, timed_out
+        super().__init__(text)
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _of_also(problem: str) -> str:
+    """A problem of the added function, under the keys by which it is set."""
+    for key, own in (("reward.function", "reward.options.also"), ("reward.options", "reward.options.also_options")):
+        if problem.startswith(key):
+            return own + problem.removeprefix(key)
+    return problem
+
+
+def _component(also: str) -> str:
+    """Name of the component of an added function."""
+    return also.rpartition(":")[2]
+
+
+def _prefixed(name: str, components: dict[str, float]) -> dict[str, float]:
+    return {f"{name}.{key}": value for key, value in components.items()}
+
+
+def _sum(judged: Outcome, added: Outcome | None) -> Outcome:
+    if added is None:
+        return judged
+    return judged[0] + added[0], {**judged[1], **added[1]}

@@ -1,0 +1,153 @@
+"""Trajectories as text for a judge: what all share once, each one's own part, and no more than it may read.
+
+Pure. A conversation is given as its main line and a summary of each branch; a text that is too long loses its middle,
+and says so. Invariant: all that is given has at most ``limit`` characters (but for a line where something was left out,
+and a few words for each trajectory), and trajectories that would read the same are one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.messages.reward import Completion
+
+SHARED_FRACTION = 0.4
+"""Of all characters, the most that the shared part takes where the others need theirs."""
+BRANCH_CHARS = 800
+"""Longest summary of a branch."""
+MOST_BRANCHES = 8
+CUT_SHORT = {
+    "length": "[it was cut off at its longest length]",
+    "turns": "[it was ended after its most turns]",
+    "time": "[it was ended when its time was over]",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a judge is shown of a group."""
+
+    shared: str
+    """What comes before each of the trajectories."""
+    bodies: list[str]
+    """The rest of each, all different."""
+    body_of: list[int]
+    """For each completion the index of its body."""
+
+
+def view(prompt: str, completions: Sequence[Completion], limit: int) -> View:
+    """The completions of one prompt, within ``limit`` characters."""
+    lines = [_pieces(completion) for completion in completions]
+    count = _shared_count(completions, lines)
+    shared = "\n\n".join(lines[0][:count])
+    # The conversation of an episode need not begin with the prompt of its row.
+    if prompt.strip() and prompt.strip() not in shared:
+        shared = f"{prompt}\n\n{shared}" if shared else prompt
+    whole = [_body(completion, line[count:]) for completion, line in zip(completions, lines, strict=True)]
+    most = max(int(SHARED_FRACTION * limit), limit - sum(map(len, set(whole))))
+    shared = shorten(shared, most)
+    different = list(dict.fromkeys(whole))
+    rooms = shares([len(body) for body in different], max(0, limit - len(shared)))
+    shown = {body: shorten(body, room) for body, room in zip(different, rooms, strict=True)}
+    bodies = list(dict.fromkeys(shown.values()))
+    place = {body: at for at, body in enumerate(bodies)}
+    return View(shared, bodies, [place[shown[body]] for body in whole])
+
+
+def shares(sizes: Sequence[int], total: int) -> list[int]:
+    """Room for each of ``sizes`` in ``total``: its size where there is enough, and the same for all that get less."""
+    rooms = [0] * len(sizes)
+    left = total
+    for done, at in enumerate(sorted(range(len(sizes)), key=lambda at: sizes[at])):
+        rooms[at] = min(sizes[at], left // (len(sizes) - done))
+        left -= rooms[at]
+    return rooms
+
+
+def shorten(text: str, room: int) -> str:
+    """``text`` with a line in place of its middle where it has more than ``room`` characters."""
+    if len(text) <= room:
+        return text
+    head, tail = (room + 1) // 2, room // 2
+    left_out = f"\n[... {len(text) - room} characters are left out here ...]\n"
+    return text[:head] + left_out + text[len(text) - tail :]
+
+
+def message_text(message: Mapping[str, Any]) -> str:
+    """A message of OpenAI's chat completions, as text under the name of its role."""
+    role = message.get("role", "user")
+    name = message.get("name") or (message.get("tool_call_id") if role == "tool" else None)
+    parts = []
+    for reasoning in (message.get("reasoning"), message.get("reasoning_content")):
+        if reasoning:
+            parts.append(f"[{role}, thinking]\n{reasoning}")
+            break
+    content = _content(message.get("content"))
+    calls = message.get("tool_calls") or []
+    if content or not (calls or parts):
+        parts.append(f"[{role}{f' {name}' if name else ''}]\n{content}")
+    for call in calls:
+        function = call.get("function") or {}
+        parts.append(f"[{role} calls {function.get('name')}]\n{function.get('arguments')}")
+    return "\n\n".join(parts)
+
+
+def _content(content: Any) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        return "\n".join(
+            part["text"] if isinstance(part, dict) and isinstance(part.get("text"), str) else _json(part)
+            for part in content
+        )
+    return _json(content)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _pieces(completion: Completion) -> list[str]:
+    if completion.messages:
+        return [message_text(message) for message in completion.messages]
+    return [completion.text]
+
+
+def _shared_count(completions: Sequence[Completion], lines: list[list[str]]) -> int:
+    """How many pieces all begin with; of trajectories that are all the same, those before the first answer."""
+    if not all(completion.messages for completion in completions):
+        return 0
+    shortest = min(map(len, lines))
+    count = next((at for at in range(shortest) if len({line[at] for line in lines}) > 1), shortest)
+    if all(line == lines[0] for line in lines):
+        roles = [message.get("role") for message in completions[0].messages]
+        count = roles.index("assistant") if "assistant" in roles else 0
+    return count
+
+
+def _body(completion: Completion, pieces: list[str]) -> str:
+    parts = list(pieces) or ["[there is no more of it]"]
+    if completion.finish_reason in CUT_SHORT:
+        parts.append(CUT_SHORT[completion.finish_reason])
+    main = [message_text(message) for message in completion.messages]
+    for number, branch in enumerate(completion.branches[:MOST_BRANCHES], start=1):
+        parts.append(_branch(number, [message_text(message) for message in branch], main))
+    if len(completion.branches) > MOST_BRANCHES:
+        parts.append(f"[{len(completion.branches) - MOST_BRANCHES} more branches are left out]")
+    return "\n\n".join(parts)
+
+
+def _branch(number: int, branch: list[str], main: list[str]) -> str:
+    """Where a branch leaves the main line, and what it says from there, shortened."""
+    common = next(
+        (at for at, (a, b) in enumerate(zip(branch, main, strict=False)) if a != b), min(len(branch), len(main))
+    )
+    own = branch[common:]
+    where = f"after message {common} of the conversation" if common else "a conversation of its own"
+    summary = shorten("\n\n".join(own), BRANCH_CHARS)
+    return f"[branch {number}: {where}, {len(own)} messages]\n{summary}\n[end of branch {number}]"

@@ -1,0 +1,120 @@
+"""A judge in the reward pool's actor: over the wire, for a rollouter's group, and before a run begins."""
+
+import asyncio
+
+import pytest
+import uvloop
+from judge_server import judge_server, right, scores, shown, status, told
+from test_messages import make_group
+from test_reward_actor import config_with, serving
+
+from asyncrl.errors import RemoteError
+from asyncrl.messages.reward import Completion, Score
+from asyncrl.monitor.catalogue import find
+from asyncrl.preflight.inputs import Sample
+from asyncrl.preflight.rewarding import RewardTrial
+from asyncrl.rollouter.account import GroupAccount
+from asyncrl.rollouter.groups import GroupRunner
+from asyncrl.runtime.clock import LoopClock
+
+SAMPLES = 4
+
+
+def run(body):
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(body, 60))
+
+
+def judged_by(server, **options):
+    return config_with(function="relative_judge", per="group", options={"url": server.url, "model": "m", **options})
+
+
+async def check_reward(config, samples):
+    async with RewardTrial(config) as trial:
+        return await trial.start() or await trial.call(samples)
+
+
+def request(*values, uid="0-1"):
+    completions = [Completion(text=f"worth {value}", finish_reason="stop", tokens=3) for value in values]
+    return Score(uid=uid, prompt="p", row={}, completions=completions)
+
+
+def test_a_judge_serves_rollouters_and_tells_its_figures(tmp_path):
+    async def body():
+        async with judge_server(right) as server, serving(judged_by(server, tries=1), tmp_path) as (actor, rollouter):
+            notices = []
+            actor.notify = lambda key, text, count=1: notices.append((key, text, count))
+            calls = [rollouter.call(request(0.0, 1.0, uid=f"0-{at}")) for at in range(20)]
+            assert [found.rewards for found in await asyncio.gather(*calls)] == [[0.0, 1.0]] * 20
+            server.script = [status(500, "overloaded")]
+            with pytest.raises(RemoteError, match="relative_judge: unjudged: http") as caught:
+                await rollouter.call(request(0.5, 1.0, uid="0-77"))
+            assert (caught.value.code, caught.value.retryable) == ("reward_failed", True)
+            [(key, text, count)] = notices
+            assert (key, count) == ("reward: unjudged (status 500)", 1)
+            assert "overloaded (prompt 0-77). A group is tried" in text
+            said = actor.heartbeat(1, 0.0)
+            counts = {"judge/requests": 21, "judge/unjudged": 1, "judge/prompt_tokens": 2000, "reward/scored": 20}
+            assert counts.items() <= said.counters.items()
+            assert all(find(name) is not None for name in actor.figures())
+            assert sum(said.histograms["judge/request_s"].counts) == 21
+            assert len(list((tmp_path / "judge_cache").iterdir())) == 20
+
+    run(body())
+
+
+def test_an_unjudged_group_is_tried_again_and_then_quarantined_with_the_reason(tmp_path):
+    async def body():
+        def short(body):
+            return told(scores(body)[1:])
+
+        async with judge_server(short) as server, serving(judged_by(server), tmp_path) as (_, rollouter):
+            config = config_with(function="relative_judge", per="group").model_copy(deep=True)
+            object.__setattr__(config.rollout, "retry_backoff_s", 0.01)
+
+            async def episode(ticket, sample):
+                trajectory = make_group(samples=SAMPLES).trajectories[sample]
+                trajectory.reward, trajectory.text = None, f"worth {sample / 4}"
+                return trajectory
+
+            ticket = make_group(samples=SAMPLES).ticket
+            runner = GroupRunner(
+                config, episode=episode, score=rollouter.call, generated=lambda _: None, clock=LoopClock()
+            )
+
+            async def group():
+                return await runner.run(ticket, GroupAccount(ticket, LoopClock().now, LoopClock().wall))
+
+            found = await group()
+            assert found.trajectories == []
+            attempts = config.rollout.max_attempts
+            assert f"scoring failed {attempts} times" in found.failure
+            assert "unjudged: its answer cannot be used, nor the repaired one: id " in found.failure
+            assert len(server.bodies) == 2 * attempts
+            # Judged at the second attempt, it is as any other.
+            server.script = [short, short, right]
+            found = await group()
+            assert (found.failure, [t.reward for t in found.trajectories]) == (None, [0.0, 0.25, 0.5, 0.75])
+
+    run(body())
+
+
+def test_a_judge_is_tried_before_the_run():
+    samples = [Sample("data", f"p.jsonl:{line}", f"p{line}", {"answer": "worth 1"}) for line in (1, 2)]
+
+    def equal(body):
+        return told([{"id": id, "explanation": "", "score": 0.5} for id in shown(body)])
+
+    async def body():
+        async with judge_server(equal) as server:
+            found = await check_reward(judged_by(server), samples)
+            assert found.result == "ok" and "gives on samples: 0.5" in found.detail
+            server.script = [status(401, "no such key")]
+            found = await check_reward(judged_by(server), samples)
+            assert found.result == "fail" and "status 401: no such key, on p.jsonl:1" in found.detail
+            found = await check_reward(judged_by(server, votes=0), samples)
+            assert found.result == "fail" and "reward.options.votes: Expected `int` >= 1" in found.detail
+        found = await check_reward(judged_by(server), samples)
+        assert found.result == "fail" and "cannot be reached" in found.detail
+
+    run(body())

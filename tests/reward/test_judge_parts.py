@@ -1,0 +1,262 @@
+"""The pure parts of judges: matching by id, orders, views within their limits, limits a minute, the cache."""
+
+import contextlib
+import json
+import math
+import random
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from judge_server import shown
+
+from asyncrl.messages.reward import Completion, Score
+from asyncrl.reward.judges.answers import BadAnswer, match, read_entries, read_number
+from asyncrl.reward.judges.cache import AnswerCache, key_of
+from asyncrl.reward.judges.limits import MINUTE_S, MinuteLimit
+from asyncrl.reward.judges.options import Criterion, RelativeOptions, RubricOptions
+from asyncrl.reward.judges.questions import RelativeJudge, Rubric, draw_ids, rubric_reward
+from asyncrl.reward.judges.views import BRANCH_CHARS, message_text, shares, shorten, view
+
+OPTIONS = {"url": "http://127.0.0.1:9/v1", "model": "m"}
+NAMES = st.lists(st.text("abc", min_size=1, max_size=2), unique=True, min_size=1, max_size=5)
+
+
+def said(text, *messages, branches=(), finish_reason="stop"):
+    return Completion(
+        text=text, finish_reason=finish_reason, tokens=1, messages=list(messages), branches=list(branches)
+    )
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+def number(entry):
+    return read_number(entry.get("score"), 0, 1)
+
+
+@given(NAMES, st.randoms(use_true_random=False), st.data())
+def test_scores_are_matched_as_a_set(names, order, data):
+    scores = {name: data.draw(st.floats(0, 1)) for name in names}
+    entries = [{"id": name, "score": score} for name, score in scores.items()]
+    order.shuffle(entries)
+    assert match(entries, "id", names, number) == scores
+    assert match(read_entries(f"So:\n{json.dumps({'scores': entries})} Done.", "scores"), "id", names, number) == scores
+
+
+@given(NAMES, st.data())
+def test_nothing_but_one_good_score_for_each_is_taken(names, data):
+    """Whatever list of entries comes: it is taken only where it is a permutation of good ones."""
+    given_names = data.draw(st.lists(st.sampled_from([*names, "zz", "", 7, None]), max_size=6))
+    values = st.sampled_from([0.0, 0.5, 1, 1.5, -1, math.nan, math.inf, 10**400, "0.5", True, None, []])
+    entries = [{"id": name, "score": data.draw(values)} for name in given_names]
+    good = all(type(entry["score"]) in (int, float) and 0 <= entry["score"] <= 1 for entry in entries)
+    if good and sorted(map(str, given_names)) == sorted(names):
+        assert match(entries, "id", names, number) == {entry["id"]: entry["score"] for entry in entries}
+    else:
+        with pytest.raises(BadAnswer):
+            match(entries, "id", names, number)
+
+
+@given(st.text('{}"[]:,scores1 \n\\', max_size=200))
+def test_any_text_is_read_or_refused(text):
+    with contextlib.suppress(BadAnswer):
+        assert all(isinstance(entry, dict) for entry in read_entries(text, "scores"))
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a":' * 40_000, "{" * 200_000, '{ "' * 60_000, '{"scores": ' + "[" * 190_000, "x" * 200_001]
+)
+def test_a_hostile_answer_takes_no_time(text):
+    began = time.process_time()
+    with pytest.raises(BadAnswer):
+        read_entries(text, "scores")
+    assert time.process_time() - began < 5
+
+
+def test_an_answer_that_is_too_long_is_refused():
+    assert read_entries('{"scores": []}', "scores") == []
+    with pytest.raises(BadAnswer, match="characters"):
+        read_entries('{"scores": []}' + " " * 200_000, "scores")
+
+
+@given(st.integers(1, 8), st.integers(0, 3), st.integers(0, 3))
+def test_a_question_is_the_same_for_the_same_vote_and_shows_each_trajectory_once(count, uid, vote):
+    judge = RelativeJudge(RelativeOptions(**OPTIONS, votes=4))
+    texts = [f"text {at}" for at in range(count)]
+    request = Score(uid=f"0-{uid}", prompt="p", row={}, completions=[said(text) for text in texts])
+    question = judge.questions(request)[vote]
+    assert question.messages == judge.questions(request)[vote].messages
+    trajectories = shown({"messages": question.messages})
+    assert sorted(trajectories.values()) == texts
+    # Whatever the order and the ids: the score of a text goes to the completion that it is of.
+    answer = json.dumps({"scores": [{"id": id, "score": int(text[-1]) / 10} for id, text in trajectories.items()]})
+    assert question.read(answer) == [at / 10 for at in range(count)]
+
+
+def test_an_id_stands_in_no_text():
+    first = draw_ids(random.Random("x"), 2, [])
+    again = draw_ids(random.Random("x"), 2, [f"I am {first[0]}, the best"])
+    assert first[0] not in again and len(set(again)) == 2
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=6), st.integers(0, 120))
+def test_room_is_shared_evenly_by_those_that_want_more(sizes, total):
+    rooms = shares(sizes, total)
+    assert all(room <= size for room, size in zip(rooms, sizes, strict=True))
+    assert sum(rooms) == sum(sizes) or total - len(sizes) < sum(rooms) <= total
+    cut = [room for room, size in zip(rooms, sizes, strict=True) if room < size]
+    assert not cut or max(rooms) - min(cut) <= 1
+
+
+@given(st.text(max_size=80), st.integers(0, 90))
+def test_a_text_that_is_too_long_loses_its_middle(text, room):
+    short = shorten(text, room)
+    if len(text) <= room:
+        assert short == text
+    else:
+        head, _, tail = short.partition(f"\n[... {len(text) - room} characters are left out here ...]\n")
+        assert len(head) + len(tail) == room and text.startswith(head) and text.endswith(tail)
+
+
+def test_what_all_begin_with_is_shown_once():
+    start = [{"role": "system", "content": "Be good."}, user("Q")]
+    calls = [{"id": "c1", "function": {"name": "search", "arguments": '{"q": 1}'}}]
+    turn = [assistant(None, tool_calls=calls), {"role": "tool", "tool_call_id": "c1", "content": "42"}]
+    found = view("Q", [said("x", *start, *turn, assistant("one")), said("y", *start, *turn, assistant("two"))], 10_000)
+    assert found.shared == ('[system]\nBe good.\n\n[user]\nQ\n\n[assistant calls search]\n{"q": 1}\n\n[tool c1]\n42')
+    assert found.bodies == ["[assistant]\none", "[assistant]\ntwo"]
+    shorter = view("Q", [said("x", *start), said("y", *start, assistant("two", reasoning="why"))], 10_000)
+    assert shorter.bodies == ["[there is no more of it]", "[assistant, thinking]\nwhy\n\n[assistant]\ntwo"]
+
+
+def test_a_single_trajectory_is_shown_from_its_first_answer():
+    found = view("Q", [said("one", user("Q"), assistant("one"))] * 3, 10_000)
+    assert (found.shared, found.bodies, found.body_of) == ("[user]\nQ", ["[assistant]\none"], [0, 0, 0])
+
+
+def test_a_prompt_that_the_conversation_does_not_hold_is_shown():
+    found = view("the task", [said("one", user("other"), assistant("one"))], 10_000)
+    assert found.shared == "the task\n\n[user]\nother"
+    assert view("the task", [said("one")], 10_000).shared == "the task"
+
+
+def test_branches_are_summed_up():
+    main = [user("Q"), assistant("a"), user("more"), assistant("end")]
+    branch = [user("Q"), assistant("a"), user("else"), assistant("b" * 5000)]
+    alone = [user("a title, please"), assistant("T")]
+    [body] = view("Q", [said("end", *main, branches=[branch, alone] + [alone] * 9)], 100_000).bodies
+    assert "[branch 1: after message 2 of the conversation, 2 messages]\n[user]\nelse" in body
+    assert "[branch 2: a conversation of its own, 2 messages]\n[user]\na title, please\n\n[assistant]\nT" in body
+    assert "[3 more branches are left out]" in body
+    assert body.count("b") < BRANCH_CHARS + 200
+
+
+def test_how_a_trajectory_was_cut_is_told():
+    bodies = view("Q", [said("a", finish_reason=reason) for reason in ("stop", "length", "turns", "time")], 1000).bodies
+    assert [body.partition("[it was ")[2][:9] for body in bodies] == ["", "cut off a", "ended aft", "ended whe"]
+
+
+@given(st.lists(st.text("ab", max_size=400), min_size=1, max_size=5), st.text("pq", max_size=600), st.integers(50, 500))
+def test_a_view_is_bounded_and_equal_ones_are_one(texts, prompt, limit):
+    found = view(prompt, [said(text) for text in texts], limit)
+    note = len("\n[... 1000 characters are left out here ...]\n")
+    assert len(found.shared) + sum(map(len, found.bodies)) <= limit + (len(texts) + 1) * note
+    assert len(set(found.bodies)) == len(found.bodies) and len(found.body_of) == len(texts)
+    for one, at in zip(texts, found.body_of, strict=True):
+        body = found.bodies[at]
+        assert body == one or "left out" in body
+        assert all(found.body_of[other] == at for other, text in enumerate(texts) if text == one)
+
+
+def test_equal_trajectories_take_the_room_of_one():
+    assert view("", [said("a" * 100)] * 4, 100).bodies == ["a" * 100]
+
+
+def test_trajectories_that_differ_only_in_what_is_left_out_are_one():
+    found = view("", [said("a" * 50 + middle + "a" * 50) for middle in "bcb"], 60)
+    assert (len(found.bodies), found.body_of) == (1, [0, 0, 0])
+
+
+def test_any_message_can_be_shown():
+    assert message_text({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}) == (
+        '[user]\na\n{"type": "image"}'
+    )
+    assert message_text({"content": None}) == "[user]\n"
+    assert message_text({"role": "assistant", "tool_calls": [{}]}) == "[assistant calls None]\nNone"
+
+
+@given(st.lists(st.tuples(st.floats(0, 30), st.integers(1, 12)), max_size=30), st.integers(1, 10))
+def test_no_minute_has_more_than_its_limit(asked, limit):
+    minute, now, begun = MinuteLimit(limit), 0.0, []
+    for pause, units in asked:
+        now += pause
+        for _ in range(len(begun) + 1):
+            wait_s = minute.wait_s(units, now)
+            if not wait_s:
+                break
+            now += wait_s
+        assert minute.wait_s(units, now) == 0, "what is told to wait may begin afterwards"
+        minute.begin(units, now)
+        begun.append((now, units))
+    for start, _ in begun:
+        within = [units for at, units in begun if start <= at < start + MINUTE_S - 1e-6]
+        assert sum(within) <= limit or len(within) == 1
+
+
+def test_tokens_count_as_the_server_says():
+    minute = MinuteLimit(100)
+    spent = minute.begin(90, 0.0)
+    assert minute.wait_s(50, 1.0) == 59.0
+    spent.units = 40
+    assert minute.wait_s(50, 1.0) == 0.0
+    assert MinuteLimit(None).wait_s(1e9, 0.0) == 0.0
+
+
+@given(st.dictionaries(st.sampled_from("abcd"), st.floats(-2, 2).filter(bool), min_size=1), st.data())
+def test_a_rubric_is_the_weighted_mean(weights, data):
+    criteria = [Criterion(name=name, text="t", weight=weight) for name, weight in weights.items()]
+    worth = {name: data.draw(st.sampled_from([0.0, 1.0])) for name in weights}
+    total = sum(weight for weight in weights.values() if weight > 0)
+    if total:
+        expected = sum(weight * worth[name] for name, weight in weights.items()) / total
+        assert rubric_reward(criteria, worth) == pytest.approx(expected)
+    gates = [Criterion(name="g", text="t", gate=-3.0), Criterion(name="h", text="t", gate=0.5)]
+    assert rubric_reward([*criteria, *gates], {**worth, "g": 0.0, "h": 0.0}) == -3.0
+    assert rubric_reward([*criteria, *gates], {**worth, "g": 1.0, "h": 0.0}) == 0.5
+
+
+def test_criteria_stand_in_another_order_in_each_vote():
+    criteria = [Criterion(name=name, text="t") for name in "abcdef"]
+    judge = Rubric(RubricOptions(**OPTIONS, rubric=criteria, votes=5, instructions="Be strict."))
+    questions = judge.questions(Score(uid="0-1", prompt="p", row={}, completions=[said("x")]))
+    systems = [question.messages[0]["content"] for question in questions]
+    assert len(set(systems)) > 1 and all("Be strict.\n\nThe rubric:\n* " in system for system in systems)
+
+
+def test_the_cache_gives_back_what_was_kept_for_the_same_question(tmp_path):
+    cache, key, other = AnswerCache(tmp_path / "c"), key_of("a", {"x": 1, "y": 2}), key_of("a", {"x": 1, "y": 3})
+    assert key == key_of("a", {"y": 2, "x": 1}) and key != other
+    assert cache.find(key) is None
+    assert cache.keep(key, "said")
+    assert AnswerCache(tmp_path / "c").find(key) == "said"
+    (tmp_path / "c" / other).write_bytes((tmp_path / "c" / key).read_bytes())
+    assert cache.find(other) is None, "kept for another question"
+    (tmp_path / "c" / key).write_bytes(b'{"key": "')
+    assert cache.find(key) is None, "torn"
+
+
+def test_the_cache_is_bounded(tmp_path):
+    cache = AnswerCache(tmp_path, most=20)
+    keys = [key_of(at) for at in range(50)]
+    for key in keys:
+        assert cache.keep(key, "said")
+        assert len(list(tmp_path.iterdir())) <= 20
+    kept = [key for key in keys if cache.find(key)]
+    assert kept == keys[-len(kept) :] and len(kept) >= 18
