@@ -20,8 +20,9 @@ from asyncrl.episodes.session import OnDelta, Session
 from asyncrl.episodes.workers import Workers
 from asyncrl.errors import EpisodeOver
 from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply, EpisodeDone, RunEpisode
-from asyncrl.messages.monitor import Heartbeat, ResourceRecord
+from asyncrl.messages.monitor import AwaitRecord, Heartbeat, ResourceRecord
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
+from asyncrl.runtime.awaits import most_telling
 
 START_SHARE = 0.8
 """Of the time that an actor has for its start, what the workers may take, so that its own error comes first."""
@@ -90,9 +91,15 @@ class EpisodesActor(Actor):
                 await self._http.close()
 
     def heartbeat(self, beat: int, loop_lag_s: float) -> Heartbeat:
-        """With what was played."""
+        """With what was played, and the episode that has gone on for longest without the policy."""
         said, players = super().heartbeat(beat, loop_lag_s), self._players
-        return said if players is None else msgspec.structs.replace(said, progress=players.counts.played)
+        if players is None:
+            return said
+        awaits, quiet = said.awaits, [(session.quiet_s, session.task.uid) for session in list(self._sessions.values())]
+        if quiet:
+            seconds, uid = max(quiet)
+            awaits = most_telling([*awaits, AwaitRecord("worker", f"{self._named()} of {uid}", seconds)])
+        return msgspec.structs.replace(said, progress=players.counts.played, awaits=awaits)
 
     def figures(self) -> dict[str, float]:
         figures, players, endpoint = super().figures(), self._players, self._http

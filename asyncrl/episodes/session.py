@@ -7,6 +7,7 @@ its end is told.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,8 @@ class Session:
         self._deltas: dict[str, OnDelta] = {}
         self._credits: set[asyncio.Task[int]] = set()
         self._over = ""
+        self._quiet_since = time.monotonic()
+        """When the last call of the policy ended, or the episode began."""
         self.key = request.session
         self.task = Task(
             prompt=request.prompt,
@@ -62,6 +65,11 @@ class Session:
     def rollouter(self) -> str:
         """Name of the actor that asked for the episode."""
         return self._rollouter.name
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds since when only the user's code goes on; 0 while the policy is asked. Callable from any thread."""
+        return 0.0 if self._calls else time.monotonic() - self._quiet_since
 
     async def chat(self, chat: Chat, on_delta: OnDelta = lambda delta: None) -> ChatReply:
         """Ask the policy. Raises EpisodeOver, ChatRefused, and OSError where the rollouter cannot answer."""
@@ -126,6 +134,7 @@ class Session:
             raise _as_raised(error) from error
         finally:
             self._calls.discard(call)
+            self._quiet_since = time.monotonic()
 
 
 def _as_raised(error: RemoteError) -> Exception:

@@ -13,13 +13,13 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
 
 from asyncrl.config.episode import EpisodeConfig
 from asyncrl.episodes.counts import Counts
+from asyncrl.episodes.faults import MEMORY_KEY, find_fault, silence
 from asyncrl.episodes.frames import (
     SMALL_BYTES,
     Alive,
@@ -38,16 +38,17 @@ from asyncrl.episodes.frames import (
     ToWorker,
 )
 from asyncrl.episodes.session import Playing, Session
+from asyncrl.episodes.slots import Open, Slot
 from asyncrl.episodes.suspects import Suspects
 from asyncrl.errors import ChatRefused, ConfigError, DeadlineExceeded, EpisodeOver, EpisodeWorkersEnded
 from asyncrl.messages.episodes import Chat, EpisodeDone
 from asyncrl.messages.monitor import ResourceRecord
 from asyncrl.monitor.states import StateLedger
-from asyncrl.runtime.workers.memory import family, proportional_bytes, resident_bytes
+from asyncrl.runtime.workers.memory import resident_bytes
 from asyncrl.runtime.workers.process import REAP_INTERVAL_S, WorkerProcess, kill_living
 
 BEATS = 8
-"""A worker says that it is alive so often in episode.stall_timeout_s."""
+"""A worker says that it is alive so often in the shorter of episode.stall_timeout_s and close_timeout_s."""
 LOOK_S = 0.25
 """Longest pause between two looks at the workers."""
 GATHER_S = 0.05
@@ -55,41 +56,6 @@ GATHER_S = 0.05
 CLOSE_TIMEOUT_S = 5.0
 MAX_START_FAILURES = 5
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.2, 10.0
-MEMORY_KEY = "episode.max_memory_bytes"
-
-
-@dataclass(eq=False, slots=True)
-class Open:
-    """An episode that was begun or waits for a worker."""
-
-    session: Session
-    playing: Playing
-    calls: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    """Calls of the policy under way, by their names."""
-    stopped: float = 0.0
-    """When it was told to end; 0 where it was not."""
-
-
-@dataclass(eq=False, slots=True)
-class Slot:
-    """The place of one worker; its processes come and go. A lone one is for one episode."""
-
-    ledger: StateLedger
-    lone: bool = False
-    process: WorkerProcess | None = None
-    is_ready: bool = False
-    open: dict[str, Open] = field(default_factory=dict)
-    heard: float = 0.0
-    """When it was heard of last."""
-    silent_s: float = 0.0
-    """For how long it has not been heard of, as far as this process was there to hear."""
-    guilty: str = ""
-    """Session for which it is killed, where that is known."""
-    memory_limit: int = 0
-    telling: asyncio.TimerHandle | None = None
-    """When what was printed is handed out."""
-    failed_starts: int = 0
-    restart: asyncio.TimerHandle | None = None
 
 
 class Workers:
@@ -116,7 +82,7 @@ class Workers:
             options=config.options,
             model=model,
             base_url=base_url,
-            alive_s=config.stall_timeout_s / BEATS,
+            alive_s=min(config.stall_timeout_s, config.close_timeout_s) / BEATS,
             close_timeout_s=config.close_timeout_s / 2,
             max_output_bytes=config.max_output_bytes,
             max_request_bytes=config.max_request_bytes,
@@ -131,6 +97,7 @@ class Workers:
         self._all_ended = asyncio.Event()
         self._look: asyncio.TimerHandle | None = None
         self._looked = loop.time()
+        self._pause_s = min(LOOK_S, self._setup.alive_s)
         self.counts = Counts()
 
     # --- what others call ---
@@ -298,48 +265,19 @@ class Workers:
             self._on_output(uids.pop() if len(uids) == 1 else "", text, dropped)
 
     def _look_at_all(self) -> None:
-        """Kill whoever stands still or has taken too much."""
-        pause = min(LOOK_S, self._setup.alive_s)
-        now, since = self._loop.time(), self._looked
-        self._looked = now
+        """Kill whoever stands still, has taken too much, or has an episode that does not end."""
+        now, since, self._looked = self._loop.time(), self._looked, self._loop.time()
         for slot in [*self._slots, *self._lone]:
-            process = slot.process
-            if process is None or process.ended or not slot.is_ready:
+            if slot.process is None or slot.process.ended or not slot.is_ready:
                 continue
-            # Time in which this process did not run either is nobody's silence.
-            slot.silent_s = 0.0 if slot.heard >= since else slot.silent_s + min(now - since, 2 * pause)
-            if slot.silent_s > self._config.stall_timeout_s:
-                self.counts.stalled += 1
-                process.kill(
-                    f"stood still for {self._config.stall_timeout_s:g} s (episode.stall_timeout_s): code that is async "
-                    "computes or waits without await, or holds the interpreter; it was killed"
-                )
-            else:
-                self._look_at_memory(slot, process)
-                self._look_at_stopped(slot, process, now)
-        self._look = self._loop.call_later(pause, self._look_at_all)
-
-    def _look_at_memory(self, slot: Slot, process: WorkerProcess) -> None:
-        pids = family(process.pid)
-        # Shared pages count more than once in the first, which costs next to nothing.
-        if resident_bytes(pids) > slot.memory_limit and (held := proportional_bytes(pids)) > slot.memory_limit:
-            self.counts.out_of_memory += 1
-            process.kill(
-                f"took more than {self._config.max_memory_bytes} bytes of memory ({MEMORY_KEY}; it and "
-                f"{len(pids) - 1} processes below it held {held}); it was killed"
-            )
-
-    def _look_at_stopped(self, slot: Slot, process: WorkerProcess, now: float) -> None:
-        """Where one that was told to end has not, its worker is killed; the loop that still turns tells whose fault."""
-        for opened in slot.open.values():
-            if opened.stopped and now - opened.stopped > self._config.close_timeout_s:
-                if slot.heard > opened.stopped + self._config.close_timeout_s / 2:
-                    slot.guilty = opened.session.key
-                process.kill(
-                    f"was killed because of an episode that did not end within {self._config.close_timeout_s:g} s of "
-                    "being told to (episode.close_timeout_s)"
-                )
-                return
+            slot.silent_s = silence(slot.silent_s, heard=slot.heard, since=since, now=now, pause_s=self._pause_s)
+            fault = find_fault(slot, self._config, now)
+            if fault is not None:
+                self.counts.stalled += fault.kind == "stalled"
+                self.counts.out_of_memory += fault.kind == "memory"
+                slot.guilty = fault.guilty
+                slot.process.kill(fault.reason)
+        self._look = self._loop.call_later(self._pause_s, self._look_at_all)
 
     # --- episodes ---
 

@@ -77,7 +77,7 @@ class Rollouter:
         )
 
     @handler
-    def turn_reward(self, request: TurnReward, caller: Caller) -> TurnRewarded:
+    async def turn_reward(self, request: TurnReward, caller: Caller) -> TurnRewarded:
         if self.refusal is not None:
             raise self.refusal
         self.order.append("reward")

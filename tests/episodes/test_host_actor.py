@@ -177,6 +177,26 @@ def test_the_reward_of_a_turn_that_cannot_be_noted_fails_the_episode(tmp_path: P
     run(body)
 
 
+def test_a_heartbeat_names_the_episode_that_keeps_all_waiting(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with hosting(config_with(function="plays:play"), tmp_path, Rollouter(waits)) as host:
+            assert (await host.play("components")).reward == 1.5
+            asking = host.run("reply", uid="0-2")
+            await until(lambda: len(host.rollouter.chats) == 1)
+            waiting = host.run("wait", uid="0-3")
+            await until(lambda: host.figure("open") == 2)
+            said = host.actor.heartbeat(1, 0.0)
+            assert said.progress == 1
+            assert [resource.state for resource in said.resources] == ["playing", "playing"]
+            (own,) = [wait for wait in said.awaits if wait.whom == "worker"]
+            assert own.what == "function = plays:play of 0-3"
+            assert [wait.what for wait in said.awaits if wait.whom == "rollouter/0"] == ["Chat"]
+            waiting.cancel()
+            asking.cancel()
+
+    run(body)
+
+
 def test_a_host_that_leaves_stays_for_the_last_episodes(tmp_path: Path) -> None:
     async def body() -> None:
         async with hosting(config_with(function="plays:play"), tmp_path) as host:

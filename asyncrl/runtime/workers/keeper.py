@@ -56,62 +56,90 @@ def main() -> None:
             connection.sendall(framed(json.dumps(told).encode()))
 
 
+class Lines:
+    """One output of the program, passed on in whole lines, so that the other is not mixed into them."""
+
+    def __init__(self, pipe: int) -> None:
+        self.pipe = pipe
+        os.set_blocking(pipe, False)
+        self._held = b""
+        self.tail = b""
+
+    def copy(self) -> bool:
+        """Pass on what was printed; False where there is nothing now, or nothing more to come."""
+        try:
+            data = os.read(self.pipe, READ_BYTES)
+        except BlockingIOError:
+            return False
+        self.tail = (self.tail + data)[-LINE_BYTES:]
+        whole, newline, rest = (self._held + data).rpartition(b"\n")
+        self._held = rest
+        self._write(whole + newline)
+        if not data or len(rest) > LINE_BYTES:
+            self.flush()
+        return bool(data)
+
+    def flush(self) -> None:
+        """Pass on what has no end of a line."""
+        held, self._held = self._held, b""
+        self._write(held)
+
+    def _write(self, data: bytes) -> None:
+        at = 0
+        while at < len(data):
+            at += os.write(1, data[at:])
+
+
 def _keep(connection: socket.socket, frames: FrameReader, setup: dict[str, Any]) -> dict[str, Any]:
     program = subprocess.Popen(
         setup["argv"],
         env=setup["env"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         process_group=0,
         preexec_fn=_before_program,
     )
     assert program.stdout is not None
-    out, ended = program.stdout.fileno(), os.pidfd_open(program.pid)
-    os.set_blocking(out, False)
-    waiting, tail = [connection.fileno(), out, ended], b""
+    assert program.stderr is not None
+    out, err = Lines(program.stdout.fileno()), Lines(program.stderr.fileno())
+    ended, control = os.pidfd_open(program.pid), connection.fileno()
+    waiting = [out.pipe, err.pipe, control, ended]
     while ended in waiting:
-        for ready in select.select(waiting, [], [])[0]:
-            if ready == out:
-                data = _copy(out)
-                tail = (tail + data)[-LINE_BYTES:]
-                if not data:
-                    waiting.remove(out)
-            elif ready == ended:
-                waiting.remove(ended)
-            else:
-                data = connection.recv(READ_BYTES)
-                for _ in frames.feed(data):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(program.pid, signal.SIGTERM)
-                if not data:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(program.pid, signal.SIGKILL)
-                    waiting.remove(connection.fileno())
-    while out in waiting and (data := _copy(out)):
-        tail = (tail + data)[-LINE_BYTES:]
+        ready, _, _ = select.select(waiting, [], [])
+        for lines in (out, err):
+            if lines.pipe in ready and not lines.copy():
+                waiting.remove(lines.pipe)
+        if control in ready:
+            data = connection.recv(READ_BYTES)
+            for _ in frames.feed(data):
+                _signal_group(program.pid, signal.SIGTERM)
+            if not data:
+                _signal_group(program.pid, signal.SIGKILL)
+                waiting.remove(control)
+        if ended in ready:
+            waiting.remove(ended)
+    # Others may hold the pipes, and go on.
+    for lines in (out, err):
+        while lines.copy():
+            pass
+        lines.flush()
     _, status, used = os.wait4(program.pid, 0)
     program.returncode = code = os.waitstatus_to_exitcode(status)
-    lines = tail.decode(errors="replace").split("\n")
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    printed = out.tail.decode(errors="replace").split("\n")
+    last = next((line.strip() for line in reversed(printed) if line.strip()), "")
     return {"code": code, "last_line": last, "user_s": used.ru_utime + used.ru_stime}
+
+
+def _signal_group(leader: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, number)
 
 
 def _before_program() -> None:
     die_with_parent(signal.SIGKILL)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
-
-
-def _copy(out: int) -> bytes:
-    """What was printed, passed on; empty at its end, or where there is nothing more now."""
-    try:
-        data = os.read(out, READ_BYTES)
-    except BlockingIOError:
-        return b""
-    at = 0
-    while at < len(data):
-        at += os.write(1, data[at:])
-    return data
 
 
 if __name__ == "__main__":

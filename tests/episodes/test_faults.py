@@ -1,0 +1,47 @@
+"""Whom the looks at a worker find guilty, by tables."""
+
+import pytest
+
+from asyncrl.episodes.faults import silence, unended
+from asyncrl.episodes.slots import Open, Slot
+from asyncrl.monitor.states import StateLedger
+
+
+def slot(heard: float, **stopped: float) -> Slot:
+    made = Slot(StateLedger(lambda: 0.0, "player"), heard=heard)
+    made.open = {key: Open(None, None, stopped=at) for key, at in stopped.items()}  # type: ignore[arg-type]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("looks", "heard", "silent_s"),
+    [
+        ([1.0, 2.0, 3.0], 0.5, 2.0),
+        ([1.0, 2.0, 3.0], 2.5, 0.0),
+        ([1.0, 2.0, 3.0], 1.5, 1.0),
+        # Nobody looked for 100 s: it was this process that slept.
+        ([1.0, 101.0], -1.0, 3.0),
+    ],
+)
+def test_silence_is_what_was_listened_to(looks: list[float], heard: float, silent_s: float) -> None:
+    silent, since = 0.0, 0.0
+    for now in looks:
+        silent = silence(silent, heard=min(heard, now), since=since, now=now, pause_s=1.0)
+        since = now
+    assert silent == silent_s
+
+
+@pytest.mark.parametrize(
+    ("heard", "stopped", "guilty"),
+    [
+        (20.0, {"a": 0.0, "b": 0.0}, None),
+        (20.0, {"a": 15.0}, None),
+        (19.9, {"a": 5.0, "b": 0.0}, "a"),
+        # The loop has turned at the beginning only: another may hold it.
+        (9.0, {"a": 5.0, "b": 0.0}, ""),
+        (19.9, {"a": 15.0, "b": 6.0}, "b"),
+    ],
+)
+def test_who_does_not_end_is_guilty_where_the_loop_turns(heard: float, stopped: dict[str, float], guilty: str) -> None:
+    fault = unended(slot(heard, **stopped), 10.0, 20.0)
+    assert (None if fault is None else fault.guilty) == guilty
