@@ -410,7 +410,7 @@ def test_a_client_that_goes_away_is_waited_for_and_then_given_up():
             await asyncio.Event().wait()
 
         core = ScriptedCore(waits)
-        async with openai_client(core, grace_s=0.1, kept_s=0.4) as (served, client):
+        async with openai_client(core, grace_s=0.1, kept_s=0.4, keep_alive_s=30.0) as (served, client):
             asking = asyncio.create_task(client.chat.completions.create(model="m", messages=HI))
             await until(lambda: core.asked, "asked")
             asking.cancel()

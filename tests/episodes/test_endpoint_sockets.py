@@ -471,6 +471,20 @@ def test_a_client_that_does_not_read_is_closed(stream):
     played(episode())
 
 
+def test_nothing_that_is_written_is_left_to_wait_without_a_deadline():
+    async def episode():
+        gate = Gate()
+        async with http_client(gate.core) as (served, client):
+            asking = asyncio.create_task(client.post(CHAT, json=HI))
+            await until(lambda: gate.core.asked, "asked")
+            (connection,) = served.endpoint._runner.server.connections
+            assert connection.transport.get_write_buffer_limits() == (0, 0)
+            gate.open.set()
+            await asking
+
+    played(episode())
+
+
 @pytest.mark.parametrize(
     "sent",
     [
