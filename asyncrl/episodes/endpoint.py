@@ -28,6 +28,7 @@ from asyncrl.episodes.dialects.dialect import Asked, Body, Dialect, Failure
 from asyncrl.episodes.dialects.messages import Messages
 from asyncrl.episodes.dialects.responses import Responses
 from asyncrl.errors import ChatRefused, EpisodeOver
+from asyncrl.runtime.notices import Notify
 
 LOOPBACK = "127.0.0.1"
 SHUTDOWN_S = 0.2
@@ -63,7 +64,7 @@ class Endpoint:
         core: Core,
         *,
         max_request_bytes: int,
-        notify: Callable[[str, str], None],
+        notify: Notify,
         log: structlog.typing.FilteringBoundLogger,
         keep_alive_s: float = 1.0,
         grace_s: float = 10.0,
@@ -77,6 +78,7 @@ class Endpoint:
         self._keep_alive_s = keep_alive_s
         self._client_timeout_s = client_timeout_s
         self.counts: Counter[str] = Counter()
+        self._first: dict[str, str] = {}
         self.calls = Calls(core, grace_s=grace_s, kept_s=kept_s, counts=self.counts, log=log)
         self._runner: web.ServerRunner | None = None
 
@@ -237,18 +239,21 @@ class Endpoint:
 
     def _note(self, asked: Asked) -> None:
         for name in asked.ignored:
-            self.counts[f"ignored/{name}"] += 1
-            self._notify(
-                f"ignored {name}",
+            self._count(
+                f"ignored/{name}",
                 f"an agent sets {name} in its requests; it does nothing, for the run's own sampling holds",
             )
         for name in asked.relaxed:
-            self.counts[f"relaxed/{name}"] += 1
-            self._notify(
-                f"relaxed {name}",
+            self._count(
+                f"relaxed/{name}",
                 f"an agent constrains its answers by {name}; they are sampled without, for what is sampled under a "
                 "constraint cannot be trained: the agent must take an answer that does not keep to it",
             )
+
+    def _count(self, name: str, text: str) -> None:
+        """Count a thing that the user is to hear of, in the words of its first time."""
+        self.counts[name] += 1
+        self._notify(f"agents: {name}", self._first.setdefault(name, text), count=self.counts[name])
 
     def _told(self, error: Exception) -> Failure:
         """An error of the core as the client is told it."""
@@ -259,9 +264,8 @@ class Endpoint:
             name = _outer(error.field)
             if f"refused/{name}" not in self.counts and len(self.counts) >= MOST_COUNTED:
                 name = "other fields"
-            self.counts[f"refused/{name}"] += 1
             said = _shortened(str(error))
-            self._notify(f"refused {name}", f"an agent's request was refused (400): {said}")
+            self._count(f"refused/{name}", f"an agent's request was refused (400): {said}")
             return Failure(status=400, message=said, code=ChatRefused.code, param=_shortened(error.field))
         return Failure(status=500, message="the policy could not be asked")
 
