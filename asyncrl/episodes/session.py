@@ -53,6 +53,7 @@ class Session:
         self.key = request.session
         self.task = Task(
             prompt=request.prompt,
+            messages=request.messages,
             row=request.row,
             seed=request.seed,
             uid=request.uid,

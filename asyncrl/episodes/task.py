@@ -11,7 +11,9 @@ class Task:
     """The same for all samples of a prompt but for ``sample`` and ``attempt``."""
 
     prompt: str
-    """As text; ``row`` has it as it stands in the data."""
+    """As text, through the chat template where data.template says so."""
+    messages: list[dict[str, Any]]
+    """The prompt as the messages that a conversation about it begins with."""
     row: dict[str, Any]
     """The dataset row."""
     seed: int

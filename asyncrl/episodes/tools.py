@@ -71,7 +71,7 @@ def tools_player(functions: list[Tool], classes: list[Callable[[Task], Any]], no
             tools = {tool.name: tool for tool in functions}
             tools |= {name: Tool(name, method) for made in objects for name, method in methods(made)}
             schemas = [tool.schema for tool in tools.values()]
-            messages: list[dict[str, Any]] = [{"role": "user", "content": task.prompt}]
+            messages = list(task.messages)
             while (reply := await client.chat(messages, tools=schemas)).tool_calls:
                 messages.append(reply.message)
                 for called in reply.tool_calls:

@@ -32,6 +32,9 @@ class RunEpisode(Request, frozen=True, kw_only=True):
     purpose: str
     """As of the ticket: train, or eval/NAME."""
     prompt: str
+    """As text."""
+    messages: list[dict[str, Any]]
+    """The same as a conversation begins with it."""
     row: dict[str, Any]
     seed: Count
     """The same for all samples of a prompt, in every attempt: they face the same task."""

@@ -88,6 +88,8 @@ class Trajectory(Struct, gc=False, kw_only=True):
     """In the order in which they were begun; each sampled token has that role in one of them."""
     messages: list[dict[str, Any]] = []
     """The main line of the conversation, as in OpenAI's chat completions; empty where a prompt has one response."""
+    branches: list[list[dict[str, Any]]] = []
+    """The conversation's other ends, each from its first message."""
     finish_reason: FinishReason
     text: str
     """The response; of a conversation the last answer."""

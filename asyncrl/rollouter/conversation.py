@@ -299,8 +299,19 @@ class Conversation:
         Where none is trained it is up to the newest answer, and empty without any.
         """
         newest = self._newest()
-        path = self._points[newest.id].path() if newest else []
-        return [dict(point.message) for point in path if point.message is not None]
+        return self._line(newest) if newest else []
+
+    def branches(self) -> list[list[dict[str, Any]]]:
+        """The messages up to each other trained answer that no other answer comes after."""
+        newest, gone_on = self._newest(), 0
+        for node, line in zip(self.nodes, self._lineage, strict=True):
+            gone_on |= line & ~(1 << node.id)
+        ends = [node for node in self.nodes if node.trained and node is not newest and not gone_on >> node.id & 1]
+        return [self._line(node) for node in ends]
+
+    def _line(self, node: Node) -> list[dict[str, Any]]:
+        """The messages up to an answer."""
+        return [dict(point.message) for point in self._points[node.id].path() if point.message is not None]
 
     def counts(self) -> Counts:
         """As it is now."""

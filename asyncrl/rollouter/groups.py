@@ -34,6 +34,8 @@ OF_THE_TRAJECTORY = (RewardFailed.code, "invalid", "too_large")
 """Codes with which the reward pool's actor speaks of what it was given; all others are its own trouble."""
 LONGEST_AWAY_S = 10.0
 """Longest pause before the reward pool is asked again."""
+EPISODE = "episode"
+"""The component that holds what an episode said of itself, where the group is judged."""
 
 
 class GroupRunner:
@@ -103,7 +105,14 @@ class GroupRunner:
             prompt=ticket.prompt,
             row=ticket.row,
             completions=[
-                Completion(text=t.text, finish_reason=t.finish_reason, tokens=sampled_tokens(t)) for t in trajectories
+                Completion(
+                    text=t.text,
+                    finish_reason=t.finish_reason,
+                    tokens=sampled_tokens(t),
+                    messages=t.messages,
+                    branches=t.branches,
+                )
+                for t in trajectories
             ],
             has_worked=self._has_worked,
         )
@@ -111,6 +120,9 @@ class GroupRunner:
         scores = await self._retry("scoring", lambda: self._scores(request, accounts), accounts)
         self._has_worked = self._has_worked or not any(TIMED_OUT_COMPONENT in each for each in scores.components)
         for trajectory, reward, components in zip(trajectories, scores.rewards, scores.components, strict=True):
+            if trajectory.reward is not None:
+                # A judge of the group has the last word over the episode itself.
+                components = components | {EPISODE: trajectory.reward}
             trajectory.reward, trajectory.components = reward, components
             trajectory.score_s = self._clock.now() - began
         for account, reward in zip(accounts, scores.rewards, strict=True):

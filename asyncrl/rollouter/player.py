@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Collection
+from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.errors import DeadlineExceeded, PeerRestarted, RemoteError
@@ -95,6 +96,7 @@ class EpisodePlayer:
             attempt=session.attempt,
             purpose=ticket.purpose,
             prompt=ticket.prompt,
+            messages=first_messages(self._config, ticket),
             row=ticket.row,
             seed=task_seed(self._config.run.seed, ticket.uid),
         )
@@ -148,12 +150,23 @@ class EpisodePlayer:
             sample=session.account.sample,
             sequences=sequences,
             messages=messages,
+            branches=conversation.branches(),
             finish_reason=outcome,
             text=str(messages[-1].get("content") or ""),
             reward=reward,
             components=done.components,
             resumes=session.resumes,
         )
+
+
+def first_messages(config: Config, ticket: Ticket) -> list[dict[str, Any]]:
+    """The prompt of a ticket as its row has it, text as one message of the user, behind the system message if any."""
+    data = config.data if ticket.purpose == "train" else config.eval[ticket.purpose.removeprefix("eval/")].data
+    prompt = ticket.row.get(data.prompt_key, ticket.prompt)
+    messages = list(prompt) if isinstance(prompt, list) else [{"role": "user", "content": str(prompt)}]
+    if data.system is not None and not any(message["role"] == "system" for message in messages):
+        messages.insert(0, {"role": "system", "content": data.system})
+    return messages
 
 
 def total_reward(said: float | None, of_turns: Collection[float]) -> float | None:

@@ -122,6 +122,7 @@ class Hosted:
             "attempt": 0,
             "purpose": "train",
             "prompt": prompt,
+            "messages": [{"role": "user", "content": prompt}],
             "row": {"answer": "1"},
             "seed": 7,
         }

@@ -17,7 +17,9 @@ def needs(module: str, extra: str) -> None:
 
 
 def task(**changes: Any) -> Task:
-    return Task(**{"prompt": "Play.", "row": {}, "seed": 3, "uid": "0-1", "sample": 0, "attempt": 0, **changes})
+    return Task(
+        **{"prompt": "Play.", "messages": [], "row": {}, "seed": 3, "uid": "0-1", "sample": 0, "attempt": 0, **changes}
+    )
 
 
 def said(text: str) -> dict[str, Any]:

@@ -234,7 +234,7 @@ def test_a_program_inherits_nothing_of_the_run_but_its_own_key() -> None:
         "OPENAI_API_KEY": "secret",
         "OPENAI_BASE_URL": "https://elsewhere",
     }
-    task = Task(prompt="p", row={"a": 1}, seed=7, uid="0-1", sample=2, attempt=1)
+    task = Task(prompt="p", messages=[], row={"a": 1}, seed=7, uid="0-1", sample=2, attempt=1)
     env = environment(inherited, task, base_url="http://127.0.0.1:1/v1", key="abc")
     told = json.loads(env.pop("ASYNCRL_TASK"))
     assert env == {

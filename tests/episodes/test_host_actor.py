@@ -159,7 +159,9 @@ def test_episodes_of_a_dead_rollouter_end(tmp_path: Path, how: str) -> None:
 def _request(prompt: str) -> Any:
     from asyncrl.messages.episodes import RunEpisode
 
-    return RunEpisode(session="d" * 32, uid="0-9", sample=0, attempt=0, purpose="train", prompt=prompt, row={}, seed=0)
+    return RunEpisode(
+        session="d" * 32, uid="0-9", sample=0, attempt=0, purpose="train", prompt=prompt, messages=[], row={}, seed=0
+    )
 
 
 def test_the_reward_of_a_turn_that_cannot_be_noted_fails_the_episode(tmp_path: Path) -> None:

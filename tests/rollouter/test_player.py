@@ -3,11 +3,14 @@
 import asyncio
 
 import pytest
+from harness import replace
+from inprocess import sim_config
 from session_cases import HOST, World, said, user
+from test_messages import make_group
 
 from asyncrl.errors import EpisodeOver, PeerRestarted
 from asyncrl.messages.episodes import EpisodeDone
-from asyncrl.rollouter.player import EpisodeFailed, task_seed, total_reward
+from asyncrl.rollouter.player import EpisodeFailed, first_messages, task_seed, total_reward
 from asyncrl.trajectories import sampled_tokens
 
 WAIT_S = 20.0
@@ -199,3 +202,33 @@ def test_cancelling_it_ends_the_episode(tmp_path):
 
 def test_all_samples_of_a_prompt_face_the_same_task():
     assert task_seed(1, "0-1") == task_seed(1, "0-1") != task_seed(1, "0-2")
+
+
+@pytest.mark.parametrize(
+    ("row", "system", "expected"),
+    [
+        ({"prompt": "hi"}, None, [user("hi")]),
+        ({"prompt": [user("a"), {"role": "assistant", "content": "b"}, user("c")]}, None, 3),
+        ({"prompt": "hi"}, "Be brief.", [{"role": "system", "content": "Be brief."}, user("hi")]),
+        ({"prompt": [{"role": "system", "content": "Mine."}, user("hi")]}, "Be brief.", 2),
+        ({}, None, [user("1+1=")]),
+    ],
+)
+def test_a_conversation_begins_with_the_prompt_as_the_row_has_it(row, system, expected):
+    tree = sim_config(data={"template": "chat", "system": system} if system else {})
+    ticket = replace(make_group().ticket, row=row)
+    found = first_messages(tree, ticket)
+    assert found == expected if isinstance(expected, list) else len(found) == expected
+
+
+def test_branches_are_the_other_ends_of_a_conversation(tmp_path):
+    async def agent(world, key):
+        first = await world.chat(key, [user("hi")])
+        await world.chat(key, [user("hi"), said(first), user("left")])
+        await world.chat(key, [user("hi"), said(first), user("right")])
+        await world.chat(key, [user("a title?")], untrained=True)
+        return EpisodeDone(reward=1.0)
+
+    trajectory, _ = played(tmp_path, agent)
+    assert [m["content"] for m in trajectory.messages] == ["hi", "Hello.", "right", "Hello."]
+    assert [[m["content"] for m in branch] for branch in trajectory.branches] == [["hi", "Hello.", "left", "Hello."]]
