@@ -103,9 +103,9 @@ def examine(template: ChatTemplate, shape: Shape, history: History, options: Map
             answer, tail = _answer(shape, ending), _tail(shape)
             try:
                 turn = learn_turn(template, before, answer, tail, tools, options)
+                each = Finding("fork", turn) if isinstance(turn, str) else _judge(template, turn, shape, history)
             except ChatRefused as error:
                 return Finding("refused", f"{error.problem}{place}")
-            each = Finding("fork", turn) if isinstance(turn, str) else _judge(template, turn, shape, history)
             if each.verdict != "extend":
                 return replace(each, reason=f"{each.reason}{place}")
             found = each if found is None or each.reason else found

@@ -36,7 +36,7 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.end_ids = frozenset(end_ids)
         texts = ((tokenizer.decode([id], keep_special=True), id) for id in sorted(self.end_ids))
-        self.ends = {text: id for text, id in texts if text and tokenizer.encode(text) == [id]}
+        self.ends = {text: id for text, id in texts if text and _encoded(tokenizer, text) == [id]}
         """Text of the tokens that end an answer, where text becomes them."""
         self._short_ids = False
         self._writes_calls = True
@@ -99,6 +99,14 @@ class ChatTemplate:
             return self.text(messages, tools, generate=False)
         except ChatRefused:
             return ""
+
+
+def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a text; none where the vocabulary lacks a part of it."""
+    try:
+        return tokenizer.encode(text)
+    except ValueError:
+        return []
 
 
 def _shorten(id: str) -> str:

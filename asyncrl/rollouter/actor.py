@@ -31,7 +31,7 @@ from asyncrl.monitor.trace import FIRST_SLOT, WEIGHTS
 from asyncrl.rollouter.account import CallAccount, GroupAccount
 from asyncrl.rollouter.delivery import Delivery
 from asyncrl.rollouter.engine_host import EngineHost
-from asyncrl.rollouter.engines import make_engine
+from asyncrl.rollouter.engines import engine_parsers, make_engine
 from asyncrl.rollouter.generation import PolicyCall, single_turn
 from asyncrl.rollouter.groups import GroupRunner
 from asyncrl.rollouter.player import EpisodePlayer
@@ -147,6 +147,7 @@ class Rollouter(Actor):
             self.config,
             self._tokenizer,
             stop_ids=self._stops.token_ids,
+            engine_parsers=engine_parsers(self.config),
         )
         self._sessions = Sessions(
             self.config,

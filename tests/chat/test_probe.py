@@ -4,9 +4,10 @@ import functools
 import json
 
 import pytest
-from chat_models import FAMILIES, LLAMA, id_of, renderer_of, write_chat_model
+from chat_models import CHATML, FAMILIES, LLAMA, id_of, renderer_of, write_chat_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from asyncrl.chat.probe import CASES, TOOLS
 from asyncrl.errors import ChatRefused
@@ -211,6 +212,18 @@ def test_of_one_conversation_nothing_can_be_had_where_all_is_refused(tmp_path):
     assert set(verdicts(renderer).values()) == {"refused"}
     assert not renderer.report.works
     assert renderer_of(None).report.works
+
+
+def test_a_vocabulary_that_lacks_words_and_the_end_refuses_and_does_not_fail(tmp_path):
+    folder = write_chat_model(tmp_path / "m", CHATML, eos="</s>")
+    vocabulary = {letter: id for id, letter in enumerate("Helo.</")} | {"end": 99}
+    backend = Tokenizer(models.WordLevel(vocabulary))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text('{"eos_token_id": 99}')
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
+    found = renderer_of(folder).report
+    assert {case.verdict for case in found.cases} <= {"fork", "refused"} and found.end == ""
 
 
 def test_the_report_can_be_read_back(family):

@@ -53,7 +53,7 @@ def test_a_model_without_a_template_is_a_wrong_configuration(model, capsys):
     assert doctor.main(["--chat", "--model.path", str(model)]) == 78
     told = capsys.readouterr().err
     assert "has no chat template, and episodes are chats; take a model that has one" in told
-    assert "is wrong (flags)" in told
+    assert "the configuration is wrong: correct what is listed above" in told
 
 
 @pytest.mark.parametrize("argv", [["--chat"], ["--chat", "x.toml", "--hosts", "h"], ["--chat", "x.toml", "--fix"]])
