@@ -245,6 +245,7 @@ def test_a_program_inherits_nothing_of_the_run_but_its_own_key() -> None:
     }
     assert told == {
         "prompt": "p",
+        "messages": [],
         "row": {"a": 1},
         "seed": 7,
         "uid": "0-1",
