@@ -44,7 +44,8 @@ def findings(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     evals = sorted(
         (line["weights/version"], line["eval/heldout/mean"]) for line in lines if "eval/heldout/mean" in line
     )
-    steps = {line["step"]: line for line in lines if line.get("kind") == "step"}
+    # A step that was trained again has several lines; the last counts.
+    steps = {line["step"]: line for line in lines if "rollout/mixed_version_fraction" in line}
     mixed = [line["rollout/mixed_version_fraction"] for line in steps.values()]
     (first, before), (last, after) = evals[0], evals[-1]
     return {

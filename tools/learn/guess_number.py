@@ -1,12 +1,12 @@
-"""A number of 32 to be found in five guesses, each answered by ``<`` or ``>``: a game, played as an env.
+"""A number of 32 to be found in six guesses, each answered by ``<`` or ``>``: a game, played as an env.
 
     user       10-41
     assistant  25
     user       >          the number is greater
     assistant  33 ...
 
-Halving what is left finds 31 of 32. The teacher of the warm-up guesses blindly within the whole range every other
-time, so most of its games are lost.
+Halving what is left always finds it. The teacher of the warm-up guesses anywhere within what is left, and one time in
+three anywhere within the whole range, so that most of its games are lost.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from tools.learn.recipe import Message, Recipe, Row
+from tools.learn.recipe import Message, Recipe, Row, Settings
 
 SPAN = 32
-GUESSES = 5
-FORGETS = 0.5
+GUESSES = 6
+FORGETS = 1 / 3
 """Chance that the teacher forgets, at a guess, what it has been told."""
 
 
@@ -69,4 +69,4 @@ def demonstrate(row: Row, source: random.Random) -> list[Message]:
     return messages
 
 
-RECIPE = Recipe(name="guess-number", rows=rows, demonstrate=demonstrate)
+RECIPE = Recipe(name="guess-number", rows=rows, demonstrate=demonstrate, settings=Settings(steps=800))
