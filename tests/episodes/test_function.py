@@ -7,6 +7,7 @@ from typing import Any
 
 import psutil
 import pytest
+import uvloop
 from hosted import Rollouter, config_with, hosting, is_over, refuses, until, waits, worker_pids
 
 from asyncrl.errors import ConfigError
@@ -67,7 +68,9 @@ def test_many_episodes_share_the_workers(tmp_path: Path) -> None:
             assert host.figure("stopped") == 8
             assert host.figure("workers_killed") == 0
 
-    run(body)
+    # As an actor's process does.
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(body())
 
 
 @pytest.mark.parametrize(
