@@ -57,6 +57,12 @@ if words[0] == "flood":
     print(5)
     if words[1:]:
         sys.exit(words[1])
+if words[0] == "mixed":
+    for number in range(20):
+        for part in ("text ", str(number), "\\n"):
+            os.write(1, part.encode())
+            os.write(2, part.replace("text", "error").encode())
+    print(1)
 if words[0] == "eat":
     held = bytearray(int(words[1]))
     held[::4096] = b"x" * len(held[::4096])
@@ -231,6 +237,17 @@ def test_output_is_bounded_and_the_reward_behind_it_is_found(tmp_path: Path) -> 
             failed = await host.play("flood enough")
             assert "enough" in failed.error.split(" | ")
             assert len(failed.error) < 6000
+
+    run(body)
+
+
+def test_lines_stay_whole_whatever_they_are_printed_to(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with hosting(command(), tmp_path) as host:
+            printed = host.watch_output()
+            assert (await host.play("mixed")).reward == 1.0
+            lines = "".join(text for _, text, _ in printed).splitlines()
+            assert sorted(lines) == sorted([*(f"error {n}" for n in range(20)), *(f"text {n}" for n in range(20)), "1"])
 
     run(body)
 

@@ -115,6 +115,16 @@ def test_an_episode_that_is_over_has_ended_well(tmp_path: Path) -> None:
     run(body)
 
 
+def test_the_client_refuses_sampling_of_its_own(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with hosting(config_with(**PLAY, options={"temperature": 0.5}), tmp_path) as host:
+            told = "raised ChatRefused: temperature: is not for an episode to say; the run's own sampling holds ("
+            assert (await host.play("reply")).error.startswith(told)
+            assert host.rollouter.chats == []
+
+    run(body)
+
+
 def test_a_stopped_episode_is_cancelled_and_closes(tmp_path: Path) -> None:
     async def body() -> None:
         rollouter = Rollouter(waits)
@@ -221,6 +231,7 @@ def test_what_goes_on_behind_the_end_reaches_nobody(tmp_path: Path) -> None:
         rollouter = Rollouter("a")
         async with hosting(config_with(**PLAY, workers=1), tmp_path, rollouter) as host:
             assert (await host.play("leak")).reward == 1.0
+            assert (await host.play("tasks")).reward == 1.0
             printed = host.watch_output()
             assert (await host.play("after")).reward == 1.0
             await until(lambda: any("over" in text for _, text, _ in printed))
