@@ -94,12 +94,14 @@ class Serving:
 
     def __init__(self, core: ScriptedCore, options: dict[str, Any]) -> None:
         self.core = core
-        self.notices: list[tuple[str, str]] = []
+        self.notices: dict[str, tuple[str, int]] = {}
+        """Text and count of each."""
         options = {"max_request_bytes": 1 << 20, "keep_alive_s": 0.2, **options}
-        self.endpoint = Endpoint(
-            core, notify=lambda key, text: self.notices.append((key, text)), log=get_logger("episodes/0"), **options
-        )
+        self.endpoint = Endpoint(core, notify=self._notify, log=get_logger("episodes/0"), **options)
         self.url = ""
+
+    def _notify(self, key: str, text: str, *, count: int = 1) -> None:
+        self.notices[key] = (text, count)
 
     @property
     def counts(self) -> dict[str, int]:

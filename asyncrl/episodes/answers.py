@@ -35,12 +35,11 @@ async def send(
 ) -> web.StreamResponse:
     """Answer with all of ``body``. Raises Cut."""
     raw = msgspec.json.encode(body)
-    response = web.StreamResponse(status=status, headers={"Content-Type": JSON, **(headers or {})})
-    response.content_length = len(raw)
+    response = web.Response(body=raw, status=status, headers={"Content-Type": JSON, **(headers or {})})
     try:
         async with asyncio.timeout(timeout_s):
             await response.prepare(request)
-            await response.write_eof(raw)
+            await response.write_eof()
     except TimeoutError:
         raise Cut("slow reader") from None
     return response

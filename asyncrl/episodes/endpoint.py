@@ -11,18 +11,16 @@ that. What is over is told as a 400, so that no client tries again.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
-import math
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
-import msgspec
 import structlog
 from aiohttp import web
 
 from asyncrl.episodes.answers import Answer, Cut, send
+from asyncrl.episodes.bodies import LARGE_BODY, InvalidJson, decoded, digest, reward_of
 from asyncrl.episodes.calls import Calls, TooManyCalls
 from asyncrl.episodes.core import Core
 from asyncrl.episodes.dialects.chat_completions import ChatCompletions
@@ -30,14 +28,13 @@ from asyncrl.episodes.dialects.dialect import Asked, Body, Dialect, Failure
 from asyncrl.episodes.dialects.messages import Messages
 from asyncrl.episodes.dialects.responses import Responses
 from asyncrl.errors import ChatRefused, EpisodeOver
+from asyncrl.runtime.notices import Notify
 
 LOOPBACK = "127.0.0.1"
-LARGE_BODY = 256 << 10
-"""Bytes from which on a body is read in a thread."""
 SHUTDOWN_S = 0.2
 """Time for the answers under way when the endpoint closes."""
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 KEY = re.compile(r"[0-9a-f]{32,64}")
-COMPLETION = re.compile(r"(?:chatcmpl-|resp_|msg_)?(call)?(\d{1,18})")
 SERVED: dict[str, Dialect] = {
     "/v1/chat/completions": ChatCompletions(),
     "/v1/responses": Responses(),
@@ -45,6 +42,8 @@ SERVED: dict[str, Dialect] = {
 }
 REWARD = ("/asyncrl/reward", "/v1/asyncrl/reward")
 """The second is where a client with the base URL of OpenAI's API finds it."""
+MOST_COUNTED = 256
+"""Names that are counted apart: programs choose some of them."""
 UNTRAINED = "x-asyncrl-untrained"
 """Header of a request for an answer that is not to be trained."""
 
@@ -65,7 +64,7 @@ class Endpoint:
         core: Core,
         *,
         max_request_bytes: int,
-        notify: Callable[[str, str], None],
+        notify: Notify,
         log: structlog.typing.FilteringBoundLogger,
         keep_alive_s: float = 1.0,
         grace_s: float = 10.0,
@@ -79,6 +78,7 @@ class Endpoint:
         self._keep_alive_s = keep_alive_s
         self._client_timeout_s = client_timeout_s
         self.counts: Counter[str] = Counter()
+        self._first: dict[str, str] = {}
         self.calls = Calls(core, grace_s=grace_s, kept_s=kept_s, counts=self.counts, log=log)
         self._runner: web.ServerRunner | None = None
 
@@ -143,7 +143,7 @@ class Endpoint:
         method, serve = routes.get(request.path, ("", self._models))
         if not method:
             self.counts["unknown_paths"] += 1
-            raise Rejected(Failure(status=404, message=f"{request.path} is not served here; {', '.join(routes)} are"))
+            raise Rejected(Failure(status=404, message=f"this path is not served here; {', '.join(routes)} are"))
         if request.method != method:
             raise Rejected(Failure(status=405, message=f"{request.path} is for {method} alone"))
         return await serve(request, self._key(request))
@@ -166,7 +166,7 @@ class Endpoint:
     async def _reward(self, request: web.BaseRequest, key: str) -> web.StreamResponse:
         body, _ = await self._body(request)
         try:
-            value, node = _reward_of(body, lambda number: self.calls.node(key, number))
+            value, node = reward_of(body, lambda number: self.calls.node(key, number))
             credited = await self._core.turn_reward(key, node, value)
         except (EpisodeOver, ChatRefused) as error:
             raise Rejected(self._told(error)) from None
@@ -205,16 +205,22 @@ class Endpoint:
     async def _body(self, request: web.BaseRequest) -> tuple[Body, bytes]:
         """The body as an object, and the digest of the request. Raises Rejected, Cut."""
         raw = await self._read(request)
-        salt = f"{request.path}\n{request.headers.get('Idempotency-Key', '')}\n".encode()
-        if len(raw) < LARGE_BODY:
-            return _decoded(raw, salt)
-        return await asyncio.to_thread(_decoded, raw, salt)
+        salt = f"{request.path}\n{request.headers.get('Idempotency-Key', '')}\n"
+        try:
+            if len(raw) < LARGE_BODY:
+                return decoded(raw), digest(raw, salt)
+            return await asyncio.to_thread(decoded, raw), await asyncio.to_thread(digest, raw, salt)
+        except InvalidJson as error:
+            raise Rejected(Failure(status=400, message=str(error), code="invalid_json")) from None
 
     async def _read(self, request: web.BaseRequest) -> bytearray:
         most = self._max_request_bytes
         raw = bytearray()
         try:
             if (request.content_length or 0) <= most:
+                if request.headers.get("Expect", "").lower() == "100-continue":
+                    await request.writer.write(CONTINUE)
+                    request.writer.output_size = 0
                 async with asyncio.timeout(self._client_timeout_s):
                     async for chunk in request.content.iter_any():
                         raw += chunk
@@ -233,18 +239,21 @@ class Endpoint:
 
     def _note(self, asked: Asked) -> None:
         for name in asked.ignored:
-            self.counts[f"ignored/{name}"] += 1
-            self._notify(
-                f"ignored {name}",
+            self._count(
+                f"ignored/{name}",
                 f"an agent sets {name} in its requests; it does nothing, for the run's own sampling holds",
             )
         for name in asked.relaxed:
-            self.counts[f"relaxed/{name}"] += 1
-            self._notify(
-                f"relaxed {name}",
+            self._count(
+                f"relaxed/{name}",
                 f"an agent constrains its answers by {name}; they are sampled without, for what is sampled under a "
                 "constraint cannot be trained: the agent must take an answer that does not keep to it",
             )
+
+    def _count(self, name: str, text: str) -> None:
+        """Count a thing that the user is to hear of, in the words of its first time."""
+        self.counts[name] += 1
+        self._notify(f"agents: {name}", self._first.setdefault(name, text), count=self.counts[name])
 
     def _told(self, error: Exception) -> Failure:
         """An error of the core as the client is told it."""
@@ -252,40 +261,13 @@ class Endpoint:
             self.counts["over"] += 1
             return Failure(status=400, message=str(error), code=EpisodeOver.code)
         if isinstance(error, ChatRefused):
-            self.counts[f"refused/{_outer(error.field)}"] += 1
-            self._notify(
-                f"refused {_outer(error.field)}", f"an agent's request was refused (400): {_shortened(str(error))}"
-            )
-            return Failure(status=400, message=str(error), code=ChatRefused.code, param=error.field)
+            name = _outer(error.field)
+            if f"refused/{name}" not in self.counts and len(self.counts) >= MOST_COUNTED:
+                name = "other fields"
+            said = _shortened(str(error))
+            self._count(f"refused/{name}", f"an agent's request was refused (400): {said}")
+            return Failure(status=400, message=said, code=ChatRefused.code, param=_shortened(error.field))
         return Failure(status=500, message="the policy could not be asked")
-
-
-def _decoded(raw: bytearray, salt: bytes) -> tuple[Body, bytes]:
-    try:
-        body = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Rejected(Failure(status=400, message=f"the body is not JSON: {error}", code="invalid_json")) from None
-    if not isinstance(body, dict):
-        raise Rejected(Failure(status=400, message="the body is no JSON object", code="invalid_json"))
-    digest = hashlib.blake2b(salt, digest_size=16)
-    digest.update(raw)
-    return body, digest.digest()
-
-
-def _reward_of(body: Body, node_of_call: Callable[[int], int | None]) -> tuple[float, int | None]:
-    """The value, and the node it is for. Raises ChatRefused."""
-    for name in body.keys() - {"value", "completion"}:
-        raise ChatRefused(name, "is not a field that is known here")
-    value, completion = body.get("value"), body.get("completion")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ChatRefused("value", "must be a finite number")
-    if completion is None:
-        return float(value), None
-    found = COMPLETION.fullmatch(completion) if isinstance(completion, str) else None
-    node = None if found is None else node_of_call(int(found[2])) if found[1] else int(found[2])
-    if node is None:
-        raise ChatRefused("completion", f"{completion!r} is not the id of an answer of this episode")
-    return float(value), node
 
 
 def _retry_count(request: web.BaseRequest) -> int:

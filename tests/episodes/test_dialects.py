@@ -1,12 +1,15 @@
 """The translators: which fields do what, what becomes a message, and that an answer sent back is the answer."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from scripted_core import WEATHER, reply
 
 from asyncrl.episodes.dialects.chat_completions import ChatCompletions
 from asyncrl.episodes.dialects.dialect import Failure, Stamp
+from asyncrl.episodes.dialects.fields import CHAT_COMPLETIONS, MESSAGES, RESPONSES
 from asyncrl.episodes.dialects.messages import Messages
 from asyncrl.episodes.dialects.responses import Responses
 from asyncrl.errors import ChatRefused
@@ -333,4 +336,21 @@ def test_errors_are_in_the_form_of_their_api():
             "message": "the episode is over: time",
             "code": "episode_over",
         },
+    }
+
+
+def test_the_table_of_fields_is_that_of_the_documentation():
+    documented = (Path(__file__).parents[2] / "docs" / "endpoint.md").read_text()
+    rows = [row.split("|")[1:-1] for row in documented.splitlines() if row.startswith("| ")]
+    kinds = {"do nothing anywhere": "harmless"}
+    found = {}
+    for cells in (row for row in rows if len(row) == 4):
+        kind = kinds.get(cells[0].strip(), cells[0].strip())
+        for dialect, cell in enumerate(cells[1:]):
+            same = cells[1].split(", `reasoning_effort`")[0] if "the same" in cell else ""
+            found |= {(dialect, name): kind for name in re.findall(r"`([a-z_.]+)`", same + cell)}
+    assert found == {
+        (dialect, name): field.treatment
+        for dialect, table in enumerate((CHAT_COMPLETIONS, RESPONSES, MESSAGES))
+        for name, field in table.items()
     }

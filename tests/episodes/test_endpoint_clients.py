@@ -71,7 +71,7 @@ def test_a_chat_completion_is_answered():
         assert (done.usage.prompt_tokens, done.usage.completion_tokens, done.usage.total_tokens) == (11, 3, 14)
         (asked,) = core.asked
         assert (asked.messages, asked.max_tokens, asked.stop, asked.stream) == (HI, 5, ["\n"], False)
-        assert served.notices == []
+        assert served.notices == {}
 
     played(episode())
 
@@ -173,11 +173,11 @@ def test_what_agents_choose_is_ignored_or_relaxed_aloud():
         assert raw.headers["x-asyncrl-relaxed"] == "response_format, tool_choice"
         assert raw.headers["x-asyncrl-ignored"] == "seed, temperature"
         assert served.counts["relaxed/tool_choice"] == 1 and served.counts["ignored/temperature"] == 1
-        assert [key for key, _ in served.notices] == [
-            "ignored seed",
-            "ignored temperature",
-            "relaxed response_format",
-            "relaxed tool_choice",
+        assert list(served.notices) == [
+            "agents: ignored/seed",
+            "agents: ignored/temperature",
+            "agents: relaxed/response_format",
+            "agents: relaxed/tool_choice",
         ]
 
     played(episode())
@@ -187,11 +187,24 @@ def test_what_cannot_be_had_is_refused_by_its_name():
     async def episode():
         core = ScriptedCore()
         async with openai_client(core) as (served, client):
-            with pytest.raises(openai.BadRequestError) as refused:
-                await client.chat.completions.create(model="m", messages=HI, logit_bias={"5": 1})
-        assert refused.value.param == "logit_bias" and refused.value.code == "chat_refused"
-        assert core.asked == [] and served.counts["refused/logit_bias"] == 1
-        assert "logit_bias" in served.notices[0][1]
+            for at in (1, 2):
+                with pytest.raises(openai.BadRequestError) as refused:
+                    await client.chat.completions.create(model="m", messages=HI, logit_bias={"5": 1})
+                assert refused.value.param == "logit_bias" and refused.value.code == "chat_refused"
+                text, count = served.notices["agents: refused/logit_bias"]
+                assert "logit_bias" in text and count == served.counts["refused/logit_bias"] == at
+        assert core.asked == []
+
+    played(episode())
+
+
+def test_an_answer_is_left_untrained_where_its_request_says_so():
+    async def episode():
+        core = ScriptedCore()
+        async with openai_client(core) as (_, client):
+            for headers in ({}, {"x-asyncrl-untrained": "true"}, {"x-asyncrl-untrained": "0"}):
+                await client.chat.completions.create(model="m", messages=HI, extra_headers=headers)
+        assert [call.untrained for call in core.asked] == [False, True, False]
 
     played(episode())
 
@@ -281,7 +294,14 @@ def test_turns_are_rewarded_by_the_id_of_their_answer():
             ids = {chunk.id async for chunk in stream}
             await give(value=0.5, completion=ids.pop())
             await give(value=0.25)
-            for wrong in ({"value": "1"}, {"value": 1, "completion": "call99"}, {"value": True}, {"valeu": 1}):
+            for wrong in (
+                {"value": "1"},
+                {"value": True},
+                {"value": 10**400},
+                {"valeu": 1},
+                {"value": 1, "completion": "call99"},
+                {"value": 1, "completion": "chatcmpl-100"},
+            ):
                 with pytest.raises(openai.BadRequestError):
                     await give(**wrong)
         assert core.rewards == [(KEY, 1, 1.5), (KEY, 7, 0.5), (KEY, None, 0.25)]
@@ -392,7 +412,7 @@ def test_a_client_that_goes_away_is_waited_for_and_then_given_up():
             await asyncio.Event().wait()
 
         core = ScriptedCore(waits)
-        async with openai_client(core, grace_s=0.1, kept_s=0.4) as (served, client):
+        async with openai_client(core, grace_s=0.1, kept_s=0.4, keep_alive_s=30.0) as (served, client):
             asking = asyncio.create_task(client.chat.completions.create(model="m", messages=HI))
             await until(lambda: core.asked, "asked")
             asking.cancel()

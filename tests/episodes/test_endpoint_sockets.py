@@ -100,6 +100,7 @@ def test_a_retry_joins_what_is_under_way_and_an_equal_body_does_not():
             ids = {(await task).json()["id"] for task in (fresh, of_another, of_another_key)}
         assert ids == {"chatcmpl-2", "chatcmpl-3", "chatcmpl-4"}
         assert served.counts["joined"] == 1
+        assert len({(call.session, call.call) for call in gate.core.asked}) == 4
 
     played(episode())
 
@@ -118,6 +119,22 @@ def test_a_retry_is_given_what_was_answered_meanwhile():
         assert first.json() == again.json() and first.json()["id"] == "chatcmpl-1"
         assert fresh.json()["id"] == "chatcmpl-2"
         assert served.counts["replayed"] == 2
+
+    played(episode())
+
+
+def test_a_retry_is_not_given_what_its_sibling_was_answered():
+    async def episode():
+        gate = Gate()
+        async with http_client(gate.core) as (served, client):
+            gate.open.set()
+            sibling = await client.post(CHAT, json=HI)
+            gate.open.clear()
+            await asked_and_left(gate.core, client)
+            await until(lambda: unheard(served) == 1, "the server has seen it")
+            gate.open.set()
+            retry = await client.post(CHAT, json=HI, headers=RETRY)
+        assert (sibling.json()["id"], retry.json()["id"]) == ("chatcmpl-1", "chatcmpl-2")
 
     played(episode())
 
@@ -225,6 +242,18 @@ def test_a_session_has_so_many_calls_and_no_more(monkeypatch):
     played(episode())
 
 
+def test_a_program_cannot_fill_the_counts():
+    async def episode():
+        async with http_client(ScriptedCore()) as (served, client):
+            for at in range(300):
+                refused = await client.post(CHAT, json=HI | {f"field {at} " + "x" * 1000: 1})
+                assert refused.status_code == 400 and len(refused.content) < 1000
+        assert len(served.counts) <= 257 and sum(served.counts.values()) == 600
+        assert len(served.notices) <= 257
+
+    played(episode())
+
+
 def test_a_failure_after_the_first_sign_of_life_breaks_the_connection():
     async def episode():
         gate = Gate()
@@ -267,6 +296,7 @@ def test_an_answer_that_is_not_what_was_streamed_is_an_error_of_the_stream():
         ("/v1/embeddings", "POST", 404),
         ("/v1/messages/count_tokens", "POST", 404),
         ("/", "GET", 404),
+        ("/v1/%ff%fe", "GET", 404),
         ("/v1/chat/completions", "GET", 405),
         ("/v1/models", "POST", 405),
         ("/v1/models?limit=5", "GET", 200),
@@ -283,6 +313,19 @@ def test_only_what_is_served_is_served(path, method, status):
     played(episode())
 
 
+def test_an_answer_to_head_has_no_body():
+    async def episode():
+        async with serving(ScriptedCore()) as served:
+            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+            head = f"HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer {KEY}\r\n"
+            writer.write(f"HEAD /v1/models {head}\r\nGET /v1/models {head}Connection: close\r\n\r\n".encode())
+            first, _, rest = (await closed(reader)).partition(b"\r\n\r\n")
+            writer.close()
+        assert first.startswith(b"HTTP/1.1 405") and rest.startswith(b"HTTP/1.1 200 OK")
+
+    played(episode())
+
+
 @pytest.mark.parametrize(
     ("sent", "status"),
     [
@@ -293,6 +336,9 @@ def test_only_what_is_served_is_served(path, method, status):
         (b'{"messages": NaN}', 400),
         (b'{"messages":' + b"[" * 100_000, 400),
         (b'{"messages": "\\ud800"}', 400),
+        (b" " * (256 << 10) + b"[]", 400),
+        (b" " * (256 << 10) + b'{"messages": [{]}', 400),
+        (b" " * (256 << 10) + b'{"messages": [' + b"[" * 100_000, 400),
     ],
 )
 def test_what_is_no_json_object_is_refused(sent, status):
@@ -332,12 +378,34 @@ def test_a_long_body_is_read_as_a_short_one_is():
     async def episode():
         core = ScriptedCore()
         text = "ü" * LARGE
-        body = {"model": "m", "messages": [{"role": "user", "content": text}]}
+        # With all that JSON has, and blanks where it may have them.
+        tool = {"type": "function", "function": {"name": "f", "parameters": {"a": [1, -2.5e3, None, True, {}, []]}}}
+        body = {"messages": [{"role": "user", "content": text}, *HI["messages"]], "tools": [tool], "user": None}
+        body["metadata"] = {"a": "b"}
         async with http_client(core, max_request_bytes=64 << 20) as (_, client):
-            first = await client.post(CHAT, json=body)
-            again = await client.post(CHAT, json=body, headers=RETRY)
+            written = json.dumps(body, indent=3)
+            first = await client.post(CHAT, content=written)
+            again = await client.post(CHAT, content=written, headers=RETRY)
         assert first.json() == again.json()
-        assert core.asked[0].messages == body["messages"] and len(core.asked) == 1
+        assert (core.asked[0].messages, core.asked[0].tools) == (body["messages"], body["tools"])
+        assert len(core.asked) == 1
+
+    played(episode())
+
+
+def test_a_client_that_asks_first_is_told_to_send_its_body():
+    async def episode():
+        async with serving(ScriptedCore(), max_request_bytes=1000) as served:
+            for length, told in ((500, b"HTTP/1.1 100"), (5000, b"HTTP/1.1 413")):
+                reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+                writer.write(request(length=length)[:-2] + b"Expect: 100-continue\r\n\r\n")
+                assert (await reader.readline()).startswith(told)
+                if length == 500:
+                    body = json.dumps(HI).encode()
+                    writer.write(body + b" " * (length - len(body)))
+                    assert await reader.readline() == b"\r\n"
+                    assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+                writer.close()
 
     played(episode())
 
@@ -400,6 +468,20 @@ def test_a_client_that_does_not_read_is_closed(stream):
             await until(lambda: served.counts["cut/slow reader"] == 1, "cut")
             await until(lambda: not served.endpoint._runner.server.connections, "closed")
             writer.transport.abort()
+
+    played(episode())
+
+
+def test_nothing_that_is_written_is_left_to_wait_without_a_deadline():
+    async def episode():
+        gate = Gate()
+        async with http_client(gate.core) as (served, client):
+            asking = asyncio.create_task(client.post(CHAT, json=HI))
+            await until(lambda: gate.core.asked, "asked")
+            (connection,) = served.endpoint._runner.server.connections
+            assert connection.transport.get_write_buffer_limits() == (0, 0)
+            gate.open.set()
+            await asking
 
     played(episode())
 
