@@ -100,6 +100,24 @@ def test_a_key_opens_its_own_conversation_while_the_episode_is_played(tmp_path: 
     run(body)
 
 
+def test_a_request_under_way_ends_with_its_episode(tmp_path: Path) -> None:
+    async def body() -> None:
+        rollouter = Rollouter(waits)
+        async with hosting(config_with(function="plays:play"), tmp_path, rollouter) as host:
+            url = host.actor._players._setup.base_url  # type: ignore[union-attr]
+            key = "e" * 32
+            playing = host.run("wait", session=key)
+            await until(lambda: host.figure("open") == 1)
+            asking = asyncio.create_task(http(url, key))
+            await until(lambda: len(rollouter.chats) == 1)
+            playing.cancel()
+            status, text = await asking
+            assert (status, json.loads(text)["error"]["code"]) == (400, "episode_over")
+            await until(lambda: rollouter.cancelled == 1)
+
+    run(body)
+
+
 def test_text_streams_as_the_rollouter_tells_it(tmp_path: Path) -> None:
     async def slowly(rollouter: Rollouter, request: Chat) -> str:
         assert request.stream
