@@ -1,3 +1,4 @@
+import fcntl
 import os
 from collections.abc import Iterator
 
@@ -11,6 +12,7 @@ class Pipes:
         source, self.into = os.pipe()
         self.out, to = os.pipe()
         os.set_blocking(self.out, False)
+        fcntl.fcntl(self.out, fcntl.F_SETPIPE_SZ, 1 << 20)
         self.lines = Lines(source, to)
         self.held = [source, to, self.out]
 
