@@ -81,14 +81,18 @@ class ConfigError(AsyncRLError, ValueError):
 
 
 class DataError(AsyncRLError, ValueError):
-    """A dataset cannot be read. ``path`` and ``line`` (1-based, None for the whole file) say where."""
+    """A dataset cannot be read. ``path`` and ``line`` (1-based, None for the whole file) say where.
+
+    ``told`` is the text without ``fix``, which may be empty.
+    """
 
     exit_code = 78
     restartable = False
 
-    def __init__(self, what: str, *, path: str, line: int | None = None) -> None:
-        self.path, self.line = path, line
-        super().__init__(f"{path}{'' if line is None else f':{line}'}: {what}")
+    def __init__(self, what: str, *, path: str, line: int | None = None, fix: str = "") -> None:
+        self.path, self.line, self.fix = path, line, fix
+        self.told = f"{path}{'' if line is None else f':{line}'}: {what}"
+        super().__init__(f"{self.told}. To do: {fix}" if fix else self.told)
 
 
 class UsageError(AsyncRLError, ValueError):

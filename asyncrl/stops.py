@@ -9,6 +9,7 @@ Fails with ConfigError, naming the key, for an id that the model does not have.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from asyncrl.config.rollout import RolloutConfig
@@ -33,6 +34,11 @@ def resolve_stops(rollout: RolloutConfig, tokenizer: Tokenizer) -> Stops:
     if strangers:
         listed = ", ".join(map(str, strangers))
         raise ConfigError([f"rollout.stop_token_ids: {listed}: no token of the model, whose ids are 0 to {size - 1}"])
+    return with_strings(Stops(token_ids=tuple(rollout.stop_token_ids)), rollout.stop, tokenizer)
+
+
+def with_strings(stops: Stops, strings: Sequence[str], tokenizer: Tokenizer) -> Stops:
+    """The same, and ``strings`` end a response, too."""
     special = tokenizer.special_ids
-    ids = {*rollout.stop_token_ids, *(special[text] for text in rollout.stop if text in special)}
-    return Stops(tuple(sorted(ids)), tuple(text for text in rollout.stop if text not in special))
+    ids = {*stops.token_ids, *(special[text] for text in strings if text in special)}
+    return Stops(tuple(sorted(ids)), (*stops.strings, *(text for text in strings if text not in special)))

@@ -5,6 +5,9 @@ it; only a folder without tokenizer.json needs transformers itself. Without a fo
 bytes. Everything heavy is imported by ``load_tokenizer`` and at the first chat prompt, because every simulated
 rollouter imports this module.
 
+Invariant: the same messages give the same ids for as long as the run lasts, over midnight too: a template that asks for
+the time is told the date that the tokenizer was loaded with.
+
 Fails with ConfigError (naming model.path) when the folder holds no tokenizer, with ValueError on a prompt that the
 template refuses.
 """
@@ -12,19 +15,28 @@ template refuses.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from datetime import datetime
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date as Date
+from datetime import datetime, time
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 
 Template = Literal["plain", "chat"]
 Prompt = str | Sequence[dict[str, Any]]
 """Text, or chat messages with role and content."""
 
+_LONGEST_PIECE = 40
+"""Characters of a text that an error shows."""
 _BYTES = 256
+BYTES_END = "<|end|>"
+BYTES_CALL = "<tool_call>{}</tool_call>"
 TOKENIZER_FILES = (
     "tokenizer*",
     "vocab*",
@@ -38,7 +50,7 @@ TOKENIZER_FILES = (
 
 
 class Tokenizer(Protocol):
-    """What every tokenizer can do. Its methods may be called from any thread, but from one at a time."""
+    """What every tokenizer can do. Its methods may be called from several threads at a time."""
 
     eos_ids: set[int]
     """Ids that end a response; may be empty."""
@@ -55,60 +67,139 @@ class Tokenizer(Protocol):
         unless the messages bring their own. Raises ValueError when the prompt does not fit the template.
         """
 
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+        *,
+        generate: bool = True,
+    ) -> str:
+        """The text of a conversation through the chat template; with ``generate`` up to where the assistant answers.
+
+        ``options`` are further arguments of the template, laid over those that the tokenizer was loaded with. Raises
+        ValueError when the template refuses it, ConfigError where there is none.
+        """
+
+    def template_text(self, *, with_tools: bool) -> str | None:
+        """The source of the chat template that is used with or without tools; None where there is none."""
+
     def encode(self, text: str) -> list[int]:
-        """The ids of a text alone, without special tokens."""
+        """The ids of a text, without those that a tokenizer puts around it; special tokens in it become theirs."""
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, without special tokens."""
+    def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
+        """The text of ids, without special tokens unless ``keep_special``."""
 
 
-def load_tokenizer(path: str | None, *, trust_remote_code: bool = False) -> Tokenizer:
-    """The tokenizer of a model folder, or bytes when there is none. Raises ConfigError."""
+def tokenizer_of(config: Config) -> Tokenizer:
+    """The tokenizer of a run, whose chat template is told what the run says. Raises ConfigError."""
+    model, chat = config.model, config.chat
+    return load_tokenizer(
+        model.path,
+        trust_remote_code=model.trust_remote_code,
+        date=chat.date,
+        template_options=chat.template_options,
+    )
+
+
+def load_tokenizer(
+    path: str | None,
+    *,
+    trust_remote_code: bool = False,
+    date: str | None = None,
+    template_options: Mapping[str, Any] | None = None,
+) -> Tokenizer:
+    """The tokenizer of a model folder, or bytes when there is none. Raises ConfigError.
+
+    ``date``, as YYYY-MM-DD, is what chat templates are told the day is, today's by default; ``template_options`` are
+    further arguments of the template.
+    """
     if path is None:
         return ByteTokenizer()
     folder = Path(path)
     if not folder.is_dir():
         raise ConfigError([f"model.path: {path} is not a folder"])
+    told = Told(Date.today() if date is None else Date.fromisoformat(date), dict(template_options or {}))
     if (folder / "tokenizer.json").is_file():
-        return _FileTokenizer(folder)
+        return _FileTokenizer(folder, told)
     if not any(file.name != "tokenizer_config.json" for pattern in TOKENIZER_FILES for file in folder.glob(pattern)):
         raise ConfigError([f"model.path: {folder} holds no tokenizer: no tokenizer.json, tokenizer.model or vocab.*"])
-    return _TransformersTokenizer(folder, trust_remote_code)
+    return _TransformersTokenizer(folder, told, trust_remote_code)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What every chat template of a run is told, beside the conversation."""
+
+    date: Date
+    options: Mapping[str, Any]
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0 to 255, and one id that ends a response."""
+    """UTF-8 bytes as ids 0 to 255, and one id that ends a response, whose text is BYTES_END.
+
+    A chat is a line for each message; an answer is its bytes and the end.
+    """
 
     eos_ids: set[int]
     special_ids: dict[str, int]
     vocabulary = _BYTES + 1
 
     def __init__(self) -> None:
-        self.eos_ids, self.special_ids = {_BYTES}, {}
+        self.eos_ids, self.special_ids = {_BYTES}, {BYTES_END: _BYTES}
 
     def encode_prompt(self, prompt: Prompt, template: Template, system: str | None) -> tuple[list[int], str]:
-        """See Tokenizer. A chat is one line a message."""
-        if template == "chat":
-            lines = [f"{m['role']}: {m['content']}" for m in _messages(prompt, system)]
-            text = "\n".join([*lines, "assistant:"])
-        else:
-            text = _plain(prompt)
+        """See Tokenizer."""
+        text = self.render_chat(_messages(prompt, system)) if template == "chat" else _plain(prompt)
         return self.encode(text), text
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+        *,
+        generate: bool = True,
+    ) -> str:
+        """See Tokenizer. A call of a tool is written as Hermes does it."""
+        lines = [f"tools: {json.dumps(list(tools), ensure_ascii=False)}"] if tools else []
+        for message in messages:
+            content = message.get("content") or ""
+            if message["role"] != "assistant":
+                lines.append(f"{message['role']}: {content}")
+                continue
+            calls = (json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls") or ())
+            lines.append(f"assistant:{content}{''.join(map(BYTES_CALL.format, calls))}{BYTES_END}")
+        return "\n".join([*lines, "assistant:"] if generate else [*lines, ""])
+
+    def template_text(self, *, with_tools: bool) -> str | None:
+        """See Tokenizer. Only what shows how calls are written."""
+        return BYTES_CALL
 
     def encode(self, text: str) -> list[int]:
         """See Tokenizer."""
-        return list(text.encode())
+        ids: list[int] = []
+        for number, part in enumerate(text.split(BYTES_END)):
+            ids += [_BYTES] * (number > 0)
+            ids += part.encode()
+        return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
         """See Tokenizer. Bytes that are no UTF-8 become U+FFFD."""
-        return bytes(id for id in ids if 0 <= id < _BYTES).decode(errors="replace")
+        if not keep_special:
+            return bytes(id for id in ids if 0 <= id < _BYTES).decode(errors="replace")
+        end = BYTES_END.encode()
+        return b"".join(end if id == _BYTES else bytes((id,)) for id in ids if 0 <= id <= _BYTES).decode(
+            errors="replace"
+        )
 
 
 class _HuggingFace:
     """What the two ways to a Hugging Face tokenizer have in common."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, told: Told) -> None:
         self._folder = folder
+        self._told = told
         self._config = _read_json(folder / "tokenizer_config.json")
         self.eos_ids: set[int] = set()
         model = _read_json(folder / "config.json")
@@ -126,34 +217,60 @@ class _HuggingFace:
         named = {name: _text(value) for name, value in merged.items() if name.endswith("_token")}
         return {name: text for name, text in named.items() if text is not None}
 
-    def _render(self, prompt: Prompt, system: str | None) -> str:
-        from jinja2 import TemplateError
-
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+        *,
+        generate: bool = True,
+    ) -> str:
+        """See Tokenizer."""
+        given = {**self._special_tokens, **self._told.options, **(options or {})}
+        given |= {"messages": messages, "tools": tools or None, "add_generation_prompt": generate}
+        template = self._templates[bool(tools)]
         try:
-            return str(
-                self._chat_template.render(
-                    messages=_messages(prompt, system), add_generation_prompt=True, **self._special_tokens
-                )
-            )
-        except (TemplateError, TypeError) as error:
+            return str(template.render(given))
+        except Exception as error:
+            # A template is a program: what it is given may make it fail in any way, as where it adds text to none.
             raise ValueError(f"the chat template refuses the prompt: {error}") from None
 
+    def template_text(self, *, with_tools: bool) -> str | None:
+        """See Tokenizer."""
+        named = self._named_templates
+        return (named.get("tool_use") if with_tools else None) or named.get("default")
+
     @cached_property
-    def _chat_template(self) -> Any:
-        file = self._folder / "chat_template.jinja"
-        source = file.read_text("utf-8-sig") if file.is_file() else self._config.get("chat_template")
+    def _named_templates(self) -> dict[str, str]:
+        """Sources by name. The only one, and the one of a file, is the default."""
+        source = self._config.get("chat_template")
+        named: dict[str, Any] = {"default": source}
         if isinstance(source, list):
-            source = {entry["name"]: entry["template"] for entry in source}.get("default")
-        if not isinstance(source, str):
+            named = {entry["name"]: entry["template"] for entry in source}
+        elif isinstance(source, dict):
+            named = dict(source)
+        file, others = self._folder / "chat_template.jinja", self._folder / "additional_chat_templates"
+        if file.is_file():
+            named["default"] = file.read_text("utf-8-sig")
+        named |= {other.stem: other.read_text("utf-8-sig") for other in sorted(others.glob("*.jinja"))}
+        return {name: text for name, text in named.items() if isinstance(text, str)}
+
+    @cached_property
+    def _templates(self) -> tuple[Any, Any]:
+        """That without tools and that with them, compiled."""
+        plain, with_tools = (self.template_text(with_tools=tools) for tools in (False, True))
+        if plain is None:
             raise ConfigError([f'data.template: {self._folder} has no chat template; set data.template = "plain"'])
-        return _compile(source)
+        assert with_tools is not None
+        compiled = _compile(plain, self._told.date)
+        return compiled, compiled if with_tools == plain else _compile(with_tools, self._told.date)
 
 
 class _FileTokenizer(_HuggingFace):
     """Through tokenizer.json."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: Path, told: Told) -> None:
+        super().__init__(folder, told)
         try:
             from tokenizers import Tokenizer as Backend
         except ImportError:
@@ -174,7 +291,7 @@ class _FileTokenizer(_HuggingFace):
     def encode_prompt(self, prompt: Prompt, template: Template, system: str | None) -> tuple[list[int], str]:
         """See Tokenizer."""
         if template == "chat":
-            text = self._render(prompt, system)
+            text = self.render_chat(_messages(prompt, system))
             return self.encode(text), text
         text = _plain(prompt)
         encoding = self._encode(text, add_special_tokens=True)
@@ -195,21 +312,38 @@ class _FileTokenizer(_HuggingFace):
             return self._backend.encode(text, add_special_tokens=add_special_tokens)
         except Exception as error:
             # tokenizers raises nothing more precise, as for a word outside the vocabulary where there is no UNK.
-            told = f"{self._folder}/tokenizer.json cannot encode this text: {error}"
+            told = f"{self._folder}/tokenizer.json cannot encode {_in_context(self._piece_refused(text), text)}"
             if "unk" in str(error).lower():
-                told += "; the model in it needs an unk_token that is in its vocabulary"
+                told += ", which its vocabulary lacks; for such text it needs an unk_token that is in the vocabulary"
+            else:
+                told += f": {error}"
             raise ValueError(told) from None
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def _piece_refused(self, text: str) -> str:
+        """The first part of a text that cannot be encoded by itself; all of it where there is none."""
+        backend, special = self._backend, "|".join(map(re.escape, self.special_ids))
+        for part in re.split(special, text) if special else [text]:
+            normal = backend.normalizer.normalize_str(part) if backend.normalizer is not None else part
+            splitter = backend.pre_tokenizer
+            for piece, _ in splitter.pre_tokenize_str(normal) if splitter is not None else [(normal, None)]:
+                try:
+                    backend.model.tokenize(piece)
+                except Exception:
+                    return str(piece)
+        return text
+
+    def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
         """See Tokenizer."""
-        return str(self._backend.decode(list(ids), skip_special_tokens=True))
+        return str(self._backend.decode(list(ids), skip_special_tokens=not keep_special))
 
 
 class _TransformersTokenizer(_HuggingFace):
     """Through transformers, for formats that only it can read."""
 
-    def __init__(self, folder: Path, trust_remote_code: bool) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: Path, told: Told, trust_remote_code: bool) -> None:
+        super().__init__(folder, told)
+        # Those of transformers change their backend's settings at each call.
+        self._one_at_a_time = threading.Lock()
         try:
             from transformers import AutoTokenizer
         except ImportError:
@@ -229,21 +363,35 @@ class _TransformersTokenizer(_HuggingFace):
     def encode_prompt(self, prompt: Prompt, template: Template, system: str | None) -> tuple[list[int], str]:
         """See Tokenizer."""
         if template == "chat":
-            text = self._render(prompt, system)
+            text = self.render_chat(_messages(prompt, system))
             return self.encode(text), text
         text = _plain(prompt)
-        ids: list[int] = self._backend.encode(text)
+        with self._one_at_a_time:
+            ids: list[int] = self._backend.encode(text)
         eos = self._backend.eos_token_id
         return (ids[:-1] if ids[-1:] == [eos] and self.encode(text)[-1:] != [eos] else ids), text
 
     def encode(self, text: str) -> list[int]:
         """See Tokenizer."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False)
+        with self._one_at_a_time:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=False)
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
         """See Tokenizer."""
-        return str(self._backend.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        with self._one_at_a_time:
+            return str(
+                self._backend.decode(
+                    list(ids), skip_special_tokens=not keep_special, clean_up_tokenization_spaces=False
+                )
+            )
+
+
+def _in_context(piece: str, text: str) -> str:
+    """Short literals of a piece of text and of what is around it."""
+    around = text[max(0, text.find(piece) - _LONGEST_PIECE // 2) :]
+    shown = [part if len(part) <= _LONGEST_PIECE else f"{part[:_LONGEST_PIECE]}..." for part in (piece, around)]
+    return " in ".join(map(repr, dict.fromkeys(shown)))
 
 
 def _plain(prompt: Prompt) -> str:
@@ -259,8 +407,11 @@ def _messages(prompt: Prompt, system: str | None) -> list[dict[str, Any]]:
     return messages
 
 
-def _compile(source: str) -> Any:
-    """A chat template in the environment that transformers gives it (transformers/utils/chat_template_utils.py)."""
+def _compile(source: str, date: Date) -> Any:
+    """A chat template in the environment that transformers gives it (transformers/utils/chat_template_utils.py).
+
+    Its clock stands at the beginning of ``date``.
+    """
     from jinja2 import TemplateError, TemplateSyntaxError, nodes
     from jinja2.ext import Extension
     from jinja2.ext import loopcontrols as loop_controls
@@ -287,7 +438,7 @@ def _compile(source: str) -> Any:
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    environment.globals["strftime_now"] = datetime.combine(date, time()).strftime
     try:
         return environment.from_string(source)
     except TemplateSyntaxError as error:

@@ -26,3 +26,12 @@ def write_model(folder):
     tokenizer.save(str(folder / "tokenizer.json"))
     write_weights(folder / "model.safetensors")
     return folder
+
+
+def write_chat_template(model, template):
+    """Let a model of write_model chat; its </s> is a special token then, as those that end answers are."""
+    (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": template}))
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    end = {"id": 1, "content": "</s>", "special": True, "normalized": False}
+    end |= dict.fromkeys(["single_word", "lstrip", "rstrip"], False)
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer | {"added_tokens": [end]}))

@@ -6,7 +6,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "asyncrl"
-CONTRACT = {"errors", "disk", "config", "messages", "snapshot", "tokenizer", "stops", "ledger", "group_file", "outcome"}
+CONTRACT = {
+    "errors",
+    "disk",
+    "config",
+    "messages",
+    "snapshot",
+    "tokenizer",
+    "stops",
+    "ledger",
+    "group_file",
+    "trajectories",
+    "chat",
+    "outcome",
+}
 ACTORS = {"dataloader", "rollouter", "reward", "learner", "parameter_server", "controller", "episodes"}
 FOR_ACTORS = CONTRACT | {"wire", "runtime", "monitor", "weights", "checkpoint"}
 
@@ -16,9 +29,11 @@ MAY_IMPORT = {
     "config": {"errors"},
     "snapshot": set(),
     "messages": {"snapshot"},
-    "tokenizer": {"errors"},
+    "tokenizer": {"errors", "config"},
     "stops": {"errors", "config", "tokenizer"},
+    "chat": {"errors", "config", "messages", "tokenizer"},
     "ledger": {"messages"},
+    "trajectories": {"messages"},
     "outcome": set(),
     "group_file": {"errors", "messages"},
     "checkpoint": {"errors", "disk", "config", "messages", "group_file"},

@@ -142,6 +142,27 @@ def test_what_does_not_fit_together_is_named(tree, problem):
     assert any(problem in line for line in problems(merged)), problems(merged)
 
 
+def test_a_problem_names_the_file_or_flag_that_it_comes_from(tmp_path):
+    first, second = tmp_path / "a.toml", tmp_path / "b.toml"
+    first.write_text("[learner]\nlrr = 1\n[evl.held]\nn = 1\n[rollout]\nstop = [1]\n[data]\nseed = -1\n")
+    second.write_text('[learner]\nsteps_per_version = 2\n[data]\nsource = "synthetic"\nseed = -2\n')
+    with pytest.raises(ConfigError) as caught:
+        load_config([first, second], {"run.seeed": "1", "rollout.engine": "sim", "learner.backend": "sim"})
+    assert {problem.partition(":")[0]: problem.rpartition(" ")[2] for problem in caught.value.problems} == {
+        "learner.lrr": f"({first})",
+        "evl": f"({first})",
+        "rollout.stop.0": f"({first})",
+        "data.seed": f"({second})",
+        "run.seeed": "(--run.seeed)",
+    }
+    second.write_text("[learner]\nsteps_per_version = 2\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config([second], {"data.source": "synthetic", "learner.steps": "5"})
+    without, found = caught.value.problems
+    assert without.startswith("model.path: is required") and not without.endswith(")")
+    assert found == "learner.steps: must be a multiple of learner.steps_per_version = 2 (--learner.steps)"
+
+
 def test_calls_take_places_of_the_engine_and_not_episodes():
     tree = SIMULATED | {"rollout": {"engine": "sim", "concurrency": 2, "samples_per_prompt": 8}}
     assert "rollout.concurrency" in problems(tree)[0]

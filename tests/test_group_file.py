@@ -13,7 +13,7 @@ from test_messages import make_group
 from asyncrl import group_file
 from asyncrl.errors import DataError
 from asyncrl.group_file import pack_group, read_groups
-from asyncrl.messages.groups import Group, Ticket, Trajectory, VersionSpan
+from asyncrl.messages.groups import Group, Sequence, Ticket, Trajectory, Turn, VersionSpan
 
 
 def same(left, right):
@@ -66,16 +66,29 @@ def groups(draw):
 
 
 @st.composite
-def trajectories(draw, sample):
+def sequences(draw):
     length = draw(st.integers(0, 12))
+    sampled = draw(st.integers(0, length))
+    ids = st.integers(0, 2**31 - 1)
     floats = st.floats(width=32, allow_nan=False)
+    spans = [VersionSpan(-1, 0, length - sampled, role=draw(st.sampled_from(["context", "repeated"])))]
+    spans.append(VersionSpan(3, length - sampled, length, draw(st.booleans())))
+    return Sequence(
+        prompt_ids=np.array(draw(st.lists(ids, max_size=9)), np.int32) if draw(st.booleans()) else None,
+        tokens=np.array(draw(st.lists(ids, min_size=length, max_size=length)), np.int32),
+        logprobs=np.array(draw(st.lists(floats, min_size=sampled, max_size=sampled)), np.float32),
+        spans=spans if draw(st.booleans()) else [],
+        turns=draw(st.lists(st.builds(Turn, st.integers(0, 9), st.integers(0, 9), st.floats(allow_nan=False)))),
+    )
+
+
+@st.composite
+def trajectories(draw, sample):
     return Trajectory(
         sample=sample,
-        tokens=np.array(draw(st.lists(st.integers(0, 2**31 - 1), min_size=length, max_size=length)), np.int32),
-        logprobs=np.array(draw(st.lists(floats, min_size=length, max_size=length)), np.float32),
-        loss_mask=np.array(draw(st.lists(st.integers(0, 1), min_size=length, max_size=length)), np.uint8),
-        spans=[VersionSpan(3, 0, length, draw(st.booleans()))] if length else [],
-        finish_reason=draw(st.sampled_from(["stop", "length"])),
+        sequences=draw(st.lists(sequences(), min_size=1, max_size=3)),
+        messages=draw(st.lists(st.dictionaries(st.text(max_size=4), values, max_size=3), max_size=2)),
+        finish_reason=draw(st.sampled_from(["stop", "length", "turns", "time"])),
         text=draw(st.text(max_size=12)),
         reward=draw(st.none() | st.floats(allow_nan=False)),
         components=draw(st.dictionaries(st.text(max_size=3), st.floats(allow_nan=False), max_size=2)),
@@ -94,8 +107,9 @@ def test_any_streaming_reader_of_messagepack_can_read_the_file():
     unpacker = msgpack.Unpacker(io.BytesIO(data))
     bodies = [msgpack.unpackb(body) for _, body in unpacker]
     assert [body["ticket"]["uid"] for body in bodies] == ["0-1", "0-2"]
-    dtype, shape, raw = bodies[0]["trajectories"][0]["logprobs"]
-    assert np.array_equal(np.frombuffer(raw, dtype).reshape(shape), make_group().trajectories[0].logprobs)
+    dtype, shape, raw = bodies[0]["trajectories"][0]["sequences"][0]["logprobs"]
+    expected = make_group().trajectories[0].sequences[0].logprobs
+    assert np.array_equal(np.frombuffer(raw, dtype).reshape(shape), expected)
 
 
 def test_a_file_cut_anywhere_gives_its_whole_records_and_tells_of_the_torn_one():
@@ -176,6 +190,36 @@ def test_what_is_no_array_is_refused(array):
         read(framed(msgpack.packb(body)))
 
 
+def of_0_1(group, mask=b"\1\1\1"):
+    """The record as asyncrl 0.1 wrote it, with the fields that it had, in their order."""
+    body = msgpack.unpackb(pack_group(group)[group_file.HEAD.size :])
+    body["trajectories"] = [
+        {
+            "sample": t["sample"],
+            "tokens": t["sequences"][0]["tokens"],
+            "logprobs": t["sequences"][0]["logprobs"],
+            "loss_mask": ["uint8", [len(mask)], mask],
+            "spans": [span[:4] for span in t["sequences"][0]["spans"]],
+            **{name: t[name] for name in ("finish_reason", "text", "reward", "components", "resumes", "attempts")},
+            **{name: t[name] for name in ("generate_s", "score_s")},
+        }
+        for t in body["trajectories"]
+    ]
+    return framed(msgpack.packb(body))
+
+
+def test_a_record_of_an_earlier_release_is_read_as_what_it_means_now():
+    old, new = make_group("0-1"), make_group("0-2")
+    assert same([old, new], read(of_0_1(old) + pack_group(new)))
+
+
+def test_but_not_one_that_no_release_has_written():
+    with pytest.raises(DataError, match="record 1 cannot be read: .*`sequences`"):
+        read(of_0_1(make_group(), b"\1\0\1"))
+    with pytest.raises(DataError, match="record 1 cannot be read: .*required field"):
+        read(framed(msgpack.packb({"trajectories": [{"loss_mask": 5}]})))
+
+
 def framed(body):
     return group_file.HEAD.pack(0x92, 0xCF, group_file.xxhash.xxh3_64_intdigest(body), 0xC6, len(body)) + body
 
@@ -183,6 +227,6 @@ def framed(body):
 @pytest.mark.parametrize("array", [np.array([object()]), np.array(["text"])])
 def test_and_not_written(array):
     group = make_group()
-    group.trajectories[0].tokens = array
+    group.trajectories[0].sequences[0].tokens = array
     with pytest.raises(TypeError, match="cannot be stored"):
         pack_group(group)

@@ -66,11 +66,12 @@ def problems_of(run: LiveRun, mode: str, steps: int) -> tuple[list[str], dict[st
         for group in map(json.loads, path.read_text().splitlines()):
             for trajectory in group["trajectories"]:
                 trajectories += 1
-                spans = trajectory["spans"]
+                [sequence] = trajectory["sequences"]
+                spans = sequence["spans"]
                 mixed += len(spans) > 1
                 ends = [0, *(span[2] for span in spans)]
-                if [span[1] for span in spans] != ends[:-1] or ends[-1] != len(trajectory["tokens"]):
-                    problems.append(f"{group['uid']}: spans {spans} do not cover {len(trajectory['tokens'])} tokens")
+                if [span[1] for span in spans] != ends[:-1] or ends[-1] != len(sequence["tokens"]):
+                    problems.append(f"{group['uid']}: spans {spans} do not cover {len(sequence['tokens'])} tokens")
                 if sorted(versions := [span[0] for span in spans]) != versions:
                     problems.append(f"{group['uid']}: versions {versions} go back")
     if run.step != steps:

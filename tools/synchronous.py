@@ -32,21 +32,22 @@ from asyncrl.learner.batch import build_step, has_signal
 from asyncrl.learner.records import RecordFiles
 from asyncrl.learner.trainer import Trainer
 from asyncrl.messages.groups import Group, Ticket, Trajectory
+from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.reward.frames import Setup, Task
 from asyncrl.reward.resolve import resolve
 from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.engines.base import Engine, GenerationRequest
-from asyncrl.rollouter.episodes import request_seed
+from asyncrl.rollouter.generation import request_seed
 from asyncrl.rollouter.response import Response
 from asyncrl.stops import Stops, resolve_stops
-from asyncrl.tokenizer import Tokenizer, load_tokenizer
+from asyncrl.tokenizer import Tokenizer, tokenizer_of
 from asyncrl.weights.staging import Staged, layout_of
 
 
 def train(config: Config, runner: asyncio.Runner, engine: Engine, trainer: Trainer, records: RecordFiles) -> None:
     """The loop."""
     learner, reward = config.learner, config.reward
-    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    tokenizer = tokenizer_of(config)
     stops = resolve_stops(config.rollout, tokenizer)
     prompts = PromptSet(load_dataset(config.data), config.data, tokenizer)
     prompts.tokenize(len(prompts))
@@ -118,10 +119,13 @@ async def respond(
     assert response.finish_reason is not None
     return Trajectory(
         sample=sample,
-        tokens=np.array(response.tokens, np.int32),
-        logprobs=np.array(response.logprobs, np.float32),
-        loss_mask=np.ones(len(response.tokens), np.uint8),
-        spans=response.spans,
+        sequences=[
+            TokenSequence(
+                tokens=np.array(response.tokens, np.int32),
+                logprobs=np.array(response.logprobs, np.float32),
+                spans=response.spans,
+            )
+        ],
         finish_reason=response.finish_reason,
         text=tokenizer.decode(response.tokens),
     )

@@ -17,7 +17,7 @@ import msgspec
 
 from asyncrl.checkpoint.damage import reading
 from asyncrl.checkpoint.durable import refused, write_file
-from asyncrl.checkpoint.state import FORMAT, CheckpointState
+from asyncrl.checkpoint.state import READABLE, CheckpointState
 from asyncrl.errors import CheckpointError, DamagedCheckpoint
 from asyncrl.group_file import pack_group, read_groups
 from asyncrl.messages.groups import Group
@@ -55,8 +55,9 @@ def read_state(folder: Path) -> CheckpointState:
     path = folder / STATE
     with reading(path):
         state = msgspec.json.decode(path.read_bytes(), type=CheckpointState)
-    if state.format != FORMAT:
-        reason = f"has format {state.format}, and this asyncrl reads {FORMAT}; go on with the asyncrl that wrote it"
+    if state.format not in READABLE:
+        reason = f"has format {state.format}, and this asyncrl reads {READABLE[0]} to {READABLE[-1]}; "
+        reason += "go on with the asyncrl that wrote it"
         raise CheckpointError(str(path), reason)
     return state
 

@@ -8,7 +8,9 @@ from asyncrl.config import Config
 from asyncrl.messages import Count
 from asyncrl.messages.groups import LedgerState
 
-FORMAT = 1
+FORMAT = 2
+"""Format 1 has groups without sequences."""
+READABLE = (1, FORMAT)
 
 
 class Geometry(msgspec.Struct, frozen=True, kw_only=True):

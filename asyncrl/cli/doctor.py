@@ -29,7 +29,13 @@ found, and how to mend it.
 or fail), detail, fix and key (of the configuration, where one decides). --fix removes what is certainly dead of runs
 that were killed, and says so; nothing else is ever changed.
 
-Exit codes: 0 nothing failed, 1 something did, 2 wrong usage, 78 wrong configuration, 130 Ctrl-C.
+--chat looks at the model's chat template instead: for each kind of turn whether the next context extends what was
+sampled (extend), begins another sequence (fork) or cannot be had (refused), and why; what ends an answer, which parsers
+read it, and an example. It needs a CONFIG, or --model.path DIR alone; with --json it prints what a run keeps as
+chat.json.
+
+Exit codes: 0 nothing failed, 1 something did, or no conversation can be had, 2 wrong usage, 78 wrong configuration,
+130 Ctrl-C.
 """
 ANSWER_S = 60.0
 CONNECT_S = 10.0
@@ -49,7 +55,11 @@ def _main(argv: list[str]) -> int:
     given = parser.parse_args(rest)
     if given.hosts is None and (given.include or given.exclude or given.ssh_args):
         parser.error("--include, --exclude and --ssh-args belong to --hosts FILE")
-    if overrides and not given.configs:
+    if given.chat and (given.hosts is not None or given.fix):
+        parser.error("--chat looks at a model's folder alone; --hosts and --fix belong to the other checks")
+    if given.chat and not given.configs and "model.path" not in overrides:
+        parser.error("--chat: give a CONFIG file, or --model.path DIR")
+    if overrides and not given.configs and not given.chat:
         parser.error(f"--{next(iter(overrides))}: no CONFIG file is given to lay it over")
     try:
         ssh_args = tuple(shlex.split(given.ssh_args))
@@ -59,28 +69,46 @@ def _main(argv: list[str]) -> int:
     import asyncio
 
     from asyncrl.config.load import load_config
-    from asyncrl.doctor.examination import Examination
     from asyncrl.errors import ConfigError, UsageError
-    from asyncrl.preflight.findings import as_json, as_lines, exit_code
 
     try:
+        if given.chat:
+            return _show_chat(given.configs, overrides, as_json=given.json)
         config: Config | None = load_config(given.configs, overrides) if given.configs else None
         targets = _targets(given.hosts, given.include, given.exclude, ssh_args)
     except ConfigError as error:
         for problem in error.problems:
             say(f"  {problem}", sys.stderr)
-        return _complain(f"the configuration is wrong ({', '.join(given.configs)}, flags)", error.exit_code)
+        return _complain("the configuration is wrong: correct what is listed above", error.exit_code)
     except UsageError as error:
         return _complain(str(error), error.exit_code)
+    from asyncrl.doctor.examination import Examination
+    from asyncrl.preflight.findings import as_json, as_lines, exit_code
+
     found = asyncio.run(Examination(targets, config, given.timeout, given.fix).run())
     say(json_in_ascii(as_json(found)) if given.json else "\n".join(as_lines(found)), sys.stdout)
     return exit_code(found)
 
 
+def _show_chat(configs: Sequence[str], overrides: dict[str, str], *, as_json: bool) -> int:
+    """Show what a chat template does; the exit code. Raises ConfigError."""
+    from asyncrl.config.load import load_config
+    from asyncrl.doctor.chat import describe_chat, examine_chat
+
+    # Without a file there is nothing but a model.
+    rest = {} if configs else {"data.source": "synthetic"}
+    renderer, tokenizer = examine_chat(load_config(configs, rest | overrides))
+    if as_json:
+        say(json_in_ascii(renderer.report.to_json().decode()).rstrip(), sys.stdout)
+    else:
+        say("\n".join(describe_chat(renderer, tokenizer)), sys.stdout)
+    return 0 if renderer.report.works else 1
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
-        usage=f"{PROGRAM} [CONFIG...] [--hosts FILE] [--json] [--fix] [--KEY VALUE ...]",
+        usage=f"{PROGRAM} [CONFIG...] [--hosts FILE | --chat] [--json] [--fix] [--KEY VALUE ...]",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -93,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
         "--exclude", metavar="NAME,...", type=split_names, default=[], help="of the hosts all but these"
     )
     parser.add_argument("--ssh-args", metavar="ARGS", default="", help="further arguments of ssh, as in -F FILE")
+    parser.add_argument("--chat", action="store_true", help="look at the model's chat template")
     parser.add_argument("--json", action="store_true", help="print a list of objects")
     parser.add_argument("--fix", action="store_true", help="remove what is certainly dead of runs that were killed")
     parser.add_argument(

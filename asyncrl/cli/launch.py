@@ -35,7 +35,7 @@ Configuration: the CONFIG files (TOML) are merged left to right, then flags with
 
 A value is read as TOML, and as plain text where it is none or the key holds text. --help-config lists every key.
 
-Before anything starts, model, tokenizer, first prompts, reward function, ports, disk, limits and GPUs are checked;
+Before anything starts, model, tokenizer, prompts, reward function, ports, disk, limits and GPUs are checked;
 --dry-run shows configuration, placement and what was found, and starts nothing.
 
 Ctrl-C, a closed terminal, SIGTERM and SIGUSR2 let a run make way: it delivers what is finished, writes a checkpoint
@@ -137,18 +137,18 @@ def _main(argv: list[str]) -> int:
         if given.dry_run:
             return _print_plan(config, placed, findings, resumption)
         if resumption is not None and resumption.is_finished:
-            return _print_finished(config, resumption)
+            say(resumption.describe_finished(config), sys.stdout)
+            return _warn_of(resumption)
         from asyncrl.launcher.local import run_local
 
         return run_local(config, placed, resumption=resumption, detached=detached)
     except ConfigError as error:
-        where = f"{', '.join(given.configs)}, flags"
         if len(error.problems) == 1:
-            return _complain(f"{error.problems[0]} ({where}; --help-config explains every key)", 78)
+            return _complain(f"{error.problems[0]}; --help-config explains every key", 78)
         for problem in error.problems:
             say(f"  {problem}", sys.stderr)
         count = f"{len(error.problems)} problems in the configuration"
-        return _complain(f"{count} ({where}): correct what is listed above; --help-config explains every key", 78)
+        return _complain(f"{count}: correct what is listed above; --help-config explains every key", 78)
     except AsyncRLError as error:
         return _complain(str(error), error.exit_code)
     except OSError as error:
@@ -210,6 +210,7 @@ def _prepare(
     from asyncrl.config.load import load_config
     from asyncrl.errors import ConfigError
     from asyncrl.launcher.checks import check_head, errors_of, warnings_of
+    from asyncrl.launcher.date import with_date
     from asyncrl.launcher.hosts import local_host
     from asyncrl.launcher.placement import place, with_gpus
 
@@ -219,6 +220,7 @@ def _prepare(
         from asyncrl.launcher.resume import find_resumption
 
         config, resumption = find_resumption(config, given.resume)
+    config = with_date(config, resumption.folder.path if resumption is not None else None)
     placed: list[Placed] = []
     problems: list[str] = []
     hosts = [local_host()]
@@ -324,27 +326,17 @@ def _with_allowed(given: argparse.Namespace, overrides: dict[str, str]) -> dict[
     return overrides | {"resume.allow": json.dumps(allowed)} if allowed else overrides
 
 
-def _print_finished(config: Config, resumption: Resumption) -> int:
-    assert resumption.checkpoint is not None
-    step, steps = resumption.checkpoint.step, config.learner.steps
-    print(f"{resumption.folder.path} is finished: step {step} of {steps}; raise learner.steps to go on")
+def _print_plan(config: Config, placed: list[Placed], findings: list[Finding], resumption: Resumption | None) -> int:
+    from asyncrl.launcher.plan import plan_rows
+
+    for row in plan_rows(config, placed, findings, resumption):
+        say(row, sys.stdout)
+    return _warn_of(resumption) if resumption is not None else 0
+
+
+def _warn_of(resumption: Resumption) -> int:
     for warning in resumption.warnings:
         say(warning, sys.stderr)
-    return 0
-
-
-def _print_plan(config: Config, placed: list[Placed], findings: list[Finding], resumption: Resumption | None) -> int:
-    from asyncrl.config.load import config_to_json
-    from asyncrl.launcher.checks import summary
-    from asyncrl.launcher.placement import describe
-
-    print(config_to_json(config), end="")
-    for row in [*describe(config, placed), *summary(findings)]:
-        say(row, sys.stdout)
-    if resumption is not None:
-        print(f"\n{resumption.describe()}" + ("; it is finished" if resumption.is_finished else ""))
-        for warning in resumption.warnings:
-            say(warning, sys.stderr)
     return 0
 
 

@@ -6,9 +6,9 @@ describes what may be set.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from asyncrl.config.episode import ChatConfig, EpisodeConfig
 from asyncrl.config.monitor import LogConfig, MonitorConfig, SinksConfig, TraceConfig
@@ -82,13 +82,36 @@ class Config(Section):
     trace: TraceConfig = TraceConfig()
     """What was done when."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _let_episodes_score(cls, tree: Any) -> Any:
+        """User code that plays an episode mostly knows what it is worth."""
+        if not isinstance(tree, dict) or not isinstance(tree.get("episode"), dict):
+            return tree
+        reward = tree.get("reward", {})
+        if any(tree["episode"].get(key) for key in ("function", "env", "command")) and isinstance(reward, dict):
+            return tree | {"reward": {"function": "episode"} | reward}
+        return tree
+
     @property
     def longest_sequence(self) -> int:
         """Longest prompt or context plus response, over training and evaluation, in tokens."""
         response = self.rollout.max_tokens
-        context = self.episode.max_context_tokens or 0
+        context = self.longest_context
         evals = (each.data.max_prompt_tokens + (each.max_tokens or response) for each in self.eval.values())
         return max(self.data.max_prompt_tokens + response, context, *evals)
+
+    @property
+    def longest_context(self) -> int:
+        """Longest context plus answer of an episode, in tokens."""
+        return self.episode.max_context_tokens or self.data.max_prompt_tokens + self.rollout.max_tokens
+
+    @property
+    def episodes_open(self) -> int:
+        """Most episodes that a rollouter plays at a time."""
+        if self.episode.kind == "single":
+            return self.rollout.concurrency
+        return self.rollout.episodes or 4 * self.rollout.concurrency
 
     @property
     def groups_per_version(self) -> int:

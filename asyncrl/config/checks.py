@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from asyncrl.config import Config
+from asyncrl.config.episode import OWN_REASONING_PARSERS, OWN_TOOL_PARSERS
 from asyncrl.config.training import DataConfig
 
 FORBIDDEN_VLLM_KEYS = (
@@ -24,6 +25,16 @@ def _weight_problems(config: Config) -> list[tuple[str, str]]:
         found.append(("weights.broadcast_timeout_s", "must be at most weights.deadline_s"))
     if rollout.engine == "sim" and rollout.sim.load_s >= weights.deadline_s:
         found.append(("rollout.sim.load_s", "must be below weights.deadline_s"))
+    return found
+
+
+def _chat_problems(config: Config) -> list[tuple[str, str]]:
+    chat, found = config.chat, []
+    named = (("tool_parser", OWN_TOOL_PARSERS), ("reasoning_parser", OWN_REASONING_PARSERS))
+    for key, own in named:
+        if getattr(chat, key) not in own and config.rollout.engine != "vllm":
+            theirs = f'is none of {", ".join(own)}; vLLM\'s parsers need rollout.engine = "vllm"'
+            found.append((f"chat.{key}", theirs))
     return found
 
 
@@ -85,6 +96,7 @@ def cross_check(config: Config) -> list[tuple[str, str]]:
         if key in rollout.vllm.extra
     ]
     found += _weight_problems(config)
+    found += _chat_problems(config)
     if config.weights.transport == "nccl" and (rollout.engine != "vllm" or rollout.gpus_per_replica == 0):
         found.append(("weights.transport", "nccl reaches engines on GPUs only; take auto, shm, stream or gloo"))
     if reward.truncated == "penalty" and reward.overlong.margin_tokens >= rollout.max_tokens:
@@ -97,6 +109,8 @@ def cross_check(config: Config) -> list[tuple[str, str]]:
                 'cannot be told, and the same reward for all of them teaches nothing; set it to "fail"',
             )
         )
+    if reward.function == "episode" and config.episode.kind == "single":
+        found.append(("reward.function", "episode is for runs with an [episode]; name a function"))
     if reward.function == "reasoning_gym" and config.data.source != "reasoning_gym":
         found.append(("reward.function", 'reasoning_gym scores only prompts of data.source = "reasoning_gym"'))
     if learner.warmup_steps > learner.steps:

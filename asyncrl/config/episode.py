@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from datetime import date as Date
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from asyncrl.config.section import NonNegative, Positive, Seconds, Section
+from asyncrl.config.section import Positive, Seconds, Section
 
 EpisodeKind = Literal["single", "function", "env", "tools", "command"]
+OWN_TOOL_PARSERS = ("auto", "json", "none")
+OWN_REASONING_PARSERS = ("auto", "think", "none")
+"""Other names are of vLLM's parsers."""
 
 
 class EpisodeConfig(Section):
@@ -77,12 +81,19 @@ class ChatConfig(Section):
     reasoning_parser: str = "auto"
     """How reasoning is told from the answer: auto, think (<think>...</think>), none, or the name of one of vLLM's
     parsers."""
-    renderer: str = "template"
+    renderer: str = Field(default="template", pattern=r"^(template|renderers:.+)$")
     """template: the model's own chat template; or renderers:NAME of the package of that name."""
     date: str | None = Field(default=None, pattern=r"^\d{4}-\d{2}-\d{2}$")
     """The date that chat templates are told, YYYY-MM-DD; by default that of the run's first start. A resumed run keeps
     it."""
     check_timeout_s: Seconds = 60.0
     """Longest time of the check of the chat template at start."""
-    render_threads: NonNegative = 2
+    render_threads: Positive = 2
     """Threads of a rollouter that turn messages into tokens."""
+
+    @field_validator("date")
+    @classmethod
+    def _is_a_day(cls, value: str | None) -> str | None:
+        if value is not None:
+            Date.fromisoformat(value)
+        return value

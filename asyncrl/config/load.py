@@ -4,8 +4,8 @@ TOML files are merged left to right (tables deeply, everything else replaced), t
 the result is validated as a whole and every problem is reported at once. Children of a run read the resolved
 JSON, never the TOML again, so all of them see the same values.
 
-Fails with ConfigError, which holds one line a problem: the path, what is wrong, and for an unknown key the
-nearest known one.
+Fails with ConfigError, which holds one line a problem: the path, what is wrong, for an unknown key the nearest known
+one, and the file or flag that it comes from.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,12 @@ def load_config(files: Sequence[str | Path], overrides: Mapping[str, str] | None
     """
     tree: dict[str, Any] = {}
     problems: list[str] = []
+    sources: dict[tuple[str, ...], str] = {}
     for file in files:
         try:
-            _merge(tree, tomllib.loads(Path(file).read_text("utf-8-sig")))
+            given = tomllib.loads(Path(file).read_text("utf-8-sig"))
+            _merge(tree, given)
+            sources |= dict.fromkeys(_leaves(given), str(file))
         except OSError as error:
             problems.append(f"{file}: cannot be read: {error.strerror or error}")
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -57,15 +60,21 @@ def load_config(files: Sequence[str | Path], overrides: Mapping[str, str] | None
             node = child
         else:
             node[last] = _flag_value(key, text)
+            sources[(*parents, last)] = f"--{key}"
     checkpoints = tree.get("checkpoint")
     if isinstance(checkpoints, dict) and isinstance(checkpoints.get("dir"), str):
         # A command that speaks of the run later may be called from another folder.
         checkpoints["dir"] = os.path.abspath(checkpoints["dir"])
-    return validate_config(tree, problems)
+    return validate_config(tree, problems, sources)
 
 
-def validate_config(tree: dict[str, Any], problems: Sequence[str] = ()) -> Config:
-    """Validate a plain tree. Raises ConfigError with ``problems`` and every one found here."""
+def validate_config(
+    tree: dict[str, Any], problems: Sequence[str] = (), sources: Mapping[tuple[str, ...], str] | None = None
+) -> Config:
+    """Validate a plain tree. Raises ConfigError with ``problems`` and every one found here.
+
+    ``sources`` has the file or flag of each value in the tree, by the parts of its key, where these are known.
+    """
     found = list(problems)
     bad: set[tuple[str, ...]] = set()
     config: Config | None = None
@@ -75,7 +84,7 @@ def validate_config(tree: dict[str, Any], problems: Sequence[str] = ()) -> Confi
         for item in error.errors():
             path = tuple(str(part) for part in item["loc"])
             bad.add(path)
-            found.append(describe(path, item))
+            found.append(describe(path, item) + _from(path, sources or {}))
         try:
             # What is right is checked against itself all the same, so that one run shows every problem.
             config = Config.model_validate(_without(tree, bad))
@@ -84,7 +93,7 @@ def validate_config(tree: dict[str, Any], problems: Sequence[str] = ()) -> Confi
     if config is not None:
         for key, problem in cross_check(config):
             if not any(".".join(path).startswith(key) or key.startswith(".".join(path)) for path in bad):
-                found.append(f"{key}: {problem}")
+                found.append(f"{key}: {problem}{_from(tuple(key.split('.')), sources or {})}")
     if found or config is None:
         raise ConfigError(found)
     return config
@@ -109,6 +118,23 @@ def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
             _merge(into[key], value)
         else:
             into[key] = value
+
+
+def _leaves(tree: Mapping[str, Any], here: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The keys of all values, an empty table counting as one."""
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, (*here, key))
+        else:
+            yield (*here, key)
+
+
+def _from(path: tuple[str, ...], sources: Mapping[tuple[str, ...], str]) -> str:
+    """Where the value at ``path`` comes from, or the first one below it; nothing if it is no given one."""
+    above = [path[:length] for length in range(len(path), 0, -1)]
+    below = [key for key in sources if key[: len(path)] == path]
+    place = next((sources[key] for key in (*above, *below) if key in sources), "")
+    return f" ({place})" if place else ""
 
 
 def _flag_value(key: str, text: str) -> Any:

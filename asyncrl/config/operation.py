@@ -23,8 +23,9 @@ class CheckpointConfig(Section):
     export_at_end: bool = True
     """Write the final weights in Hugging Face layout to export/ in the run folder."""
     room_wait_s: Seconds = 300.0
-    """Longest that the end of the run waits for room for the last checkpoint and the export on a full disk; without
-    it the run ends as failed. A run that makes way waits within preempt.grace_s."""
+    """Longest that a run waits for room on a full disk where it cannot go on without: for the last checkpoint and the
+    export at its end, and for a next version of the weights with nothing left to train. Then it ends as failed. A run
+    that makes way waits within preempt.grace_s."""
 
 
 class ResumeConfig(Section):

@@ -58,7 +58,7 @@ class DataConfig(Section):
     max_prompt_tokens: Positive = 1024
     """Longer prompts are quarantined before they are ever leased; the terminal tells how many."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """A row that cannot be read ends the start with file and line, or is counted and left out."""
+    """A row that cannot be read or tokenized ends the start with file and line, or is counted and left out."""
     shuffle: bool = True
     """Order of an epoch: shuffled by (fingerprint, seed, epoch), or as it stands."""
 
@@ -76,7 +76,9 @@ class RewardConfig(Section):
     """Scoring."""
 
     function: str = "exact"
-    """Built in: exact, regex, math_verify, reasoning_gym, constant; or MODULE:FUNCTION of your own."""
+    """Built in: exact, regex, math_verify, reasoning_gym, constant; or MODULE:FUNCTION of your own. An episode that
+    says its reward itself is not scored; episode stands for no function, and is the default with episode.function, env
+    and command."""
     per: Literal["trajectory", "group"] = "trajectory"
     """Whether the function scores one trajectory or a whole group (a relative judge)."""
     options: dict[str, Any] = {}
@@ -94,7 +96,8 @@ class RewardConfig(Section):
     max_output_bytes: Positive = 1 << 20
     """Of what a function prints in one call so much reaches the log."""
     truncated: Literal["score", "mask", "penalty"] = "score"
-    """Responses cut at max_tokens: scored as they are, left out of the loss, or scored with the overlong penalty."""
+    """Responses that ran out of tokens, turns or time: scored as they are, left out of the loss, or scored with the
+    overlong penalty, which counts sampled tokens alone."""
     overlong: OverlongPenalty = OverlongPenalty()
     """The penalty of truncated = penalty."""
 
@@ -147,9 +150,10 @@ class LearnerConfig(Section):
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
     """Advantage estimator."""
     aggregation: Literal["token", "sequence", "constant"] = "token"
-    """Denominator of the loss: loss tokens, sequences (mean over each one's tokens), or sequences times max_tokens."""
+    """Denominator of the loss: loss tokens, trajectories (mean over each one's tokens), or trajectories times
+    max_tokens."""
     dynamic_sampling: bool = True
-    """Groups whose rewards are all equal are filtered, counted and replaced."""
+    """Groups whose rewards are all equal, and those of their turns too, are filtered, counted and replaced."""
     max_filtered_ratio: Annotated[float, Field(gt=0)] = 20.0
     """Groups filtered or quarantined between two steps, in steps' worth, past which the run ends with "no signal"."""
     max_quarantined_fraction: Annotated[float, Field(gt=0, le=1)] = 0.1
@@ -159,7 +163,7 @@ class LearnerConfig(Section):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """A loss or gradient that is not finite ends the run, or quarantines the groups that it came from."""
     signal_tolerance: Annotated[float, Field(ge=0)] = 1e-6
-    """Rewards of a group that differ by no more than this count as equal."""
+    """Rewards of a group, or of its turns, that differ by no more than this count as equal."""
     tokens_per_microbatch: Positive = 8192
     """Token budget of a packed micro-batch."""
     packing: Literal["auto", "required", "off"] = "auto"

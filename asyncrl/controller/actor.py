@@ -33,7 +33,6 @@ from asyncrl.disk import in_words
 from asyncrl.errors import InvalidRequest, Refused
 from asyncrl.messages import Done
 from asyncrl.messages.actors import (
-    LONGEST_NOTICE,
     ActorEnded,
     ActorRecord,
     ActorStarted,
@@ -63,6 +62,7 @@ from asyncrl.monitor.sinks.feed import SinkFeed
 from asyncrl.monitor.whole import replace_whole
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller, handler
 from asyncrl.runtime.address_file import ADDRESS_FILE, AddressFile, read_address_file
+from asyncrl.runtime.notices import sendable
 from asyncrl.runtime.parking import ParkingLot
 from asyncrl.runtime.registry import Registry
 from asyncrl.runtime.roster import LAUNCHER
@@ -261,6 +261,8 @@ class Controller(Actor):
             self.log.info("registered", actor=request.record.name, address=request.record.address)
             if request.record.address and self._run.phase != "starting":
                 self._watching.happened("info", request.record.name, "is ready again")
+            if request.record.address and request.record.attempt:
+                self._lines.add_ready(request.record.name)
         finally:
             self._registry_changed()
         return Done()
@@ -327,9 +329,9 @@ class Controller(Actor):
         self._watchers.wake()
         return Done()
 
-    def notify(self, key: str, text: str, *, count: int = 1) -> None:
-        super().notify(key, text, count=count)
-        self._lines.add_notice(self.name, Notice(key=key, text=text[:LONGEST_NOTICE], count=count))
+    def notify(self, key: str, text: str, *, count: int = 1, meanwhile: str = "", waits_for: str = "") -> None:
+        super().notify(key, text, count=count, meanwhile=meanwhile, waits_for=waits_for)
+        self._lines.add_notice(self.name, sendable(key, text, count, meanwhile, waits_for))
         self._watchers.wake()
 
     @handler

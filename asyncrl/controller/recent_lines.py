@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.messages.actors import NOTICE, Notice
+from asyncrl.messages.actors import NOTICE, READY, Notice
 from asyncrl.monitor.metrics_line import is_sound
 
 LONGEST_LINE = 1 << 18
@@ -23,7 +23,7 @@ LINES_IN_REPLY = 100
 
 def is_proper(line: Mapping[str, Any]) -> bool:
     """Whether a line is one: as a run writes it, with a step if its kind is train, no longer than LONGEST_LINE."""
-    if not is_sound(line) or line.get("kind") == NOTICE or min(line.get("step", 0), line.get("start", 0)) < 0:
+    if not is_sound(line) or line.get("kind") in (NOTICE, READY) or min(line.get("step", 0), line.get("start", 0)) < 0:
         return False
     if line.get("kind") == "train" and "step" not in line:
         return False
@@ -48,8 +48,11 @@ class RecentLines:
 
     def add_notice(self, actor: str, notice: Notice) -> None:
         """A notice to the user goes the way of the lines."""
-        said = {"actor": actor, "key": notice.key, "text": notice.text, "count": notice.count}
-        self.add({"kind": NOTICE, **said})
+        self.add({"kind": NOTICE, "actor": actor, **msgspec.structs.asdict(notice)})
+
+    def add_ready(self, actor: str) -> None:
+        """An actor that was started again is ready."""
+        self.add({"kind": READY, "actor": actor})
 
     def after(self, seen: int) -> tuple[list[dict[str, Any]], int]:
         """The next lines after number ``seen``, at most LINES_IN_REPLY, and the number of the last of them."""

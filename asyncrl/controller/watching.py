@@ -206,8 +206,8 @@ class Watching:
                 self._actor.log.warning("snapshots cannot be recorded", error=str(error))
             if isinstance(error, OSError):
                 where = in_words(error, self._actor.context.run_dir)
-                text = f"the recording of the run lacks snapshots: {where}. The run goes on; a replay shows gaps"
-                self._actor.notify("recording", text, count=int(lost))
+                text = f"the recording of the run lacks snapshots: {where}; a replay shows gaps"
+                self._actor.notify("recording", text, count=int(lost), meanwhile="The run goes on")
 
     def _failed(self, error: Exception) -> None:
         self._actor.counters.add("snapshots/failed")
@@ -241,8 +241,8 @@ class Watching:
         if lost > self._logs_lost:
             self._logs_lost = lost
             disk = self._actor.context.run_dir / "logs"
-            text = f"lines of the logs in {disk} are lost: they cannot be written, as on a full disk. The run goes on"
-            self._actor.notify("logs", text, count=lost)
+            text = f"lines of the logs in {disk} are lost: they could not be written, as on a full disk"
+            self._actor.notify("logs", text, count=lost, meanwhile="The run goes on")
 
     async def _look_at_disk(self) -> None:
         loop = asyncio.get_running_loop()

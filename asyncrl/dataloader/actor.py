@@ -14,6 +14,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
+from asyncrl.chat.renderer import make_renderer
+from asyncrl.chat.report import FILE as CHAT_FILE
 from asyncrl.config.training import DataConfig
 from asyncrl.dataloader.evals import EvalPrompt, EvalSet
 from asyncrl.dataloader.holders import Ask, Grant
@@ -43,7 +45,8 @@ from asyncrl.monitor.story_log import GRANTED, ORPHANED, RETURNED, SETTLED
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.runtime.away import log_away
 from asyncrl.runtime.parking import ParkingLot
-from asyncrl.tokenizer import Tokenizer, load_tokenizer
+from asyncrl.stops import resolve_stops
+from asyncrl.tokenizer import Tokenizer, tokenizer_of
 
 LEARNER = "learner/0"
 AWAY_S = 0.5
@@ -91,13 +94,21 @@ class Dataloader(Actor):
     async def setup(self) -> None:
         """Read and tokenize all prompts. Raises DataError or ConfigError."""
         config = self.config
-        tokenizer = await asyncio.to_thread(
-            load_tokenizer, config.model.path, trust_remote_code=config.model.trust_remote_code
-        )
+        tokenizer = await asyncio.to_thread(tokenizer_of, config)
+        if config.episode.kind != "single":
+            await asyncio.to_thread(self._check_chat, tokenizer)
         self._prompts = await self._read("data", config.data, tokenizer)
         for name, evaluation in config.eval.items():
             self._eval_prompts[name] = await self._read(f"eval.{name}.data", evaluation.data, tokenizer)
         self._make_source()
+
+    def _check_chat(self, tokenizer: Tokenizer) -> None:
+        """Check the chat template for the whole run, in the log and in the run folder. Raises ConfigError."""
+        stops = resolve_stops(self.config.rollout, tokenizer)
+        report = make_renderer(self.config, tokenizer, stop_ids=stops.token_ids).report
+        for line in report.lines():
+            self.log.info("chat template", found=line)
+        (self.context.run_dir / CHAT_FILE).write_bytes(report.to_json())
 
     async def _read(self, key: str, data: DataConfig, tokenizer: Tokenizer) -> PromptSet:
         dataset = await asyncio.to_thread(load_dataset, data)
@@ -112,11 +123,8 @@ class Dataloader(Actor):
             bad_rows=prompts.skipped,
             fingerprint=prompts.fingerprint,
         )
-        if prompts.skipped:
-            told = f'{key}: {prompts.skipped} rows cannot be read and are left out ({key}.on_bad_row = "skip")'
-            self.notify(f"bad_rows/{key}", told)
-        if told := prompts.told_of_oversize(key):
-            self.notify(f"too_long/{key}", told)
+        for remark in prompts.remarks(key):
+            self.notify(f"{remark.kind}/{key}", f"{key}: {remark.told}. To do: {remark.fix}")
         return prompts
 
     def _make_source(self) -> None:

@@ -1,21 +1,31 @@
 """A set of prompts ready to be granted: rows with their tokens.
 
-Invariant: ids, text and row of an index never change. Fails with DataError, naming file and line, on a prompt that
-cannot be tokenized, and when not one is within max_prompt_tokens.
+Invariant: ids, text and row of an index never change. A row whose prompt cannot be tokenized is one that cannot be
+used: it ends the reading with DataError (file and line), or is left out under on_bad_row = "skip", as if it were not
+there. Fails with NothingUsable when not one prompt is within max_prompt_tokens, with ConfigError where the model has
+no chat template.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import islice
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 
 from asyncrl.config.training import DataConfig
-from asyncrl.dataloader.rows import Dataset, unpack
-from asyncrl.errors import DataError
+from asyncrl.dataloader.rows import MEND, BadRow, Dataset, NothingUsable, Row, fingerprint_of, nothing_usable, unpack
+from asyncrl.errors import ConfigError, DataError
 from asyncrl.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """What the user must know of a set that can be used."""
+
+    kind: Literal["bad_rows", "too_long"]
+    told: str
+    fix: str
 
 
 class PromptSet:
@@ -29,60 +39,96 @@ class PromptSet:
         self.skipped = dataset.skipped
         self.oversize: set[int] = set()
         """Indices of prompts over max_prompt_tokens."""
-        self._longest = (0, "")
+        self.longest = (0, "")
         """Tokens and place of the longest prompt."""
-        self._size = len(dataset.rows)
+        self.place = ""
+        """FILE:LINE of the last row that was tokenized."""
+        self._first_skipped = dataset.first_skipped
         self._rows = dataset.rows
         """Emptied once all are tokenized."""
+        self._left_out: set[int] = set()
+        """Places in ``_rows`` of those that cannot be tokenized."""
+        self._next = 0
         self._packed: list[bytes] = []
         self._config = config
         self._tokenizer = tokenizer
-        self._source: Iterator[int] = iter(range(len(dataset.rows)))
         self._ids: list[np.ndarray] = []
         self._texts: list[str] = []
 
     def __len__(self) -> int:
-        return self._size
+        """Prompts so far; all of them once the set is complete."""
+        return len(self._ids)
 
     def tokenize(self, count: int) -> bool:
-        """Tokenize the next ``count`` prompts; True once all are. Raises DataError."""
+        """Tokenize the next ``count`` prompts; True once all are. Raises DataError or ConfigError."""
         config = self._config
-        for index in islice(self._source, count):
-            row = self._rows[index]
+        for row in self._rows[self._next : self._next + count]:
+            number, self._next = self._next, self._next + 1
+            self.place = f"{row.path}:{row.line}"
             try:
-                ids, text = self._tokenizer.encode_prompt(row.prompt, config.template, config.system)
-            except ValueError as error:
-                raise DataError(str(error), path=row.path, line=row.line) from None
-            if not ids:
-                raise DataError("the prompt has no tokens", path=row.path, line=row.line)
-            self._longest = max(self._longest, (len(ids), f"{row.path}:{row.line}"), key=lambda found: found[0])
+                ids, text = self._encode(row)
+            except BadRow as problem:
+                if config.on_bad_row == "error":
+                    raise DataError(str(problem), path=row.path, line=row.line, fix=MEND) from None
+                self.skipped += 1
+                self._left_out.add(number)
+                self._first_skipped = self._first_skipped or f"{self.place}: {problem}"
+                continue
+            self.longest = max(self.longest, (len(ids), self.place), key=lambda found: found[0])
             if len(ids) > config.max_prompt_tokens:
-                self.oversize.add(index)
+                self.oversize.add(len(self))
                 ids, text = [], ""
             self._ids.append(np.array(ids, np.int32))
             self._texts.append(text)
             self._packed.append(row.packed)
-        if len(self._ids) < self._size:
+        if self._next < len(self._rows):
             return False
-        if len(self.oversize) == self._size:
-            raise DataError(
-                f"every prompt is over max_prompt_tokens = {config.max_prompt_tokens}; the longest has "
-                f"{self._longest[0]} tokens",
-                path=self._rows[0].path,
-            )
-        self._rows = []
+        self._complete()
         return True
 
-    def told_of_oversize(self, key: str) -> str:
-        """For the user: how many prompts are left out, and the longest; empty where none is. ``key``: the data's."""
-        if not self.oversize:
-            return ""
-        tokens, place = self._longest
-        return (
-            f"{key}: {len(self.oversize)} of {len(self)} prompts have more than {key}.max_prompt_tokens = "
-            f"{self._config.max_prompt_tokens} tokens and are left out; the longest has {tokens} ({place}). Raise "
-            f"{key}.max_prompt_tokens, or shorten them"
-        )
+    def _encode(self, row: Row) -> tuple[list[int], str]:
+        """Raises BadRow, and ConfigError for what is no fault of the row."""
+        try:
+            ids, text = self._tokenizer.encode_prompt(row.prompt, self._config.template, self._config.system)
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise BadRow(str(error)) from None
+        if not ids:
+            raise BadRow("the prompt has no tokens")
+        return ids, text
+
+    def _complete(self) -> None:
+        path = self._rows[0].path
+        if self._left_out:
+            self.fingerprint = fingerprint_of(
+                row for number, row in enumerate(self._rows) if number not in self._left_out
+            )
+        if not len(self):
+            raise nothing_usable(path, self._first_skipped)
+        if len(self.oversize) == len(self):
+            raise NothingUsable(
+                f"every prompt is over max_prompt_tokens = {self._config.max_prompt_tokens}; the longest has "
+                f"{self.longest[0]} tokens",
+                path=path,
+                fix="raise max_prompt_tokens, or shorten the prompts",
+            )
+        self._rows = []
+
+    def remarks(self, key: str) -> list[Remark]:
+        """For the user, of the prompts so far: those that are left out; ``key`` is the set's in the configuration."""
+        found = []
+        if self.skipped:
+            told = f'rows that cannot be used and are left out ({key}.on_bad_row = "skip"): {self.skipped}'
+            found.append(Remark("bad_rows", f"{told}; the first: {self._first_skipped}", "mend them, or leave it so"))
+        if self.oversize:
+            tokens, place = self.longest
+            told = (
+                f"{len(self.oversize)} of {len(self)} prompts have more than {key}.max_prompt_tokens = "
+                f"{self._config.max_prompt_tokens} tokens and are left out; the longest has {tokens} ({place})"
+            )
+            found.append(Remark("too_long", told, f"raise {key}.max_prompt_tokens, or shorten them"))
+        return found
 
     @property
     def admissible(self) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ Prompt = str | list[dict[str, str]]
 """Text, or chat messages with role and content."""
 LISTED_PROBLEMS = 5
 KEPT_PROBLEMS = 1000
+MEND = 'mend it, or leave such rows out with on_bad_row = "skip"'
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(dict[str, Any])
@@ -28,6 +29,10 @@ _DECODER = msgspec.msgpack.Decoder(dict[str, Any])
 
 class BadRow(ValueError):
     """What is wrong with one row."""
+
+
+class NothingUsable(DataError):
+    """Each row was read, and none can be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,8 @@ class Dataset:
     """Hex digest of the content."""
     skipped: int
     """Rows left out under on_bad_row = "skip"."""
+    first_skipped: str = ""
+    """The first of them: FILE:LINE and its problem."""
 
 
 def unpack(packed: bytes) -> dict[str, Any]:
@@ -74,7 +81,6 @@ def collect(
     rows: list[Row] = []
     bad: list[tuple[RawRow, str]] = []
     skipped = 0
-    digest = hashlib.blake2b(digest_size=16)
     for raw in raw_rows:
         try:
             prompt, packed = check_row(raw, prompt_key)
@@ -84,23 +90,31 @@ def collect(
                 bad.append((raw, str(error)))
             continue
         rows.append(Row(prompt, packed, raw.path, raw.line))
-        digest.update(_ENCODER.encode((prompt, len(packed))))
-        digest.update(packed)
     if bad and on_bad_row == "error":
         first, problem = bad[0]
         others = ", ".join(f"{raw.path}:{raw.line}" for raw, _ in bad[1 : 1 + LISTED_PROBLEMS])
         more = f"; {skipped - 1} more bad rows ({others}{', …' if skipped > LISTED_PROBLEMS + 1 else ''})"
-        raise DataError(
-            f'{problem}{more if others else ""}. Mend it, or leave such rows out with on_bad_row = "skip"',
-            path=first.path,
-            line=first.line,
-        )
+        raise DataError(problem + (more if others else ""), path=first.path, line=first.line, fix=MEND)
+    first_skipped = f"{bad[0][0].path}:{bad[0][0].line}: {bad[0][1]}" if bad else ""
     if not rows:
-        raise DataError(
-            f"holds no usable row ({bad[0][1]})" if bad else "holds no row",
-            path=source,
-        )
-    return Dataset(rows, digest.hexdigest(), skipped)
+        raise nothing_usable(source, first_skipped)
+    return Dataset(rows, fingerprint_of(rows), skipped, first_skipped)
+
+
+def nothing_usable(source: str, first_bad: str) -> NothingUsable:
+    """``first_bad`` is the first row that cannot be used, with its problem; empty where there is no row at all."""
+    if first_bad:
+        return NothingUsable(f"holds no usable row ({first_bad})", path=source, fix="mend them")
+    return NothingUsable("holds no row", path=source, fix="put the prompts there, or set another path")
+
+
+def fingerprint_of(rows: Iterable[Row]) -> str:
+    """Hex digest of prompts, rows and their order."""
+    digest = hashlib.blake2b(digest_size=16)
+    for row in rows:
+        digest.update(_ENCODER.encode((row.prompt, len(row.packed))))
+        digest.update(row.packed)
+    return digest.hexdigest()
 
 
 def check_row(raw: RawRow, prompt_key: str) -> tuple[Prompt, bytes]:

@@ -52,13 +52,14 @@ from asyncrl.launcher.spec import (
     MetricsEvent,
     MovingEvent,
     NoticeEvent,
+    ReadyEvent,
     RestartEvent,
     StacksEvent,
     StateEvent,
     StuckEvent,
 )
 from asyncrl.launcher.stacks import take_stacks
-from asyncrl.messages.actors import NOTICE, ActorEnded, ActorStarted, RunState, Stuck
+from asyncrl.messages.actors import NOTICE, READY, ActorEnded, ActorStarted, RunState, Stuck
 from asyncrl.monitor.logging import configure_logging, get_logger, listen, write_text
 from asyncrl.runtime.address_file import ADDRESS_FILE, read_address_file
 from asyncrl.runtime.endpoint import new_incarnation
@@ -444,9 +445,11 @@ class Agent:
         return ended.exit_code
 
 
-def _event_of(line: dict[str, Any]) -> MetricsEvent | NoticeEvent:
+def _event_of(line: dict[str, Any]) -> MetricsEvent | NoticeEvent | ReadyEvent:
+    if line.get("kind") == READY:
+        return ReadyEvent(name=line["actor"])
     if line.get("kind") == NOTICE:
-        return NoticeEvent(actor=line["actor"], key=line["key"], text=line["text"], count=line["count"])
+        return NoticeEvent(**{name: value for name, value in line.items() if name != "kind"})
     return MetricsEvent(line=line)
 
 

@@ -77,11 +77,20 @@ def create_run_folder(config: Config) -> RunFolder:
     parent = Path(config.run.dir).absolute()
     parent.mkdir(parents=True, exist_ok=True)
     folder = next_attempt(_next_free(parent, config))
-    if (folder.path / CONFIG).exists():
-        begin_attempt(folder, config)
-    else:
-        (folder.path / CONFIG).write_text(config_to_json(config))
-        folder.logs.mkdir(parents=True)
+    is_new = not (folder.path / CONFIG).exists()
+    try:
+        if is_new:
+            (folder.path / CONFIG).write_text(config_to_json(config))
+            folder.logs.mkdir(parents=True)
+        else:
+            begin_attempt(folder, config)
+    except OSError:
+        # As on a full disk: the name is free again.
+        if is_new:
+            shutil.rmtree(folder.path, ignore_errors=True)
+        else:
+            leave_name(folder.path, Path.cwd())
+        raise
     return folder
 
 

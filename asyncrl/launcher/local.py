@@ -21,9 +21,10 @@ from asyncrl.launcher.follow import Follower
 from asyncrl.launcher.interrupts import Interrupts
 from asyncrl.launcher.member import Member
 from asyncrl.launcher.placement import Placed
-from asyncrl.launcher.progress import Progress, summarise
+from asyncrl.launcher.progress import Progress
 from asyncrl.launcher.resume import Resumption
 from asyncrl.launcher.spec import ActorSpec, AgentSpec, EndedEvent
+from asyncrl.launcher.summary import summarise
 from asyncrl.monitor.metrics_file import read_metrics
 
 ACTOR_ARGV = (sys.executable, "-m", "asyncrl.cli.actor")

@@ -2,7 +2,7 @@
 
 Invariant: the first notice of an actor and key is shown when it comes; a later one of another text, or with twice the
 count shown last, is shown unless that would be within PACE_S of the one before. All stand in the summary as they were
-last.
+last, without what holds only while the run goes on.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ MOST = 256
 class _Shown:
     event: NoticeEvent
     """The newest."""
-    text: str
-    count: int
+    told: NoticeEvent
+    """The one that was shown last."""
     at: float
+    """When that was (s, monotonic)."""
 
 
 class ShownNotices:
@@ -36,14 +37,16 @@ class ShownNotices:
         key = event.actor, event.key
         before = self._kept.get(key)
         if before is not None:
-            is_news = event.text != before.text or event.count >= 2 * before.count
+            told = before.told
+            is_new_text = (event.text, event.meanwhile) != (told.text, told.meanwhile)
+            is_news = is_new_text or event.count >= 2 * told.count
             if not is_news or now - before.at < PACE_S:
                 self._kept[key] = replace(before, event=event)
                 return ""
         elif len(self._kept) >= MOST:
             return ""
-        self._kept[key] = _Shown(event, event.text, event.count, now)
-        return _words(event)
+        self._kept[key] = _Shown(event, event, now)
+        return _words(event) + (f". {event.meanwhile}" if event.meanwhile else "")
 
     def summary(self) -> list[str]:
         """A line for each notice, in the order of their first appearance."""

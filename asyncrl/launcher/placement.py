@@ -61,11 +61,10 @@ class Placed:
 def place(config: Config, hosts: Sequence[Host]) -> list[Placed]:
     """Place every actor of a run, the controller first. ``hosts`` have different names, the head is the first of them.
 
-    Raises ConfigError.
+    ``config`` is that of ``with_gpus``. Raises ConfigError.
     """
     assert hosts
     assert len({host.name for host in hosts}) == len(hosts)
-    config = with_gpus(config, hosts)
     ranks, replicas = _counts(config, hosts)
     on_gpu, each = _learner_on_gpu(config, hosts), _gpus_per_replica(config)
     threads = [_threads(config, *there, on_gpu) for there in zip(hosts, ranks, replicas, strict=True)]
@@ -131,7 +130,10 @@ def _learner_on_gpu(config: Config, hosts: Sequence[Host]) -> bool:
 
 
 def _gpus_per_replica(config: Config) -> int:
-    return (config.rollout.gpus_per_replica or 0) if config.rollout.engine == "vllm" else 0
+    if config.rollout.engine != "vllm":
+        return 0
+    assert config.rollout.gpus_per_replica is not None
+    return config.rollout.gpus_per_replica
 
 
 def _counts(config: Config, hosts: Sequence[Host]) -> tuple[list[int], list[int]]:

@@ -1,13 +1,11 @@
-"""What the launcher shows of a run: one live line on a terminal, plain lines elsewhere, and a summary at the end."""
+"""What the launcher shows of a run while it lives: one live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
-import shlex
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any, TextIO
 
 from rich.cells import cell_len, set_cell_size
@@ -19,6 +17,7 @@ from asyncrl.launcher.spec import (
     MetricsEvent,
     MovingEvent,
     NoticeEvent,
+    ReadyEvent,
     RestartEvent,
     StacksEvent,
     StateEvent,
@@ -28,6 +27,7 @@ from asyncrl.monitor.metrics_line import Line, is_eval_mean, versions_in_words
 from asyncrl.monitor.numbers import count, duration, fixed
 from asyncrl.monitor.printable import printable
 from asyncrl.monitor.streams import send_nowhere
+from asyncrl.runtime.roster import CONTROLLER
 from asyncrl.runtime.supervision import role_of
 
 NAMES_SHOWN = 4
@@ -59,7 +59,14 @@ class Progress:
         self._err = sys.stderr if err is None else err
         self._steps = steps
         self._live = out.isatty()
+        self._stands = ""
+        """How the run stands, in the newest words."""
         self._shown = ""
+        """The same as it was written last, with what the run waits for."""
+        self._waits: dict[tuple[str, str], str] = {}
+        """For what actors say that the run waits, by actor and key of the notice."""
+        self._died: dict[str, float] = {}
+        """When actors died that are not ready again."""
         self._lost: tuple[int, Mapping[str, list[str]]] = 0, {}
         """The lost hosts with their actors, and the controller that says so."""
         self._awaited: int | None = None
@@ -68,6 +75,8 @@ class Progress:
     def show(self, event: Event) -> None:
         """Show an event, if it says something new."""
         if isinstance(event, StateEvent):
+            if event.controller != self._lost[0]:
+                self._tell_of_ready(CONTROLLER)
             self._tell_of_hosts(event)
         match event:
             case StateEvent(phase="starting", waiting_for=names):
@@ -77,17 +86,23 @@ class Progress:
                     self._now(f"starting: waiting for {_some(names)}" if names else "starting")
             case StateEvent(phase="running"):
                 # Metrics say more; between them this line stays.
-                if not self._shown.startswith("step"):
+                if not self._stands.startswith("step"):
                     self._now("running")
             case StateEvent(phase="preempting"):
                 self._now("making way: waiting for a checkpoint")
             case StateEvent(phase="draining"):
+                self._waits.clear()
                 self._now("draining: ending the actors in order")
             case RestartEvent(name=name, reason=reason, after_s=after_s):
                 self.say(f"{name} died ({reason}) and is started again")
                 self.restarts[name] = self.restarts.get(name, 0) + 1
+                self._died[name] = died = self._now_s() - after_s
+                for waits in [waits for waits in self._waits if waits[0] == name]:
+                    self._wait(waits, "")
                 if role_of(name) == "learner" and self._learner_died is None:
-                    self._learner_died = name, self._now_s() - after_s
+                    self._learner_died = name, died
+            case ReadyEvent(name=name):
+                self._tell_of_ready(name)
             case StuckEvent(report=report):
                 self.warn([f"watchdog: {report}"])
             case StacksEvent(name=name, lines=lines, more=more, log=log):
@@ -96,6 +111,7 @@ class Progress:
             case NoticeEvent():
                 if line := self.notices.take(event, self._now_s()):
                     self.warn([line])
+                self._wait((event.actor, event.key), event.waits_for)
             case MovingEvent():
                 self.warn(["watchdog: the run moves again"])
             case MetricsEvent(line=line) if line.get("kind") == "eval":
@@ -105,6 +121,11 @@ class Progress:
                 self._show_step(line)
             case _:
                 pass
+
+    def _tell_of_ready(self, name: str) -> None:
+        """An actor is ready that may have been started again."""
+        if name in self._died:
+            self.say(f"{name} is ready again, {duration(self._now_s() - self._died.pop(name))} after it died")
 
     def _tell_of_hosts(self, state: StateEvent) -> None:
         """Who is lost, who is back, and who leaves without having come back."""
@@ -137,13 +158,14 @@ class Progress:
         self._losses = losses
 
     def _tell_of_return(self, line: Line) -> None:
-        """After a learner's death, the first step of its successor."""
-        start, before = line.get("start", 0), self._start
+        """After a learner's death, the first step of its successor, and what that one goes on from."""
+        start, before, step = line.get("start", 0), self._start, line.get("step", 0)
         self._start = start
         if self._learner_died is not None and start > before > 0:
             name, died = self._learner_died
             self._learner_died = None
-            self.say(f"training goes on: step {line.get('step')} {self._now_s() - died:.1f} s after {name} died")
+            told = f"training goes on: step {step} {self._now_s() - died:.1f} s after {name} died"
+            self.say(f"{told}, from {_basis(step - 1)}; {_again(step, self.step)}")
 
     def reaching(self, hosts: list[str]) -> None:
         """Show who of the hosts has not answered yet."""
@@ -173,8 +195,22 @@ class Progress:
         self._shown = ""
         self._write("")
 
+    def _wait(self, waits: tuple[str, str], waits_for: str) -> None:
+        """The run waits for this, says a notice of this actor and key; for nothing if it is empty."""
+        if waits_for == self._waits.get(waits, ""):
+            return
+        self._waits.pop(waits, "")
+        if waits_for:
+            self._waits[waits] = waits_for
+        # As plain lines, the next step says soon enough that there is nothing to wait for.
+        if self._live or waits_for:
+            self._now(self._stands)
+
     def _now(self, text: str) -> None:
-        text = printable(text)
+        self._stands = text
+        waits = ", ".join(dict.fromkeys(self._waits.values()))
+        # First, for a narrow terminal cuts the end.
+        text = printable(f"waiting for {waits}  {text}".rstrip() if waits else text)
         if text != self._shown:
             self._shown = text
             self._write(self._fitted(text) if self._live else f"{text}\n")
@@ -220,9 +256,10 @@ LOSSES = {
     "ledger/filtered": "filtered",
     "ledger/quarantined": "quarantined",
     "rollout/dropped_trajectories": "dropped",
-    "rollout/failed_attempts": "failed",
+    "rollout/failed_attempts": "failed attempts",
 }
-"""Keys of a line of metrics that count what was generated and not trained, since the start."""
+"""Keys of a line of metrics that count what was generated and not trained: groups since the start of the run, then, of
+its learner, trajectories and attempts at them."""
 
 
 def losses_of(line: Line) -> dict[str, int]:
@@ -238,58 +275,26 @@ def describe_losses(before: Mapping[str, int], now: Mapping[str, int]) -> list[s
 
 def describe_eval(line: Line) -> str:
     """An evaluation's line in a few words: the versions that were sampled, which the step of the line does not tell."""
-    means = [f"{key.removesuffix('/mean')} {_number(line[key])}" for key in sorted(line) if is_eval_mean(key)]
+    means = [f"{key.removesuffix('/mean')} {mean_in_words(line[key])}" for key in sorted(line) if is_eval_mean(key)]
     where = versions_in_words(line) or f"step {line.get('step', '?')}"
     return "  ".join([where, *(means or ["evaluation without results"])])
 
 
-def summarise(
-    lines: Iterable[Line],
-    run_dir: Path,
-    log_dir: Path,
-    steps: int,
-    *,
-    trained: int = 0,
-    checkpoint: Path | None = None,
-    restarts: Mapping[str, int] | None = None,
-) -> list[str]:
-    """What came of a run: steps, reward and evaluations first → last, and where everything lies.
-
-    ``lines`` are those of training and evaluations, which a full disk may lack: of ``trained`` steps was heard at
-    least. ``checkpoint`` is the newest complete one, ``restarts`` tells how often actors were started again.
-    """
-    train = [line for line in lines if line.get("kind") != "eval"]
-    rewards = [line["reward/mean"] for line in train if isinstance(line.get("reward/mean"), int | float)]
-    rows = [("steps", f"{max([trained, *(line.get('step', 0) for line in train)])} of {steps}")]
-    if rewards:
-        rows.append(("reward", f"{fixed(rewards[0], 3)} → {fixed(rewards[-1], 3)}"))
-    evals: dict[str, list[Any]] = {}
-    for line in lines:
-        for key in filter(is_eval_mean, line):
-            evals.setdefault(key.removesuffix("/mean"), []).append(line[key])
-    for name, values in sorted(evals.items()):
-        rows.append((name, " → ".join(_number(value) for value in dict.fromkeys((values[0], values[-1])))))
-    if restarts:
-        rows.append(("restarts", ", ".join(f"{name} {count}" for name, count in sorted(restarts.items()))))
-    rows.append(("run folder", str(run_dir)))
-    for label, place in (
-        ("metrics", run_dir / "metrics.jsonl"),
-        ("samples", run_dir / "samples"),
-        ("checkpoint", checkpoint),
-        ("model", run_dir / "export"),
-        ("trace", run_dir / "trace"),
-        ("logs", log_dir),
-    ):
-        if place is not None and place.exists():
-            rows.append((label, str(place)))
-    if (run_dir / "monitor").exists():
-        rows.append(("replay", f"asyncrl-top {shlex.quote(str(run_dir))} --replay, or --report FILE.html"))
-    width = max(len(label) for label, _ in rows)
-    return [f"{label:<{width}}  {text}" for label, text in rows]
+def mean_in_words(mean: Any) -> str:
+    """That of an evaluation; it is null where nothing was scored."""
+    return fixed(mean, 3) if isinstance(mean, int | float) else "n/a"
 
 
-def _number(value: Any) -> str:
-    return fixed(value, 3) if isinstance(value, int | float) else "n/a"
+def _basis(step: int) -> str:
+    """What a learner goes on from that has trained so many steps."""
+    return f"the checkpoint of step {step}" if step > 0 else "the initial weights"
+
+
+def _again(first: int, last: int) -> str:
+    """Which steps are trained a second time."""
+    if first > last:
+        return "no step is trained again"
+    return f"step {last} is trained again" if first == last else f"steps {first} to {last} are trained again"
 
 
 def _some(names: list[str]) -> str:

@@ -57,6 +57,12 @@ class Resumption:
         found = self.checkpoint
         return f"resuming {self.folder.path} from version {found.version}, step {found.step}: {found.path}{why}"
 
+    def describe_finished(self, config: Config) -> str:
+        """The same of one that ``is_finished``."""
+        assert self.checkpoint is not None
+        step, steps = self.checkpoint.step, config.learner.steps
+        return f"{self.folder.path} is finished: step {step} of {steps}; raise learner.steps to go on"
+
     @property
     def warnings(self) -> list[str]:
         """Warnings for the user before it goes on, a line each."""

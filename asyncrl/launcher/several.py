@@ -31,7 +31,8 @@ from asyncrl.config.operation import NetworkConfig
 from asyncrl.errors import ConfigError, UsageError
 from asyncrl.launcher import addresses
 from asyncrl.launcher.begun import leave_name
-from asyncrl.launcher.checks import check_head, check_sinks, errors_of, summary, warnings_of
+from asyncrl.launcher.checks import check_head, check_sinks, errors_of, warnings_of
+from asyncrl.launcher.date import with_date
 from asyncrl.launcher.detach import Detached
 from asyncrl.launcher.folders import (
     RUN_ID,
@@ -49,7 +50,8 @@ from asyncrl.launcher.interrupts import undone_by_signals
 from asyncrl.launcher.link import agent_name
 from asyncrl.launcher.local import ACTOR_ARGV, GUARD_ARGV, agent_spec, begin, show_end, start_guard
 from asyncrl.launcher.member import Member
-from asyncrl.launcher.placement import INTERFACE_VARIABLES, Host, Placed, describe, place, with_gpus
+from asyncrl.launcher.placement import INTERFACE_VARIABLES, Host, Placed, place, with_gpus
+from asyncrl.launcher.plan import plan_rows
 from asyncrl.launcher.progress import Progress
 from asyncrl.launcher.reach import Reached
 from asyncrl.launcher.resume import Resumption, find_resumption
@@ -135,13 +137,16 @@ class _Launch:
         self._find_head()
         await self._reach()
         self.config = _for_hosts(self.config, len(self.facts))
-        await self._place()
+        # First: nothing is to be checked of a run that lives or is finished.
         resumption = self._find_resumption()
+        self.config = with_date(self.config, resumption.folder.path if resumption is not None else None)
+        is_finished = resumption is not None and resumption.is_finished
+        await self._place(with_checks=not is_finished)
         if self.dry_run:
             self._show_plan(resumption)
             return 0
-        if resumption is not None and resumption.is_finished:
-            self.progress.say(f"{resumption.folder.path} is finished: raise learner.steps to go on")
+        if resumption is not None and is_finished:
+            self.progress.say(resumption.describe_finished(self.config))
             self.progress.warn(resumption.warnings)
             return 0
         with contextlib.ExitStack() as held:
@@ -172,7 +177,7 @@ class _Launch:
             )
         self.facts |= {name: contact.facts for name, contact in self.reached.contacts.items()}
 
-    async def _place(self) -> None:
+    async def _place(self, *, with_checks: bool) -> None:
         """Addresses and actors of each host. Raises ConfigError with every problem, or UsageError."""
         at = await self._addresses()
         self.hosts = []
@@ -193,7 +198,8 @@ class _Launch:
             self.placed = place(self.config, self.hosts)
         except ConfigError as error:
             problems = error.problems
-        self.findings = await self._check(at[self.head] or self.config.network.host)
+        if with_checks:
+            self.findings = await self._check(at[self.head] or self.config.network.host)
         problems += errors_of(self.findings)
         if problems:
             raise ConfigError(problems)
@@ -314,17 +320,15 @@ class _Launch:
 
     def _show_plan(self, resumption: Resumption | None) -> None:
         self.progress.end()
-        print(config_to_json(self.config), end="")
-        for row in [*describe(self.config, self.placed), *summary(self.findings)]:
-            say(row, sys.stdout)
-        print("\nhosts:")
+        rows = []
         for index, host in enumerate(self.hosts):
             here = index == 0 and self.head_is_here
             where = f" at {host.address} ({host.interface})" if host.address else ""
             argv = [*GUARD_ARGV, "PRIVATE_FOLDER", "LOCK"] if here else self.start.argv(host.name)
-            print(f"  {host.name}{where}: {shown(argv)}")
+            rows.append(f"  {host.name}{where}: {shown(argv)}")
+        for row in plan_rows(self.config, self.placed, self.findings, resumption, rows):
+            say(row, sys.stdout)
         if resumption is not None:
-            print(f"\n{resumption.describe()}" + ("; it is finished" if resumption.is_finished else ""))
             self.progress.warn(resumption.warnings)
 
 

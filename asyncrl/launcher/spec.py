@@ -79,6 +79,10 @@ class NoticeEvent(Struct, frozen=True, kw_only=True, tag="notice"):
     text: str
     count: int = 1
     """How often it has happened."""
+    meanwhile: str = ""
+    """Sentences that hold while the run goes on."""
+    waits_for: str = ""
+    """For what the run waits until a later one of this actor and key."""
 
 
 class RestartEvent(Struct, frozen=True, kw_only=True, tag="restart"):
@@ -87,6 +91,12 @@ class RestartEvent(Struct, frozen=True, kw_only=True, tag="restart"):
     name: str
     reason: str
     after_s: float = 0.0
+
+
+class ReadyEvent(Struct, frozen=True, kw_only=True, tag="ready"):
+    """An actor that was started again is ready."""
+
+    name: str
 
 
 class StuckEvent(Struct, frozen=True, kw_only=True, tag="stuck"):
@@ -139,6 +149,7 @@ Event = (
     | MetricsEvent
     | NoticeEvent
     | RestartEvent
+    | ReadyEvent
     | StuckEvent
     | StacksEvent
     | MovingEvent

@@ -471,8 +471,8 @@ class Learner(Actor):
         self._checkpoints_failed += 1
         self.log.error("no checkpoint; the last complete one stays", version=failed.version, error=failed.reason)
         if not self._is_trained:
-            text = checkpoint_failed(failed, self._checkpoints.newest)
-            self.notify("checkpoint", text, count=self._checkpoints_failed)
+            told = checkpoint_failed(failed, self._checkpoints.newest)
+            self.notify("checkpoint", told.text, count=self._checkpoints_failed, meanwhile=told.meanwhile)
 
     async def _write_quarantined(self) -> None:
         while True:
@@ -488,8 +488,10 @@ class Learner(Actor):
 
     def _tell_lost_records(self, lost: int, error: OSError) -> None:
         where = in_words(error, self.context.run_dir)
-        what = "what is lost is missing from metrics.jsonl, quarantine.jsonl or samples/, and from the report"
-        self.notify("records", f"a record of the run is lost: {where}. Training goes on; {what}", count=lost)
+        what = "it is missing from metrics.jsonl, quarantine.jsonl or samples/, and from the report"
+        self.notify(
+            "records", f"a record of the run is lost: {where}; {what}", count=lost, meanwhile="Training goes on"
+        )
 
     async def _conclude_rounds(self) -> None:
         while True:

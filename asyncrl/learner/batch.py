@@ -5,12 +5,16 @@ Everything here is a pure function of its arguments, in numpy; torch is not impo
 over whole groups before anything is split. The denominator is the step's, over all ranks and micro-batches,
 fixed here.
 
-A sequence is prompt + response with its last token left out: position i of the row predicts token i + 1. The
-arrays that the loss needs (targets, behaviour log-probs, advantages ...) exist only at the positions that
-predict a loss token, and ``predict`` says where in the row these are.
+A sequence is its prompt and its tokens up to the last that is trained, which is left out: position i of the row
+predicts token i + 1. The arrays that the loss needs (targets, behaviour log-probs, advantages ...) exist only at the
+positions that predict a loss token, and ``predict`` says where in the row these are.
 
-A masked trajectory (cut at max_tokens under ``reward.truncated = "mask"``) counts in its group's baseline and
-in no loss, no denominator and no statistic of the policy; it is not computed at all.
+Trained are the sampled tokens, each in the one sequence where that is its role; what is context, or repeated from
+another sequence, is computed and has no loss. A sequence with no loss token is not computed at all.
+
+A masked trajectory (cut by a limit under ``reward.truncated = "mask"``) counts in its group's baseline and
+in no loss, no denominator and no statistic of the policy; so do tokens staler than ``staleness.max`` under
+``staleness.late = "mask"``.
 
 Fails with ValueError for a group that ``check_group`` would have refused.
 """
@@ -23,17 +27,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncrl.config import Config
-from asyncrl.learner.advantages import ESTIMATORS
+from asyncrl.learner.advantages import turn_advantages
 from asyncrl.learner.aggregation import step_denominator, token_weight
-from asyncrl.learner.group_metrics import (
-    reward_metrics,
-    rewards_of,
-    rollout_metrics,
-    staleness_metrics,
-    token_versions,
-)
+from asyncrl.learner.group_check import check_group
+from asyncrl.learner.group_metrics import reward_metrics, rewards_of, rollout_metrics, staleness_metrics
 from asyncrl.learner.packing import pack
 from asyncrl.messages.groups import Group, Trajectory
+from asyncrl.messages.groups import Sequence as TokenSequence
+from asyncrl.trajectories import is_truncated, past_rewards, sampled_positions, sampled_spans, sampled_versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +66,11 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class SequenceId:
-    """Which trajectory a sequence is."""
+    """Which trajectory a sequence belongs to, and which of its sequences it is."""
 
     uid: str
     sample: int
+    sequence: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ class StepPlan:
     denominator: float
     """What the sum of weighted token losses over the whole step is divided by."""
     sequences: list[SequenceId]
-    """Every sequence that has a loss, in the order of the groups."""
+    """Every sequence that has a loss, in the order of groups and trajectories."""
     temperature: float
     """Logits are divided by it."""
     fresh: bool
@@ -96,48 +98,18 @@ class StepPlan:
         return list(dict.fromkeys(sequence.uid for sequence in self.sequences))
 
 
-def check_group(group: Group) -> str | None:
-    """Why a delivered group cannot be trained (to be quarantined with this reason), or None.
-
-    ``failure`` itself comes first. Everything that build_step relies on is checked here.
-    """
-    if group.failure is not None:
-        return group.failure
-    if len(group.trajectories) < 2:
-        return f"{len(group.trajectories)} trajectories; an advantage needs at least 2"
-    if not len(group.ticket.prompt_ids):
-        return "the prompt is empty; its first response token has nothing to be predicted from"
-    for trajectory in group.trajectories:
-        if problem := _check_trajectory(trajectory):
-            return f"sample {trajectory.sample}: {problem}"
-    return None
-
-
-def _check_trajectory(trajectory: Trajectory) -> str | None:
-    count = len(trajectory.tokens)
-    if not count:
-        return "no tokens"
-    if len(trajectory.logprobs) != count or len(trajectory.loss_mask) != count:
-        return f"{count} tokens, {len(trajectory.logprobs)} log-probs, {len(trajectory.loss_mask)} mask entries"
-    ends = [0, *(span.end for span in trajectory.spans)]
-    if ends[-1] != count or any(
-        s.start != end or s.end <= s.start for s, end in zip(trajectory.spans, ends, strict=False)
-    ):
-        return f"version spans do not cover its {count} tokens: {[(s.start, s.end) for s in trajectory.spans]}"
-    logprobs = trajectory.logprobs[trajectory.loss_mask.astype(bool)]
-    if not np.isfinite(logprobs).all() or (logprobs > 1e-3).any():
-        return "a log-prob is not finite or above 0"
-    if trajectory.reward is None or not np.isfinite(trajectory.reward):
-        return f"the reward is {trajectory.reward}"
-    return None
-
-
 def has_signal(group: Group, tolerance: float) -> bool:
-    """Whether the rewards of the group differ by more than ``tolerance``; without it no estimator has a
-    gradient.
+    """Whether the rewards of the group, or the returns of its turns, differ by more than ``tolerance``; without it no
+    estimator tells anything apart.
     """
     rewards = rewards_of(group)
-    return bool(rewards.max() - rewards.min() > tolerance)
+    if rewards.max() - rewards.min() > tolerance:
+        return True
+    past = [_past(trajectory) for trajectory in group.trajectories]
+    if not any(turns.any() for turns in past):
+        return False
+    returns = np.concatenate([reward - turns for reward, turns in zip(rewards, past, strict=True)])
+    return bool(returns.max() - returns.min() > tolerance)
 
 
 def build_step(
@@ -159,52 +131,94 @@ def build_step(
     """
     learner = config.learner
     masking = config.reward.truncated == "mask"
+    oldest = version - config.staleness.max if config.staleness.late == "mask" else None
     sequences: list[_Sequence] = []
+    weights: list[float] = []
+    loss_tokens: list[int] = []
     for group in groups:
         if problem := check_group(group):
             raise ValueError(f"group {group.ticket.uid} cannot be trained: {problem}")
-        advantages = ESTIMATORS[learner.advantage](rewards_of(group))
-        for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
-            if trajectory.loss_mask.any() and not (masking and trajectory.finish_reason == "length"):
-                sequences.append(_Sequence(group, trajectory, float(advantage), version))
-    loss_tokens = [len(sequence.predict) for sequence in sequences]
+        past = [_past(trajectory) for trajectory in group.trajectories]
+        advantages = turn_advantages(learner.advantage, rewards_of(group), past)
+        for trajectory, of_turns in zip(group.trajectories, advantages, strict=True):
+            if masking and is_truncated(trajectory):
+                continue
+            trained = _trained_sequences(group, trajectory, of_turns, version, oldest)
+            if trained:
+                loss_tokens.append(sum(len(sequence.predict) for sequence in trained))
+                weights += [token_weight(learner.aggregation, loss_tokens[-1])] * len(trained)
+                sequences += trained
     rows = pack(
         [len(sequence.input_ids) for sequence in sequences],
         budget=learner.tokens_per_microbatch,
         world_size=world_size,
         packed=packed,
     )
-    weights = [token_weight(learner.aggregation, count) for count in loss_tokens]
     return StepPlan(
         ranks=[[_micro_batch(sequences, weights, row) for row in rank] for rank in rows],
         denominator=step_denominator(learner.aggregation, loss_tokens, config.rollout.max_tokens),
-        sequences=[SequenceId(s.uid, s.sample) for s in sequences],
+        sequences=[s.id for s in sequences],
         temperature=config.rollout.temperature,
         fresh=fresh,
         tokens=sum(len(s.input_ids) for s in sequences),
         metrics=reward_metrics(groups, filtered, learner.signal_tolerance)
         | rollout_metrics(groups, filtered)
-        | staleness_metrics(groups, version=version, limit=config.staleness.max),
+        | staleness_metrics(groups, version=version, config=config.staleness),
     )
 
 
-class _Sequence:
-    """One trajectory as the learner computes it."""
+def _past(trajectory: Trajectory) -> np.ndarray:
+    """float64 [turns], over all of its sequences."""
+    return np.concatenate([past_rewards(sequence)[0] for sequence in trajectory.sequences])
 
-    def __init__(self, group: Group, trajectory: Trajectory, advantage: float, version: int) -> None:
-        self.uid, self.sample = group.ticket.uid, trajectory.sample
-        prompt = len(group.ticket.prompt_ids)
-        self.input_ids = np.concatenate([group.ticket.prompt_ids, trajectory.tokens[:-1]]).astype(np.int32)
-        response = np.flatnonzero(trajectory.loss_mask)
-        self.predict = (response + prompt - 1).astype(np.int32)
-        self.targets = trajectory.tokens[response].astype(np.int32)
-        self.behaviour = trajectory.logprobs[response].astype(np.float32)
-        self.advantage = advantage
-        stale = version - token_versions(trajectory)
-        for span in trajectory.spans:
-            if span.mixed_kv:
-                stale[span.start : span.end] = -1
-        self.staleness = stale[response].astype(np.int32)
+
+def _trained_sequences(
+    group: Group, trajectory: Trajectory, advantages: np.ndarray, version: int, oldest: int | None
+) -> list[_Sequence]:
+    """Those that have a loss; ``advantages`` is float64 [turns], tokens of versions before ``oldest`` have none."""
+    found, turn = [], 0
+    for number, sequence in enumerate(trajectory.sequences):
+        lengths = past_rewards(sequence)[1]
+        of_tokens = np.repeat(advantages[turn : turn + len(lengths)], lengths)
+        turn += len(lengths)
+        versions = sampled_versions(sequence)
+        kept = slice(None) if oldest is None else np.flatnonzero(versions >= oldest)
+        if len(versions[kept]):
+            prompt_ids = group.ticket.prompt_ids if sequence.prompt_ids is None else sequence.prompt_ids
+            name = SequenceId(group.ticket.uid, trajectory.sample, number)
+            stale = _staleness(sequence, version - versions)
+            found.append(_Sequence(name, prompt_ids, sequence, of_tokens, stale, kept))
+    return found
+
+
+def _staleness(sequence: TokenSequence, stale: np.ndarray) -> np.ndarray:
+    """As in MicroBatch."""
+    if any(span.mixed_kv for span in sequence.spans):
+        spans = list(sampled_spans(sequence))
+        stale[np.repeat([span.mixed_kv for span in spans], [span.end - span.start for span in spans])] = -1
+    return stale
+
+
+class _Sequence:
+    """A sequence as the learner computes it. ``advantages`` and ``stale`` are [S], ``kept`` chooses among them."""
+
+    def __init__(
+        self,
+        name: SequenceId,
+        prompt_ids: np.ndarray,
+        sequence: TokenSequence,
+        advantages: np.ndarray,
+        stale: np.ndarray,
+        kept: slice | np.ndarray,
+    ) -> None:
+        self.id = name
+        positions = sampled_positions(sequence)[kept]
+        self.input_ids = np.concatenate([prompt_ids, sequence.tokens[: positions[-1]]]).astype(np.int32)
+        self.predict = (positions + (len(prompt_ids) - 1)).astype(np.int32)
+        self.targets = sequence.tokens[positions].astype(np.int32)
+        self.behaviour = sequence.logprobs[kept].astype(np.float32)
+        self.advantages = advantages[kept].astype(np.float32)
+        self.staleness = stale[kept].astype(np.int32)
 
 
 def _micro_batch(sequences: list[_Sequence], weights: list[float], row: list[int]) -> MicroBatch:
@@ -221,7 +235,7 @@ def _micro_batch(sequences: list[_Sequence], weights: list[float], row: list[int
         predict=np.concatenate([s.predict + start for s, start in zip(members, starts, strict=True)]).astype(np.int32),
         targets=np.concatenate([s.targets for s in members]),
         behaviour=np.concatenate([s.behaviour for s in members]),
-        advantages=np.repeat(np.array([s.advantage for s in members], dtype=np.float32), counts),
+        advantages=np.concatenate([s.advantages for s in members]),
         weights=np.repeat(np.array([weights[i] for i in row], dtype=np.float32), counts),
         staleness=np.concatenate([s.staleness for s in members]),
     )

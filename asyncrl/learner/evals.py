@@ -13,6 +13,7 @@ import numpy as np
 
 from asyncrl.messages.dataloader import EvalRound
 from asyncrl.messages.groups import Group, Ticket
+from asyncrl.trajectories import is_truncated, sampled_tokens, versions_of
 
 
 class EvalCollector:
@@ -110,13 +111,13 @@ def eval_metrics(name: str, groups: list[Group]) -> dict[str, Any]:
     }
     if not trajectories:
         return found
-    versions = [span.version for trajectory in trajectories for span in trajectory.spans]
+    versions = [version for trajectory in trajectories for version in versions_of(trajectory)]
     if versions:
         found |= {"weights/version": max(versions), f"eval/{name}/version_min": min(versions)}
     return found | {
         f"eval/{name}/mean": float(np.mean([t.reward for t in trajectories])),
         f"eval/{name}/pass_at_k": float(np.mean([any((t.reward or 0) >= 1 for t in g.trajectories) for g in scored])),
         f"eval/{name}/k": max(len(group.trajectories) for group in scored),
-        f"eval/{name}/truncated_fraction": float(np.mean([t.finish_reason == "length" for t in trajectories])),
-        f"eval/{name}/length_mean": float(np.mean([len(t.tokens) for t in trajectories])),
+        f"eval/{name}/truncated_fraction": float(np.mean([is_truncated(t) for t in trajectories])),
+        f"eval/{name}/length_mean": float(np.mean([sampled_tokens(t) for t in trajectories])),
     }

@@ -1,4 +1,4 @@
-"""Checkpoints and models that cannot be written: waiting for room, and the words for the user.
+"""Checkpoints, models and versions that cannot be written: waiting for room, and the words for the user.
 
 A disk that is full may have room again a moment later, and what a run ends with is worth waiting for. Where the disk
 says that there is room and refused all the same (a quota of which it knows nothing, an estimate that was too low),
@@ -10,17 +10,27 @@ Fails with nothing. The words are pure.
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from asyncrl.disk import free_bytes, in_bytes
+from asyncrl.disk import free_bytes, full_errno, in_bytes, in_words
 from asyncrl.runtime.clock import Clock
 
 LOOK_S = 2.0
 """Pause between two looks for room."""
 REFUSED_PAUSE_S = 30.0
 """Pause before another attempt where the disk says that there is room."""
+
+
+class Words(NamedTuple):
+    """Of a notice to the user; see messages/actors.py."""
+
+    text: str
+    meanwhile: str = ""
+    waits_for: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +88,7 @@ def advice(failed: Failed) -> str:
     return words
 
 
-def checkpoint_failed(failed: Failed, kept: Kept | None) -> str:
+def checkpoint_failed(failed: Failed, kept: Kept | None) -> Words:
     """While training goes on."""
     if kept is None:
         stays = f"no checkpoint is complete so far: all {failed.step} steps would be lost"
@@ -87,7 +97,7 @@ def checkpoint_failed(failed: Failed, kept: Kept | None) -> str:
         stays = f"the last complete one is {kept.path} (step {kept.step}): {_steps(lost)} would be lost"
     when = "at the first new version after that" if failed.lacks_room else "when the next one is due"
     then = f"To do: {advice(failed)}; it is tried again {when}" if failed.full else f"It is tried again {when}"
-    return f"no checkpoint of version {failed.version}: {failed.reason}. Training goes on; {stays}. {then}"
+    return Words(f"no checkpoint of version {failed.version}: {failed.reason}", f"Training goes on; {stays}. {then}")
 
 
 def checkpoint_complete_again(failed: int, kept: Kept) -> str:
@@ -96,11 +106,38 @@ def checkpoint_complete_again(failed: int, kept: Kept) -> str:
     return f"{failed} {what} failed; {kept.path} (step {kept.step}) is complete, and nothing is lost"
 
 
-def waits_for_room(what: str, failed: Failed, seconds: float) -> str:
+def waits_for_room(what: str, failed: Failed, seconds: float) -> Words:
     """At the end of the run."""
-    return (
-        f"{what} of version {failed.version} cannot be written: {failed.reason}. It waits for up to {seconds:.0f} s "
-        f"(checkpoint.room_wait_s). To do: {advice(failed)}"
+    return Words(
+        f"{what} of version {failed.version} could not be written: {failed.reason}",
+        f"It waits for up to {seconds:.0f} s (checkpoint.room_wait_s). To do: {advice(failed)}",
+        f"room on {failed.folder}",
+    )
+
+
+def why_not_published(error: OSError) -> str:
+    """Why there is no new version. Only a file says its name; memory has none."""
+    if isinstance(error.filename, str):
+        return in_words(error, Path(error.filename))
+    return f"shared memory for the weights: {error.strerror or error}"
+
+
+def version_failed(error: OSError, newest: int, version_bytes: float, wait_s: float) -> Words:
+    """No version after ``newest`` can be published so far; one takes about ``version_bytes`` of memory."""
+    to_do, waits_for = "mend what is named", ""
+    if isinstance(error.filename, str):
+        if full_errno(error):
+            # Of the disk a version needs nothing but the file of its number.
+            folder = Path(error.filename).parent
+            to_do, waits_for = f"free space in {folder}, of which a few KiB are enough for this", f"room on {folder}"
+    elif full_errno(error) or error.errno == errno.ENOMEM:
+        to_do = f"free memory on this host: a version takes {in_bytes(version_bytes)} of it"
+        waits_for = "memory for the weights"
+    return Words(
+        f"no version of the weights after {newest} could be published: {why_not_published(error)}",
+        "Training goes on with the groups that are admitted, and it is tried again; the run ends when these are used "
+        f"up and none could be published for {wait_s:g} s (checkpoint.room_wait_s). To do: {to_do}",
+        waits_for,
     )
 
 

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from asyncrl.config.training import StalenessConfig
 from asyncrl.messages.groups import Group, Trajectory
 from asyncrl.monitor.metrics import Histograms
+from asyncrl.trajectories import is_truncated, sampled_spans, sampled_tokens, versions_of
 
 
 def rewards_of(group: Group) -> np.ndarray:
@@ -20,24 +22,10 @@ def rewards_of(group: Group) -> np.ndarray:
     return np.array([trajectory.reward for trajectory in group.trajectories], dtype=np.float64)
 
 
-def token_versions(trajectory: Trajectory) -> np.ndarray:
-    """int64 [T]: the version that sampled each response token."""
-    versions = np.empty(len(trajectory.tokens), dtype=np.int64)
-    for span in trajectory.spans:
-        versions[span.start : span.end] = span.version
-    return versions
-
-
-def first_sampled_version(trajectory: Trajectory) -> int | None:
-    """The version of the first sampled token; None if there is none."""
-    sampled = np.flatnonzero(trajectory.loss_mask)
-    return int(token_versions(trajectory)[sampled[0]]) if len(sampled) else None
-
-
 def is_late(trajectory: Trajectory, *, version: int, limit: int) -> bool:
     """Whether the staleness of its first sampled token exceeds ``limit`` (eta) when trained at ``version``."""
-    first = first_sampled_version(trajectory)
-    return first is not None and version - first > limit
+    versions = versions_of(trajectory)
+    return bool(versions) and version - versions[0] > limit
 
 
 def reward_metrics(trained: Sequence[Group], filtered: Sequence[Group], tolerance: float) -> dict[str, float]:
@@ -70,52 +58,66 @@ def reward_metrics(trained: Sequence[Group], filtered: Sequence[Group], toleranc
 
 
 def rollout_metrics(trained: Sequence[Group], filtered: Sequence[Group]) -> dict[str, float]:
-    """Response lengths in tokens, and the fractions truncated, resumed and sampled under several versions."""
+    """Lengths in sampled tokens, and the fractions truncated, resumed and sampled under several versions."""
     trajectories = [t for group in (*trained, *filtered) for t in group.trajectories]
     if not trajectories:
         return {}
-    lengths = np.array([len(t.tokens) for t in trajectories], dtype=np.float64)
+    lengths = np.array([sampled_tokens(t) for t in trajectories], dtype=np.float64)
     return {
         "rollout/length_mean": float(lengths.mean()),
         "rollout/length_p95": float(np.percentile(lengths, 95)),
-        "rollout/truncated_fraction": float(np.mean([t.finish_reason == "length" for t in trajectories])),
-        "rollout/mixed_version_fraction": float(
-            np.mean([len({span.version for span in t.spans}) > 1 for t in trajectories])
-        ),
+        "rollout/truncated_fraction": float(np.mean([is_truncated(t) for t in trajectories])),
+        "rollout/mixed_version_fraction": float(np.mean([len(set(versions_of(t))) > 1 for t in trajectories])),
         "rollout/resumed_trajectories": float(sum(t.resumes > 0 for t in trajectories)),
     }
 
 
-def observe_staleness(histograms: Histograms, trained: Sequence[Group], version: int) -> None:
+def observe_staleness(histograms: Histograms, trained: Sequence[Group], version: int, config: StalenessConfig) -> None:
     """Count the trained tokens and groups by their staleness under ``version``."""
     for group in trained:
         oldest = None
         for trajectory in group.trajectories:
-            first = None
-            for span in trajectory.spans:
-                sampled = int(np.count_nonzero(trajectory.loss_mask[span.start : span.end]))
-                if sampled:
-                    histograms.observe("staleness/tokens", version - span.version, sampled)
-                    first = span.version if first is None else first
-            if first is not None:
-                oldest = first if oldest is None else min(oldest, first)
+            for stale, tokens in _staleness(trajectory, version):
+                if not _left_out(stale, config):
+                    histograms.observe("staleness/tokens", stale, tokens)
+            versions = versions_of(trajectory)
+            if versions:
+                oldest = versions[0] if oldest is None else min(oldest, versions[0])
         if oldest is not None:
             histograms.observe("staleness/groups", version - oldest)
 
 
-def staleness_metrics(trained: Sequence[Group], *, version: int, limit: int) -> dict[str, float]:
-    """Staleness, in versions, of the sampled tokens of the trained groups, and how many groups were late.
+def staleness_metrics(trained: Sequence[Group], *, version: int, config: StalenessConfig) -> dict[str, float]:
+    """Staleness, in versions, of the sampled tokens of the trained groups, and what of it was late.
 
-    ``staleness/late_groups`` counts groups with at least one late trajectory (is_late).
+    ``staleness/late_groups`` counts groups with at least one late trajectory (is_late), ``late_fraction`` is the share
+    of the sampled tokens that are staler than the limit. Under ``staleness.late = "mask"`` these are not trained:
+    ``masked_tokens`` counts them, and mean and maximum are of the others.
     """
-    stale = [(version - token_versions(t))[t.loss_mask.astype(bool)] for group in trained for t in group.trajectories]
+    trajectories = [trajectory for group in trained for trajectory in group.trajectories]
+    pairs = [pair for trajectory in trajectories for pair in _staleness(trajectory, version)]
+    late = sum(tokens for stale, tokens in pairs if stale > config.max)
     found = {
         "staleness/late_groups": float(
-            sum(any(is_late(t, version=version, limit=limit) for t in group.trajectories) for group in trained)
+            sum(any(is_late(t, version=version, limit=config.max) for t in group.trajectories) for group in trained)
         )
     }
-    tokens = np.concatenate(stale) if stale else np.empty(0)
-    if len(tokens):
-        found["staleness/token_mean"] = float(tokens.mean())
-        found["staleness/token_max"] = float(tokens.max())
+    if pairs:
+        found["staleness/late_fraction"] = late / sum(tokens for _, tokens in pairs)
+    if config.late == "mask":
+        found["staleness/masked_tokens"] = float(late)
+    kept = [(stale, tokens) for stale, tokens in pairs if not _left_out(stale, config)]
+    if kept:
+        found["staleness/token_mean"] = sum(stale * tokens for stale, tokens in kept) / sum(n for _, n in kept)
+        found["staleness/token_max"] = float(max(stale for stale, _ in kept))
     return found
+
+
+def _left_out(stale: int, config: StalenessConfig) -> bool:
+    return config.late == "mask" and stale > config.max
+
+
+def _staleness(trajectory: Trajectory, version: int) -> list[tuple[int, int]]:
+    """(versions, tokens) of each sampled span."""
+    spans = [span for sequence in trajectory.sequences for span in sampled_spans(sequence)]
+    return [(version - span.version, span.end - span.start) for span in spans]

@@ -4,8 +4,9 @@ Invariant (exactly once): a prompt that has an outcome, is in training or in the
 whatever is delivered twice, by whom ever, is trained at most once; and a group that was taken leaves only by an
 outcome. Ledger, buffer and what is to be reported change together: ``snapshot`` is consistent at any moment.
 
-A group that cannot be trained is quarantined with its reason; one whose rewards are all equal is filtered under
-dynamic sampling, and so are the groups of a step in which every trajectory is masked. Neither is ever a reward of 0.
+A group that cannot be trained is quarantined with its reason; one whose rewards are all equal, and those of its turns
+too, is filtered under dynamic sampling, and so are the groups of a step in which every trajectory is masked. Neither is
+ever a reward of 0.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from asyncrl.config.training import LearnerConfig
-from asyncrl.learner.batch import check_group, has_signal
+from asyncrl.learner.batch import has_signal
 from asyncrl.learner.buffer import GroupBuffer, in_order
+from asyncrl.learner.group_check import check_group
 from asyncrl.learner.outcomes import OutcomeQueue
 from asyncrl.ledger import Kind, Ledger, position_of
 from asyncrl.messages.dataloader import Outcome
 from asyncrl.messages.groups import Group, LedgerState
+from asyncrl.trajectories import sampled_tokens
 
 FRACTION_FROM = 100
 """Groups from which on ``learner.max_quarantined_fraction`` counts."""
@@ -111,7 +114,7 @@ class Intake:
         self._kept_trajectories += len(group.trajectories)
         self.dropped_trajectories += group.dropped
         self.failed_attempts += group.failed_attempts
-        self.delivered_lengths += [len(t.tokens) for t in group.trajectories]
+        self.delivered_lengths += [sampled_tokens(t) for t in group.trajectories]
         problem = check_group(group)
         if problem is not None:
             self._quarantine(Quarantined(uid, problem, group))
@@ -217,7 +220,8 @@ def _no_signal(filtered: Sequence[Group], masked: int, failed: int, last_problem
     if 2 * masked > len(filtered):
         return (
             f"no signal: {masked} groups in a row had no trajectory to train, because all were masked: raise "
-            "rollout.max_tokens, or set reward.truncated to what trains responses that are cut there"
+            "rollout.max_tokens, or set reward.truncated to what trains responses that are cut there; where they were "
+            'left out as late, raise staleness.max, or set staleness.late to "train"'
         )
     rewards = Counter(round(float(t.reward or 0.0), 4) for group in filtered for t in group.trajectories)
     histogram = ", ".join(f"{reward:g}: {count}" for reward, count in sorted(rewards.items())[:20])

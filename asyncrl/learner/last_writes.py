@@ -124,7 +124,8 @@ class LastWrites:
         waited = False
         while failed is not None and failed.full and (left := self._room_until - self._clock.now()) > 0:
             waited = True
-            self._notify(what, waits_for_room(what, failed, left))
+            told = waits_for_room(what, failed, left)
+            self._notify(what, told.text, meanwhile=told.meanwhile, waits_for=told.waits_for)
             if not await room(failed, lambda: self._room_until, self._clock):
                 self._notify(what, f"{what} was given up: no room came in time")
                 return failed

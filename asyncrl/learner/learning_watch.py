@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config import Config
+from asyncrl.config.learnable import obstacles
 from asyncrl.messages.actors import Notice
 from asyncrl.monitor.metrics_line import number_in
 from asyncrl.monitor.numbers import fixed
@@ -30,6 +31,7 @@ class LearningWatch:
     """See the module."""
 
     def __init__(self, config: Config) -> None:
+        self._obstacles = obstacles(config)
         self._learner = config.learner
         self._max_tokens = config.rollout.max_tokens
         self._told: set[str] = set()
@@ -40,14 +42,11 @@ class LearningWatch:
         self._low = self._high = 0.0
 
     def at_start(self) -> list[Notice]:
-        """Before the first step. No schedule takes a learning rate above 0 to 0 before its last step."""
-        if self._learner.lr > 0.0:
-            return []
-        return self._once(
-            "no learning rate",
-            f"learner.lr is 0: none of the {self._learner.steps} steps will change the weights. Set learner.lr to "
-            "train, as 1e-6 for a whole model",
-        )
+        """Before the first step."""
+        found: list[Notice] = []
+        for each in self._obstacles:
+            found += self._once(each.key, f"{each.key}: {each.told}. To do: {each.fix}")
+        return found
 
     def after_step(self, line: Mapping[str, Any]) -> list[Notice]:
         """A step was trained, with this line of metrics."""

@@ -18,6 +18,7 @@ import numpy as np
 
 from asyncrl.learner.intake import Quarantined
 from asyncrl.messages.groups import Group
+from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.monitor.metrics import check_name
 from asyncrl.monitor.whole import append_whole
 
@@ -93,8 +94,8 @@ def _sample(step: int, version: int, group: Group) -> dict[str, Any]:
             {
                 "sample": t.sample,
                 "text": t.text,
-                "tokens": t.tokens.tolist(),
-                "spans": [[s.version, s.start, s.end] for s in t.spans],
+                "messages": t.messages,
+                "sequences": [_sequence(sequence) for sequence in t.sequences],
                 "finish_reason": t.finish_reason,
                 "reward": t.reward,
                 "components": t.components,
@@ -102,6 +103,16 @@ def _sample(step: int, version: int, group: Group) -> dict[str, Any]:
             }
             for t in group.trajectories
         ],
+    }
+
+
+def _sequence(sequence: TokenSequence) -> dict[str, Any]:
+    """Spans as [version, start, end, role], turns as [start, end, past reward]; no prompt: that of the group."""
+    prompt = {} if sequence.prompt_ids is None else {"prompt_ids": sequence.prompt_ids.tolist()}
+    return prompt | {
+        "tokens": sequence.tokens.tolist(),
+        "spans": [[s.version, s.start, s.end, s.role] for s in sequence.spans],
+        "turns": [[turn.start, turn.end, turn.past_reward] for turn in sequence.turns],
     }
 
 

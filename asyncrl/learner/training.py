@@ -2,8 +2,9 @@
 
 It waits for groups, never for a replica, the parameter server or a disk. A version that cannot be written, as on a
 full disk, is owed: training goes on with the groups that the last one admits, and the run ends with the reason only
-when those are used up and nothing can be published for UNPUBLISHED_S. A checkpoint that cannot be written is told, and
-owed where its disk is full: it is tried again at the first boundary with room; the last complete one stays.
+when those are used up and nothing can be published for ``checkpoint.room_wait_s``. A checkpoint that cannot be
+written is told, and owed where its disk is full: it is tried again at the first boundary with room; the last complete
+one stays.
 
 Preempted, it takes what the rollouters still deliver, comes to a version boundary, and writes a checkpoint.
 
@@ -18,16 +19,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TypeVar
 
 from structlog.typing import FilteringBoundLogger
 
 from asyncrl.config import Config
-from asyncrl.disk import in_words
 from asyncrl.errors import ActorFailed, AsyncRLError, NonFiniteStep
 from asyncrl.learner.backend import Backend
 from asyncrl.learner.batch import build_step
+from asyncrl.learner.failed_writes import version_failed, why_not_published
 from asyncrl.learner.group_metrics import observe_staleness
 from asyncrl.learner.intake import Intake
 from asyncrl.learner.step_lines import StepLines, TrainedStep
@@ -41,11 +41,10 @@ from asyncrl.monitor.trace import Track
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.notices import Notify
+from asyncrl.trajectories import is_truncated, versions_of
 
 OWED_RETRY_S = 5.0
 """Pause before a version that could not be published is tried again."""
-UNPUBLISHED_S = 120.0
-"""Longest that no version can be published while there is nothing left to train."""
 LAST_GROUPS_SHARE = 0.3
 """Of preempt.grace_s: longest wait for what the rollouters still deliver."""
 
@@ -120,6 +119,8 @@ class Training:
         """Whether the step under way had to wait for groups."""
         self._not_published = ""
         """Why the last attempt to publish failed."""
+        self._version_bytes = 0.0
+        """Size of the newest version."""
 
     @property
     def stand(self) -> Stand:
@@ -182,7 +183,7 @@ class Training:
         self._intake.outcomes.finished()
         self._states.enter("waiting", "last evaluations")
         await self.supply.all_acknowledged()
-        owed_until = self._clock.now() + UNPUBLISHED_S
+        owed_until = self._clock.now() + self._patience_s
         with self._awaits.on("rollouter", "last evaluations"):
             while not (self.preempted or await self.supply.rounds_over()):
                 self.news.clear()
@@ -220,7 +221,7 @@ class Training:
         self._track.enter("train", step=self.step + 1, version=version, **_sampled(groups))
         try:
             trained = await self._on_thread(lambda: self._backend.train(plan))
-            await self._on_thread(lambda: observe_staleness(self._histograms, groups, version))
+            await self._on_thread(lambda: observe_staleness(self._histograms, groups, version, self._config.staleness))
         except NonFiniteStep as error:
             if learner.on_nonfinite != "skip":
                 raise
@@ -269,7 +270,7 @@ class Training:
         for group in groups:
             self._story.tell(NOT_TRAINED, uid=group.ticket.uid, reason=reason, outcome="filtered")
         count = int(self._counters["learner/empty_steps"])
-        self._notify("empty_step", _masked(groups, self.step + 1, self._config), count=count)
+        self._notify("empty_step", _masked(groups, self.step + 1, self.version, self._config), count=count)
         self.supply.changed()
         self._progress()
 
@@ -286,7 +287,7 @@ class Training:
             # All of a version's, or which of them make up a step would be a matter of who came first.
             wanted *= max(1, learner.steps_per_version - self._unpublished)
         self._waited = len(intake.buffer) < wanted
-        owed_until, retry_at = self._clock.now() + UNPUBLISHED_S, self._clock.now() + OWED_RETRY_S
+        owed_until, retry_at = self._clock.now() + self._patience_s, self._clock.now() + OWED_RETRY_S
         while True:
             if problem := intake.problem():
                 raise ActorFailed(self._name, problem)
@@ -327,8 +328,17 @@ class Training:
     def _owes_version(self) -> bool:
         return self._unpublished >= self._config.learner.steps_per_version or self._versions.spoiled
 
+    @property
+    def _patience_s(self) -> float:
+        """Longest that no version can be published while there is nothing left to train (s).
+
+        The key is that of the end of the run: here, too, a full disk is waited for, and trained steps are lost without
+        room. By a time of its own a run whose user grants it an hour at its end could be lost within minutes before.
+        """
+        return self._config.checkpoint.room_wait_s
+
     async def _publish_the_rest(self) -> None:
-        owed_until = self._clock.now() + UNPUBLISHED_S
+        owed_until = self._clock.now() + self._patience_s
         while self._unpublished:
             if await self._try_to_publish(until=owed_until) is None:
                 await asyncio.sleep(OWED_RETRY_S)
@@ -344,18 +354,15 @@ class Training:
             if isinstance(error, AsyncRLError):
                 # Not a disk or memory that is full: the ranks are out of step.
                 raise
-            self._not_published = _why_not_published(error)
+            self._not_published = why_not_published(error)
             self._counters.add("weights/not_published")
             self._log.error("no version published; training goes on as long as it can", error=str(error))
             if self.version >= 0:
-                self._notify(
-                    UNPUBLISHED,
-                    f"no version of the weights after {self.version} can be published: {self._not_published}. Training "
-                    "goes on with the groups that are admitted, and it is tried again; the run ends when these are "
-                    f"used up and none could be published for {UNPUBLISHED_S:g} s. To do: mend what is named",
-                )
+                told = version_failed(error, self.version, self._version_bytes, self._patience_s)
+                self._notify(UNPUBLISHED, told.text, meanwhile=told.meanwhile, waits_for=told.waits_for)
             if until is not None and self._clock.now() >= until:
-                reason = f"no version could be published for {UNPUBLISHED_S:g} s: {self._not_published}"
+                patience = f"{self._patience_s:g} s (checkpoint.room_wait_s)"
+                reason = f"no version could be published for {patience}: {self._not_published}"
                 if self._unpublished:
                     reason += "; what was trained after the last complete checkpoint is lost"
                 raise ActorFailed(self._name, reason) from error
@@ -367,6 +374,7 @@ class Training:
         made = await self._versions.make()
         self._unpublished = 0
         self.version = made.version
+        self._version_bytes = made.metrics["weights/publish_bytes"]
         if self._not_published:
             self._not_published = ""
             self._notify(UNPUBLISHED, f"versions are published again, from {made.version} on; nothing is lost")
@@ -381,25 +389,26 @@ class Training:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-def _masked(groups: list[Group], step: int, config: Config) -> str:
+def _masked(groups: list[Group], step: int, version: int, config: Config) -> str:
     """Why a step has no token to train, and what to do, for the user."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    cut = sum(trajectory.finish_reason == "length" for trajectory in trajectories)
     told = f"step {step} was not taken: all of its {len(trajectories)} trajectories are masked"
-    if config.reward.truncated == "mask" and cut:
+    cut = sum(map(is_truncated, trajectories)) if config.reward.truncated == "mask" else 0
+    if cut and config.episode.kind == "single":
         told += f", {cut} because they were cut at rollout.max_tokens = {config.rollout.max_tokens} under "
         told += 'reward.truncated = "mask"; raise the one, or set the other to "score" or "penalty"'
+    elif cut:
+        told += f', {cut} because they ran out of tokens, turns or time under reward.truncated = "mask"; raise the '
+        told += 'limits of [rollout] and [episode], or set it to "score" or "penalty"'
+    limit = config.staleness.max
+    late = sum(all(version - v > limit for v in versions_of(t)) for t in trajectories)
+    if config.staleness.late == "mask" and late:
+        told += f", {late} because all of their tokens are staler than staleness.max = {limit} under "
+        told += 'staleness.late = "mask"; raise the one, or set the other to "train"'
     return f"{told}. Its {len(groups)} groups count as filtered, and others take their places"
-
-
-def _why_not_published(error: OSError) -> str:
-    """Only a file says its name; memory has none."""
-    if isinstance(error.filename, str):
-        return in_words(error, Path(error.filename))
-    return f"shared memory for the weights: {error.strerror or error}"
 
 
 def _sampled(groups: list[Group]) -> dict[str, int]:
     """The oldest and the newest version that sampled tokens of these groups; nothing where there are none."""
-    versions = [span.version for group in groups for trajectory in group.trajectories for span in trajectory.spans]
+    versions = [version for group in groups for trajectory in group.trajectories for version in versions_of(trajectory)]
     return {"sampled_oldest": min(versions), "sampled_newest": max(versions)} if versions else {}

@@ -207,11 +207,13 @@ ActorEnded.reply = EndNoted
 LONGEST_NOTICE, LONGEST_KEY = 2000, 500
 """Characters of a notice's text and of its key."""
 NOTICE = "notice"
-"""Kind of the line among RunState.lines that is a notice: its actor, key, text and count."""
+"""Kind of the line among RunState.lines that is a notice: its actor, and the fields of Notice."""
+READY = "ready"
+"""Kind of the line among RunState.lines that tells that an actor, which was started again, is ready."""
 
 
 class Notice(Request, frozen=True, kw_only=True):
-    """Actor to controller: something that the user must know while the run goes on.
+    """Actor to controller: something that the user must know while the run goes on, and again at its end.
 
     A later one with the same key of the same actor takes the place of the one before.
     """
@@ -221,6 +223,10 @@ class Notice(Request, frozen=True, kw_only=True):
     text: Annotated[str, Meta(max_length=LONGEST_NOTICE)]
     count: Count = 1
     """How often it has happened."""
+    meanwhile: Annotated[str, Meta(max_length=LONGEST_NOTICE)] = ""
+    """Sentences that hold, and say what to do, while the run goes on; the summary at its end leaves them out."""
+    waits_for: Annotated[str, Meta(max_length=LONGEST_KEY)] = ""
+    """For what the run waits until a later notice of this key says otherwise."""
 
 
 class ReportFailure(Request, frozen=True, kw_only=True):

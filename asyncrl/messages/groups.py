@@ -81,19 +81,16 @@ class Ticket(Struct, gc=False, frozen=True, kw_only=True):
 
 
 class Trajectory(Struct, gc=False, kw_only=True):
-    """One response. All arrays have length T, the number of response tokens."""
+    """What one episode produced: the unit of reward, baseline, counting and ledger."""
 
     sample: Count
-    tokens: np.ndarray
-    """int32 [T]: sampled tokens and, in between, tokens of an environment."""
-    logprobs: np.ndarray
-    """float32 [T], nats, of the policy that sampled each token; 0 where loss_mask is 0."""
-    loss_mask: np.ndarray
-    """uint8 [T]: 1 for sampled tokens (end-of-sequence included), 0 for an environment's."""
-    spans: list[VersionSpan]
-    """Contiguous, covering [0, T)."""
+    sequences: Annotated[list[Sequence], Meta(min_length=1)]
+    """In the order in which they were begun; each sampled token has that role in one of them."""
+    messages: list[dict[str, Any]] = []
+    """The main line of the conversation, as in OpenAI's chat completions; empty where a prompt has one response."""
     finish_reason: FinishReason
     text: str
+    """The response; of a conversation the last answer."""
     reward: float | None = None
     components: dict[str, float] = {}
     resumes: Count = 0

@@ -8,6 +8,9 @@ from msgspec import Meta, Struct
 
 from asyncrl.messages import Count, FinishReason, Message, Request, Uid
 
+TIMED_OUT_COMPONENT = "timed_out"
+"""The one component of a reward that the function did not give: that of reward.on_timeout."""
+
 
 class Completion(Struct, gc=False, frozen=True, kw_only=True):
     """What a reward function sees of a trajectory."""
@@ -15,6 +18,7 @@ class Completion(Struct, gc=False, frozen=True, kw_only=True):
     text: str
     finish_reason: FinishReason
     tokens: Count
+    """That the policy sampled."""
 
 
 class Score(Request, frozen=True, kw_only=True):
@@ -25,6 +29,8 @@ class Score(Request, frozen=True, kw_only=True):
     prompt: str
     row: dict[str, Any]
     completions: Annotated[list[Completion], Meta(min_length=1)]
+    has_worked: bool = False
+    """Whether the sender has had rewards of this function before, so that a pool that was started again knows."""
 
 
 class Scores(Message, frozen=True, kw_only=True):

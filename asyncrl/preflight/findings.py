@@ -17,8 +17,10 @@ CHECKS = (
     *(
         "model",
         "tokenizer",
+        "chat",
         "data",
         "reward",
+        "learning",
         "episode",
         "sinks",
         "run_dir",

@@ -1,4 +1,4 @@
-"""Tokenizer and prompts: the first rows of each set, read and tokenized as the dataloader does.
+"""Tokenizer, chat template and prompts: each set is read and tokenized as the dataloader does, as far as SETS_S go.
 
 A tokenizer may bring code of its own, and libraries that read rows take long to import or die at a broken file, so this
 happens in a process of its own (``python -m asyncrl.preflight.inputs``) under a deadline. Its parent gets findings,
@@ -12,6 +12,9 @@ import contextlib
 import os
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +23,32 @@ import msgspec
 from asyncrl.config import Config
 from asyncrl.config.load import config_from_json, config_to_json
 from asyncrl.config.training import DataConfig
-from asyncrl.dataloader.rows import BadRow, RawRow, check_row, unpack
+from asyncrl.dataloader.prompts import PromptSet
+from asyncrl.dataloader.rows import BadRow, NothingUsable, RawRow, check_row, collect, unpack
 from asyncrl.dataloader.sources import open_source
 from asyncrl.errors import ConfigError, DataError
+from asyncrl.preflight.chatting import check_chat
 from asyncrl.preflight.findings import Finding, fail, ok, warn
 from asyncrl.runtime.supervision import describe_exit
 from asyncrl.stops import resolve_stops
-from asyncrl.tokenizer import Tokenizer, load_tokenizer
+from asyncrl.tokenizer import Tokenizer, tokenizer_of
 
 ARGV = (sys.executable, "-m", "asyncrl.preflight.inputs")
 READ_S = 45.0
 """Longest time for all of it; importing transformers, for a tokenizer that only it can read, takes most."""
+SETS_S = 5.0
+"""Longest time for the rows of all sets; about two hundred thousand short ones take that long."""
+TOKENIZED_AT_ONCE = 100
+"""Rows between two looks at the time."""
+CHEAP_ROWS = 10_000
+"""So many synthetic ones take a moment."""
 END_S = 5.0
 SAMPLES = 3
-"""Rows of the training prompts that are looked at; one of each other set."""
+"""Rows of the training prompts that the reward function is tried on; one of each other set."""
+LOOKED_AT = 100
+"""Rows among which they are looked for."""
 MODEL = "model.path"
 STOPS = "rollout.stop_token_ids"
-PROBE = "\u2603\U0001d518\u4e2d z\u0308q"
-"""Characters that no vocabulary of words holds."""
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -64,13 +75,20 @@ class Inputs(msgspec.Struct, frozen=True):
 
 
 async def check_inputs(config: Config, *, with_rows: bool = True, limit_s: float = READ_S) -> Inputs:
-    """A finding for the tokenizer and, ``with_rows``, for each set of prompts. Never fails."""
+    """A finding for the tokenizer, one for the chat template of episodes, and, ``with_rows``, for each set of prompts.
+
+    Never fails.
+    """
     sets = _sets(config) if with_rows else {}
-    if config.model.path is None and all(data.source == "synthetic" for data in sets.values()):
+    if config.model.path is None and all(
+        data.source == "synthetic" and data.size <= CHEAP_ROWS for data in sets.values()
+    ):
         # All of it is our own, and cheap.
         return read_inputs(config, with_rows=with_rows)
     keys = ", ".join([MODEL] * (config.model.path is not None) + list(sets))
     fix = "copy these files to a faster disk; the run itself waits longer for them"
+    if config.episode.kind != "single":
+        limit_s += config.chat.check_timeout_s
     order = msgspec.msgpack.encode(Order(config_to_json(config), with_rows))
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors:
         given.write(order)
@@ -84,7 +102,7 @@ async def check_inputs(config: Config, *, with_rows: bool = True, limit_s: float
                 answer = await reading.stdout.read()
                 await reading.wait()
         except TimeoutError:
-            told = f"the tokenizer and the first rows were not read within {limit_s:g} s"
+            told = f"the tokenizer and the rows were not read within {limit_s:g} s"
             return Inputs([warn("data", told, fix, key=keys)])
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -112,10 +130,18 @@ def read_inputs(config: Config, *, with_rows: bool) -> Inputs:
         # The check of the model tells of one that is not there.
         finding, tokenizer = _check_tokenizer(config)
         findings.append(finding)
-    for key, data in (_sets(config) if with_rows else {}).items():
-        found, some = _check_set(key, data, tokenizer, SAMPLES if key == "data" else 1)
-        findings.append(found)
-        samples += some
+        if tokenizer is not None and config.episode.kind != "single":
+            findings.append(check_chat(config, tokenizer))
+    sets = _sets(config) if with_rows else {}
+    checked: list[list[Finding]] = []
+    end = time.monotonic() + SETS_S
+    # The training prompts last: what the others leave of the time is theirs.
+    for key, data in reversed(sets.items()):
+        left = max(0.0, end - time.monotonic())
+        checked.append(_check_set(key, data, tokenizer, left / (len(sets) - len(checked))))
+    for key, data in sets.items():
+        findings += checked.pop()
+        samples += _samples(key, data, tokenizer, SAMPLES if key == "data" else 1)
     return Inputs(findings, samples)
 
 
@@ -126,7 +152,7 @@ def _sets(config: Config) -> dict[str, DataConfig]:
 def _check_tokenizer(config: Config) -> tuple[Finding, Tokenizer | None]:
     model = config.model
     try:
-        tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+        tokenizer = tokenizer_of(config)
     except ConfigError as error:
         told = "; ".join(problem.removeprefix(f"{MODEL}: ") for problem in error.problems)
         fix = "copy the tokenizer's files into the model's folder, whole"
@@ -142,74 +168,86 @@ def _check_tokenizer(config: Config) -> tuple[Finding, Tokenizer | None]:
         told = f"the tokenizer of {model.path} names no end of a sequence: responses end at rollout.max_tokens"
         fix = "name eos_token_id in config.json or generation_config.json, or set rollout.stop_token_ids"
         return warn("tokenizer", told, fix, key=MODEL), tokenizer
-    try:
-        tokenizer.encode(PROBE)
-    except ValueError as error:
-        fix = "add one; until then a prompt with a word that the vocabulary lacks ends the run"
-        return warn("tokenizer", str(error), fix, key=MODEL), tokenizer
     return ok("tokenizer", f"that of {model.path} can be read", key=MODEL), tokenizer
 
 
-def _check_set(key: str, data: DataConfig, tokenizer: Tokenizer | None, count: int) -> tuple[Finding, list[Sample]]:
-    """The finding, and up to ``count`` rows from the beginning of the set, also where they cannot be tokenized."""
-    problem: Finding | None = None
-    samples: list[Sample] = []
-    lengths: list[int] = []
-    first: RawRow | None = None
-    skipped = ""
+def _check_set(key: str, data: DataConfig, tokenizer: Tokenizer | None, seconds: float) -> list[Finding]:
+    """Read and tokenize a set as the dataloader does, for at most about so long."""
+    end = time.monotonic() + seconds
     try:
         name, rows, prompt_key = open_source(data)
-        for row in rows:
-            first = first or row
-            place = f"{row.path}:{row.line}"
-            try:
-                prompt, packed = check_row(row, prompt_key)
-            except BadRow as error:
-                if data.on_bad_row == "error":
-                    return fail("data", f"{place}: {error}", f'mend it, or set {key}.on_bad_row = "skip"', key=key), []
-                skipped = skipped or f"{place}: {error}; it is left out"
-                if row.line > SAMPLES * count:
-                    break
-                continue
-            text = prompt if isinstance(prompt, str) else ""
-            if tokenizer is not None and problem is None:
-                try:
-                    ids, text = tokenizer.encode_prompt(prompt, data.template, data.system)
-                    lengths.append(len(ids))
-                except ValueError as error:
-                    problem = _untokenized(key, place, error)
-                else:
-                    if not ids:
-                        problem = fail("data", f"{place}: the prompt has no tokens", "mend the row", key=key)
-            samples.append(Sample(key, place, text, unpack(packed)))
-            if len(samples) == count:
-                break
+        reading = _Reading(rows, end - seconds / 2)
+        try:
+            dataset = collect(name, reading, prompt_key=prompt_key, on_bad_row=data.on_bad_row)
+            if tokenizer is None:
+                return [ok("data", f"{name}: {_rows(len(dataset.rows))} can be read", key=key)]
+            prompts = PromptSet(dataset, data, tokenizer)
+            is_whole = prompts.tokenize(TOKENIZED_AT_ONCE)
+            while not is_whole and time.monotonic() < end:
+                is_whole = prompts.tokenize(TOKENIZED_AT_ONCE)
+        except NothingUsable as error:
+            judged = warn if reading.is_cut else fail
+            told = f"{error.told}; not read beyond {reading.place}" if reading.is_cut else error.told
+            return [judged("data", told, error.fix, key=key)]
     except DataError as error:
-        return fail("data", str(error), f"correct {key}.path, or put the data there on this host", key=key), []
-    if problem is not None:
-        return problem, samples
-    if first is None:
-        return fail("data", f"{name} holds no row", "put the prompts there, or set another", key=f"{key}.path"), []
-    if skipped:
-        return warn("data", skipped, f'mend it, or leave {key}.on_bad_row = "skip"', key=key), samples
-    told = f"the first row of {name} can be read"
-    if not lengths:
-        return ok("data", told, key=key), samples
-    told = f"the first row of {name} is a prompt of {lengths[0]} tokens"
-    if lengths[0] > data.max_prompt_tokens:
-        fix = f"raise {key}.max_prompt_tokens, or shorten the prompts"
-        return warn("data", f"{told}, over {data.max_prompt_tokens}: it would be quarantined", fix, key=key), samples
-    return ok("data", told, key=key), samples
-
-
-def _untokenized(key: str, place: str, error: ValueError) -> Finding:
-    if isinstance(error, ConfigError):
+        fix = error.fix or f"correct {key}.path, or put the data there on this host"
+        return [fail("data", error.told, fix, key=key)]
+    except ConfigError as error:
         # There is no chat template, or none that can be used.
         told = "; ".join(problem.removeprefix("data.template: ") for problem in error.problems)
         fix = "take a model that has one, or put chat_template.jinja into its folder"
-        return fail("data", told, fix, key=f"{key}.template")
-    fix = f"set {key}.template to what the rows hold, or mend the row or the tokenizer"
-    return fail("data", f"{place}: {error}", fix, key=key)
+        return [fail("data", told, fix, key=f"{key}.template")]
+    found = [warn("data", remark.told, remark.fix, key=key) for remark in prompts.remarks(key)]
+    told = f"{name}: {_rows(len(prompts))} can be read; the longest prompt has {prompts.longest[0]} tokens"
+    if reading.is_cut or not is_whole:
+        until = f"read up to {reading.place} and tokenized up to {prompts.place}"
+        told += f"; {until} in {seconds:.2g} s, and the run reads the rest"
+    elif found:
+        return found
+    return [*found, ok("data", told, key=key)]
+
+
+class _Reading:
+    """The rows of a source, until a time is over."""
+
+    def __init__(self, rows: Iterator[RawRow], end: float) -> None:
+        self.place = ""
+        """FILE:LINE of the last row that was read."""
+        self.is_cut = False
+        """Whether there were more."""
+        self._rows, self._end = rows, end
+
+    def __iter__(self) -> Iterator[RawRow]:
+        for row in self._rows:
+            self.place = f"{row.path}:{row.line}"
+            yield row
+            if time.monotonic() >= self._end:
+                self.is_cut = next(self._rows, None) is not None
+                return
+
+
+def _samples(key: str, data: DataConfig, tokenizer: Tokenizer | None, count: int) -> list[Sample]:
+    """Up to ``count`` rows from the beginning of the set, also where they cannot be tokenized."""
+    samples: list[Sample] = []
+    with contextlib.suppress(DataError):
+        _, rows, prompt_key = open_source(data)
+        for row in islice(rows, LOOKED_AT):
+            try:
+                prompt, packed = check_row(row, prompt_key)
+            except BadRow:
+                continue
+            text = prompt if isinstance(prompt, str) else ""
+            if tokenizer is not None:
+                with contextlib.suppress(ValueError):
+                    _, text = tokenizer.encode_prompt(prompt, data.template, data.system)
+            samples.append(Sample(key, f"{row.path}:{row.line}", text, unpack(packed)))
+            if len(samples) == count:
+                break
+    return samples
+
+
+def _rows(count: int) -> str:
+    return "1 row" if count == 1 else f"{count:,} rows"
 
 
 def main() -> int:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from asyncrl.checkpoint.folder import checkpoint_dir
 from asyncrl.config import Config
-from asyncrl.preflight.findings import Finding
+from asyncrl.config.learnable import obstacles
+from asyncrl.preflight.findings import Finding, warn
 from asyncrl.preflight.inputs import Inputs, check_inputs
 from asyncrl.preflight.limits import descriptor_limit, judge_descriptors
 from asyncrl.preflight.model import check_model, check_window
@@ -46,6 +47,8 @@ async def check_part(part: Part) -> tuple[list[Finding], ModelSize | None]:
     if count(actors, "rollouter") and (window := await asyncio.to_thread(check_window, config)):
         found.append(window)
     found += await _check_inputs(config, actors)
+    if count(actors, "learner"):
+        found += [warn("learning", each.told, each.fix, key=each.key) for each in obstacles(config)]
     port = config.network.controller_port if part.is_head else 0
     found.append(check_ports(part.address, config.network.ports, port, ports_needed(config, list(actors))))
     found += await asyncio.to_thread(_check_folders, part, size)
@@ -62,7 +65,7 @@ async def _check_inputs(config: Config, actors: Sequence[str]) -> list[Finding]:
 
 
 async def _check_data(config: Config, actors: Sequence[str]) -> list[Finding]:
-    if not count(actors, "reward"):
+    if not count(actors, "reward") or config.reward.function == "episode":
         return (await _read_inputs(config, actors)).findings
     async with RewardTrial(config) as trial:
         inputs, problem = await asyncio.gather(_read_inputs(config, actors), trial.start())

@@ -121,9 +121,3 @@ def judge(function: str, trials: dict[str, Trial], *, timed_out: bool) -> Findin
         return ok("reward", f"{function} can be called", key=KEY)
     shown = listed([f"{reward:.4g}" for reward in rewards])
     return ok("reward", f"{function} can be called, and gives on samples: {shown}", key=KEY)
-
-
-async def check_reward(config: Config, samples: Sequence[Sample] = (), import_s: float = IMPORT_S) -> Finding:
-    """Whether the function can be imported, takes what it is given and gives what it should."""
-    async with RewardTrial(config, import_s=import_s) as trial:
-        return await trial.start() or await trial.call(samples)

@@ -82,8 +82,9 @@ class RewardActor(Actor):
         """One for each worker."""
         return self._pool.resources() if self._pool is not None else []
 
-    def _show(self, worker: int, uid: str, began: float, error: str) -> None:
-        """A task in the timeline."""
+    def _show(self, worker: int, uid: str, began: float, run_s: float, error: str) -> None:
+        """A task that has ended in the timeline, and its time among those of all others."""
+        self.histograms.observe("reward/run_s", run_s)
         track = self.trace.track(f"worker {worker}", FIRST_SLOT + worker)
         if error:
             track.add("failed", began, uid=uid, error=error[:LONGEST_ERROR])
@@ -107,15 +108,17 @@ class RewardActor(Actor):
     def score(self, request: Score, caller: Caller) -> asyncio.Future[Scores]:
         """Rewards of a completion or a group. Raises RewardFailed."""
         assert self._pool is not None
+        began = self.clock.now()
         self._rate.came(request.uid)
-        began, scores = self.clock.now(), self._pool.score(request)
+        if request.has_worked:
+            self._rate.has_worked(began)
+        scores = self._pool.score(request)
         scores.add_done_callback(lambda scores: self._scored(scores, began))
         return scores
 
     def _scored(self, scores: asyncio.Future[Scores], began: float) -> None:
         if not scores.cancelled() and scores.exception() is None:
             self.histograms.observe("reward/score_s", self.clock.now() - began)
-            self.histograms.observe("reward/run_s", scores.result().run_s)
 
 
 ACTOR = RewardActor

@@ -58,6 +58,11 @@ class FailureRate:
             if len(self._prompts) > PROMPTS_KEPT:
                 del self._prompts[next(iter(self._prompts))]
 
+    def has_worked(self, now: float) -> None:
+        """The function gave rewards before this was made, as it does after a restart; it may fail for a while again."""
+        if self._last_success is None:
+            self._last_success = now
+
     def succeeded(self, uid: str, now: float) -> None:
         """A call gave rewards."""
         self._last_success, self._failed_since = now, 0

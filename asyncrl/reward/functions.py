@@ -154,12 +154,24 @@ def constant(*, value: float = 1.0, spread: float = 0.0, duration_s: float = 0.0
     return reward
 
 
+def episode() -> RewardFunction:
+    """Nothing beyond what the episode itself says."""
+
+    def reward() -> float:
+        raise ValueError(
+            "the episode said no reward: let it return one or credit its turns, or name a function (reward.function)"
+        )
+
+    return reward
+
+
 BUILT_IN: dict[str, Callable[..., RewardFunction]] = {
     "exact": exact,
     "regex": regex,
     "math_verify": math_verify,
     "reasoning_gym": reasoning_gym,
     "constant": constant,
+    "episode": episode,
 }
 
 

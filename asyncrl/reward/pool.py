@@ -60,7 +60,8 @@ class RewardPool:
 
     ``max_tokens`` is what the overlong penalty counts from. ``on_output`` gets what workers print: the uid of the task
     that a worker was at (or had just ended; empty before the first), text, bytes dropped beyond it. ``on_task`` gets
-    each task that has ended: the number of its worker, its uid, when it began (time.monotonic) and its error.
+    each task that has ended: the number of its worker, its uid, when it began (time.monotonic), its seconds in the
+    function and its error.
     ``on_outcome`` gets the uid of each task that somebody waited for, and what went wrong, or None.
     ``start``, then ``score`` by any number of tasks, then ``close``, all in one event loop, in the main thread.
     """
@@ -72,7 +73,7 @@ class RewardPool:
         max_tokens: int,
         start_timeout_s: float = 120.0,
         on_output: Callable[[str, str, int], None] = lambda uid, text, dropped: None,
-        on_task: Callable[[int, str, float, str], None] = lambda worker, uid, began, error: None,
+        on_task: Callable[[int, str, float, float, str], None] = lambda worker, uid, began, run_s, error: None,
         on_outcome: Callable[[str, Fault | None], None] = lambda uid, fault: None,
     ) -> None:
         self._config, self._max_tokens, self._start_timeout_s = config, max_tokens, start_timeout_s
@@ -333,7 +334,7 @@ class RewardPool:
         assert slot.process is not None
         slot.given.popleft()
         slot.last_uid = pending.request.uid
-        self._on_task(self._slots.index(slot), slot.last_uid, slot.began, result.error)
+        self._on_task(self._slots.index(slot), slot.last_uid, slot.began, result.run_s, result.error)
         if slot.process.output.used:
             slot.process.output.drain()
             self._hand_out(slot.process, slot.last_uid, end_of_call=True)
@@ -417,7 +418,9 @@ class RewardPool:
         timed_out, slot.timed_out = slot.timed_out, False
         if given and not self._end.done():
             first = given.popleft()
-            self._on_task(self._slots.index(slot), first.request.uid, slot.began, reason)
+            # One that was ended at its deadline has run until then; what comes after is the end of its process.
+            run_s = min(time.monotonic() - slot.began, self._config.timeout_s)
+            self._on_task(self._slots.index(slot), first.request.uid, slot.began, run_s, reason)
             if not first.done():
                 self._fault(first, fault_of(reason, TIMED_OUT if timed_out else ""))
         if self._end.done():

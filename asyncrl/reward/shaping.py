@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asyncrl.config.training import OverlongPenalty
-from asyncrl.messages.reward import Completion, Score, Scores
+from asyncrl.messages.reward import TIMED_OUT_COMPONENT, Completion, Score, Scores
 
 PENALTY_COMPONENT = "overlong_penalty"
-TIMED_OUT_COMPONENT = "timed_out"
 
 
 def overlong_penalty(tokens: int, *, max_tokens: int, margin_tokens: int, scale: float) -> float:

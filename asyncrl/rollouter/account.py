@@ -28,15 +28,43 @@ class SampleAccount:
         self.events: list[list[Any]] = []
         """[seconds, what, facts ...]; see monitor/story_words.py, which reads them."""
         self.left_out = 0
+        self.attempts = 0
+        """Episodes that were begun for it."""
         self.failed_attempts = 0
         self._elapsed = elapsed
+
+    def call(self) -> CallAccount:
+        """One more call of the policy; a sample may have several at a time."""
+        return CallAccount(self)
+
+    def failed(self, what: str) -> None:
+        """Something went wrong; it may be tried again."""
+        self.note("failed", what[:LONGEST_REASON])
+
+    def scored(self, reward: float, run_s: float) -> None:
+        """``run_s`` is what the reward function took."""
+        self.note("scored", reward, round(run_s, 6))
+
+    def note(self, *facts: Any) -> None:
+        """An event: what, and its facts."""
+        if len(self.events) >= EVENTS_KEPT:
+            del self.events[EVENTS_KEPT // 2]
+            self.left_out += 1
+        self.events.append([round(self._elapsed(), 4), *facts])
+
+
+class CallAccount:
+    """One call of the policy for a sample: its slot, and its submissions."""
+
+    def __init__(self, sample: SampleAccount) -> None:
+        self.uid, self.sample = sample.uid, sample.sample
+        self._note = sample.note
         self._begun = False
         self._slot: Track | None = None
 
     def took_slot(self, slot: Track) -> None:
         """It is generated there from now on."""
         self._slot = slot
-        self._begun = False
         slot.enter("wait", uid=self.uid, sample=self.sample)
 
     def left_slot(self) -> None:
@@ -62,20 +90,6 @@ class SampleAccount:
             self._slot.leave(tokens=tokens, ended=reason or ("engine died" if died else "aborted"))
             if reason is None:
                 self._slot.enter("wait", uid=self.uid, sample=self.sample)
-
-    def failed(self, what: str) -> None:
-        """Something went wrong; it may be tried again."""
-        self._note("failed", what[:LONGEST_REASON])
-
-    def scored(self, reward: float, run_s: float) -> None:
-        """``run_s`` is what the reward function took."""
-        self._note("scored", reward, round(run_s, 6))
-
-    def _note(self, *facts: Any) -> None:
-        if len(self.events) >= EVENTS_KEPT:
-            del self.events[EVENTS_KEPT // 2]
-            self.left_out += 1
-        self.events.append([round(self._elapsed(), 4), *facts])
 
 
 class GroupAccount:

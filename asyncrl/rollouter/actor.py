@@ -13,10 +13,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from typing import TypeVar
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 
+from asyncrl.chat.renderer import make_renderer
 from asyncrl.errors import DeadlineExceeded, InvalidRequest, PeerRestarted, RemoteError, WireError
 from asyncrl.messages.dataloader import Lease, Leased, ReturnTickets
+from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply, RunEpisode, TurnReward, TurnRewarded
 from asyncrl.messages.groups import Group, Ticket, Trajectory
 from asyncrl.messages.learner import RolloutStats, UpdateTimes
 from asyncrl.messages.monitor import ResourceRecord
@@ -24,18 +28,22 @@ from asyncrl.messages.reward import Score, Scores
 from asyncrl.messages.rollouter import HeldTicket, OpenTickets, TicketsHeld
 from asyncrl.monitor.story_log import GENERATED
 from asyncrl.monitor.trace import FIRST_SLOT, WEIGHTS
-from asyncrl.rollouter.account import GroupAccount
+from asyncrl.rollouter.account import CallAccount, GroupAccount
 from asyncrl.rollouter.delivery import Delivery
 from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.engines import make_engine
-from asyncrl.rollouter.episodes import EpisodeEngine, single_turn
+from asyncrl.rollouter.generation import PolicyCall, single_turn
 from asyncrl.rollouter.groups import GroupRunner
+from asyncrl.rollouter.player import EpisodePlayer
+from asyncrl.rollouter.sessions import Session, Sessions
 from asyncrl.rollouter.slots import Slots
 from asyncrl.rollouter.updates import UpdateFollower
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.runtime.away import log_away
+from asyncrl.runtime.peer import CallFuture
 from asyncrl.stops import Stops, resolve_stops
-from asyncrl.tokenizer import Tokenizer, load_tokenizer
+from asyncrl.tokenizer import Tokenizer, tokenizer_of
+from asyncrl.trajectories import sampled_tokens
 
 T = TypeVar("T")
 
@@ -105,6 +113,11 @@ class Rollouter(Actor):
         self._leaves = False
         """It asks for nothing more while the run goes on."""
         self._slots = Slots(self.config.rollout.concurrency)
+        """Of the engine."""
+        self._open = Slots(self.config.episodes_open)
+        """Of episodes."""
+        self._sessions: Sessions
+        self._player: EpisodePlayer | None = None
         self._accounts: dict[str, GroupAccount] = {}
         """Of the tickets that run."""
         self._room = asyncio.Event()
@@ -119,12 +132,39 @@ class Rollouter(Actor):
         # The HELLO tells these that an earlier incarnation is dead, long before the engine is up.
         self.peer(PARAMETER_SERVER).connect()
         self.peer(DATALOADER).connect()
-        model = self.config.model
-        self._tokenizer = await asyncio.to_thread(load_tokenizer, model.path, trust_remote_code=model.trust_remote_code)
+        self._tokenizer = await asyncio.to_thread(tokenizer_of, self.config)
         self._stops = resolve_stops(self.config.rollout, self._tokenizer)
         if self.config.rollout.stops:
             self.log.info("responses end at", token_ids=self._stops.token_ids, strings=self._stops.strings)
+        if self.config.episode.kind != "single":
+            await self._prepare_episodes()
         await self._host.start()
+
+    async def _prepare_episodes(self) -> None:
+        """Check the chat template, and whatever else episodes need. Raises ConfigError."""
+        renderer = await asyncio.to_thread(
+            make_renderer,
+            self.config,
+            self._tokenizer,
+            stop_ids=self._stops.token_ids,
+        )
+        self._sessions = Sessions(
+            self.config,
+            renderer=renderer,
+            tokenizer=self._tokenizer,
+            stops=self._stops,
+            policy=self._policy,
+            slot=self._slot,
+            delta=self._tell_delta,
+            clock=self.clock,
+        )
+        self._player = EpisodePlayer(
+            self.config,
+            self._sessions,
+            run=self._run_episode,
+            hosts=lambda: f"episodes/{self.name.partition('/')[2]}",
+            clock=self.clock,
+        )
 
     async def run(self) -> None:
         work = [self._follower.run(), self._lease_tickets(), self._report_stats(), self._tell_running()]
@@ -163,6 +203,8 @@ class Rollouter(Actor):
         self.begin_drain()
 
     async def close(self) -> None:
+        if self._player is not None:
+            self._sessions.close()
         await self._host.close()
 
     async def _return_ungenerated(self, given_up: list[asyncio.Task[None]]) -> None:
@@ -200,7 +242,7 @@ class Rollouter(Actor):
         with self.awaits.on(DATALOADER, "Lease", idle=True) as leasing:
             while not (self._preempted or self._leaves):
                 # Rounded up: a group whose last samples wait for a slot keeps every slot busy behind stragglers.
-                free = -((self._generating - self.config.rollout.concurrency) // samples)
+                free = -((self._generating - self.config.episodes_open) // samples)
                 if free < 1:
                     self._room.clear()
                     await self._room.wait()
@@ -291,17 +333,31 @@ class Rollouter(Actor):
 
     async def _episode(self, ticket: Ticket, sample: int) -> Trajectory:
         account = self._accounts[ticket.uid].samples[sample]
-        async with self._slots.take() as slot:
-            account.took_slot(self.trace.track(f"slot {slot}", FIRST_SLOT + slot))
-            try:
-                engine = EpisodeEngine(self._host, self._tokenizer, self._stops, self.config, ticket, account)
-                trajectory = await single_turn(engine, ticket, sample)
-            finally:
-                account.left_slot()
+        if self._player is not None:
+            async with self._open.take():
+                trajectory = await self._player.play(ticket, account)
+        else:
+            call = account.call()
+            async with self._slot(call):
+                policy = self._policy(ticket, call)
+                trajectory = await single_turn(policy, ticket, sample, self._stops, self._tokenizer)
         self.counters.add("rollout/trajectories")
-        self.histograms.observe("rollout/response_tokens", len(trajectory.tokens))
+        self.histograms.observe("rollout/response_tokens", sampled_tokens(trajectory))
         self.histograms.observe("rollout/generate_s", self.clock.now() - self._leased[ticket.uid])
         return trajectory
+
+    @asynccontextmanager
+    async def _slot(self, call: CallAccount) -> AsyncIterator[None]:
+        """A place in the engine for one call of the policy."""
+        async with self._slots.take() as slot:
+            call.took_slot(self.trace.track(f"slot {slot}", FIRST_SLOT + slot))
+            try:
+                yield
+            finally:
+                call.left_slot()
+
+    def _policy(self, ticket: Ticket, call: CallAccount, **told: Any) -> PolicyCall:
+        return PolicyCall(self._host, self._tokenizer, self.config, ticket, call, **told)
 
     def _trajectory_generated(self, ticket: Ticket) -> None:
         self._generating -= 1
@@ -321,12 +377,32 @@ class Rollouter(Actor):
             )
         except (DeadlineExceeded, PeerRestarted) as error:
             self._reward_away += 1
-            self.notify("reward away", f"{error}; it is asked again until it answers", count=self._reward_away)
+            again = "It is asked again until it answers"
+            self.notify("reward away", str(error), count=self._reward_away, meanwhile=again)
             raise
         finally:
             self._scoring -= len(request.completions)
         self.histograms.observe("rollout/reward_s", self.clock.now() - began)
         return scores
+
+    # --- episodes ---
+
+    @handler
+    async def chat(self, request: Chat, caller: Caller) -> ChatReply:
+        """The policy's answer in a session. Raises EpisodeOver, ChatRefused."""
+        return await self._sessions.chat(request, caller.name)
+
+    @handler
+    def turn_reward(self, request: TurnReward, caller: Caller) -> TurnRewarded:
+        """Credit a turn of a session. Raises EpisodeOver, InvalidRequest."""
+        session = self._sessions.find(request.session, caller.name)
+        return TurnRewarded(node=session.conversation.reward(request.node, request.value))
+
+    def _run_episode(self, host: str, request: RunEpisode, timeout: float) -> CallFuture:
+        return self.peer(host).call(request, timeout=timeout)
+
+    def _tell_delta(self, session: Session, call: str, offset: int, text: str) -> None:
+        self.peer(session.host).cast(ChatDelta(session=session.key, call=call, offset=offset, text=text))
 
     # --- weights ---
 

@@ -99,6 +99,11 @@ class EngineHost:
 
     # --- requests ---
 
+    @property
+    def serves(self) -> bool:
+        """Whether something may be submitted now."""
+        return self._open.is_set()
+
     @asynccontextmanager
     async def turn(self, ticket: Ticket) -> AsyncIterator[int]:
         """A ticket's turn for one submission, which is to begin at once; gives the version being served.

@@ -19,10 +19,12 @@ from typing import TypeVar
 from asyncrl.config import Config
 from asyncrl.errors import DeadlineExceeded, PeerRestarted, RemoteError, RewardFailed, WireError
 from asyncrl.messages.groups import Group, Ticket, Trajectory
-from asyncrl.messages.reward import Completion, Score, Scores
+from asyncrl.messages.reward import TIMED_OUT_COMPONENT, Completion, Score, Scores
 from asyncrl.rollouter.account import GroupAccount, SampleAccount
-from asyncrl.rollouter.episodes import TrajectoryFailed
+from asyncrl.rollouter.generation import TrajectoryFailed
+from asyncrl.rollouter.player import EpisodeFailed
 from asyncrl.runtime.clock import Clock
+from asyncrl.trajectories import sampled_tokens
 
 T = TypeVar("T")
 
@@ -51,6 +53,8 @@ class GroupRunner:
         self._score = score
         self._generated = generated
         self._clock = clock
+        self._has_worked = False
+        """Whether the reward function has ever given a reward."""
 
     async def run(self, ticket: Ticket, account: GroupAccount) -> Group:
         """Generate and score; with the failure as the group's if there was one. Raises RemoteError."""
@@ -81,7 +85,8 @@ class GroupRunner:
             finally:
                 self._generated(ticket)
             trajectory.generate_s = self._clock.now() - began
-            if self._config.reward.per == "trajectory":
+            # User code that played an episode may have said what it is worth.
+            if self._config.reward.per == "trajectory" and trajectory.reward is None:
                 await self._score_into(ticket, [trajectory], [account])
         except TrajectoryFailed as error:
             return error
@@ -93,11 +98,13 @@ class GroupRunner:
             prompt=ticket.prompt,
             row=ticket.row,
             completions=[
-                Completion(text=t.text, finish_reason=t.finish_reason, tokens=len(t.tokens)) for t in trajectories
+                Completion(text=t.text, finish_reason=t.finish_reason, tokens=sampled_tokens(t)) for t in trajectories
             ],
+            has_worked=self._has_worked,
         )
         began = self._clock.now()
         scores = await self._retry("scoring", lambda: self._scores(request, accounts), accounts)
+        self._has_worked = self._has_worked or not any(TIMED_OUT_COMPONENT in each for each in scores.components)
         for trajectory, reward, components in zip(trajectories, scores.rewards, scores.components, strict=True):
             trajectory.reward, trajectory.components = reward, components
             trajectory.score_s = self._clock.now() - began
@@ -123,7 +130,7 @@ class GroupRunner:
         for number in range(1, rollout.max_attempts + 1):
             try:
                 return await attempt()
-            except (WireError, ValueError) as error:
+            except (WireError, ValueError, EpisodeFailed) as error:
                 if isinstance(error, RemoteError) and error.code not in OF_THE_TRAJECTORY:
                     # Nothing that this trajectory is to blame for.
                     raise

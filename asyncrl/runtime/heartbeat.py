@@ -1,9 +1,10 @@
 """Heartbeats from a thread of their own, so that a busy event loop or a long computation is not taken for death.
 
 The thread has its own socket and codec. It tells progress apart from being alive: the count of useful events and
-the lag of the event loop go along with each beat. It never fails the actor: what cannot be gathered is as it was at
-the beat before, and a controller that is away is said HELLO again when it asks for it. When this process is asked for
-its stacks, the thread adds those of the tasks, which it can even while the event loop is blocked.
+the lag of the event loop go along with each beat. A last beat tells the figures with which an actor ends, or the
+controller would know those of up to a heartbeat earlier. It never fails the actor: what cannot be gathered is as it was
+at the beat before, and a controller that is away is said HELLO again when it asks for it. When this process is asked
+for its stacks, the thread adds those of the tasks, which it can even while the event loop is blocked.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class HeartbeatThread:
         self._interval = actor.config.supervision.heartbeat_s
         self._address = address
         self._stop = threading.Event()
+        self._last_s = 0.0
+        """Longest that the last beat may take to leave the socket; there is none with 0."""
         self._loop_seen = time.monotonic()
         self._stacks_asked = 0
         self._said: Heartbeat | None = None
@@ -59,15 +62,18 @@ class HeartbeatThread:
         """Begin to beat."""
         self._thread.start()
 
-    def stop(self) -> None:
-        """End; the actor's socket to the controller is closed when this returns."""
+    def stop(self, last_s: float = 0.0) -> None:
+        """End; the actor's socket to the controller is closed when this returns.
+
+        With ``last_s`` it beats once more, which may take so long where the controller is away.
+        """
+        self._last_s = last_s
         self._stop.set()
         self._thread.join(timeout=5.0)
 
     def _run(self) -> None:
         context: zmq.Context[Any] = zmq.Context()
         socket = context.socket(zmq.DEALER)
-        socket.linger = 0
         socket.sndhwm = 16
         find_half_open(socket)
         name, incarnation = self._endpoint.name, self._endpoint.incarnation
@@ -83,21 +89,25 @@ class HeartbeatThread:
             self._send(socket, self._endpoint.hello(1))
             while not self._stop.wait(self._interval):
                 beat += 1
-                self._endpoint.param_version = self._actor.param_version
-                self._said = self._gather(beat)
-                if self._said is None:
-                    continue
-                message = self._actor.telling.trim(self._said)
-                header = self._endpoint.header(Kind.CAST, type(message).__name__)
-                frames = [header, *self._endpoint.codec.encode(message)]
-                if not self._send(socket, frames):
-                    self._actor.telling.forget()
-                self._count(sum(map(len, frames)))
+                self._beat(socket, beat)
                 self._listen(socket)
                 self._write_stacks()
+            if self._last_s:
+                self._beat(socket, beat + 1)
         finally:
-            socket.close(0)
-            context.destroy(linger=0)
+            context.destroy(linger=int(1000 * self._last_s))
+
+    def _beat(self, socket: Any, beat: int) -> None:
+        self._endpoint.param_version = self._actor.param_version
+        self._said = self._gather(beat)
+        if self._said is None:
+            return
+        message = self._actor.telling.trim(self._said)
+        header = self._endpoint.header(Kind.CAST, type(message).__name__)
+        frames = [header, *self._endpoint.codec.encode(message)]
+        if not self._send(socket, frames):
+            self._actor.telling.forget()
+        self._count(sum(map(len, frames)))
 
     def _gather(self, beat: int) -> Heartbeat | None:
         try:

@@ -19,7 +19,7 @@ MOST_OVERFLOWING = 1024
 class Notify(Protocol):
     """Tells the user, as Actor.notify does."""
 
-    def __call__(self, key: str, text: str, *, count: int = 1) -> None: ...
+    def __call__(self, key: str, text: str, *, count: int = 1, meanwhile: str = "", waits_for: str = "") -> None: ...
 
 
 class UntoldNotices:
@@ -31,9 +31,10 @@ class UntoldNotices:
         """Keys, the one that has waited longest first."""
         self._more: set[str] = set()
 
-    def add(self, key: str, text: str, count: int) -> bool:
+    def add(self, key: str, text: str, count: int, meanwhile: str = "", waits_for: str = "") -> bool:
         """Take in a notice; whether its text is new."""
-        key, text = _sendable(key, LONGEST_KEY), _sendable(text, LONGEST_NOTICE)
+        notice = sendable(key, text, count, meanwhile, waits_for)
+        key, text = notice.key, notice.text
         if key not in self._known and len(self._known) >= MOST_KEYS - 1:
             is_new = key not in self._more
             if is_new and len(self._more) < MOST_OVERFLOWING:
@@ -43,7 +44,7 @@ class UntoldNotices:
             )
             return is_new
         before = self._known.get(key)
-        self._put(Notice(key=key, text=text, count=count))
+        self._put(notice)
         return before is None or before.text != text
 
     def _put(self, notice: Notice) -> None:
@@ -63,6 +64,16 @@ class UntoldNotices:
             self._untold.setdefault(notice.key)
 
 
-def _sendable(text: str, longest: int) -> str:
-    """As the wire takes it: a path may hold bytes that are no text."""
+def sendable(key: str, text: str, count: int, meanwhile: str = "", waits_for: str = "") -> Notice:
+    """The notice as the wire takes it: a path may hold bytes that are no text."""
+    return Notice(
+        key=_cut(key, LONGEST_KEY),
+        text=_cut(text, LONGEST_NOTICE),
+        count=count,
+        meanwhile=_cut(meanwhile, LONGEST_NOTICE),
+        waits_for=_cut(waits_for, LONGEST_KEY),
+    )
+
+
+def _cut(text: str, longest: int) -> str:
     return text.encode(errors="replace").decode()[:longest]

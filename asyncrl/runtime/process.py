@@ -28,6 +28,8 @@ for the next. glibc arrives here too once it has freed such a block; until then 
 SWITCH_S = 0.0001
 """How long a thread that computes keeps the interpreter from the event loop. Each message that is sent or received lets
 go of it for a moment, so that with Python's own 5 ms a learner that packs a batch could handle 200 in a second."""
+LAST_BEAT_S = 0.5
+"""Longest that an actor's end waits for its last beat to leave."""
 LONGEST_LOADING_S = 600.0
 """From a spawn to its code's being loaded; what would be longer is a clock that was set meanwhile."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -85,7 +87,7 @@ def run_actor(
             await actor.main()
         finally:
             if heartbeat is not None:
-                heartbeat.stop()
+                heartbeat.stop(LAST_BEAT_S)
             actor.stop_measuring()
 
     try:

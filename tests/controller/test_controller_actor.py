@@ -337,14 +337,15 @@ def test_notices_are_passed_on_to_who_follows_the_lines_and_metrics_cannot_pass_
     async def scenario(cluster):
         await cluster.all_ready()
         agent, learner = cluster.caller(), cluster.caller("learner/0")
-        await learner.call(Notice(key="disk", text="no space left", count=2))
+        said = {"key": "disk", "text": "no space left", "count": 2, "meanwhile": "Free some", "waits_for": "room"}
+        await learner.call(Notice(**said))
         learner.cast(MetricsLine(line={"kind": "notice", "step": 1}))
         learner.cast(MetricsLine(line={"kind": "train", "step": 1}))
         lines = []
         while not any(line["kind"] == "train" for line in lines):
             lines = (await agent.call(WatchRun(seen_line=0))).lines
         assert lines == [
-            {"kind": "notice", "actor": "learner/0", "key": "disk", "text": "no space left", "count": 2},
+            {"kind": "notice", "actor": "learner/0", **said},
             {"kind": "train", "step": 1},
         ]
 

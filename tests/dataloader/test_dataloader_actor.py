@@ -33,6 +33,18 @@ def test_leases_carry_all_that_a_rollouter_needs(tmp_path: Path) -> None:
     run(main())
 
 
+def test_what_the_check_of_the_chat_template_found_is_kept_where_there_are_episodes(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with running(small_config(), tmp_path):
+            assert not (tmp_path / "chat.json").exists()
+        async with running(small_config(episode={"function": "m:f"}, chat={"date": "2026-11-23"}), tmp_path):
+            report = json.loads((tmp_path / "chat.json").read_text())
+            assert (report["date"], report["end"]) == ("2026-11-23", "<|end|>")
+            assert {case["verdict"] for case in report["cases"]} == {"extend"}
+
+    run(main())
+
+
 def test_eval_tickets_have_their_own_sampling(tmp_path: Path) -> None:
     async def main() -> None:
         evaluation = {"data": {"source": "synthetic", "size": 1}, "n": 3, "temperature": 0.0, "max_tokens": 5}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from asyncrl.config.training import DataConfig
-from asyncrl.dataloader.prompts import PromptSet
+from asyncrl.dataloader.prompts import PromptSet, Remark
 from asyncrl.dataloader.rows import RawRow, collect
 from asyncrl.errors import DataError
 from asyncrl.tokenizer import ByteTokenizer
@@ -43,11 +43,11 @@ def test_prompts_over_the_limit_are_kept_apart() -> None:
     assert prompts.tokenize(9)
     assert prompts.oversize == {1}
     assert prompts.admissible == (0, 2)
-    assert prompts.told_of_oversize("eval.a.data") == (
-        "eval.a.data: 1 of 3 prompts have more than eval.a.data.max_prompt_tokens = 5 tokens and are left out; the "
-        "longest has 6 (d.jsonl:2). Raise eval.a.data.max_prompt_tokens, or shorten them"
-    )
-    assert make_set(["12345"], max_prompt_tokens=5).told_of_oversize("data") == ""
+    told = "1 of 3 prompts have more than eval.a.data.max_prompt_tokens = 5 tokens and are left out; the longest has 6"
+    fix = "raise eval.a.data.max_prompt_tokens, or shorten them"
+    assert prompts.remarks("eval.a.data") == [Remark("too_long", f"{told} (d.jsonl:2)", fix)]
+    (fitting := make_set(["12345"], max_prompt_tokens=5)).tokenize(9)
+    assert fitting.remarks("data") == []
 
 
 def test_the_template_and_the_system_message_are_applied_before_the_length_is_taken() -> None:
@@ -67,8 +67,29 @@ def test_every_prompt_over_the_limit_is_an_error() -> None:
 
 def test_a_prompt_that_does_not_fit_its_template_is_named() -> None:
     prompts = make_set(["fine", [{"role": "user", "content": "x"}]])
-    with pytest.raises(DataError, match=r'd\.jsonl:2: chat messages need template = "chat"'):
+    with pytest.raises(DataError, match=r'd\.jsonl:2: chat messages need template = "chat".*on_bad_row = "skip"'):
         prompts.tokenize(9)
+
+
+def test_a_prompt_that_cannot_be_tokenized_is_left_out_where_that_is_wanted() -> None:
+    """The set is the same as without that row, however it is read."""
+    good, bad = ["one", "two", "three"], [{"role": "user", "content": "x"}]
+    prompts, same = make_set([good[0], bad, *good[1:], bad], on_bad_row="skip"), make_set(good)
+    for each in (prompts, same):
+        while not each.tokenize(2):
+            pass
+    assert len(prompts) == len(same) == 3
+    assert [prompts.prompt(index)[1] for index in prompts.admissible] == good
+    (remark,) = prompts.remarks("data")
+    assert remark.kind == "bad_rows" and prompts.skipped == 2
+    assert '): 2; the first: d.jsonl:2: chat messages need template = "chat"' in remark.told
+    # The rows have their line as a column, too.
+    assert prompts.fingerprint != same.fingerprint
+    rows = [RawRow("e.jsonl", 1, {"prompt": text, "n": line}) for line, text in zip((1, 3, 4), good, strict=True)]
+    assert prompts.fingerprint == collect("e.jsonl", rows, prompt_key="prompt", on_bad_row="error").fingerprint
+    nothing = make_set([bad], on_bad_row="skip")
+    with pytest.raises(DataError, match=r"holds no usable row \(d\.jsonl:1: chat messages need"):
+        nothing.tokenize(9)
 
 
 def test_a_prompt_without_tokens_is_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from asyncrl.errors import ConfigError
 from asyncrl.tokenizer import ByteTokenizer, load_tokenizer
@@ -225,8 +226,26 @@ def test_a_word_outside_a_vocabulary_without_unk_is_a_value_error_that_says_so(t
     tokenizer = load_tokenizer(str(tmp_path))
     assert tokenizer.encode("a") == [0]
     for encode in (tokenizer.encode, lambda text: tokenizer.encode_prompt(text, "plain", None)):
-        with pytest.raises(ValueError, match=r"tokenizer\.json cannot encode .* needs an unk_token"):
+        with pytest.raises(ValueError, match=r"tokenizer\.json cannot encode 'b', .* needs an unk_token"):
             encode("b")
+
+
+def test_of_a_text_that_cannot_be_encoded_the_first_unknown_piece_is_named(tmp_path: Path) -> None:
+    backend = Tokenizer(models.WordLevel({"one": 0, "two": 1, "<s>": 2}))
+    backend.pre_tokenizer, backend.normalizer = pre_tokenizers.Whitespace(), normalizers.Lowercase()
+    backend.add_special_tokens(["<s>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.encode("<s>One two") == [2, 0, 1]
+    for text, piece in (
+        ("<s>one three two four", "'three' in '<s>one three two four'"),
+        # As it is once it is normalized.
+        ("<s>One THREE two four", "'three' in '<s>One THREE two four'"),
+        ("one " * 9 + "three " + "two " * 9, f"'three' in '{'one ' * 5}three {'two ' * 3}tw...'"),
+        ("x" * 99, f"'{'x' * 40}...'"),
+    ):
+        with pytest.raises(ValueError, match=rf"cannot encode {re.escape(piece)}, which its vocabulary lacks"):
+            tokenizer.encode(text)
 
 
 def test_wrong_folders_name_the_key(tmp_path: Path) -> None:

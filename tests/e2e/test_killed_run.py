@@ -61,7 +61,7 @@ def tokens(run_dir):
         for line in map(json.loads, path.read_text().splitlines()):
             if line["start"] == starts[line["step"]]:
                 found.setdefault(line["step"], []).append(
-                    (line["uid"], [(t["tokens"], t["reward"]) for t in line["trajectories"]])
+                    (line["uid"], [(t["sequences"], t["reward"]) for t in line["trajectories"]])
                 )
     return found
 

@@ -168,10 +168,11 @@ def test_i3_every_token_has_one_version_and_updates_met_running_trajectories(fol
     ]
     assert len(trajectories) == STEPS * 6 * 4
     for trajectory in trajectories:
-        ends = [0, *(end for _, _, end in trajectory["spans"])]
-        assert [start for _, start, _ in trajectory["spans"]] == ends[:-1]
-        assert ends[-1] == len(trajectory["tokens"]) <= 96
-    assert any(len(trajectory["spans"]) > 1 for trajectory in trajectories)
+        [sequence] = trajectory["sequences"]
+        ends = [0, *(end for _, _, end, _ in sequence["spans"])]
+        assert [start for _, start, _, _ in sequence["spans"]] == ends[:-1]
+        assert ends[-1] == len(sequence["tokens"]) <= 96
+    assert any(len(trajectory["sequences"][0]["spans"]) > 1 for trajectory in trajectories)
     assert any(trajectory["resumes"] for trajectory in trajectories)
 
 
@@ -253,10 +254,12 @@ def test_the_story_of_an_aborted_group_is_what_its_samples_say(folder, finished)
                 found[happening.what].append(happening.facts["told"])
         assert len(found["aborted"]) == len(found["resumed"]) == trajectory["resumes"]
         versions = [version for (version,) in found["began"] + found["resumed"]]
-        assert {version for version, _, _ in trajectory["spans"]} <= set(versions)
+        [sequence] = trajectory["sequences"]
+        spans, length = [span[:3] for span in sequence["spans"]], len(sequence["tokens"])
+        assert {version for version, _, _ in spans} <= set(versions)
         ends = [tokens for (tokens,) in found["aborted"]]
-        assert {end for _, _, end in trajectory["spans"]} <= {*ends, len(trajectory["tokens"])}
-        assert found["finished"] == [[len(trajectory["tokens"]), trajectory["finish_reason"], trajectory["spans"]]]
+        assert {end for _, _, end in spans} <= {*ends, length}
+        assert found["finished"] == [[length, trajectory["finish_reason"], spans]]
         assert found["scored"][0][0] == trajectory["reward"]
     assert [h.what for h in story if h.sample < 0] == ["granted", "buffered", "delivered", "trained"]
     assert f"trained at step {resumed['step']}" in explain(run_dir, resumed["uid"])

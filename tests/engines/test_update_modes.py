@@ -25,7 +25,8 @@ from asyncrl.messages.groups import Ticket
 from asyncrl.monitor.states import StateLedger
 from asyncrl.rollouter.account import SampleAccount
 from asyncrl.rollouter.engine_host import EngineHost
-from asyncrl.rollouter.episodes import EpisodeEngine, Generated
+from asyncrl.rollouter.generation import PolicyCall
+from asyncrl.rollouter.response import Response
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.clock import LoopClock
 from asyncrl.stops import resolve_stops
@@ -129,7 +130,7 @@ class Changing:
         finally:
             staged.close()
 
-    async def episode(self, number: int, max_tokens: int = MAX_TOKENS) -> Generated:
+    async def episode(self, number: int, max_tokens: int = MAX_TOKENS) -> Response:
         prompt = PROMPTS[number % len(PROMPTS)]
         ticket: Ticket = msgspec.structs.replace(
             make_group().ticket,
@@ -139,9 +140,12 @@ class Changing:
             max_tokens=max_tokens,
         )
         account = SampleAccount(ticket.uid, number, LoopClock().now)
-        return await EpisodeEngine(self.host, Letters(), self.stops, self.config, ticket, account).generate(prompt)  # type: ignore
+        response = Response(max_tokens=max_tokens, stops=self.stops)
+        call = PolicyCall(self.host, Letters(), self.config, ticket, account.call())  # type: ignore
+        await call.generate(prompt, response, f"{ticket.uid}/{number}/1")
+        return response
 
-    async def run(self, episodes: int = EPISODES, updates: int = UPDATES) -> list[Generated]:
+    async def run(self, episodes: int = EPISODES, updates: int = UPDATES) -> list[Response]:
         """All episodes at once, and the updates while they run."""
         await self.host.start()
         await self.update()
@@ -156,7 +160,7 @@ class Changing:
         return [task.result() for task in running]
 
 
-def check(changing: Changing, found: list[Generated], *, stale: bool = False) -> int:
+def check(changing: Changing, found: list[Response], *, stale: bool = False) -> int:
     """Everything that holds in every mode; returns how many responses met an update."""
     assert changing.borrowed.submitted_while_changing == 0
     mixed = 0

@@ -1,9 +1,11 @@
 """A start that ended before its first step holds no name; whatever else there is does."""
 
 import json
+import shutil
 import threading
 
 import pytest
+from disks import room_for
 
 from asyncrl.config.load import validate_config
 from asyncrl.launcher import begun
@@ -153,6 +155,29 @@ def test_a_start_without_a_guard_gives_its_name_back_at_its_end(tmp_path):
     with private_folder(folder, settings):
         (folder.path / "checkpoints" / "v00000001").mkdir(parents=True)
     assert not (folder.path / UNBEGUN).exists()
+
+
+def test_each_failed_start_in_a_folder_gives_its_name_back(tmp_path, failed):
+    settings = config(tmp_path)
+    leave_name(failed, None)
+    for attempt in (2, 3):
+        folder = create_run_folder(settings)
+        assert (folder.path, folder.attempt) == (failed, attempt) and not (failed / UNBEGUN).exists()
+        with private_folder(folder, settings):
+            pass
+        assert (failed / UNBEGUN).is_file()
+
+
+def test_a_start_without_room_for_its_configuration_gives_its_name_back(tmp_path, failed):
+    leave_name(failed, None)
+    for kept in ([failed.name], []):
+        with room_for(0), pytest.raises(OSError, match="File too large"):
+            create_run_folder(config(tmp_path))
+        assert [entry.name for entry in failed.parent.iterdir()] == kept
+        if kept:
+            assert (failed / UNBEGUN).is_file() and json.loads((failed / CONFIG).read_text())["run"]["name"] == "trial"
+            shutil.rmtree(failed)
+    assert create_run_folder(config(tmp_path)).path == failed
 
 
 @pytest.mark.parametrize("trained", [False, True])

@@ -4,6 +4,7 @@ import asyncio
 import socket
 import sys
 
+import pytest
 from model_files import write_model
 
 from asyncrl.config.load import validate_config
@@ -16,7 +17,9 @@ from asyncrl.launcher.checks import (
     summary,
     warnings_of,
 )
+from asyncrl.learner.learning_watch import LearningWatch
 from asyncrl.preflight.findings import fail, ok, warn
+from asyncrl.preflight.part import Part, check_part
 
 
 def findings(tmp_path, **tables):
@@ -82,6 +85,33 @@ def test_a_range_of_ports_that_is_too_small(tmp_path):
     (problem,) = problems(tmp_path, network={"ports": "40001-40003"})
     assert problem.startswith("network.ports: ") and "of 3 ports in 40001-40003" in problem
     assert "need 6" in problem and "widen it to 12 ports or more" in problem
+
+
+@pytest.mark.parametrize(
+    ("tables", "told"),
+    [
+        (
+            {"learner": {"lr": 0.0, "backend": "sim", "steps": 7}},
+            ["learner.lr: at 0 none of the 7 steps will change the weights"],
+        ),
+        (
+            {"reward": {"function": "constant"}},
+            ["reward.function: constant gives every response the same, and nothing is learnt"],
+        ),
+        ({"reward": {"function": "constant", "options": {"spread": 0.5}}}, []),
+        ({"reward": {"function": "constant", "truncated": "penalty"}}, []),
+        ({"reward": {"function": "constant"}, "learner": {"backend": "sim"}}, []),
+    ],
+)
+def test_a_configuration_with_which_nothing_is_learnt_is_warned_of(tmp_path, tables, told):
+    """Here and by the learner at its start, in the same words."""
+    config = validate_config({"model": {"path": str(tmp_path)}, "data": {"source": "synthetic"}} | tables)
+    part = Part(config=config, actors=["learner/0"], address="127.0.0.1", run=tmp_path / "runs")
+    found = [each for each in asyncio.run(check_part(part))[0] if each.check == "learning"]
+    assert [each.told.startswith(said) for each, said in zip(found, told, strict=True)] == [True] * len(told)
+    assert all(each.result == "warn" and each.fix for each in found)
+    notices = [notice.text for notice in LearningWatch(config).at_start()]
+    assert [f"{each.key}: {each.detail}. To do: {each.fix}" for each in found] == notices
 
 
 def test_errors_end_the_launch_warnings_are_said_and_all_is_shown():

@@ -219,7 +219,18 @@ def test_what_may_have_changed_is_part_of_the_configuration(config, left, capsys
     assert tree["resume"]["allow"] == ["data", "seed", "batch"]
 
 
-def test_a_finished_run_with_nothing_left_to_do_says_so(config, left, capsys):
-    assert launch.main([config, "--resume", "auto", "--learner.steps", "2"]) == 0
-    assert f"{left} is finished: step 3 of 2; raise learner.steps to go on" in capsys.readouterr().out
+@pytest.mark.parametrize("over_hosts", [False, True])
+def test_a_finished_run_with_nothing_left_to_do_says_so(config, left, tmp_path, capsys, over_hosts):
+    """It needs nothing any more, so nothing is checked."""
+    (tmp_path / "hosts.txt").write_text("localhost\n")
+    argv = [config, "--resume", "auto", "--learner.steps", "2", "--data.source=jsonl", "--data.path=/nowhere.jsonl"]
+    argv += ["--hosts", str(tmp_path / "hosts.txt")] if over_hosts else []
+    said = f"{left} is finished: step 3 of 2; raise learner.steps to go on\n"
+    assert launch.main(argv) == 0
+    assert capsys.readouterr() == (said, "")
+    assert launch.main([*argv, "--dry-run"]) == 0
+    plan = capsys.readouterr().out
+    assert plan.endswith(said) and "placement:" in plan and "checks:" not in plan and ("hosts:" in plan) == over_hosts
+    assert launch.main([*argv, "--dry-run", "--learner.steps", "4"]) == 78
+    assert "/nowhere.jsonl: no such file" in capsys.readouterr().err
     assert sorted(entry.name for entry in (left / "logs").iterdir()) == ["attempt_1"]

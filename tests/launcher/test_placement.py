@@ -130,10 +130,10 @@ def test_an_engine_takes_a_gpu_where_there_is_one_unless_the_user_says(engine, g
 
 
 def test_a_machine_without_gpus_needs_nothing_by_hand():
-    placed = by_name(place(config(gpus_per_replica=None), [host()]))
+    placed = by_name(place(with_gpus(config(gpus_per_replica=None), [host()]), [host()]))
     assert placed["rollouter/0"].gpus == placed["learner/0"].gpus == ()
     with pytest.raises(ConfigError, match=r"weights\.transport: nccl reaches engines on GPUs only"):
-        place(config(gpus_per_replica=None, weights={"transport": "nccl"}), [host()])
+        with_gpus(config(gpus_per_replica=None, weights={"transport": "nccl"}), [host()])
 
 
 def test_what_is_simulated_needs_no_gpu():

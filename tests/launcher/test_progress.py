@@ -5,16 +5,18 @@ import json
 
 import pytest
 
-from asyncrl.launcher.progress import CLEAR_LINE, Progress, describe_eval, describe_step, summarise
+from asyncrl.launcher.progress import CLEAR_LINE, Progress, describe_eval, describe_step
 from asyncrl.launcher.spec import (
     MetricsEvent,
     MovingEvent,
     NoticeEvent,
+    ReadyEvent,
     RestartEvent,
     StacksEvent,
     StateEvent,
     StuckEvent,
 )
+from asyncrl.launcher.summary import summarise
 from asyncrl.monitor.metrics_file import read_metrics
 from asyncrl.monitor.metrics_line import is_voided
 
@@ -69,7 +71,67 @@ def test_the_time_from_a_learners_death_to_its_next_step_is_told():
     progress.show(MetricsEvent(line=LINE | {"start": 2, "step": 3}))
     progress.show(MetricsEvent(line=LINE | {"start": 2, "step": 4}))
     assert out.getvalue().count("goes on") == 1
-    assert "training goes on: step 3 6.5 s after learner/1 died" in out.getvalue()
+    told = "training goes on: step 3 6.5 s after learner/1 died, from the checkpoint of step 2; step 3 is trained again"
+    assert told in out.getvalue().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("heard", "first", "told"),
+    [
+        (9, 6, "from the checkpoint of step 5; steps 6 to 9 are trained again"),
+        (9, 10, "from the checkpoint of step 9; no step is trained again"),
+        (3, 1, "from the initial weights; steps 1 to 3 are trained again"),
+    ],
+)
+def test_what_a_learner_goes_on_from_is_told(heard, first, told):
+    out = io.StringIO()
+    progress = Progress(out, steps=10, now=lambda: 0.0)
+    progress.show(MetricsEvent(line=LINE | {"start": 1, "step": heard}))
+    progress.show(RestartEvent(name="learner/0", reason="killed by SIGKILL"))
+    progress.show(MetricsEvent(line=LINE | {"start": 2, "step": first}))
+    assert out.getvalue().splitlines()[2].endswith(told)
+
+
+def test_the_return_of_an_actor_is_told_once():
+    out, now = io.StringIO(), [0.0]
+    progress = Progress(out, steps=10, now=lambda: now[0])
+    progress.show(StateEvent(phase="running", controller=7))
+    # As of everybody that has ever been started again, when a controller is new.
+    progress.show(ReadyEvent(name="rollouter/0"))
+    for name in ("rollouter/1", "controller/0"):
+        progress.show(RestartEvent(name=name, reason="killed by SIGKILL", after_s=0.5))
+    now[0] = 2.0
+    progress.show(StateEvent(phase="running", controller=7))
+    progress.show(StateEvent(phase="running", controller=9))
+    for _ in range(2):
+        progress.show(ReadyEvent(name="rollouter/1"))
+    assert [line for line in out.getvalue().splitlines() if "ready" in line] == [
+        "controller/0 is ready again, 2.5 s after it died",
+        "rollouter/1 is ready again, 2.5 s after it died",
+    ]
+
+
+@pytest.mark.parametrize("by", ["a later notice", "the end of its actor", "the end of the run"])
+def test_the_line_says_what_the_run_waits_for_as_long_as_it_does(by):
+    out, err = Terminal(), io.StringIO()
+    progress = Progress(out, 10, err, now=lambda: 0.0)
+    progress.show(MetricsEvent(line={"kind": "train", "step": 3}))
+    said = {"actor": "learner/0", "key": "publish", "text": "the disk is full"}
+    progress.show(NoticeEvent(**said, meanwhile="Free some", waits_for="room on /disk"))
+    shown = out.getvalue().split(CLEAR_LINE)
+    assert shown[-1] == "waiting for room on /disk  step 3/10  elapsed 0:00"
+    progress.show(MetricsEvent(line={"kind": "train", "step": 4}))
+    shown = out.getvalue().split(CLEAR_LINE)
+    assert shown[-1] == "waiting for room on /disk  step 4/10  elapsed 0:00  left 0:00"
+    match by:
+        case "a later notice":
+            progress.show(NoticeEvent(**said | {"text": "it has room"}))
+        case "the end of its actor":
+            progress.show(RestartEvent(name="learner/0", reason="killed by SIGKILL"))
+        case "the end of the run":
+            progress.show(StateEvent(phase="draining"))
+    assert "waiting" not in out.getvalue().split(CLEAR_LINE)[-1]
+    assert err.getvalue().splitlines()[0] == "learner/0: the disk is full. Free some"
 
 
 def test_plain_lines():
@@ -113,6 +175,15 @@ def test_a_step_line_tells_what_was_not_trained_when_that_moves():
         "step 3/10  elapsed 0:00  left 0:00  quarantined 1 (+1)",
         "step 4/10  elapsed 0:00  left 0:00",
     ]
+
+
+def test_attempts_that_failed_are_called_so():
+    lines = [{"kind": "train", "step": step, "rollout/failed_attempts": 3 * step} for step in (1, 2)]
+    out = io.StringIO()
+    progress = Progress(out, steps=2, now=lambda: 0.0)
+    for line in lines:
+        progress.show(MetricsEvent(line=line))
+    assert out.getvalue().splitlines()[1] == "step 2/2  elapsed 0:00  failed attempts 6 (+3)"
 
 
 def test_notices_go_to_the_error_output_and_stand_in_the_summary():
@@ -207,13 +278,40 @@ def test_the_summary(run_dir):
     ]
     assert summarise(lines, run_dir, run_dir / "logs", steps=4) == [
         "steps       2 of 4",
-        "reward      0.100 → 0.400",
+        "reward      0.100 → 0.400 (mean of step 1 and of step 2)",
         "eval/math   0.250 → 0.750",
         f"run folder  {run_dir}",
         f"model       {run_dir / 'export'}",
         f"logs        {run_dir / 'logs'}",
         f"replay      asyncrl-top {run_dir} --replay, or --report FILE.html",
     ]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "row"),
+    [
+        ([0.5], "0.500 (mean of step 1)"),
+        ([None, 0.25, 0.5, 0.75], "0.250 → 0.750 (mean of step 2 and of step 4)"),
+        ([0.0, 1.0, *[9.0] * 16, 1.0, 2.0], "0.500 → 1.500 (mean of steps 1 to 2 and of steps 19 to 20)"),
+    ],
+)
+def test_the_reward_at_both_ends_of_a_run(run_dir, rewards, row):
+    lines = [{"kind": "train", "step": step, "reward/mean": reward} for step, reward in enumerate(rewards, 1)]
+    rows = summarise(lines, run_dir, run_dir / "logs", steps=20)
+    assert rows[1] == f"reward      {row}"
+
+
+def test_the_summary_tells_what_was_not_trained_and_where_that_stands(run_dir):
+    (run_dir / "quarantine.jsonl").touch()
+    quarantined = {"ledger/filtered": 0, "ledger/quarantined": 2}
+    lines = [
+        {"kind": "train", "step": step, "start": start, "rollout/dropped_trajectories": dropped} | quarantined
+        for step, start, dropped in [(1, 1, 3), (2, 1, 5), (3, 2, 1), (4, 2, 2)]
+    ]
+    rows = summarise(lines, run_dir, run_dir / "logs", steps=4)
+    assert rows[1] == "not trained  groups quarantined 2, trajectories dropped 7"
+    told = f"quarantine   {run_dir / 'quarantine.jsonl'}; asyncrl-top {run_dir} --explain UID"
+    assert [row for row in rows if row.startswith(told)]
 
 
 def test_the_summary_tells_who_was_started_again(run_dir):

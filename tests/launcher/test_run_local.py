@@ -52,7 +52,7 @@ def test_a_run_from_start_to_end(launched):
     last = [line for line in shown if line.startswith("steps ")]
     summary = dict(re.split(" {2,}", line) for line in shown[shown.index(last[-1]) :])
     assert summary["steps"] == "3 of 3"
-    assert summary["reward"] == "0.100 → 0.300"
+    assert summary["reward"] == "0.100 → 0.300 (mean of step 1 and of step 3)"
     assert summary["replay"].startswith(f"asyncrl-top {run.run_dir} --replay")
     assert {log.name for log in (run.run_dir / "logs" / "attempt_1").iterdir()} == {
         "agent-0.log",

@@ -20,6 +20,13 @@ def test_another_text_is_news_and_another_actor_is_another_notice():
     assert notices.summary() == ["reward/0: worst", "reward/1: bad"]
 
 
+def test_what_holds_while_the_run_goes_on_is_not_in_the_summary():
+    notices = ShownNotices()
+    event = NoticeEvent(actor="learner/0", key="k", text="no checkpoint of version 3", count=2, meanwhile="Free some")
+    assert notices.take(event, 0.0) == "learner/0: no checkpoint of version 3 (2 times). Free some"
+    assert notices.summary() == ["learner/0: no checkpoint of version 3 (2 times)"]
+
+
 @given(st.lists(st.tuples(st.floats(0.0, 5.0), st.integers(1, 3)), min_size=1))
 def test_counts_come_at_a_decent_pace_and_the_summary_has_the_last(events):
     notices, now, count, shown_at = ShownNotices(), 0.0, 0, []

@@ -9,12 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.config.rollout import RolloutConfig, WeightsConfig
 from asyncrl.config.training import LearnerConfig, ModelConfig, RewardConfig
-from asyncrl.messages.groups import Group, Ticket, Trajectory, VersionSpan
+from asyncrl.messages.groups import Group, Sequence, Ticket, TokenRole, Trajectory, VersionSpan
 
 VOCABULARY = 48
 RANK_WAIT_S = 120.0
@@ -65,15 +66,45 @@ def make_config(model: Path | None = None, *, ranks: int = 1, budget: int = 64, 
     )
 
 
+ROLES: dict[str, TokenRole] = {"s": "sampled", "c": "context", "r": "repeated"}
+
+
+def make_sequence(
+    tokens: list[int], *, roles: str | None = None, versions: int | list[int] = 0, **fields: Any
+) -> Sequence:
+    """``roles`` has the first letter of each token's; ``versions`` is of all sampled tokens, or for each token."""
+    roles = "s" * len(tokens) if roles is None else roles
+    each = [versions] * len(tokens) if isinstance(versions, int) else versions
+    spans: list[VersionSpan] = []
+    for i, (role, version) in enumerate(zip(roles, each, strict=True)):
+        span = VersionSpan(version if role == "s" else -1, i, i + 1, role=ROLES[role])
+        last = spans[-1] if spans else None
+        if last and (last.version, last.role) == (span.version, span.role):
+            spans[-1] = msgspec.structs.replace(last, end=i + 1)
+        else:
+            spans.append(span)
+    fields.setdefault("spans", spans)
+    fields.setdefault("logprobs", np.full(roles.count("s"), -1.0, dtype=np.float32))
+    return Sequence(tokens=np.array(tokens, dtype=np.int32), **fields)
+
+
 def make_trajectory(
-    tokens: list[int], *, reward: float = 0.0, sample: int = 0, version: int = 0, **fields: Any
+    tokens: list[int] | None = None,
+    *,
+    sequences: list[Sequence] | None = None,
+    reward: float | None = 0.0,
+    sample: int = 0,
+    version: int | list[int] = 0,
+    **fields: Any,
 ) -> Trajectory:
-    count = len(tokens)
-    fields.setdefault("spans", [VersionSpan(version, 0, count)])
-    fields.setdefault("logprobs", np.full(count, -1.0, dtype=np.float32))
-    fields.setdefault("loss_mask", np.ones(count, dtype=np.uint8))
+    """Of the sequences given, or of one made of ``tokens``, ``version`` and the fields of a sequence."""
+    if sequences is None:
+        own = {
+            name: fields.pop(name) for name in ("roles", "spans", "logprobs", "turns", "prompt_ids") if name in fields
+        }
+        sequences = [make_sequence(tokens or [], versions=version, **own)]
     fields.setdefault("finish_reason", "stop")
-    return Trajectory(sample=sample, tokens=np.array(tokens, dtype=np.int32), reward=reward, text="", **fields)
+    return Trajectory(sample=sample, sequences=sequences, reward=reward, text="", **fields)
 
 
 def make_group(index: int, prompt: list[int], trajectories: list[Trajectory]) -> Group:
@@ -97,25 +128,32 @@ def make_group(index: int, prompt: list[int], trajectories: list[Trajectory]) ->
 
 
 def random_groups(seed: int, count: int, *, samples: int = 3, longest: int = 24) -> list[Group]:
-    """Groups with lengths, masks, rewards and behaviour log-probs of all kinds."""
+    """Groups with lengths, context, forks, rewards and behaviour log-probs of all kinds."""
     random = np.random.default_rng(seed)
     groups = []
     for index in range(count):
         trajectories = []
         for _ in range(samples):
-            length = int(random.integers(1, longest))
-            mask = (random.random(length) < 0.9).astype(np.uint8)
-            mask[0] = 1
-            trajectories.append(
-                make_trajectory(
-                    random.integers(0, VOCABULARY, length).tolist(),
-                    reward=float(random.normal()),
-                    logprobs=(-4.0 * random.random(length)).astype(np.float32) * mask,
-                    loss_mask=mask,
-                )
-            )
+            first = _random_sequence(random, int(random.integers(1, longest)))
+            sequences = [first]
+            if random.random() < 0.3:
+                sequences.append(_random_sequence(random, int(random.integers(1, longest)), after=first))
+            trajectories.append(make_trajectory(sequences=sequences, reward=float(random.normal())))
         groups.append(make_group(index, random.integers(0, VOCABULARY, 5).tolist(), trajectories))
     return groups
+
+
+def _random_sequence(random: np.random.Generator, length: int, after: Sequence | None = None) -> Sequence:
+    """Its first token is sampled; ``after`` another one it repeats some of that, under a prompt of its own."""
+    roles = "s" + "".join("s" if random.random() < 0.9 else "c" for _ in range(length - 1))
+    tokens = random.integers(0, VOCABULARY, length).tolist()
+    prompt_ids = None
+    if after is not None:
+        repeated = after.tokens[: int(random.integers(1, len(after.tokens) + 1))].tolist()
+        roles, tokens = "r" * len(repeated) + roles, repeated + tokens
+        prompt_ids = random.integers(0, VOCABULARY, 4).astype(np.int32)
+    logprobs = (-4.0 * random.random(roles.count("s"))).astype(np.float32)
+    return make_sequence(tokens, roles=roles, logprobs=logprobs, prompt_ids=prompt_ids)
 
 
 RankZero = Callable[..., Any]

@@ -1,25 +1,29 @@
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learner_cases import make_config, make_group, make_trajectory, random_groups
+from learner_cases import make_config, make_group, make_sequence, make_trajectory, random_groups
 
-from asyncrl.learner.batch import build_step, check_group, has_signal
-from asyncrl.messages.groups import VersionSpan
+from asyncrl.config.training import StalenessConfig
+from asyncrl.learner.batch import build_step, has_signal
+from asyncrl.messages.groups import Group, Trajectory, Turn, VersionSpan
+from asyncrl.trajectories import sampled_tokens
 
 
 def _two_rows():
     first = make_trajectory(
         [10, 11, 12],
         reward=1.0,
-        logprobs=np.array([-0.1, 0.0, -0.3], dtype=np.float32),
-        loss_mask=np.array([1, 0, 1], dtype=np.uint8),
-        spans=[VersionSpan(3, 0, 1), VersionSpan(4, 1, 3, True)],
+        logprobs=np.array([-0.1, -0.3], dtype=np.float32),
+        spans=[VersionSpan(3, 0, 1), VersionSpan(-1, 1, 2, role="context"), VersionSpan(4, 2, 3, True)],
     )
     second = make_trajectory([20], reward=0.0, version=5)
     return make_group(0, [1, 2], [first, second])
@@ -77,7 +81,7 @@ def test_the_step_does_not_depend_on_how_it_is_cut(seed, world_size, budget, pac
 
     base = tokens(make_config(budget=10_000, aggregation=aggregation), 1, True)
     assert tokens(make_config(budget=budget, aggregation=aggregation), world_size, packed) == base
-    count = sum(int(t.loss_mask.sum()) for g in groups for t in g.trajectories)
+    count = sum(sampled_tokens(t) for g in groups for t in g.trajectories)
     assert len(base[0]) == count
     assert base[1] == {"token": count, "sequence": 12, "constant": 12 * 32}[aggregation]
 
@@ -146,55 +150,17 @@ def test_metrics_of_a_step() -> None:
             "staleness/token_max": 2.0,
             # The first sampled token is 2 versions old and the limit is 1.
             "staleness/late_groups": 1.0,
+            "staleness/late_fraction": 3 / 6,
         }
     )
 
 
 def test_lateness_is_that_of_the_first_sampled_token() -> None:
-    prompted = make_trajectory(
-        [1, 2],
-        loss_mask=np.array([0, 1], dtype=np.uint8),
-        spans=[VersionSpan(0, 0, 1), VersionSpan(3, 1, 2)],
-    )
-    group = make_group(0, [1], [prompted, make_trajectory([1], version=3, reward=1.0)])
+    repeated = make_trajectory([1, 2], roles="rs", version=[0, 3])
+    group = make_group(0, [1], [repeated, make_trajectory([1], version=3, reward=1.0)])
     plan = build_step([group], version=3, config=make_config(), world_size=1, packed=True)
     assert plan.metrics["staleness/late_groups"] == 0.0
     assert plan.metrics["staleness/token_max"] == 0.0
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        ({"logprobs": np.array([-1.0, float("nan")], dtype=np.float32)}, "log-prob"),
-        ({"logprobs": np.array([-1.0, float("-inf")], dtype=np.float32)}, "log-prob"),
-        ({"logprobs": np.array([-1.0, 0.5], dtype=np.float32)}, "log-prob"),
-        ({"logprobs": np.array([-1.0], dtype=np.float32)}, "1 log-probs"),
-        ({"loss_mask": np.ones(3, dtype=np.uint8)}, "3 mask entries"),
-        ({"spans": [VersionSpan(0, 0, 1)]}, "spans"),
-        ({"spans": [VersionSpan(0, 0, 1), VersionSpan(1, 0, 2)]}, "spans"),
-        ({"spans": []}, "spans"),
-        ({"reward": None}, "reward"),
-        ({"reward": float("nan")}, "reward"),
-    ],
-)
-def test_a_broken_group_is_named_before_it_is_trained(change, problem) -> None:
-    good = make_trajectory([1, 2], reward=1.0)
-    fields = {"reward": 0.0} | change
-    group = make_group(7, [1], [good, make_trajectory([1, 2], **fields)])
-    found = check_group(group)
-    assert found is not None
-    assert problem in found
-    assert "sample 1" in found
-    with pytest.raises(ValueError, match="0-7"):
-        build_step([group], version=0, config=make_config(), world_size=1, packed=True)
-
-
-def test_a_whole_group_is_checked() -> None:
-    group = make_group(0, [1], [make_trajectory([1]), make_trajectory([2])])
-    assert check_group(group) is None
-    assert "at least 2" in str(check_group(make_group(0, [1], [make_trajectory([1])])))
-    assert "empty" in str(check_group(make_group(0, [], group.trajectories)))
-    assert "no tokens" in str(check_group(make_group(0, [1], [make_trajectory([]), make_trajectory([1])])))
 
 
 def test_signal() -> None:
@@ -204,6 +170,230 @@ def test_signal() -> None:
     assert not has_signal(group(0.5, 0.5), 1e-6)
     assert not has_signal(group(0.5, 0.5 + 1e-7), 1e-6)
     assert has_signal(group(0.5, 0.5, 0.6), 1e-6)
+
+
+# --- sequences ---
+
+
+def test_each_sampled_token_is_trained_in_the_sequence_where_it_is_sampled() -> None:
+    """A fork: what it repeats is context there, and the trajectory weighs as one."""
+    main = make_sequence([10, 11, 12, 13], roles="scss")
+    fork = make_sequence([10, 30, 31], roles="rcs", prompt_ids=np.array([7], np.int32))
+    whole = make_trajectory(sequences=[main, fork], reward=1.0)
+    plan = build_step(
+        [make_group(0, [1, 2], [whole, make_trajectory([20], reward=0.0)])],
+        version=0,
+        config=make_config(advantage="dr_grpo", aggregation="sequence"),
+        world_size=1,
+        packed=True,
+    )
+    [[batch]] = plan.ranks
+    assert batch.input_ids.tolist() == [1, 2, 10, 11, 12, 7, 10, 30, 1, 2]
+    assert batch.targets.tolist() == [10, 12, 13, 31, 20]
+    assert batch.predict.tolist() == [1, 3, 4, 7, 9]
+    assert batch.weights.tolist() == [0.25] * 4 + [1.0]
+    assert plan.denominator == 2.0
+    assert [(s.sample, s.sequence) for s in plan.sequences] == [(0, 0), (0, 1), (1, 0)]
+    assert plan.metrics["rollout/length_mean"] == 2.5
+
+
+def test_what_has_no_loss_is_not_computed() -> None:
+    """A sequence without a sampled token, what follows the last of one, and a trajectory without any."""
+    main = make_sequence([10, 11, 12], roles="scc")
+    aside = make_sequence([10, 40], roles="rr")
+    group = make_group(
+        0,
+        [1],
+        [
+            make_trajectory(sequences=[main, aside], reward=1.0),
+            make_trajectory(sequences=[make_sequence([50], roles="r")], reward=0.0),
+        ],
+    )
+    config = make_config(advantage="dr_grpo", aggregation="constant")
+    plan = build_step([group], version=0, config=config, world_size=1, packed=True)
+    [[batch]] = plan.ranks
+    assert batch.input_ids.tolist() == [1]
+    assert (batch.targets.tolist(), batch.advantages.tolist()) == ([10], [0.5])
+    assert (plan.denominator, plan.tokens) == (32.0, 1)
+    assert [(s.sample, s.sequence) for s in plan.sequences] == [(0, 0)]
+
+
+@st.composite
+def _conversations(draw: st.DrawFn, prompt: list[int]) -> tuple[Trajectory, list[dict[str, Any]]]:
+    """A trajectory made of a random forest of answers, and the forest: for each answer what it is trained on."""
+    ids = st.lists(st.integers(0, 9), min_size=1, max_size=3)
+    nodes: list[dict[str, Any]] = []
+    for number in range(draw(st.integers(1, 5))):
+        parent = draw(st.integers(-1, number - 1))
+        tokens = draw(ids)
+        nodes.append(
+            {
+                "parent": parent,
+                "context": draw(ids) if parent < 0 else draw(st.just([]) | ids),
+                "tokens": tokens,
+                "logprobs": [-draw(st.integers(0, 64)) / 16 for _ in tokens],
+                "versions": sorted(draw(st.integers(0, 4)) for _ in tokens),
+                "past": draw(st.sampled_from([0.0, 0.0, 0.5, -1.25])),
+                "trained": draw(st.integers(0, 5)) > 0,
+            }
+        )
+    if draw(st.booleans()):
+        nodes[0]["context"] = prompt
+    parents = {node["parent"] for node in nodes}
+    sequences, seen = [], set()
+    for leaf in (number for number in range(len(nodes)) if number not in parents):
+        path = [leaf]
+        while nodes[path[0]]["parent"] >= 0:
+            path.insert(0, nodes[path[0]]["parent"])
+        first = nodes[path[0]]["context"]
+        tokens, roles, versions, logprobs, turns = [], "", [], [], []
+        for number in path:
+            node = nodes[number]
+            if number != path[0]:
+                tokens += node["context"]
+                roles += "c" * len(node["context"])
+                versions += [-1] * len(node["context"])
+            new = node["trained"] and number not in seen
+            if new:
+                turns.append(Turn(len(tokens), len(tokens) + len(node["tokens"]), node["past"]))
+                logprobs += node["logprobs"]
+                node["before"] = (*first, *tokens)
+            tokens += node["tokens"]
+            roles += ("s" if new else "r") * len(node["tokens"])
+            versions += node["versions"]
+        seen |= set(path)
+        sequences.append(
+            make_sequence(
+                tokens,
+                roles=roles,
+                versions=versions,
+                logprobs=np.array(logprobs, np.float32),
+                prompt_ids=None if first is prompt else np.array(first, np.int32),
+                turns=turns if len(turns) != 1 or turns[0].past_reward else [],
+            )
+        )
+    reward = draw(st.sampled_from([0.0, 0.5, 1.0, 2.0]))
+    finish = draw(st.sampled_from(["stop", "stop", "length", "turns", "time"]))
+    trajectory = make_trajectory(sequences=sequences, reward=reward, finish_reason=finish)
+    return trajectory, [node for node in nodes if node["trained"]]
+
+
+def _brute_force(group: Group, answers: list[list[dict[str, Any]]], config: Any, version: int) -> list[tuple]:
+    """(context, target, behaviour, staleness, advantage, weight) of each token that is to be trained."""
+    rewards = [float(t.reward or 0.0) for t in group.trajectories]
+    mean = sum(rewards) / len(rewards)
+    spread = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
+    squares = [
+        sum((r - node["past"] - mean) ** 2 for node in nodes) / len(nodes)
+        for r, nodes in zip(rewards, answers, strict=True)
+        if nodes
+    ]
+    if any(node["past"] for nodes in answers for node in nodes):
+        spread = max(spread, math.sqrt(sum(squares) / (len(rewards) - 1)))
+    found = []
+    for trajectory, nodes in zip(group.trajectories, answers, strict=True):
+        if config.reward.truncated == "mask" and trajectory.finish_reason != "stop":
+            continue
+        own = []
+        for node in nodes:
+            value = float(trajectory.reward or 0.0) - node["past"] - mean
+            if config.learner.advantage == "grpo":
+                value /= spread + 1e-6
+            elif config.learner.advantage == "rloo":
+                others = (sum(rewards) - float(trajectory.reward or 0.0)) / (len(rewards) - 1)
+                value = float(trajectory.reward or 0.0) - node["past"] - others
+            for i, target in enumerate(node["tokens"]):
+                stale = version - node["versions"][i]
+                if config.staleness.late == "train" or stale <= config.staleness.max:
+                    own.append(((*node["before"], *node["tokens"][:i]), target, node["logprobs"][i], stale, value))
+        weight = 1 / len(own) if own and config.learner.aggregation == "sequence" else 1.0
+        found += [(*row, weight) for row in own]
+    return found
+
+
+def _computed(plan: Any) -> Iterator[tuple]:
+    for batch in (batch for rank in plan.ranks for batch in rank):
+        ends = np.cumsum(batch.lengths)
+        for i, position in enumerate(batch.predict):
+            member = int(np.searchsorted(ends, position, side="right"))
+            if batch.sequences[member] < 0:
+                continue
+            context = batch.input_ids[ends[member] - batch.lengths[member] : position + 1]
+            rest = (batch.targets, batch.behaviour, batch.staleness, batch.advantages, batch.weights)
+            yield (tuple(context.tolist()), *(column[i].item() for column in rest))
+
+
+@given(
+    data=st.data(),
+    advantage=st.sampled_from(["grpo", "dr_grpo", "rloo"]),
+    aggregation=st.sampled_from(["token", "sequence", "constant"]),
+    truncated=st.sampled_from(["score", "mask"]),
+    late=st.sampled_from(["train", "mask"]),
+    packed=st.booleans(),
+    world_size=st.integers(1, 2),
+)
+@settings(max_examples=150, deadline=None)
+def test_what_is_trained_is_what_a_loop_over_the_answers_would_train(
+    data, advantage, aggregation, truncated, late, packed, world_size
+) -> None:
+    """Each answer once, in its own context, with its own advantage, however many sequences repeat it."""
+    prompt = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=3))
+    made = [data.draw(_conversations(prompt)) for _ in range(data.draw(st.integers(2, 3)))]
+    group = make_group(0, prompt, [trajectory for trajectory, _ in made])
+    config = make_config(advantage=advantage, aggregation=aggregation, truncated=truncated, budget=12)
+    config = config.model_copy(update={"staleness": StalenessConfig(max=2, late=late)})
+    plan = build_step([group], version=4, config=config, world_size=world_size, packed=packed)
+    expected = sorted(_brute_force(group, [answers for _, answers in made], config, 4))
+    found = sorted(_computed(plan))
+    assert [row[:4] for row in found] == [row[:4] for row in expected]
+    np.testing.assert_allclose([row[4:] for row in found], [row[4:] for row in expected], rtol=1e-5, atol=1e-6)
+    units = {sequence.sample for sequence in plan.sequences}
+    denominators = {"token": len(expected), "sequence": len(units), "constant": 32 * len(units)}
+    assert plan.denominator == (denominators[aggregation] if expected else 1.0)
+
+
+# --- lateness ---
+
+
+def test_late_tokens_are_left_out_and_their_reward_stays() -> None:
+    mixed = make_trajectory([1, 2, 3], reward=1.0, version=[1, 2, 3])
+    old = make_trajectory([4, 5], reward=0.0, version=0)
+    config = make_config(advantage="dr_grpo", aggregation="sequence")
+    config = config.model_copy(update={"staleness": StalenessConfig(max=1, late="mask")})
+    plan = build_step([make_group(0, [9], [mixed, old])], version=3, config=config, world_size=1, packed=True)
+    [[batch]] = plan.ranks
+    assert batch.input_ids.tolist() == [9, 1, 2]
+    assert (batch.targets.tolist(), batch.staleness.tolist()) == ([2, 3], [1, 0])
+    assert (batch.weights.tolist(), plan.denominator) == ([0.5, 0.5], 1.0)
+    assert batch.advantages.tolist() == [0.5, 0.5]
+    names = ("late_groups", "late_fraction", "masked_tokens", "token_mean", "token_max")
+    assert [plan.metrics[f"staleness/{name}"] for name in names] == pytest.approx([1.0, 3 / 5, 3.0, 0.5, 1.0])
+    trained = build_step([make_group(0, [9], [mixed, old])], version=3, config=make_config(), world_size=1, packed=True)
+    assert "staleness/masked_tokens" not in trained.metrics
+    assert trained.metrics["staleness/late_fraction"] == pytest.approx(3 / 5)
+    assert trained.metrics["staleness/token_max"] == 3.0
+
+
+@pytest.mark.parametrize("reason", ["length", "turns", "time"])
+def test_every_limit_counts_as_truncated(reason) -> None:
+    cut = make_trajectory([7, 8, 9], reward=1.0, finish_reason=reason)
+    group = make_group(0, [1], [cut, make_trajectory([7], reward=0.0)])
+    plan = build_step([group], version=0, config=make_config(truncated="mask"), world_size=1, packed=True)
+    assert [s.sample for s in plan.sequences] == [1]
+    assert plan.metrics["rollout/truncated_fraction"] == 0.5
+
+
+def test_turns_that_differ_are_a_signal_where_trajectories_are_equal() -> None:
+    def group(*pasts: float) -> Group:
+        turns = [Turn(i, i + 1, past) for i, past in enumerate(pasts)]
+        trajectories = [make_trajectory([1] * len(pasts), reward=1.0, turns=turns) for _ in range(2)]
+        return make_group(0, [1], trajectories)
+
+    assert has_signal(group(0.0, 0.5), 1e-6)
+    assert not has_signal(group(0.0, 0.0), 1e-6)
+    assert not has_signal(group(0.0, 1e-7), 1e-6)
+    # As two agents that play side by side: nothing is told apart.
+    assert not has_signal(group(0.5, 0.5), 1e-6)
 
 
 def test_planning_does_not_import_torch() -> None:

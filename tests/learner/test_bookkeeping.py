@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from learner_cases import make_sequence
 from test_messages import make_group
 
 from asyncrl.learner.buffer import GroupBuffer
@@ -106,6 +107,15 @@ def test_eval_figures_label_the_versions_served_and_count_failures_apart():
     assert figures["eval/held/pass_at_k"] == 1.0
     assert figures["eval/held/failed"] == 1
     assert (figures["weights/version"], figures["eval/held/version_min"]) == (5, 4)
+    assert (figures["eval/held/length_mean"], figures["eval/held/truncated_fraction"]) == (3.0, 0.0)
+    first, second = good.trajectories
+    first.finish_reason, second.finish_reason = "turns", "time"
+    branch = make_sequence([1, 2, 3, 4], roles="rcss", versions=9)
+    first.sequences.append(branch)
+    figures = eval_metrics("held", [good])
+    assert (figures["eval/held/length_mean"], figures["eval/held/truncated_fraction"]) == (4.0, 1.0)
+    # What is not sampled is of no version.
+    assert (figures["weights/version"], figures["eval/held/version_min"]) == (9, 4)
     nothing = eval_metrics("held", [failed])
     assert not {"eval/held/mean", "weights/version", "eval/held/version_min"} & nothing.keys()
 

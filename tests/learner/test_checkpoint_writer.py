@@ -32,7 +32,7 @@ WAIT_S = 30.0
 CONFIG = make_config(backend="sim")
 
 
-def _state(version: int = 3, **fields: Any) -> CheckpointState:
+def make_state(version: int = 3, **fields: Any) -> CheckpointState:
     ledger = Ledger()
     for index in (0, 1, 5):
         ledger.record("trained", 0, index)
@@ -52,11 +52,15 @@ def _state(version: int = 3, **fields: Any) -> CheckpointState:
     )
 
 
-def _same(left: list[Group], right: list[Group]) -> bool:
+def same_groups(left: list[Group], right: list[Group]) -> bool:
     if [g.ticket.uid for g in left] != [g.ticket.uid for g in right]:
         return False
     return all(
-        np.array_equal(a.tokens, b.tokens) and np.array_equal(a.logprobs, b.logprobs) and a.reward == b.reward
+        a.reward == b.reward
+        and all(
+            np.array_equal(c.tokens, d.tokens) and np.array_equal(c.logprobs, d.logprobs) and c.spans == d.spans
+            for c, d in zip(a.sequences, b.sequences, strict=True)
+        )
         for ours, theirs in zip(left, right, strict=True)
         for a, b in zip(ours.trajectories, theirs.trajectories, strict=True)
     )
@@ -67,12 +71,12 @@ def _same(left: list[Group], right: list[Group]) -> bool:
 
 def test_state_and_groups_come_back(tmp_path) -> None:
     groups = random_groups(1, 5)
-    write_contents(tmp_path, _state(quarantined=2, delivered_lengths=[3, 4]), groups[:3], groups[3:])
+    write_contents(tmp_path, make_state(quarantined=2, delivered_lengths=[3, 4]), groups[:3], groups[3:])
     found = read_contents(tmp_path)
-    assert found.state == _state(quarantined=2, delivered_lengths=[3, 4], buffered=3, filtered=2)
+    assert found.state == make_state(quarantined=2, delivered_lengths=[3, 4], buffered=3, filtered=2)
     assert read_state(tmp_path) == found.state
     assert Ledger.restore(found.state.ledger).outcome(0, 5) == "trained"
-    assert _same(found.buffered, groups[:3]) and _same(found.filtered, groups[3:])
+    assert same_groups(found.buffered, groups[:3]) and same_groups(found.filtered, groups[3:])
 
 
 def _shorten(path: Path) -> None:
@@ -89,7 +93,7 @@ def _another_shape(path: Path) -> None:
 
 
 def _another_format(path: Path) -> None:
-    path.write_bytes(path.read_bytes().replace(b'"format":1', b'"format":9'))
+    path.write_bytes(path.read_bytes().replace(b'"format":2', b'"format":9'))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +101,7 @@ def _another_format(path: Path) -> None:
     [
         (STATE, _shorten, "cannot be read"),
         (STATE, os.unlink, "cannot be read"),
-        (STATE, _another_format, "has format 9, and this asyncrl reads 1"),
+        (STATE, _another_format, "has format 9, and this asyncrl reads 1 to 2"),
         (STATE, _another_shape, "cannot be read, as if another version of asyncrl had written it"),
         (GROUPS, _shorten, "cannot be read"),
         (GROUPS, os.unlink, "cannot be read"),
@@ -105,7 +109,7 @@ def _another_format(path: Path) -> None:
     ],
 )
 def test_a_damaged_file_is_named(tmp_path, name, damage, expected) -> None:
-    write_contents(tmp_path, _state(), random_groups(1, 2), [])
+    write_contents(tmp_path, make_state(), random_groups(1, 2), [])
     damage(tmp_path / name)
     with pytest.raises(CheckpointError, match=expected) as caught:
         read_contents(tmp_path)
@@ -202,7 +206,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint(folder, thread) -> None:
     async def first(checkpoints: Checkpoints) -> None:
         assert await checkpoints.restore() is None
         for version in (3, 4):
-            assert await checkpoints.write(_state(version), groups[:version], groups[version:])
+            assert await checkpoints.write(make_state(version), groups[:version], groups[version:])
             await checkpoints.settle()
             assert not checkpoints.busy
         assert checkpoints.newest == Kept(version=4, step=8, path=folder / "v00000004")
@@ -216,8 +220,8 @@ def test_a_run_goes_on_from_its_newest_checkpoint(folder, thread) -> None:
 
     second = _World(folder, thread, incarnation=101)
     contents = second.play(lambda checkpoints: checkpoints.restore())
-    assert contents.state == _state(4, buffered=4)
-    assert _same(contents.buffered, groups)
+    assert contents.state == make_state(4, buffered=4)
+    assert same_groups(contents.buffered, groups)
     assert second.backend._steps == 8
     with pytest.raises(BaseExceptionGroup) as caught:
         world.play(lambda checkpoints: checkpoints.restore())
@@ -231,13 +235,15 @@ def test_one_that_comes_due_meanwhile_is_skipped_and_a_final_one_waits(folder, t
     async def script(checkpoints: Checkpoints) -> None:
         await checkpoints.restore()
         mine = list(groups)
-        both = await asyncio.gather(checkpoints.write(_state(3), mine, []), checkpoints.write(_state(4), [], []))
+        both = await asyncio.gather(
+            checkpoints.write(make_state(3), mine, []), checkpoints.write(make_state(4), [], [])
+        )
         # What is done to the buffer afterwards is not in it.
         mine.clear()
         assert both == [True, False]
-        assert not await checkpoints.write(_state(5), [], [])
+        assert not await checkpoints.write(make_state(5), [], [])
         assert (checkpoints.skipped, len(held.savings), checkpoints.busy) == (2, 1, True)
-        final = asyncio.create_task(checkpoints.write(_state(5), [], [], final=True))
+        final = asyncio.create_task(checkpoints.write(make_state(5), [], [], final=True))
         await asyncio.sleep(0)
         assert not final.done() and not world.written
         with pytest.raises(TimeoutError):
@@ -262,15 +268,15 @@ def test_a_failure_is_told_and_the_last_good_one_stays(folder, thread, monkeypat
 
     async def script(checkpoints: Checkpoints) -> None:
         await checkpoints.restore()
-        await checkpoints.write(_state(3), [], [])
+        await checkpoints.write(make_state(3), [], [])
         held.finish()
         await checkpoints.settle()
-        await checkpoints.write(_state(4), [], [])
+        await checkpoints.write(make_state(4), [], [])
         held.finish(error=CheckpointError("trainer", "a rank had no space"))
         await checkpoints.settle()
         with monkeypatch.context() as patch:
             patch.setattr(contents_module, "write_file", _full)
-            await checkpoints.write(_state(5), [], [])
+            await checkpoints.write(make_state(5), [], [])
             while len(await asyncio.to_thread(os.listdir, folder)) < 4:
                 await asyncio.sleep(0)
             # The ranks still write: nothing is removed before they have ended.
@@ -279,9 +285,9 @@ def test_a_failure_is_told_and_the_last_good_one_stays(folder, thread, monkeypat
             await checkpoints.settle()
         with monkeypatch.context() as patch:
             patch.setattr(Path, "mkdir", _full)
-            assert not await checkpoints.write(_state(6), [], [])
+            assert not await checkpoints.write(make_state(6), [], [])
         assert not checkpoints.busy
-        await checkpoints.write(_state(7), [], [])
+        await checkpoints.write(make_state(7), [], [])
         assert checkpoints.newest is not None and checkpoints.newest.path == folder / "v00000003"
         held.finish()
 
@@ -312,17 +318,17 @@ def test_without_room_none_is_begun_and_it_is_owed_once_there_is_some(tmp_path, 
         await checkpoints.restore()
         for version in (2, 3):
             held.bytes = (version - 1) << 18
-            await checkpoints.write(_state(version), [], [])
+            await checkpoints.write(make_state(version), [], [])
             held.finish()
             await checkpoints.settle()
         ballast = fill(disk, left=1 << 18)
-        assert not await checkpoints.write(_state(4), [], [])
+        assert not await checkpoints.write(make_state(4), [], [])
         assert not checkpoints.busy and not checkpoints.owed
         assert sorted(p.name for p in folder.iterdir()) == ["latest", "v00000002", "v00000003", "writer.json"]
         ballast.unlink()
         while not checkpoints.owed:
             await asyncio.sleep(0.01)
-        assert await checkpoints.write(_state(5), [], [])
+        assert await checkpoints.write(make_state(5), [], [])
         assert checkpoints.failed is None and not checkpoints.owed
         held.finish()
 
@@ -343,17 +349,17 @@ def test_a_disk_that_fills_up_under_one_keeps_nothing_of_it(tmp_path, thread) ->
 
     async def script(checkpoints: Checkpoints) -> None:
         await checkpoints.restore()
-        await checkpoints.write(_state(3), [], [])
+        await checkpoints.write(make_state(3), [], [])
         held.finish()
         await checkpoints.settle()
-        await checkpoints.write(_state(4), random_groups(1, 2), [])
+        await checkpoints.write(make_state(4), random_groups(1, 2), [])
         ballast = fill(disk)
         held.finish(error=CheckpointError("trainer", "No space left on device", full=errno.ENOSPC))
         await checkpoints.settle()
         assert world.failed[0].full == errno.ENOSPC and checkpoints._looking is not None
         checkpoints.close()
         ballast.unlink()
-        await checkpoints.write(_state(5), [], [])
+        await checkpoints.write(make_state(5), [], [])
         held.finish(error=CheckpointError("trainer", "Disk quota exceeded", full=errno.EDQUOT))
         await checkpoints.settle()
         assert checkpoints._looking is None
@@ -371,7 +377,7 @@ def test_a_learner_that_ends_waits_for_no_disk_and_the_next_one_removes_the_rest
 
     async def script(checkpoints: Checkpoints) -> None:
         await checkpoints.restore()
-        await checkpoints.write(_state(3), [], [])
+        await checkpoints.write(make_state(3), [], [])
         raise RuntimeError("the learner fails")
 
     world = _World(folder, thread, backend=held)
@@ -391,7 +397,7 @@ def two(folder, thread) -> Path:
     async def script(checkpoints: Checkpoints) -> None:
         await checkpoints.restore()
         for version in (3, 4):
-            await checkpoints.write(_state(version), random_groups(2, 2), [])
+            await checkpoints.write(make_state(version), random_groups(2, 2), [])
             await checkpoints.settle()
 
     _World(folder, thread, keep=2).play(script)

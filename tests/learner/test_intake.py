@@ -8,12 +8,13 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from learner_cases import make_sequence
 from test_messages import make_group
 
 from asyncrl.config.training import LearnerConfig
 from asyncrl.learner.intake import FRACTION_FROM, Intake
 from asyncrl.messages.dataloader import Outcome
-from asyncrl.messages.groups import Group
+from asyncrl.messages.groups import Group, Turn
 
 LEARNER = LearnerConfig(groups_per_step=2, max_filtered_ratio=2.0, max_quarantined_fraction=0.2)
 
@@ -55,6 +56,20 @@ def test_a_group_is_taken_once_and_has_one_outcome():
     }
     assert all(intake.deliver(group(i)) == "duplicate" for i in (1, 3, 4, 5))
     assert [(q.uid, q.reason) for q in intake.quarantined] == [("0-5", "its reward hangs")]
+
+
+def test_equal_rewards_whose_turns_differ_are_a_signal():
+    intake = Intake(LEARNER)
+    made = group(3, rewards=(1.0, 1.0))
+    sequence = made.trajectories[0].sequences[0]
+    sequence.turns = [Turn(0, 1), Turn(1, 3, 0.5)]
+    assert intake.deliver(made) == "buffered"
+    assert intake.deliver(group(4, rewards=(1.0, 1.0))) == "filtered"
+    assert intake.delivered_lengths == [3, 3, 3, 3]
+    made = group(5)
+    made.trajectories[0].sequences.append(make_sequence([1, 2, 3], roles="rcs"))
+    intake.deliver(made)
+    assert intake.delivered_lengths[-2:] == [4, 3]
 
 
 def test_what_was_left_out_or_failed_on_the_way_is_counted_once():

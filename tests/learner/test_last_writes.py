@@ -61,6 +61,7 @@ class Scene:
         self.backend = Backend(self.config)
         self.training = SimpleNamespace(version=4, step=4)
         self.told: list[str] = []
+        self.meanwhile = self.waits_for = ""
         self.on_notice: Callable[[], object] = lambda: None
         self.last_writes: LastWrites
 
@@ -117,8 +118,10 @@ class Scene:
         )
         return checkpoints
 
-    def _notify(self, key: str, text: str) -> None:
+    def _notify(self, key: str, text: str, *, count: int = 1, meanwhile: str = "", waits_for: str = "") -> None:
         self.told.append(f"{key}: {text}")
+        self.waits_for = waits_for
+        self.meanwhile = self.meanwhile or meanwhile
         self.on_notice()
 
     async def _write(self, checkpoints: Checkpoints) -> None:
@@ -181,7 +184,10 @@ def test_without_room_the_failure_says_what_is_lost_and_what_to_do(disk, thread)
         f"is in the exported model alone; to do: free 576.0 KiB or more there; the same command with --resume {disk} "
         "goes on from there"
     )
-    assert "It waits for up to 0 s (checkpoint.room_wait_s)" in scene.told[0]
+    reason = failure.partition(": ")[2].partition(";")[0]
+    assert scene.told[0] == f"the last checkpoint: the last checkpoint of version 8 could not be written: {reason}"
+    assert scene.meanwhile.startswith("It waits for up to 0 s (checkpoint.room_wait_s). To do: free 576.0 KiB or more")
+    assert scene.waits_for == "", "it waits for nothing any more"
     assert scene.told[1:] == ["the last checkpoint: the last checkpoint was given up: no room came in time"]
     (disk / "ballast").unlink()
     (disk / "again").mkdir()
@@ -197,9 +203,11 @@ def test_without_room_the_failure_says_what_is_lost_and_what_to_do(disk, thread)
 def test_room_that_comes_in_time_is_used(disk, thread) -> None:
     scene = Scene(disk, thread, WAIT_S)
     scene.backend.checkpoint_size = MIB
-    scene.on_notice = lambda: (disk / "ballast").unlink(missing_ok=True)
+    waited_for = []
+    scene.on_notice = lambda: waited_for.append(scene.waits_for) or (disk / "ballast").unlink(missing_ok=True)
     assert scene.play(lambda: fill(disk, left=MIB // 2)) == ""
     assert (scene.complete, scene.left) == (["v00000004", "v00000008"], ["export"])
+    assert waited_for == [f"room on {disk / 'checkpoints'}", ""]
     assert scene.told[-1] == "the last checkpoint: the last checkpoint is written: there was room again"
 
 

@@ -40,7 +40,7 @@ def test_what_the_last_steps_tell(lines, told):
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"lr": 0.0}, ["no learning rate"]),
+        ({"lr": 0.0}, ["learner.lr"]),
         ({"lr": 1e-12}, []),
         ({"lr": 1e-6, "warmup_steps": 1000}, []),
         ({"lr": 1e-6, "decay": "linear"}, []),

@@ -7,13 +7,16 @@ import errno
 import json
 import os
 
+import numpy as np
 import pytest
 from disks import fill, small_disk
+from learner_cases import make_sequence
 from test_messages import make_group
 
 from asyncrl.learner.intake import Quarantined
 from asyncrl.learner.records import RecordFiles
 from asyncrl.learner.step_lines import StepLines
+from asyncrl.messages.groups import Turn
 from asyncrl.monitor.logging import get_logger
 from asyncrl.runtime.clock import Clock
 
@@ -37,6 +40,32 @@ def test_lines_carry_the_start_and_what_json_cannot_say_is_null(tmp_path):
     first, second = lines(tmp_path / "quarantine.jsonl")
     assert (first["uid"], first["reason"], first["prompt"], first["step"]) == ("0-7", "it hangs", "1+1=", 2)
     assert (second["uid"], second["prompt"]) == ("0-8", None)
+
+
+def test_a_conversation_is_written_with_its_messages_turns_and_roles(tmp_path):
+    group = make_group("0-7")
+    second = group.trajectories[1]
+    second.messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    second.sequences.append(
+        make_sequence(
+            [7, 8, 9, 5], roles="rcss", versions=6, turns=[Turn(2, 4, 0.5)], prompt_ids=np.array([3], np.int32)
+        )
+    )
+    RecordFiles(tmp_path, 1).samples(1, 4, [group])
+    (sample,) = lines(tmp_path / "samples" / "step_000001.jsonl")
+    single, conversation = sample["trajectories"]
+    own = {"tokens": [0, 1, 2], "spans": [[4, 0, 1, "sampled"], [5, 1, 3, "sampled"]], "turns": []}
+    assert (single["messages"], single["sequences"]) == ([], [own])
+    assert conversation["messages"] == second.messages
+    assert conversation["sequences"] == [
+        own,
+        {
+            "prompt_ids": [3],
+            "tokens": [7, 8, 9, 5],
+            "spans": [[-1, 0, 1, "repeated"], [-1, 1, 2, "context"], [6, 2, 4, "sampled"]],
+            "turns": [[2, 4, 0.5]],
+        },
+    ]
 
 
 def test_after_a_torn_line_the_next_one_stands_by_itself(tmp_path):

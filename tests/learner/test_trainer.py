@@ -92,16 +92,21 @@ def _reference(folder: Path) -> tuple[list[dict[str, float]], dict[str, np.ndarr
             rewards = rewards_of(group)
             advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
             for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
-                prompt = group.ticket.prompt_ids
-                ids = torch.tensor([*prompt, *trajectory.tokens])[None]
-                logp = torch.log_softmax(model(ids).logits[0, len(prompt) - 1 : -1] / 0.8, dim=-1)
-                keep = torch.from_numpy(trajectory.loss_mask).bool()
-                taken = logp[torch.arange(len(keep)), torch.from_numpy(trajectory.tokens).long()][keep]
-                ratio = (taken.detach() - torch.from_numpy(trajectory.logprobs)[keep].double()).exp()
-                weight = ratio.clamp(max=2.0)
-                losses.append(-(weight * advantage * (taken - taken.detach()).exp()).mean())
-                ratios.append(ratio)
-                entropies.append(-(logp.exp() * logp).sum(-1)[keep].detach())
+                token_losses = []
+                for sequence in trajectory.sequences:
+                    prompt = group.ticket.prompt_ids if sequence.prompt_ids is None else sequence.prompt_ids
+                    ids = torch.tensor([*prompt, *sequence.tokens])[None]
+                    logp = torch.log_softmax(model(ids).logits[0, len(prompt) - 1 : -1] / 0.8, dim=-1)
+                    keep = torch.zeros(len(sequence.tokens), dtype=torch.bool)
+                    for span in sequence.spans:
+                        keep[span.start : span.end] = span.role == "sampled"
+                    taken = logp[torch.arange(len(keep)), torch.from_numpy(sequence.tokens).long()][keep]
+                    ratio = (taken.detach() - torch.from_numpy(sequence.logprobs).double()).exp()
+                    weight = ratio.clamp(max=2.0)
+                    token_losses.append(-(weight * advantage * (taken - taken.detach()).exp()))
+                    ratios.append(ratio)
+                    entropies.append(-(logp.exp() * logp).sum(-1)[keep].detach())
+                losses.append(torch.cat(token_losses).mean())
         loss = torch.stack(losses).mean()
         optimizer.zero_grad()
         loss.backward()

@@ -28,7 +28,7 @@ from asyncrl.monitor.top.panes.rollouters import SORTS, sorted_next
 from asyncrl.monitor.top.pipeline import header, pipeline
 from asyncrl.monitor.top.plain import page
 from asyncrl.monitor.top.text import ASCII, UNICODE, columns, fit, length, plain, to_ascii, wrapped
-from asyncrl.snapshot import ActorView, Event
+from asyncrl.snapshot import ActorView, Event, Resource
 
 ROOT = Path(__file__).parents[2]
 
@@ -285,6 +285,54 @@ def test_the_learner_pane_tells_whether_the_policy_learns():
     assert "grad norm 0.000   entropy –" in plain(line)
     assert [text for text, style in line if style == "bad"] == ["0.000", "0.000"]
     assert plain(pane("learner", document, Choice(), 40, UNICODE).head[1]) == "loss 0.007   grad norm 1.234"
+
+
+@pytest.mark.parametrize(
+    ("change", "down"),
+    [
+        ({}, []),
+        ({"condition": "dead"}, ["rollouter/1 (dead)"]),
+        ({"condition": "silent"}, ["rollouter/1 (silent)"]),
+        ({"condition": "condemned"}, ["rollouter/1 (condemned)"]),
+        ({"condition": "starting", "restarts": 1}, ["rollouter/1 (starting again)"]),
+        # It has just joined.
+        ({"condition": "starting"}, []),
+        # Its host is named instead.
+        ({"condition": "lost"}, []),
+        (
+            {"resources": [Resource(name="engine", state="restarting", state_s=2.0, seconds={})]},
+            ["rollouter/1 (engine restarting)"],
+        ),
+    ],
+)
+def test_who_is_down_is_named_before_any_bottleneck(change, down):
+    snapshots = Run().between()
+    newest = snapshots[-1]
+    actors = [
+        msgspec.structs.replace(actor, **change) if actor.name == "rollouter/1" else actor for actor in newest.actors
+    ]
+    newest = msgspec.structs.replace(newest, actors=actors)
+    document = seen([*snapshots[:-1], newest])
+    assert document.run.down == down
+    said = [plain(line).strip() for line in pipeline(document, 160, UNICODE)[-2:]]
+    assert said[len(down)].startswith("◆ learner: ")
+    assert not down or said[0] == f"down: {down[0]}"
+    over = msgspec.structs.replace(newest, run=msgspec.structs.replace(newest.run, phase="draining"))
+    assert seen([over]).run.down == []
+
+
+def test_the_learner_pane_tells_how_far_the_engine_is_from_the_learner_where_that_is_known():
+    snapshot = Run().at(100.0)
+    lines = {
+        said: plain(
+            pane("learner", seen([msgspec.structs.replace(snapshot, train=[line])]), Choice(), 78, UNICODE).head[2]
+        )
+        for line, said in (
+            (snapshot.train[-1], ""),
+            (snapshot.train[-1] | {"policy/engine_kl": 0.00012}, "engine KL 0.00012"),
+        )
+    }
+    assert lines["engine KL 0.00012"].endswith("   engine KL 0.00012") and "engine KL" not in lines[""]
 
 
 def test_an_evaluation_is_shown_with_the_versions_that_it_sampled():

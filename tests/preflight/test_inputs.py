@@ -113,7 +113,8 @@ def without_unk(model):
         (lambda m: (m / "tokenizer.json").write_text("{"), "fail", "tokenizer.json cannot be read"),
         (lambda m: (m / "tokenizer.json").unlink(), "fail", "holds no tokenizer: no tokenizer.json"),
         (lambda m: (m / "config.json").write_text("{}"), "warn", "names no end of a sequence"),
-        (without_unk, "warn", "tokenizer.json cannot encode this text"),
+        # Of no account, unless there is a row with such a word.
+        (without_unk, "ok", "can be read"),
     ],
 )
 def test_the_tokenizer_is_looked_at(model, spoil, result, said):
@@ -155,12 +156,20 @@ def test_the_longest_sequence_must_fit_into_the_models_positions(model, changes,
         assert "take 2048 tokens" in found.detail and "rollout.max_tokens = 1024" in found.detail
 
 
-def test_a_prompt_outside_the_vocabulary_names_its_line_and_the_tokenizer(model, tmp_path):
+def test_a_prompt_outside_the_vocabulary_names_its_line_the_word_and_the_way_on(model, tmp_path):
     without_unk(model)
-    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
-    _, found = read_inputs(config_of(model, source="jsonl", path=str(tmp_path / "p.jsonl")), with_rows=True).findings
-    assert found.result == "fail" and f"{tmp_path}/p.jsonl:2: {model}/tokenizer.json cannot encode" in found.detail
-    assert "needs an unk_token that is in its vocabulary" in found.detail
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"prompt": "a b"}\n')
+    config = config_of(model, source="jsonl", path=str(tmp_path / "p.jsonl"))
+    _, found = read_inputs(config, with_rows=True).findings
+    assert found.result == "fail" and f"{tmp_path}/p.jsonl:2: {model}/tokenizer.json cannot encode 'b'" in found.detail
+    assert "needs an unk_token that is in the vocabulary" in found.detail
+    assert found.fix == 'mend it, or leave such rows out with on_bad_row = "skip"'
+    config = config_of(model, source="jsonl", path=str(tmp_path / "p.jsonl"), on_bad_row="skip")
+    _, found = read_inputs(config, with_rows=True).findings
+    assert (
+        found.result == "warn"
+        and f'are left out (data.on_bad_row = "skip"): 1; the first: {tmp_path}/p.jsonl:2: ' in (found.detail)
+    )
 
 
 def test_a_chat_template_is_looked_for_where_one_is_needed(model):
@@ -175,6 +184,9 @@ def test_a_chat_template_is_looked_for_where_one_is_needed(model):
 
 
 # --- prompts ---
+
+
+HELLO = '{"prompt": "hello"}'
 
 
 def data(tmp_path, lines, **settings):
@@ -192,22 +204,48 @@ def data(tmp_path, lines, **settings):
 @pytest.mark.parametrize(
     ("lines", "settings", "result", "said"),
     [
-        (['{"prompt": "hello"}'], {}, "ok", "a prompt of 5 tokens"),
-        (['\ufeff{"prompt": "hello"}'], {}, "ok", "a prompt of 5 tokens"),
-        (['{"prompt": "hello"}', "{"], {}, "fail", "data.jsonl:2: is not valid JSON"),
-        (["{"], {"on_bad_row": "skip"}, "warn", "it is left out"),
+        (['{"prompt": "hello"}'], {}, "ok", "1 row can be read; the longest prompt has 5 tokens"),
+        (['\ufeff{"prompt": "hello"}'], {}, "ok", "the longest prompt has 5 tokens"),
+        ([HELLO] * 56 + ["{"], {}, "fail", "data.jsonl:57: is not valid JSON"),
+        ([HELLO] * 56 + ["{", HELLO, "[]"], {}, "fail", "1 more bad rows"),
+        ([HELLO] * 56 + ["{"], {"on_bad_row": "skip"}, "warn", "): 1; the first: {folder}/data.jsonl:57: is not valid"),
+        (["{"], {"on_bad_row": "skip"}, "fail", "holds no usable row ({folder}/data.jsonl:1: is not valid JSON"),
+        ([HELLO] * 56 + ['{"prompt": " "}'], {}, "fail", "data.jsonl:57: prompt is empty"),
+        ([HELLO] * 56 + ['{"prompt": 7}'], {}, "fail", "data.jsonl:57: prompt must be text or a list"),
         (['{"question": "hello"}'], {}, "fail", "has no column 'prompt'"),
-        (['{"prompt": "a long one"}'], {"max_prompt_tokens": 3}, "warn", "over 3"),
+        ([HELLO, '{"prompt": "a long one"}'], {"max_prompt_tokens": 5}, "warn", "1 of 2 prompts have more than"),
+        (['{"prompt": "a long one"}'], {"max_prompt_tokens": 3}, "fail", "every prompt is over max_prompt_tokens = 3"),
         (['{"prompt": [{"role": "user", "content": "x"}]}'], {}, "fail", 'need template = "chat"'),
         ([""], {}, "fail", "holds no row"),
         ([""], {"path": "/nowhere/x.jsonl"}, "fail", "no such file"),
         ([""], {"source": "hf", "path": "/nowhere"}, "fail", "no such folder"),
     ],
 )
-def test_the_first_rows_are_read_as_the_dataloader_does(tmp_path, lines, settings, result, said):
+def test_all_rows_are_read_as_the_dataloader_does(tmp_path, lines, settings, result, said):
     _, trained, held = read_inputs(data(tmp_path, lines, **settings), with_rows=True).findings
-    assert trained.result == result and said in trained.detail and trained.key.partition(".")[0] == "data", trained
+    assert trained.result == result and trained.key.partition(".")[0] == "data", trained
+    assert said.format(folder=tmp_path) in trained.detail and bool(trained.fix) == (result != "ok"), trained
     assert held.result == "ok" and held.key == "eval.held.data"
+
+
+@pytest.mark.parametrize(
+    ("lines", "settings", "results", "said"),
+    [
+        (["{x}"] * 3, {}, ["ok"], "read up to {x}:1 and tokenized up to {x}:1 in 0 s, and the run reads the rest"),
+        (["{x}"], {}, ["ok"], "1 row can be read; the longest prompt has 5 tokens"),
+        # What cannot be used of the little that was read may be all right behind it.
+        (["{x}"] * 2, {"max_prompt_tokens": 3}, ["warn"], "the longest has 5 tokens; not read beyond {x}:1"),
+        (["{", "{x}"], {"on_bad_row": "skip"}, ["warn"], "is not valid JSON"),
+        (["{", "{x}"], {}, ["fail"], "{x}:1: is not valid JSON"),
+    ],
+)
+def test_a_large_set_is_read_as_far_as_the_time_goes(tmp_path, monkeypatch, lines, settings, results, said):
+    monkeypatch.setattr(inputs, "SETS_S", 0.0)
+    config = data(tmp_path, [line.replace("{x}", HELLO) for line in lines], **settings)
+    findings = read_inputs(config, with_rows=True).findings
+    trained = [found for found in findings if found.check == "data" and found.key.startswith("data")]
+    assert [found.result for found in trained] == results
+    assert said.replace("{x}", f"{tmp_path}/data.jsonl") in trained[-1].detail
 
 
 def test_samples_are_rows_of_each_set_with_their_places(tmp_path):

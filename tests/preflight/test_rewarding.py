@@ -6,7 +6,7 @@ import pytest
 
 from asyncrl.config.load import validate_config
 from asyncrl.preflight.inputs import Sample
-from asyncrl.preflight.rewarding import RewardTrial, Trial, check_reward, judge
+from asyncrl.preflight.rewarding import RewardTrial, Trial, judge
 
 REWARDS = """
 import os, sys, time
@@ -51,6 +51,14 @@ def config(function, **reward):
     )
 
 
+def tried(asked, samples=(), **bounds):
+    async def main():
+        async with RewardTrial(asked, **bounds) as trial:
+            return await trial.start() or await trial.call(samples)
+
+    return asyncio.run(main())
+
+
 SAMPLES = [Sample("data", f"p.jsonl:{line}", f"p{line}", {"answer": str(line)}) for line in (1, 2)]
 
 
@@ -67,7 +75,7 @@ SAMPLES = [Sample("data", f"p.jsonl:{line}", f"p{line}", {"answer": str(line)}) 
     ],
 )
 def test_the_reward_function_is_found_as_the_pool_does(function, said):
-    found = asyncio.run(check_reward(config(function)))
+    found = tried(config(function))
     assert found.result == ("fail" if said else "ok"), found
     assert said in found.detail and bool(found.fix) == bool(said)
 
@@ -91,23 +99,19 @@ def test_the_reward_function_is_found_as_the_pool_does(function, said):
     ],
 )
 def test_it_is_called_on_samples(tmp_path, function, settings, result, said):
-    found = asyncio.run(check_reward(config(function, **settings), SAMPLES))
+    found = tried(config(function, **settings), SAMPLES)
     assert found.result == result, found
     assert said.format(folder=tmp_path) in found.detail
     assert (found.key, bool(found.fix)) == ("reward.function", result != "ok")
 
 
 def test_the_time_for_all_calls_is_bounded_whatever_the_function_may_take():
-    async def slow():
-        async with RewardTrial(config("rewards:sleeps", timeout_s=900.0), calls_s=0.5) as trial:
-            return await trial.start() or await trial.call(SAMPLES)
-
-    found = asyncio.run(slow())
+    found = tried(config("rewards:sleeps", timeout_s=900.0), SAMPLES, calls_s=0.5)
     assert found.result == "warn" and "had not answered after 0.5 s" in found.detail and "900" in found.fix
 
 
 def test_a_module_that_hangs_is_given_up():
-    found = asyncio.run(check_reward(config("hangs:reward"), import_s=1.0))
+    found = tried(config("hangs:reward"), import_s=1.0)
     assert found.result == "warn" and "takes more than 1 s" in found.detail and found.fix
 
 

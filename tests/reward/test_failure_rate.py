@@ -41,6 +41,15 @@ def test_one_that_never_gave_a_reward_is_broken_after_a_handful_of_calls(workers
     assert calls.broken == f"has failed in all of its {handful} calls, for 5 prompts"
 
 
+def test_one_that_worked_before_a_restart_may_fail_for_a_while():
+    calls = Calls()
+    for number in range(40):
+        calls.rate.has_worked(calls.now)
+        calls.call(number, works=False, after_s=1.0)
+    assert calls.made == OUTAGE_S
+    assert calls.broken == f"has failed in all of its last {calls.made} calls, for {calls.made} prompts, for 30 s"
+
+
 def test_timeouts_of_two_workers_end_it_within_two_minutes():
     calls = Calls(workers=2)
     calls.come(*range(8))

@@ -4,6 +4,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import uvloop
@@ -14,6 +15,7 @@ from asyncrl.config.load import validate_config
 from asyncrl.errors import ConfigError, RemoteError, RewardBroken, RewardFailed
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.reward import Completion, Score, Scores
+from asyncrl.monitor.catalogue import EDGES
 from asyncrl.reward import pool as pool_module
 from asyncrl.reward.actor import ACTOR, RewardActor
 from asyncrl.runtime.actor import ActorContext
@@ -217,6 +219,9 @@ def test_the_user_hears_of_each_kind_of_failure_with_its_place_and_then_counts(t
                     f"{then}{hint}",
                 ),
             }
+            spent = actor.histograms.taken()["reward/run_s"]
+            assert sum(spent.counts) == 13, "the calls that failed are among them"
+            assert spent.counts[EDGES["reward/run_s"].index(1.0)] == 1, "one has run until its deadline"
 
     asyncio.run(body())
 
@@ -254,6 +259,19 @@ def test_a_function_that_fails_whatever_it_is_given_ends_the_run(tmp_path: Path,
 
     asyncio.run(body())
     assert workers() == []
+
+
+def test_after_a_restart_a_function_that_has_worked_may_fail_for_a_while(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with serving(config_with(), tmp_path) as (_, rollouter):
+            asked = [
+                msgspec.structs.replace(request("raise", f"0-{number % 4}"), has_worked=True) for number in range(64)
+            ]
+            outcomes = await asyncio.gather(*(rollouter.call(each) for each in asked), return_exceptions=True)
+            assert {getattr(outcome, "code", "") for outcome in outcomes} == {"reward_failed"}
+            assert (await rollouter.call(request("abc"))).rewards == [3.0]
+
+    asyncio.run(body())
 
 
 def test_the_role_is_found_by_name() -> None:

@@ -15,7 +15,7 @@ from asyncrl.monitor.states import StateLedger
 from asyncrl.rollouter.account import SampleAccount
 from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.engines.base import Delta
-from asyncrl.rollouter.episodes import EpisodeEngine, TrajectoryFailed, single_turn
+from asyncrl.rollouter.generation import PolicyCall, TrajectoryFailed, single_turn
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.clock import LoopClock, run_virtual
 from asyncrl.stops import Stops
@@ -164,10 +164,8 @@ class World:
             make_group(uid).ticket, max_tokens=tokens, prompt_ids=np.array([5], np.int32), temperature=1.0, **changes
         )
         account = SampleAccount(uid, sample, LoopClock().now)
-        engine = EpisodeEngine(
-            self.host, Letters(), Stops(strings=tuple(self.config.rollout.stop)), self.config, ticket, account
-        )
-        return await single_turn(engine, ticket, sample)
+        call = PolicyCall(self.host, Letters(), self.config, ticket, account.call())
+        return await single_turn(call, ticket, sample, Stops(strings=tuple(self.config.rollout.stop)), Letters())
 
     async def __aenter__(self):
         self.living = asyncio.create_task(self.keep_alive())
@@ -183,12 +181,13 @@ class World:
 
 
 def versions(trajectory):
-    return [span.version for span in trajectory.spans for _ in range(span.start, span.end)]
+    return [span.version for span in trajectory.sequences[0].spans for _ in range(span.start, span.end)]
 
 
 def whole(trajectory, tokens):
-    assert trajectory.tokens.tolist() == list(range(tokens))
-    assert versions(trajectory) == [-int(logprob) for logprob in trajectory.logprobs], "I3"
+    [sequence] = trajectory.sequences
+    assert sequence.tokens.tolist() == list(range(tokens))
+    assert versions(trajectory) == [-int(logprob) for logprob in sequence.logprobs], "I3"
     return True
 
 
@@ -391,7 +390,7 @@ def test_an_engine_that_dies_of_an_abort_is_replaced():
                 trajectory = await world.response("0-1", 8)
             finally:
                 Engine.abort = real
-            assert (trajectory.tokens.tolist(), trajectory.finish_reason) == ([0, 1, 2, 3], "stop")
+            assert (trajectory.sequences[0].tokens.tolist(), trajectory.finish_reason) == ([0, 1, 2, 3], "stop")
             while not world.reasons:
                 await asyncio.sleep(0.01)
             assert "abort" in world.reasons[0]

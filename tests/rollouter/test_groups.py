@@ -11,7 +11,7 @@ from test_messages import make_group
 from asyncrl.errors import DeadlineExceeded, PeerRestarted, RemoteError
 from asyncrl.messages.reward import Completion, Score, Scores
 from asyncrl.rollouter.account import GroupAccount
-from asyncrl.rollouter.episodes import TrajectoryFailed
+from asyncrl.rollouter.generation import TrajectoryFailed
 from asyncrl.rollouter.groups import GroupRunner
 from asyncrl.runtime.clock import LoopClock, run_virtual
 from asyncrl.runtime.handlers import Caller, handler
@@ -26,12 +26,14 @@ def ticket():
 class Scripted:
     """Episodes and scores that fail as often as they are told to."""
 
-    def __init__(self, *, losses=(), refusals=(), final=(), lengths=(1, 2, 3, 4)):
+    def __init__(self, *, losses=(), refusals=(), final=(), lengths=(1, 2, 3, 4), components=None):
         self.losses, self.refusals = dict(losses), dict(refusals)
         self.final = set(final)
-        self.lengths = lengths
+        self.lengths, self.components = lengths, components or {}
         self.events = []
         self.generated = 0
+        self.has_worked = []
+        """What each score said of the function."""
 
     async def episode(self, ticket, sample):
         await asyncio.sleep(self.lengths[sample])
@@ -45,6 +47,7 @@ class Scripted:
 
     async def score(self, request):
         self.events.append(("score", request.completions[0].text, asyncio.get_running_loop().time()))
+        self.has_worked.append(request.has_worked)
         sample = int(request.completions[0].text)
         await asyncio.sleep(0.5)
         if sample in self.final:
@@ -54,7 +57,7 @@ class Scripted:
             raise RemoteError("reward/0", "reward_failed", "timeout", retryable=True)
         return Scores(
             rewards=[float(c.text) for c in request.completions],
-            components=[{} for _ in request.completions],
+            components=[self.components for _ in request.completions],
             run_s=0.5,
         )
 
@@ -83,6 +86,14 @@ def test_each_trajectory_is_scored_the_moment_it_is_finished():
     assert finished == scored == {0: 1, 1: 2, 2: 3, 3: 4}
     assert group.trajectories[3].generate_s == 4
     assert group.trajectories[3].score_s == 0.5
+
+
+@pytest.mark.parametrize(("components", "told"), [({}, True), ({"timed_out": -1.0}, False)])
+def test_the_reward_pool_is_told_once_its_function_has_worked(components, told):
+    script = Scripted(refusals={0: 1}, components=components)
+    run(script, rollout={"retry_backoff_s": 0.1})
+    # The first two and a second attempt were asked for before there was a reward.
+    assert script.has_worked == [False, False, False, told, told]
 
 
 def test_a_group_reward_waits_for_the_whole_group():

@@ -91,11 +91,13 @@ def test_a_run_trains_the_stop_token_and_shows_the_reward_none(tmp_path):
             trajectories += json.loads(line)["trajectories"]
     for it in trajectories:
         stopped = it["finish_reason"] == "stop"
-        assert len(it["tokens"]) == 64 or stopped
-        assert {TURN, 40, 50}.isdisjoint(it["tokens"][: -1 if stopped else None])
+        [sequence] = it["sequences"]
+        tokens = sequence["tokens"]
+        assert len(tokens) == 64 or stopped
+        assert {TURN, 40, 50}.isdisjoint(tokens[: -1 if stopped else None])
         assert "<|im_end|>" not in it["text"]
-        ends += it["tokens"][-1:] if stopped else []
+        ends += tokens[-1:] if stopped else []
         # Its span covers it, so it has a log-prob and is trained as the end of a sequence is.
-        assert it["spans"][-1][2] == len(it["tokens"])
+        assert sequence["spans"][-1][2:] == [len(tokens), "sampled"]
     assert set(ends) == {TURN, 40, 50}
     assert 0 < system.lines("eval")[0]["eval/held/truncated_fraction"] < 0.5

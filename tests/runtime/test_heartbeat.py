@@ -3,6 +3,7 @@
 import asyncio
 
 import msgspec
+import pytest
 import zmq
 from inprocess import CREDENTIALS, sim_config
 
@@ -25,36 +26,59 @@ class Racing(Actor):
         return super().figures() | {"rollout/in_flight": float(self.asked)}
 
 
-def test_what_cannot_be_gathered_costs_no_beat(tmp_path):
-    async def main(server):
-        config = sim_config(supervision={"heartbeat_s": 0.05})
-        actor = Racing(
-            ActorContext(
-                config=config,
-                name="rollouter/0",
-                incarnation=1,
-                run_dir=tmp_path,
-                transport=MemoryNetwork().transport(),
-                credentials=CREDENTIALS,
-                controller="tcp://nowhere:1",
-            )
+@pytest.fixture
+def server():
+    context = zmq.Context()
+    yield context.socket(zmq.ROUTER)
+    context.destroy(linger=0)
+
+
+def beating(actor_class, run_dir, server, heartbeat_s):
+    """The thread of an actor that beats towards the server."""
+    actor = actor_class(
+        ActorContext(
+            config=sim_config(supervision={"heartbeat_s": heartbeat_s}),
+            name="rollouter/0",
+            incarnation=1,
+            run_dir=run_dir,
+            transport=MemoryNetwork().transport(),
+            credentials=CREDENTIALS,
+            controller="tcp://nowhere:1",
         )
-        port = server.bind_to_random_port("tcp://127.0.0.1")
-        thread = HeartbeatThread(actor, f"tcp://127.0.0.1:{port}", asyncio.get_running_loop())
-        thread.start()
+    )
+    port = server.bind_to_random_port("tcp://127.0.0.1")
+    thread = HeartbeatThread(actor, f"tcp://127.0.0.1:{port}", asyncio.get_running_loop())
+    thread.start()
+    return actor, thread
+
+
+def test_what_cannot_be_gathered_costs_no_beat(tmp_path, server):
+    async def main():
+        _, thread = beating(Racing, tmp_path, server, 0.05)
         try:
             return await asyncio.to_thread(receive, server, 6)
         finally:
             await asyncio.to_thread(thread.stop)
 
-    context = zmq.Context()
-    server = context.socket(zmq.ROUTER)
-    try:
-        beats = asyncio.run(main(server))
-    finally:
-        context.destroy(linger=0)
+    beats = asyncio.run(main())
     assert [beat["beat"] for beat in beats] == [1, 2, 3, 4, 5, 6]
     assert [beat["counters"].get("rollout/in_flight") for beat in beats] == [1, None, None, None, 5, 6]
+
+
+class Counting(Actor):
+    role = "learner"
+
+
+def test_a_last_beat_tells_what_was_counted_since_the_one_before(tmp_path, server):
+    async def main():
+        # No other beat than the last comes in the time of this test.
+        actor, thread = beating(Counting, tmp_path, server, 5.0)
+        actor.counters["ledger/trained"] = 40
+        await asyncio.to_thread(thread.stop, 20.0)
+        return await asyncio.to_thread(receive, server, 1)
+
+    (beat,) = asyncio.run(main())
+    assert beat["counters"]["ledger/trained"] == 40
 
 
 def receive(server, count):

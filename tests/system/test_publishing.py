@@ -160,9 +160,8 @@ def test_the_last_version_is_published_before_the_last_evaluation(tmp_path, full
 
 
 @pytest.mark.parametrize("after", [0, 4, STEPS - 1])
-def test_a_disk_that_stays_full_ends_the_run_with_the_reason(tmp_path, full_disk, monkeypatch, after):
-    monkeypatch.setattr(learner_module, "UNPUBLISHED_S", 0.5)
-    system = System(config(), tmp_path / "run")
+def test_a_disk_that_stays_full_ends_the_run_with_the_reason(tmp_path, full_disk, after):
+    system = System(config(checkpoint={"room_wait_s": 0.5}), tmp_path / "run")
 
     async def scenario():
         if after:
@@ -174,7 +173,11 @@ def test_a_disk_that_stays_full_ends_the_run_with_the_reason(tmp_path, full_disk
         full_disk.set()
     with pytest.raises(ActorFailed, match="No space left on device") as caught:
         play(system, scenario)
-    what = "no version could be published for 0.5 s" if after else "the weights at the start cannot be published"
+    what = (
+        "no version could be published for 0.5 s (checkpoint.room_wait_s)"
+        if after
+        else "the weights at the start cannot be published"
+    )
     assert str(caught.value).startswith(f"learner/0: {what}")
 
 

@@ -157,13 +157,14 @@ def test_the_story_of_a_group_that_was_aborted_and_resumed_twice_is_what_its_sam
     for group in twice:
         story = read_story(system.run_dir, group["uid"])
         for trajectory in group["trajectories"]:
-            sample, spans = trajectory["sample"], trajectory["spans"]
+            sample, [sequence] = trajectory["sample"], trajectory["sequences"]
+            spans, tokens_of_all = [span[:3] for span in sequence["spans"]], len(sequence["tokens"])
             submissions = told(story, sample, "began", "resumed")
             assert [what for what, _ in submissions] == ["began"] + ["resumed"] * trajectory["resumes"]
             aborted = [tokens for _, (tokens,) in told(story, sample, "aborted")]
             assert len(aborted) == trajectory["resumes"]
             # Each submission sampled what lies between two aborts, under the version it began with.
-            ends = [*aborted, len(trajectory["tokens"])]
+            ends = [*aborted, tokens_of_all]
             by_submission = [
                 [version, start, end]
                 for (_, (version,)), (start, end) in zip(submissions, itertools.pairwise([0, *ends]), strict=True)
@@ -171,7 +172,7 @@ def test_the_story_of_a_group_that_was_aborted_and_resumed_twice_is_what_its_sam
             ]
             assert _merged(by_submission) == spans
             ((_, finished),) = told(story, sample, "finished")
-            assert finished == [len(trajectory["tokens"]), trajectory["finish_reason"], spans]
+            assert finished == [tokens_of_all, trajectory["finish_reason"], spans]
             ((_, (reward, _)),) = told(story, sample, "scored")
             assert reward == trajectory["reward"]
         whole = [h for h in story if h.sample < 0]
@@ -187,7 +188,8 @@ def test_the_story_of_a_group_that_was_aborted_and_resumed_twice_is_what_its_sam
         places.append(text.index(f"sample {sample}: resumed at version", places[-1]))
         places.append(text.index(f"sample {sample}: aborted with", places[-1]))
         places.append(text.index(f"sample {sample}: resumed at version", places[-1]))
-        places.append(text.index(f"sample {sample}: finished with {len(resumed['tokens'])} tokens", places[-1]))
+        length = len(resumed["sequences"][0]["tokens"])
+        places.append(text.index(f"sample {sample}: finished with {length} tokens", places[-1]))
         places.append(text.index(f"sample {sample}: scored", places[-1]))
         places.append(text.rindex(f"trained at step {group['step']}"))
         assert places == sorted(places)

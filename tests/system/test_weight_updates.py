@@ -35,9 +35,10 @@ def check(system, state):
         for group in map(json.loads, path.read_text().splitlines()):
             uids.append(group["uid"])
             for trajectory in group["trajectories"]:
-                ends = [0, *(end for _, _, end in trajectory["spans"])]
-                assert [start for _, start, _ in trajectory["spans"]] == ends[:-1]
-                assert ends[-1] == len(trajectory["tokens"])
+                [sequence] = trajectory["sequences"]
+                ends = [0, *(end for _, _, end, _ in sequence["spans"])]
+                assert [start for _, start, _, _ in sequence["spans"]] == ends[:-1]
+                assert ends[-1] == len(sequence["tokens"])
     trained = system.lines("train")[-1]["ledger/trained"]
     assert len(uids) == len(set(uids)) == trained == 30 * 4
 

@@ -40,10 +40,11 @@ def test_a_run_reaches_its_end_with_every_prompt_accounted_for(tmp_path, on_upda
     for path in (system.run_dir / "samples").iterdir():
         for group in map(json.loads, path.read_text().splitlines()):
             for trajectory in group["trajectories"]:
-                ends = [0, *(end for _, _, end in trajectory["spans"])]
-                assert [start for _, start, _ in trajectory["spans"]] == ends[:-1]
-                assert ends[-1] == len(trajectory["tokens"])
-                versions = [version for version, _, _ in trajectory["spans"]]
+                [sequence] = trajectory["sequences"]
+                ends = [0, *(end for _, _, end, _ in sequence["spans"])]
+                assert [start for _, start, _, _ in sequence["spans"]] == ends[:-1]
+                assert ends[-1] == len(sequence["tokens"])
+                versions = [version for version, _, _, _ in sequence["spans"]]
                 assert versions == sorted(versions)
     assert not list((tmp_path / "run" / "private").glob("*.tmp"))
 
@@ -53,6 +54,22 @@ def test_synchronous_training_is_on_policy(tmp_path):
     system, state = run(sim_config(staleness={"max": 0}), tmp_path)
     assert state.phase == "done"
     assert [line["staleness/token_max"] for line in system.lines("train")] == [0.0] * 6
+
+
+def test_no_token_that_is_trained_is_late_where_late_ones_are_masked(tmp_path):
+    """Stragglers of a long tail outlive the limit; what is late of them is left out, and the run goes on."""
+    config = sim_config(
+        rollout={"sim": {"length": "lognormal", "length_median": 8.0, "decode_step_s": 0.002}},
+        learner={"steps": 20, "sim": {"step_s": 0.002}},
+        staleness={"max": 1, "late": "mask"},
+    )
+    system, state = run(config, tmp_path)
+    assert state.phase == "done"
+    lines = system.lines("train")
+    assert max(line["staleness/token_max"] for line in lines) <= 1
+    masked = sum(line["staleness/masked_tokens"] for line in lines)
+    assert (masked > 0) == any(line["staleness/late_fraction"] > 0 for line in lines)
+    assert masked > 0
 
 
 def test_filtered_groups_are_replaced_and_no_signal_ends_the_run(tmp_path):

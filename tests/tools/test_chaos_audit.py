@@ -58,7 +58,10 @@ class Folder:
                 }
             )
             for uid in uids:
-                trajectory = {"spans": [[version - 1, 0, 2], [version, 2, 3]], "tokens": [1, 2, 3]}
+                sampled = {"spans": [[version - 1, 0, 2, "sampled"], [version, 2, 3, "sampled"]], "tokens": [1, 2, 3]}
+                spans = [[-1, 0, 2, "repeated"], [version, 2, 3, "sampled"], [-1, 3, 4, "context"]]
+                spans.append([version, 4, 5, "sampled"])
+                trajectory = {"sequences": [sampled, {"spans": spans, "tokens": [1, 2, 3, 4, 5]}]}
                 groups.append((step, {"step": step, "start": start, "uid": uid, "trajectories": [trajectory] * 2}))
         (self.run_dir / "metrics.jsonl").write_text(text(map(metrics, lines)))
         for step in range(1, STEPS + 1):
@@ -201,9 +204,9 @@ def test_a_version_that_goes_back_is_found(folder):
 
 @pytest.mark.parametrize("spans", [[[1, 0, 2]], [[1, 0, 2], [2, 1, 3]], [[2, 0, 2], [1, 2, 3]], [], [[1, 0, 4]]])
 def test_versions_that_do_not_cover_the_tokens_are_found(folder, spans):
-    bad = {"spans": spans, "tokens": [1, 2, 3]}
-    problems = folder.write(sample=lambda line: line | {"trajectories": [bad]}).problems()
-    has(problems, "spans: 12 trajectories")
+    bad = {"spans": [[*span, "sampled"] for span in spans], "tokens": [1, 2, 3]}
+    problems = folder.write(sample=lambda line: line | {"trajectories": [{"sequences": [bad]}]}).problems()
+    has(problems, "spans: 12 sequences")
 
 
 def test_records_that_are_missing_are_told_apart(folder):

@@ -26,10 +26,11 @@ from asyncrl.messages.groups import Group, Ticket
 from asyncrl.monitor.logging import configure_logging
 from asyncrl.rollouter.actor import Rollouter
 from asyncrl.rollouter.engines.base import GenerationRequest
-from asyncrl.rollouter.episodes import request_seed
+from asyncrl.rollouter.generation import request_seed
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext
 from asyncrl.runtime.endpoint import new_incarnation
 from asyncrl.tokenizer import Tokenizer, load_tokenizer
+from asyncrl.trajectories import sampled_tokens, versions_of
 from asyncrl.wire.keys import Credentials
 from asyncrl.wire.memory import MemoryNetwork
 from tools.bench.counterparts import Counterpart, Exchange
@@ -132,12 +133,12 @@ class Through:
         began = time.perf_counter()
         self.groups = await self._exchange.generate(self._tickets, PASS_S)
         seconds = time.perf_counter() - began
-        return sum(len(t.tokens) for group in self.groups for t in group.trajectories) / seconds
+        return sum(sampled_tokens(t) for group in self.groups for t in group.trajectories) / seconds
 
     def check(self, bare: Bare) -> None:
         """Both sides have done the same work."""
         mine = {
-            (group.ticket.uid, t.sample): (len(t.tokens), t.spans[0].version)
+            (group.ticket.uid, t.sample): (sampled_tokens(t), versions_of(t)[0])
             for group in self.groups
             for t in group.trajectories
         }
@@ -154,7 +155,7 @@ class Bare:
 
     def __init__(self, rollouter: Rollouter, settings: Config, tokenizer: Tokenizer, tickets: list[Ticket]) -> None:
         engine: Any = rollouter._host._engine
-        self._llm, self._vllm, self._stops = engine._llm, engine._vllm, engine._stop_token_ids
+        self._llm, self._vllm, self._stops = engine._llm, engine._vllm, engine._eos_token_ids
         self._settings, self._tokenizer, self._tickets = settings, tokenizer, tickets
         self.kept: dict[tuple[str, int], tuple[list[int], list[float], str, str]] = {}
 

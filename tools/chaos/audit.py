@@ -172,17 +172,17 @@ def _spans(findings: Findings, samples: dict[int, list[dict[str, Any]]]) -> None
     wrong = []
     for groups in samples.values():
         for group in groups:
-            for trajectory in group["trajectories"]:
-                spans = trajectory["spans"]
-                ends = [0, *(end for _, _, end in spans)]
-                versions = [version for version, _, _ in spans]
+            for sequence in (sequence for trajectory in group["trajectories"] for sequence in trajectory["sequences"]):
+                spans = sequence["spans"]
+                ends = [0, *(end for _, _, end, _ in spans)]
+                versions = [version for version, _, _, role in spans if role == "sampled"]
                 if (
-                    [start for _, start, _ in spans] != ends[:-1]
-                    or ends[-1] != len(trajectory["tokens"])
+                    [start for _, start, _, _ in spans] != ends[:-1]
+                    or ends[-1] != len(sequence["tokens"])
                     or versions != sorted(versions)
                 ):
                     wrong.append(f"{group['uid']} {spans}")
-    findings.say_any("spans", "trajectories are not covered by versions in order", wrong)
+    findings.say_any("spans", "sequences are not covered by versions in order", wrong)
 
 
 def _repeated(findings: Findings, recorded: dict[int, list[str]], expected: Expected) -> None:

@@ -1,33 +1,23 @@
-"""The quickstart's assets in their cache: made once for each content hash, kept until somebody deletes them.
+"""The quickstart's assets in their cache (tools/asset_cache.py), and how they are made.
 
-CACHE/HASH/ holds model/, train.jsonl, heldout.jsonl and settings.json. Invariant: a folder that bears a hash is
-complete. It is written beside its place and renamed, so a maker that is killed leaves only a part folder, which the
-next one removes; a lock keeps two makers apart.
+CACHE/HASH/ holds model/, train.jsonl, heldout.jsonl and settings.json.
 
-Fails with TimeoutError when another process holds the lock for too long, RuntimeError when the warm-up finds no
+Fails with TimeoutError when another process holds the cache for too long, RuntimeError when the warm-up finds no
 signal.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import random
-import shutil
-import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 
+from tools.asset_cache import ensure_folder
 from tools.quickstart.settings import Settings, content_hash
 from tools.quickstart.task import Problem, draw_problems
-
-LOCK_TIMEOUT_S = 300.0
-LOCK_POLL_S = 0.2
-PART = "part-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +62,8 @@ def draw_splits(settings: Settings) -> Splits:
 
 def ensure_assets(settings: Settings, cache: Path, make: Callable[[Settings, Path], None] | None = None) -> Assets:
     """The assets of ``settings`` in ``cache``, made by ``make`` if they are not there yet."""
-    assets = Assets(cache / content_hash(settings))
-    if assets.folder.is_dir():
-        return assets
-    cache.mkdir(parents=True, exist_ok=True)
-    with _locked(cache / "lock"):
-        for left_over in cache.glob(f"{PART}*"):
-            shutil.rmtree(left_over)
-        if not assets.folder.is_dir():
-            part = Path(tempfile.mkdtemp(prefix=PART, dir=cache))
-            (make or make_assets)(settings, part)
-            part.rename(assets.folder)
-    return assets
+    made = make or make_assets
+    return Assets(ensure_folder(cache, content_hash(settings), lambda folder: made(settings, folder)))
 
 
 def make_assets(settings: Settings, folder: Path) -> None:
@@ -113,22 +93,3 @@ def make_assets(settings: Settings, folder: Path) -> None:
 def _write_jsonl(path: Path, problems: Iterable[Problem]) -> None:
     rows = ({"prompt": problem.prompt, "answer": problem.answer} for problem in problems)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock, which the system releases however this process ends."""
-    deadline = time.monotonic() + LOCK_TIMEOUT_S
-    with path.open("a") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(
-                        f"quickstart waited {LOCK_TIMEOUT_S:.0f} s for {path}, held by another process that makes "
-                        "the same assets; wait for it or end it"
-                    ) from None
-                time.sleep(LOCK_POLL_S)
-        yield

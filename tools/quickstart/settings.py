@@ -5,13 +5,10 @@ Invariant: two sets of assets with the same hash were made by the same code, set
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 
-LIBRARIES = ("tokenizers", "torch", "transformers")
+from tools import asset_cache
 
 
 @dataclass(frozen=True)
@@ -54,10 +51,5 @@ class Settings:
 
 
 def content_hash(settings: Settings) -> str:
-    """16 hex digits over the settings, the code of this folder and the libraries that make the assets."""
-    digest = hashlib.sha256(json.dumps(asdict(settings), sort_keys=True).encode())
-    for library in LIBRARIES:
-        digest.update(f"{library}=={version(library)}\n".encode())
-    for module in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(module.name.encode() + b"\0" + module.read_bytes())
-    return digest.hexdigest()[:16]
+    """Names the assets of ``settings``, as the code of this folder makes them."""
+    return asset_cache.content_hash(asdict(settings), Path(__file__).parent)

@@ -291,6 +291,14 @@ class Checkpoints:
 
 def _group_bytes(group: Group) -> int:
     """About what a group takes on disk."""
-    return len(group.ticket.prompt) + sum(
-        t.tokens.nbytes + t.logprobs.nbytes + t.loss_mask.nbytes + len(t.text) for t in group.trajectories
-    )
+    size = len(group.ticket.prompt)
+    for trajectory in group.trajectories:
+        arrays = sum(
+            array.nbytes
+            for sequence in trajectory.sequences
+            for array in (sequence.prompt_ids, sequence.tokens, sequence.logprobs)
+            if array is not None
+        )
+        # The messages of a conversation take about as much as its tokens do.
+        size += len(trajectory.text) + arrays * (2 if trajectory.messages else 1)
+    return size

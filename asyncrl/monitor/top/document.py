@@ -53,6 +53,8 @@ class RunRow(Struct, frozen=True, kw_only=True):
     exit_code: int = 0
     waiting_for: list[str] = []
     lost_hosts: list[str] = []
+    down: list[str] = []
+    """Actors of a running run that do not serve, each with its condition; those of lost hosts are not among them."""
     stalled: str = ""
     """The watchdog's report, while it holds."""
     disk_free_bytes: Count | None = None

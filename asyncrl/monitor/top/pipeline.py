@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from asyncrl.monitor.bottleneck import kind_of
 from asyncrl.monitor.numbers import count, duration, fixed, percent, rate
 from asyncrl.monitor.phase import phase_and_reason, phase_word
 from asyncrl.monitor.top.bars import level_bar, sparkline, state_bar
 from asyncrl.monitor.top.document import Document, RunRow, StageRow
 from asyncrl.monitor.top.table import NARROW
-from asyncrl.monitor.top.text import Glyphs, Line, Style, fit, fitting, length, wrapped
+from asyncrl.monitor.top.text import Glyphs, Line, Style, fit, fitting, joined, length, wrapped
 
 PHASE_STYLES: dict[str, Style] = {
     "starting": "start",
@@ -155,7 +157,7 @@ def _state(stage: StageRow, document: Document) -> Line:
 
 
 def verdict(document: Document, width: int, glyphs: Glyphs) -> list[Line]:
-    """One or two lines: who sets the pace, or what keeps the run."""
+    """One or two lines: who is down, and who sets the pace, or what keeps the run."""
     run, found = document.run, document.bottleneck
     said: tuple[str, str, Style]
     if run.phase in ("done", "failed", "draining", "preempting"):
@@ -165,9 +167,7 @@ def verdict(document: Document, width: int, glyphs: Glyphs) -> list[Line]:
     elif run.stalled:
         said = "stalled", run.stalled, "bad"
     elif run.phase == "starting":
-        some = ", ".join(run.waiting_for[:NAMES_SHOWN])
-        more = len(run.waiting_for) - NAMES_SHOWN
-        said = "starting", f"waiting for {some}{f' and {more} more' if more > 0 else ''}" if some else "", "start"
+        said = "starting", f"waiting for {_some(run.waiting_for)}" if run.waiting_for else "", "start"
     elif found.stage is None:
         said = "bottleneck", found.why or "unknown", "dim"
     else:
@@ -175,8 +175,14 @@ def verdict(document: Document, width: int, glyphs: Glyphs) -> list[Line]:
     head = said[0] + (":" if said[1] else "")
     first, *rest = wrapped(f"{head} {said[1]}".rstrip(), width) or [""]
     lines: list[Line] = [[(first[: len(head)], said[2]), (first[len(head) :], "")]]
+    missing: list[Line] = []
     if run.lost_hosts:
-        lines.append([("lost hosts: ", "bad"), (", ".join(run.lost_hosts), "")])
+        missing.append([("lost hosts: ", "bad"), (_some(run.lost_hosts), "")])
+    if run.down:
+        missing.append([("down: ", "bad"), (_some(run.down), "")])
+    if missing:
+        # Whoever waits, waits for these.
+        lines.insert(0, joined(missing))
     lines += [[(text, "")] for text in rest]
     if len(lines) > 2:
         lines[1] = fit(
@@ -186,3 +192,8 @@ def verdict(document: Document, width: int, glyphs: Glyphs) -> list[Line]:
             width,
         )
     return [*lines, []][:2]
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - NAMES_SHOWN
+    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from asyncrl.chat.choice import EngineParsers
+from asyncrl.chat.parsers import AnswerParser
 from asyncrl.config import Config
 from asyncrl.rollouter.engines.base import Engine
 
@@ -19,3 +21,18 @@ def make_engine(config: Config, name: str) -> Engine:
     from asyncrl.rollouter.engines.vllm.engine import VllmEngine
 
     return VllmEngine(config, name)
+
+
+def engine_parsers(config: Config) -> EngineParsers | None:
+    """What makes parsers of answers that the engine has, to be called on a thread; None where it has none."""
+    model = config.model
+    if config.rollout.engine != "vllm" or model.path is None:
+        return None
+
+    def make(tool_parser: str | None, reasoning_parser: str | None) -> AnswerParser:
+        from asyncrl.rollouter.engines.vllm.parsers import make_parser
+
+        assert model.path is not None
+        return make_parser(model.path, tool_parser, reasoning_parser, trust_remote_code=model.trust_remote_code)
+
+    return make

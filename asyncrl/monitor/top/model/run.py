@@ -66,9 +66,25 @@ def run_row(facts: Facts, rollouters: Sequence[RollouterRow]) -> RunRow:
         exit_code=run.exit_code,
         waiting_for=run.waiting_for,
         lost_hosts=run.lost_hosts,
+        down=_down(facts),
         stalled=run.stalled,
         disk_free_bytes=run.disk_free_bytes or None,
     )
+
+
+def _down(facts: Facts) -> list[str]:
+    """Who is dead, silent or not ready again, or has an engine that is not. A stalled run says itself who matters."""
+    if facts.run.phase != "running" or facts.run.stalled:
+        return []
+    found = []
+    for actor in facts.snapshot.actors:
+        if actor.condition in ("dead", "condemned", "silent"):
+            found.append(f"{actor.name} ({actor.condition})")
+        elif actor.condition == "starting" and actor.restarts:
+            found.append(f"{actor.name} (starting again)")
+        elif actor.condition == "ready" and any(resource.state == "restarting" for resource in actor.resources):
+            found.append(f"{actor.name} (engine restarting)")
+    return found
 
 
 def learning(facts: Facts) -> LearningView:

@@ -73,6 +73,9 @@ def _speed(document: Document) -> Line:
                 (f" ± {fixed(spread, 3)}" if spread is not None else "", "dim"),
             ]
         )
+    if (engine_kl := document.learning.engine_kl) is not None:
+        # Of a step without tokens of equal weights there is none.
+        parts.append([("engine KL ", "dim"), (fixed(engine_kl, 3), "")])
     return joined(parts)
 
 

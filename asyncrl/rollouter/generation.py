@@ -1,6 +1,6 @@
-"""Episodes: the coroutine that turns one prompt into a trajectory by calling the engine.
+"""Calls of the policy: from token ids to a finished answer, and the response to a prompt as the simplest episode.
 
-``EpisodeEngine.generate`` hides that weights change, engines are paused and die: it returns a finished piece of
+``PolicyCall.generate`` hides that weights change, engines are paused and die: it returns a finished piece of
 text whose every token carries the log-prob and the version that sampled it.
 
 Fails with TrajectoryFailed when engines have died of the prompt too often (suspects.py). A death counts as no attempt
@@ -9,18 +9,19 @@ otherwise, and costs no token that was handed over: what comes next is sampled a
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.errors import EngineDied
-from asyncrl.messages import FinishReason
-from asyncrl.messages.groups import Ticket, Trajectory, VersionSpan
-from asyncrl.rollouter.account import SampleAccount
+from asyncrl.messages.groups import Sequence as TokenSequence
+from asyncrl.messages.groups import Ticket, Trajectory
+from asyncrl.rollouter.account import CallAccount
 from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.engines.base import GenerationRequest
 from asyncrl.rollouter.response import Response
@@ -32,49 +33,47 @@ class TrajectoryFailed(Exception):
     """A trajectory failed for good; the text is the reason."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generated:
-    """What one call of ``generate`` sampled. All lists have one entry for each token."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    spans: list[VersionSpan]
-    finish_reason: FinishReason
-    text: str
-    resumes: int
+Phase = Literal["queue", "engine", "paused"]
+"""Where a call is: waiting for its turn; being sampled; held while the engine does not serve."""
 
 
-class EpisodeEngine:
-    """The engine as one episode sees it."""
+class PolicyCall:
+    """The engine as one call of the policy sees it."""
 
     def __init__(
         self,
         host: EngineHost,
         tokenizer: Tokenizer,
-        stops: Stops,
         config: Config,
         ticket: Ticket,
-        account: SampleAccount,
+        account: CallAccount,
+        *,
+        entered: Callable[[Phase], None] = lambda phase: None,
+        sampled: Callable[[Response], None] = lambda response: None,
     ) -> None:
+        """``entered`` is told where the call is, ``sampled`` of each handover of tokens."""
         self._host = host
         self._tokenizer = tokenizer
-        self._stops = stops
         self._config = config
         self._ticket = ticket
         self._account = account
-        self._calls = 0
+        self._entered = entered
+        self._sampled = sampled
 
-    async def generate(self, ids: Sequence[int], max_tokens: int | None = None) -> Generated:
-        """Sample a continuation of ``ids``, at most ``max_tokens`` long. Raises TrajectoryFailed."""
-        ticket = self._ticket
-        response = Response(max_tokens=max_tokens or ticket.max_tokens, stops=self._stops)
-        self._calls += 1
-        key = f"{ticket.uid}/{self._account.sample}/{self._calls}"
+    async def generate(self, ids: Sequence[int], response: Response, key: str) -> None:
+        """Sample a continuation of ``ids`` into ``response``, until it is finished, from where it stands.
+
+        ``key`` names the call in the whole run; the noise follows from it. Raises TrajectoryFailed. A call that is
+        cancelled leaves in the response what it has sampled, and may be made again.
+        """
+        ticket, stops = self._ticket, response.stops
         while response.finish_reason is None:
             self._require_innocent()
+            self._entered("queue" if self._host.serves else "paused")
             async with self._host.turn(ticket) as version:
                 # A sample of the same ticket may have had its turn before.
                 self._require_innocent()
+                self._entered("engine")
                 response.submitted(version)
                 self._account.submitted(version, len(response.tokens))
                 request = GenerationRequest(
@@ -83,21 +82,13 @@ class EpisodeEngine:
                     max_tokens=response.remaining,
                     temperature=ticket.temperature,
                     seed=request_seed(self._config.run.seed, key, len(response.tokens)),
-                    stop_token_ids=self._stops.token_ids,
+                    stop_token_ids=stops.token_ids,
                     cache_salt=f"v{version}",
                     key=key,
                     held=len(response.tokens),
                 )
                 died = not await self._submit(request, response)
                 self._account.ended(len(response.tokens), response.spans, response.finish_reason, died=died)
-        return Generated(
-            tokens=response.tokens,
-            logprobs=response.logprobs,
-            spans=response.spans,
-            finish_reason=response.finish_reason,
-            text=self._tokenizer.decode(response.tokens),
-            resumes=response.submissions - 1,
-        )
 
     async def _submit(self, request: GenerationRequest, response: Response) -> bool:
         """One submission, until it ends; False when the engine died before that."""
@@ -110,14 +101,17 @@ class EpisodeEngine:
                         stopped = response.extend(delta.tokens, delta.logprobs, self._tokenizer.decode)
                         if self._host.loads == loads:
                             known = len(response.tokens)
+                        self._sampled(response)
                         if stopped and delta.finish_reason is None:
                             await self._host.abort(request.id)
                     if delta.finish_reason is not None:
                         response.end_submission(delta.finish_reason, delta.spans)
                         ended = True
-        except EngineDied:
+        except (EngineDied, asyncio.CancelledError) as error:
             if not ended:
                 response.cut_submission(known)
+            if not isinstance(error, EngineDied):
+                raise
         return ended
 
     def _require_innocent(self) -> None:
@@ -126,18 +120,23 @@ class EpisodeEngine:
             raise TrajectoryFailed(failure)
 
 
-async def single_turn(engine: EpisodeEngine, ticket: Ticket, sample: int) -> Trajectory:
-    """One prompt, one response."""
-    generated = await engine.generate(ticket.prompt_ids.tolist())
+async def single_turn(call: PolicyCall, ticket: Ticket, sample: int, stops: Stops, tokenizer: Tokenizer) -> Trajectory:
+    """One prompt, one response. Raises TrajectoryFailed."""
+    response = Response(max_tokens=ticket.max_tokens, stops=stops)
+    await call.generate(ticket.prompt_ids.tolist(), response, f"{ticket.uid}/{sample}/1")
+    assert response.finish_reason is not None
     return Trajectory(
         sample=sample,
-        tokens=np.array(generated.tokens, np.int32),
-        logprobs=np.array(generated.logprobs, np.float32),
-        loss_mask=np.ones(len(generated.tokens), np.uint8),
-        spans=generated.spans,
-        finish_reason=generated.finish_reason,
-        text=generated.text,
-        resumes=generated.resumes,
+        sequences=[
+            TokenSequence(
+                tokens=np.array(response.tokens, np.int32),
+                logprobs=np.array(response.logprobs, np.float32),
+                spans=response.spans,
+            )
+        ],
+        finish_reason=response.finish_reason,
+        text=tokenizer.decode(response.tokens),
+        resumes=response.submissions - 1,
     )
 
 

@@ -1,0 +1,184 @@
+"""Messages and tools of OpenAI's chat completions, brought into the one form that chat templates know. Pure.
+
+Invariant: what comes out has text alone, the roles system, user, assistant and tool, calls with an id and a name, and
+answers of tools to calls that were made before. Fails with ChatRefused, which names the field, as
+messages[3].content[0].type.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from asyncrl.errors import ChatRefused
+
+Message = dict[str, Any]
+"""role and content, which is text; name, reasoning_content, tool_call_id, and tool_calls of id, type and function."""
+Tool = dict[str, Any]
+"""type, function of name, description and parameters, a JSON schema."""
+
+ROLES = ("system", "user", "assistant", "tool")
+SAME_ROLE = {"developer": "system"}
+"""Later names of roles that templates know by an older one."""
+NO_PARAMETERS = {"type": "object", "properties": {}}
+
+
+def normalise_messages(messages: Sequence[Any]) -> list[Message]:
+    """The messages of a request. Arguments of calls become objects where they are JSON objects: templates write them.
+
+    Raises ChatRefused.
+    """
+    if not messages:
+        raise ChatRefused("messages", "there is none")
+    found: list[Message] = []
+    called: set[str] = set()
+    for number, given in enumerate(messages):
+        field = f"messages[{number}]"
+        message = _message(given, field)
+        for call in message.get("tool_calls", ()):
+            called.add(call["id"])
+        if message["role"] == "tool" and message["tool_call_id"] not in called:
+            raise ChatRefused(
+                f"{field}.tool_call_id", f"no call of a message before has the id {message['tool_call_id']!r}"
+            )
+        found.append(message)
+    return found
+
+
+def normalise_tools(tools: Sequence[Any]) -> list[Tool]:
+    """The tools of a request, with their fields in the order in which models are trained on them.
+
+    Raises ChatRefused.
+    """
+    found: list[Tool] = []
+    for number, tool in enumerate(tools):
+        field = f"tools[{number}]"
+        function = _object(_object(tool, field).get("function"), f"{field}.function")
+        if tool.get("type", "function") != "function":
+            raise ChatRefused(f"{field}.type", f"is {tool['type']!r}; only functions can be called")
+        name = _text(function.get("name"), f"{field}.function.name")
+        if not name:
+            raise ChatRefused(f"{field}.function.name", "is empty")
+        if any(each["function"]["name"] == name for each in found):
+            raise ChatRefused(f"{field}.function.name", f"{name!r} is the name of a tool before it")
+        written: dict[str, Any] = {"name": name}
+        if function.get("description") is not None:
+            written["description"] = _text(function["description"], f"{field}.function.description")
+        parameters = function.get("parameters")
+        written["parameters"] = (
+            NO_PARAMETERS if parameters is None else _object(parameters, f"{field}.function.parameters")
+        )
+        found.append({"type": "function", "function": written})
+    return found
+
+
+def _message(given: Any, field: str) -> Message:
+    given = _object(given, field)
+    role = _text(given.get("role"), f"{field}.role")
+    role = SAME_ROLE.get(role, role)
+    if role not in ROLES:
+        raise ChatRefused(f"{field}.role", f"is {role!r}; there are {', '.join(ROLES)} and developer")
+    for old in ("function_call", "audio"):
+        if given.get(old) is not None:
+            raise ChatRefused(f"{field}.{old}", "cannot be shown to the model; send content and tool_calls")
+    message: Message = {"role": role, "content": _content(given, role, field)}
+    if given.get("name") is not None:
+        message["name"] = _text(given["name"], f"{field}.name")
+    if role == "assistant":
+        for key in ("reasoning_content", "reasoning"):
+            if given.get(key) is not None:
+                message["reasoning_content"] = _text(given[key], f"{field}.{key}")
+                break
+        if calls := _calls(given.get("tool_calls"), f"{field}.tool_calls"):
+            message["tool_calls"] = calls
+    elif given.get("tool_calls"):
+        raise ChatRefused(f"{field}.tool_calls", f"a message of the role {role} makes no calls")
+    if role == "tool":
+        message["tool_call_id"] = _text(given.get("tool_call_id"), f"{field}.tool_call_id")
+    return message
+
+
+def _content(given: Mapping[str, Any], role: str, field: str) -> str:
+    """The text of a message; parts of text are joined by newlines, as vLLM's server does it."""
+    content, field = given.get("content"), f"{field}.content"
+    if content is None and role == "assistant":
+        # Templates add it to text, or ask whether it is empty.
+        return ""
+    if isinstance(content, str):
+        return _text(content, field)
+    if not isinstance(content, list):
+        raise ChatRefused(field, f"must be text or a list of text parts, not {_kind(content)}")
+    texts = []
+    for number, part in enumerate(content):
+        where = f"{field}[{number}]"
+        kind = _object(part, where).get("type")
+        key = {"text": "text", "refusal": "refusal"}.get(kind) if isinstance(kind, str) else None
+        if key is None:
+            raise ChatRefused(f"{where}.type", f"is {kind!r}; the policy reads text alone")
+        texts.append(_text(part.get(key), f"{where}.{key}"))
+    return "\n".join(texts)
+
+
+def _calls(given: Any, field: str) -> list[dict[str, Any]]:
+    if given is None:
+        return []
+    if not isinstance(given, list):
+        raise ChatRefused(field, f"must be a list, not {_kind(given)}")
+    calls: list[dict[str, Any]] = []
+    for number, call in enumerate(given):
+        where = f"{field}[{number}]"
+        if _object(call, where).get("type", "function") != "function":
+            raise ChatRefused(f"{where}.type", f"is {call['type']!r}; only functions can be called")
+        id = _text(call.get("id"), f"{where}.id")
+        if any(each["id"] == id for each in calls):
+            raise ChatRefused(f"{where}.id", f"{id!r} is the id of a call before it")
+        function = _object(call.get("function"), f"{where}.function")
+        name = _text(function.get("name"), f"{where}.function.name")
+        arguments = read_arguments(function.get("arguments"), f"{where}.function.arguments")
+        calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}})
+    return calls
+
+
+def read_arguments(given: Any, field: str = "arguments") -> dict[str, Any] | str:
+    """Arguments of a call as templates want them: the object, or the text where it is none. Raises ChatRefused."""
+    if isinstance(given, dict):
+        return given
+    if given is None or given == "":
+        return {}
+    text = _text(given, field)
+    value = read_json(text)
+    return value if isinstance(value, dict) else text
+
+
+def read_json(text: str) -> Any:
+    """The value of a JSON text; None where it is none, as for NaN, which Python would read."""
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _object(value: Any, field: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ChatRefused(field, f"must be an object, not {_kind(value)}")
+    return value
+
+
+def _text(value: Any, field: str) -> str:
+    if not isinstance(value, str):
+        raise ChatRefused(field, f"must be text, not {_kind(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ChatRefused(field, "holds half of a surrogate pair, which is no text") from None
+    return value
+
+
+def _kind(value: Any) -> str:
+    names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "text", list: "a list"}
+    return names.get(type(value), "an object")

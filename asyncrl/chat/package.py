@@ -1,0 +1,189 @@
+"""The renderers of the package ``renderers`` (PyPI), one for each of some twenty families, in place of the template.
+
+They are programs where a template is text, and know what the template of their family does. The family is
+named by the configuration, never guessed. Invariant: as Renderer has it; an extension is what the package's bridge puts
+behind an answer. Fails with ConfigError where the package or the family is not there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from asyncrl.chat.messages import Message, Tool
+from asyncrl.chat.parsers import Parsed, ParsedCall
+from asyncrl.chat.probe import CASES, TOOLS, Finding, Shape, example
+from asyncrl.chat.report import CaseFinding, ChatReport
+from asyncrl.config.episode import ChatConfig
+from asyncrl.errors import ChatRefused, ConfigError
+from asyncrl.messages import FinishReason
+from asyncrl.tokenizer import Tokenizer
+
+PREFIX = "renderers:"
+QUESTION: Message = {"role": "user", "content": "Hello."}
+KEPT = 16
+
+
+class PackageRenderer:
+    """See Renderer."""
+
+    def __init__(self, tokenizer: Tokenizer, end_ids: Collection[int], chat: ChatConfig) -> None:
+        self._tokenizer = tokenizer
+        self._ends = frozenset(end_ids)
+        self._chat = chat
+        # One for each set of options, as the package takes them when it makes a renderer.
+        self._made = lru_cache(KEPT)(self._make)
+        self._renderer({})
+        self.report = self._examine_all()
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool], options: Mapping[str, Any]) -> list[int]:
+        """See Renderer."""
+        return self._ids(messages, tools, options, generate=True)
+
+    def extension(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        options: Mapping[str, Any],
+        *,
+        last_ids: Sequence[int],
+        finish: FinishReason,
+    ) -> list[int] | None:
+        """See Renderer."""
+        if not messages or not last_ids:
+            return None
+        asked = self.render([QUESTION], tools, options)
+        try:
+            bridged = self._renderer(options).bridge_to_next_turn(
+                asked, list(last_ids), list(messages), tools=list(tools) or None
+            )
+        except Exception as error:
+            # The package raises what it likes at a conversation that a family does not have.
+            raise ChatRefused("messages", f"the renderer refuses them: {error}") from None
+        before = [*asked, *last_ids]
+        if bridged is None or list(bridged.token_ids[: len(before)]) != before:
+            return None
+        return list(bridged.token_ids[len(before) :])
+
+    def parse(self, ids: Sequence[int], tools: Sequence[Tool], options: Mapping[str, Any] | None = None) -> Parsed:
+        """See Renderer."""
+        options = options or {}
+        prompt = self.render([QUESTION], tools, options)
+        try:
+            found = self._renderer(options).parse_response(list(ids), tools=list(tools) or None, prompt_ids=prompt)
+        except Exception:
+            # It is to read whatever a model writes.
+            return Parsed(self._tokenizer.decode(ids), malformed=1)
+        calls, content = [], found.content or ""
+        for call in found.tool_calls:
+            arguments = call.arguments
+            if tools and call.status == "ok" and call.name and isinstance(arguments, dict):
+                calls.append(ParsedCall(call.name, json.dumps(arguments)))
+            else:
+                content = "\n".join(text for text in (content, call.raw) if text)
+        malformed = len(found.tool_calls) - len(calls) if tools else 0
+        unfinished = found.reasoning_complete is False
+        return Parsed(content, found.reasoning_content or None, calls, malformed, unfinished)
+
+    def _renderer(self, options: Mapping[str, Any]) -> Any:
+        return self._made(json.dumps({**self._chat.template_options, **options}, sort_keys=True))
+
+    def _make(self, options: str) -> Any:
+        try:
+            from pydantic import TypeAdapter
+            from renderers import create_renderer
+            from renderers.configs import RendererConfig
+        except ImportError as error:
+            told = f"needs the package renderers ({error}): pip install 'asyncrl[renderers]'"
+            raise ConfigError([f"chat.renderer: {told}"]) from None
+        given: dict[str, Any] = {"name": self._chat.renderer.removeprefix(PREFIX), **json.loads(options)}
+        if self._chat.history == "sampled":
+            given["thinking_retention"] = "all"
+        try:
+            config: Any = TypeAdapter(RendererConfig).validate_python(given)
+            return create_renderer(_Adapter(self._tokenizer), config)
+        except Exception as error:
+            # Of pydantic, or of a family whose tokens the model does not have.
+            lines = " ".join(str(error).split())
+            raise ConfigError(
+                [f"chat.renderer: {self._chat.renderer} cannot be made for this model: {lines}"]
+            ) from None
+
+    def _ids(
+        self, messages: Sequence[Message], tools: Sequence[Tool], options: Mapping[str, Any], *, generate: bool
+    ) -> list[int]:
+        renderer = self._renderer(options)
+        try:
+            return list(renderer.render_ids(list(messages), tools=list(tools) or None, add_generation_prompt=generate))
+        except Exception as error:
+            raise ChatRefused("messages", f"the renderer refuses them: {error}") from None
+
+    def _examine_all(self) -> ChatReport:
+        cases = []
+        for name, shape in CASES:
+            found = self._examine(shape)
+            cases.append(CaseFinding(name, found.verdict, found.reason))
+        answered = self._ids([QUESTION, {"role": "assistant", "content": "Hi."}], (), {}, generate=False)
+        end = next((place for place in range(len(answered))[::-1] if answered[place] in self._ends), len(answered))
+        return ChatReport(
+            renderer=self._chat.renderer,
+            history=self._chat.history,
+            date=self._chat.date,
+            tool_parser=self._chat.renderer,
+            reasoning_parser=self._chat.renderer,
+            shows_tools=self.render([QUESTION], TOOLS, {}) != self.render([QUESTION], (), {}),
+            end=self._tokenizer.decode(answered[end : end + 1], keep_special=True),
+            seam=self._tokenizer.decode(answered[end + 1 :], keep_special=True),
+            cases=cases,
+            notes=[],
+        )
+
+    def _examine(self, shape: Shape) -> Finding:
+        before, answer, tail = example(shape)
+        tools = TOOLS if shape.with_tools else ()
+        try:
+            asked = self.render(before, tools, {})
+            answered = self._ids([*before, answer], tools, {}, generate=False)
+            whole = self.render([*before, answer, *tail], tools, {})
+            if answered[: len(asked)] != asked:
+                return Finding("fork", "an answer in the context does not begin as the generation prompt does")
+            ends = [place for place in range(len(asked), len(answered)) if answered[place] in self._ends]
+            sampled = answered[len(asked) : ends[0] + shape.ended] if ends else answered[len(asked) :]
+            extended = self.extension(tail, tools, {}, last_ids=sampled, finish="stop" if shape.ended else "length")
+        except ChatRefused as error:
+            return Finding("refused", error.problem)
+        if extended is None:
+            return Finding("fork", "the package does not extend this kind of turn")
+        if [*asked, *sampled, *extended] == whole:
+            return Finding("extend")
+        return (
+            Finding("extend", "the reasoning stays, which a single render leaves out")
+            if shape.reasoning
+            else Finding("fork", "the extension is not what a single render has")
+        )
+
+
+class _Adapter:
+    """A tokenizer as the package wants it."""
+
+    name_or_path = "asyncrl"
+    unk_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = min(tokenizer.eos_ids, default=None)
+
+    def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
+        return self._tokenizer.encode(text)
+
+    def decode(self, ids: Any, *_: Any, skip_special_tokens: bool = False, **__: Any) -> str:
+        listed = [ids] if isinstance(ids, int) else list(ids)
+        return self._tokenizer.decode(listed, keep_special=not skip_special_tokens)
+
+    def convert_tokens_to_ids(self, tokens: Any) -> Any:
+        if not isinstance(tokens, str):
+            return [self.convert_tokens_to_ids(token) for token in tokens]
+        ids = self._tokenizer.encode(tokens)
+        return ids[0] if len(ids) == 1 else None

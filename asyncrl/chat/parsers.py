@@ -1,0 +1,175 @@
+"""Reasoning, content and calls of tools, read from the whole text of an answer. Pure.
+
+Invariant: reasoning is taken off first, so that a call that it quotes is none; a call that cannot be read stays in the
+content, where the agent sees it, and is counted. Nothing that a model writes makes a parser fail.
+
+A parser is a function, so that those of an inference engine can be handed in by its adapter.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from asyncrl.chat.messages import Tool, read_json
+
+THINK, END_THINK = "<think>", "</think>"
+CALL, END_CALL = "<tool_call>", "</tool_call>"
+_CALLS = re.compile(rf"{CALL}(.*?)(?:{END_CALL}|\Z)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCall:
+    """A call of a tool. ``arguments`` is the JSON text of an object."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """An answer in parts."""
+
+    content: str
+    reasoning: str | None = None
+    """None where there is none."""
+    calls: list[ParsedCall] = field(default_factory=list)
+    malformed: int = 0
+    """Calls that were begun and cannot be read; their text is part of the content."""
+    unfinished: bool = False
+    """The answer ended within its reasoning."""
+
+
+class AnswerParser(Protocol):
+    """Reads one of the forms in which models answer."""
+
+    markers: frozenset[str] | None
+    """Special tokens whose text it looks for; None: any. The others are left out of the text before."""
+
+    def __call__(
+        self,
+        text: str,
+        tools: Sequence[Tool],
+        *,
+        thinking: bool = False,
+        ids: Sequence[int] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> Parsed:
+        """The parts of a text.
+
+        Without ``tools`` no call is looked for: nobody would make it. ``thinking``: the prompt has opened the reasoning
+        already. ``ids`` are those of the text, where it is all of an answer, and ``options`` those of the template.
+        """
+
+
+class NoParser:
+    """All of it is content."""
+
+    markers: frozenset[str] | None = frozenset()
+
+    def __call__(self, text: str, tools: Sequence[Tool], *, thinking: bool = False, **_: Any) -> Parsed:
+        """See AnswerParser."""
+        return Parsed(text)
+
+
+class ThinkParser:
+    """``<think>reasoning</think>`` in front of the content, opened by the model or by the prompt."""
+
+    markers: frozenset[str] | None = frozenset((THINK, END_THINK))
+
+    def __call__(self, text: str, tools: Sequence[Tool], *, thinking: bool = False, **_: Any) -> Parsed:
+        """See AnswerParser."""
+        before, opened, rest = text.partition(THINK)
+        if opened and not before.strip():
+            text, thinking = rest, True
+        if not thinking:
+            return Parsed(text)
+        reasoning, ended, content = text.partition(END_THINK)
+        return Parsed(content.lstrip("\n"), reasoning=reasoning.strip("\n") or None, unfinished=not ended)
+
+
+class JsonCallParser:
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as of Hermes and Qwen; or a list of these."""
+
+    markers: frozenset[str] | None = frozenset((CALL, END_CALL))
+
+    def __call__(self, text: str, tools: Sequence[Tool], *, thinking: bool = False, **_: Any) -> Parsed:
+        """See AnswerParser."""
+        if not tools or CALL not in text:
+            return Parsed(text)
+        calls: list[ParsedCall] = []
+        malformed = 0
+
+        def take(match: re.Match[str]) -> str:
+            nonlocal malformed
+            found = _read_calls(match[1])
+            calls.extend(found)
+            malformed += not found
+            return "" if found else match[0]
+
+        content = _CALLS.sub(take, text)
+        return Parsed(content.strip() if calls else content, calls=calls, malformed=malformed)
+
+
+class Both:
+    """Reasoning by one parser, and of what is left the calls by another."""
+
+    def __init__(self, reasoning: AnswerParser, calls: AnswerParser) -> None:
+        self._reasoning, self._calls = reasoning, calls
+        first, second = reasoning.markers, calls.markers
+        self.markers: frozenset[str] | None = None if first is None or second is None else first | second
+
+    def __call__(
+        self,
+        text: str,
+        tools: Sequence[Tool],
+        *,
+        thinking: bool = False,
+        ids: Sequence[int] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> Parsed:
+        """See AnswerParser."""
+        first = self._reasoning(text, tools, thinking=thinking, ids=ids, options=options)
+        if first.unfinished:
+            return first
+        left = ids if first.content == text else ()
+        second = self._calls(first.content, tools, ids=left, options=options)
+        return replace(
+            second,
+            reasoning=first.reasoning if first.reasoning is not None else second.reasoning,
+            calls=[*first.calls, *second.calls],
+            malformed=first.malformed + second.malformed,
+        )
+
+
+def write_calls(calls: Sequence[dict[str, Any]]) -> str:
+    """The calls of a message as JsonCallParser reads them, for templates that leave them out."""
+    return "\n".join(f"{CALL}\n{json.dumps(call['function'], ensure_ascii=False)}\n{END_CALL}" for call in calls)
+
+
+def _read_calls(text: str) -> list[ParsedCall]:
+    """The call in a text, or those of a list; none where one of them cannot be read."""
+    value = read_json(text)
+    calls = [_read_call(each) for each in (value if isinstance(value, list) else [value])]
+    return [call for call in calls if call is not None] if None not in calls else []
+
+
+def _read_call(value: Any) -> ParsedCall | None:
+    if not isinstance(value, dict):
+        return None
+    name, arguments = value.get("name"), value.get("arguments", {})
+    if isinstance(arguments, str):
+        # Some models write the text of the object.
+        arguments = read_json(arguments)
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        return None
+    written = json.dumps(arguments, ensure_ascii=False)
+    try:
+        f"{name}{written}".encode()
+    except UnicodeEncodeError:
+        # Half of a surrogate pair, escaped: no text that could be sent.
+        return None
+    return ParsedCall(name, written)

@@ -1,0 +1,195 @@
+"""The check of a chat template: where may the context of a next answer be extended, and where must it be rendered anew.
+
+For each kind of turn the ids of an answer, and what is put behind them, are held against the tokens of a single render
+of the same conversation. Verdicts: ``extend``, they are equal; ``fork``, they are not, and another sequence begins;
+``refused``, the template takes no such conversation. Pure; nothing here ends a run.
+
+Where a template leaves the reasoning of earlier answers out, ``history = "sampled"`` keeps it in the context all the
+same, and all but that reasoning is equal; ``history = "template"`` forks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from asyncrl.chat.messages import Message, Tool
+from asyncrl.chat.template import ChatTemplate
+from asyncrl.chat.turns import ANSWER, NEXT, THOUGHT, Turn, learn_turn
+from asyncrl.errors import ChatRefused
+
+Verdict = Literal["extend", "fork", "refused"]
+History = Literal["sampled", "template"]
+
+ENDINGS = ("", ".", "7", "}", "é", " ", "\n")
+"""Last characters of answers: some would become one token with what follows."""
+TOOLS: tuple[Tool, ...] = tuple(
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "Looks a word up.",
+            "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
+        },
+    }
+    for name in ("lookup", "search")
+)
+LONGEST_RUN = 2
+"""Messages of one role in a row beyond it are of no other shape."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A kind of turn."""
+
+    tail: tuple[str, ...]
+    """Roles of the messages behind the answer; one that begins with tool answers calls."""
+    reasoning: bool = False
+    ended: bool = True
+    """Whether the answer has the token that ends it; one that was cut has not."""
+    with_tools: bool = True
+
+    @classmethod
+    def of(cls, tail: Sequence[Message], *, reasoning: bool, ended: bool, with_tools: bool) -> Shape:
+        """That of the messages behind an answer."""
+        roles: list[str] = []
+        for message in tail:
+            role = message["role"]
+            if roles[-LONGEST_RUN:] != [role] * LONGEST_RUN:
+                roles.append(role)
+        return cls(tail=tuple(roles), reasoning=reasoning, ended=ended, with_tools=with_tools)
+
+
+CASES: tuple[tuple[str, Shape], ...] = (
+    ("tool", Shape(tail=("tool",))),
+    ("several tools", Shape(tail=("tool", "tool"))),
+    ("user", Shape(tail=("user",), with_tools=False)),
+    ("user, with tools", Shape(tail=("user",))),
+    ("user after tool", Shape(tail=("tool", "user"))),
+    ("system", Shape(tail=("system", "user"), with_tools=False)),
+    ("cut by length", Shape(tail=("user",), ended=False, with_tools=False)),
+    ("thinking, tool", Shape(tail=("tool",), reasoning=True)),
+    ("thinking, user", Shape(tail=("user",), reasoning=True, with_tools=False)),
+)
+"""The kinds of turns that are checked at start; others are when they are met."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What came of the check of one kind of turn."""
+
+    verdict: Verdict
+    reason: str = ""
+    """Of a fork or a refusal; of an extension, what it leaves in the context that a single render drops."""
+    by_policy: bool = False
+    """It forks because ``history = "template"`` says so."""
+
+
+def examine(template: ChatTemplate, shape: Shape, history: History, options: Mapping[str, Any]) -> Finding:
+    """The verdict on a kind of turn: the worst over what may stand before the answer, and how the answer may end."""
+    tools = TOOLS if shape.with_tools else ()
+    found: Finding | None = None
+    refusal = "the template refuses every beginning"
+    for place, before in _beginnings(shape):
+        try:
+            template.text(before, tools, options)
+        except ChatRefused as error:
+            refusal = error.problem
+            continue
+        endings = _known_endings(template) if not place and "tool" not in shape.tail else ENDINGS[:1]
+        for ending in endings:
+            answer, tail = _answer(shape, ending), _tail(shape)
+            try:
+                turn = learn_turn(template, before, answer, tail, tools, options)
+            except ChatRefused as error:
+                return Finding("refused", f"{error.problem}{place}")
+            each = Finding("fork", turn) if isinstance(turn, str) else _judge(template, turn, shape, history)
+            if each.verdict != "extend":
+                return replace(each, reason=f"{each.reason}{place}")
+            found = each if found is None or each.reason else found
+    return found or Finding("refused", refusal)
+
+
+def _known_endings(template: ChatTemplate) -> list[str]:
+    """Those that the model can say: some vocabularies lack the last."""
+    known = []
+    for ending in ENDINGS:
+        with suppress(ChatRefused):
+            template.ids(ending)
+            known.append(ending)
+    return known
+
+
+def _judge(template: ChatTemplate, turn: Turn, shape: Shape, history: History) -> Finding:
+    if shape.ended and not turn.end:
+        return Finding("fork", "the template writes no token behind an answer that ends it for the model")
+    if turn.dropped and history == "template":
+        return Finding("fork", f"a single render leaves {turn.dropped!r} out", by_policy=True)
+    asked = template.ids(turn.asked)
+    answered = template.ids(turn.asked + turn.sampled)
+    if answered[: len(asked)] != asked:
+        return Finding("fork", "the first token of an answer is one with the end of the generation prompt")
+    whole = template.ids(turn.asked + turn.sampled + turn.end + turn.after)
+    if answered + extension_ids(template, turn, ended=False) != whole:
+        return Finding("fork", "the last token of an answer is one with what follows")
+    return Finding("extend", f"{turn.dropped!r} stays, which a single render leaves out" if turn.dropped else "")
+
+
+def extension_ids(template: ChatTemplate, turn: Turn, *, ended: bool, close: str = "") -> list[int]:
+    """The tokens behind an answer, which has its end or has not; ``close`` is put in front where it has not."""
+    if ended:
+        # In front of it the end, so that the tokenizer does not take the rest for the beginning of a text.
+        return template.ids(turn.end + turn.after)[1:]
+    return template.ids(close + turn.end + turn.after)
+
+
+def example(shape: Shape) -> tuple[list[Message], Message, list[Message]]:
+    """A question, an answer with made-up words, and what follows it."""
+    return next(_beginnings(shape))[1], _answer(shape, ""), _tail(shape)
+
+
+def _beginnings(shape: Shape) -> Iterator[tuple[str, list[Message]]]:
+    """What may stand before an answer, the plain question first, with the words that tell the others."""
+    question: Message = {"role": "user", "content": "Hello."}
+    yield "", [question]
+    yield ", after a system message", [{"role": "system", "content": "Be brief."}, question]
+    again = [question, {"role": "assistant", "content": "Hello!"}, {"role": "user", "content": "Go on."}]
+    yield ", in a longer conversation", again
+    if shape.with_tools:
+        yield (
+            ", after a call of a tool",
+            [question, _calls(("lookup",), "word", "call_0_"), _result("lookup", "call_0_0")],
+        )
+
+
+def _answer(shape: Shape, ending: str) -> Message:
+    names = [name for name, role in zip(("lookup", "search"), shape.tail, strict=False) if role == "tool"]
+    if shape.tail[0] == "tool":
+        answer = _calls(names, ANSWER, "call_1_")
+    else:
+        answer = {"role": "assistant", "content": ANSWER + ending}
+    return answer | ({"reasoning_content": THOUGHT} if shape.reasoning else {})
+
+
+def _tail(shape: Shape) -> list[Message]:
+    tail: list[Message] = []
+    for number, role in enumerate(shape.tail):
+        if role == "tool":
+            tail.append(_result(("lookup", "search")[number % 2], f"call_1_{number}"))
+        else:
+            tail.append({"role": role, "content": NEXT})
+    return tail
+
+
+def _calls(names: Sequence[str], word: str, ids: str) -> Message:
+    calls = [
+        {"id": f"{ids}{number}", "type": "function", "function": {"name": name, "arguments": {"word": word}}}
+        for number, name in enumerate(names)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _result(name: str, id: str) -> Message:
+    return {"role": "tool", "content": NEXT, "tool_call_id": id, "name": name}

@@ -1,0 +1,192 @@
+"""Messages to tokens, the tokens behind an answer, and an answer's tokens to its parts, through the model's template.
+
+Invariant: an extension is given only for kinds of turns for which the check of the template has found that the answer's
+own ids with it are the tokens of a single render; everything else is None, and the caller renders all of it anew. Ids
+that were sampled are never encoded again. Thread-safe.
+
+Fails with ChatRefused on a conversation that the template refuses, at start with ConfigError.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from itertools import takewhile
+from threading import Lock
+from typing import Any, Protocol
+
+from asyncrl.chat.choice import EngineParsers, Parsers, choose_parsers
+from asyncrl.chat.messages import Message, Tool
+from asyncrl.chat.package import PackageRenderer
+from asyncrl.chat.parsers import END_THINK, THINK, Parsed
+from asyncrl.chat.probe import TOOLS, Finding, History, Shape, examine, extension_ids
+from asyncrl.chat.report import ChatReport, make_report
+from asyncrl.chat.template import ChatTemplate
+from asyncrl.chat.turns import ANSWER, learn_turn
+from asyncrl.config import Config
+from asyncrl.config.episode import ChatConfig
+from asyncrl.errors import ChatRefused
+from asyncrl.messages import FinishReason
+from asyncrl.tokenizer import Tokenizer
+
+KEPT_FINDINGS = 256
+QUESTION: Message = {"role": "user", "content": "Hello."}
+CLOSED_THINK = f"\n{END_THINK}\n\n"
+
+
+class Renderer(Protocol):
+    """Turns conversations into tokens and answers into messages. May be called from several threads at a time."""
+
+    report: ChatReport
+    """What the check at start has found."""
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool], options: Mapping[str, Any]) -> list[int]:
+        """The whole context with generation prompt. Raises ChatRefused."""
+
+    def extension(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        options: Mapping[str, Any],
+        *,
+        last_ids: Sequence[int],
+        finish: FinishReason,
+    ) -> list[int] | None:
+        """Context tokens to put behind a sampled answer: its seam, the new messages, the generation prompt.
+
+        ``messages`` follow the answer, and none is of the assistant; ``last_ids`` are all of the answer's. None where
+        the template does not allow it: then everything is to be rendered. Raises ChatRefused.
+        """
+
+    def parse(self, ids: Sequence[int], tools: Sequence[Tool], options: Mapping[str, Any] | None = None) -> Parsed:
+        """The parts of a whole answer. Never fails."""
+
+
+class TemplateRenderer:
+    """Through the model's own chat template."""
+
+    def __init__(self, template: ChatTemplate, parsers: Parsers, chat: ChatConfig) -> None:
+        self._template = template
+        self._parsers = parsers
+        self._history: History = chat.history
+        self._findings: OrderedDict[tuple[Shape, str], Finding] = OrderedDict()
+        self._thinking: dict[tuple[bool, str], bool] = {}
+        self._lock = Lock()
+        keep = parsers.parser.markers
+        self._unseen = frozenset(
+            id for text, id in template.tokenizer.special_ids.items() if keep is not None and text not in keep
+        )
+        self.report = make_report(template, parsers, chat, lambda shape: self.finding(shape, {}))
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool], options: Mapping[str, Any]) -> list[int]:
+        """See Renderer."""
+        return self._template.ids(self._template.text(messages, tools, options))
+
+    def extension(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        options: Mapping[str, Any],
+        *,
+        last_ids: Sequence[int],
+        finish: FinishReason,
+    ) -> list[int] | None:
+        """See Renderer."""
+        assert all(message["role"] != "assistant" for message in messages)
+        if not messages or not last_ids:
+            return None
+        ended = last_ids[-1] in self._template.end_ids
+        parsed = self.parse(last_ids, tools, options)
+        if parsed.unfinished and (ended or self._history == "template"):
+            # A single render closes the reasoning before the answer ends.
+            return None
+        # Earlier answers may have reasoning although this one has none.
+        thinks = self._parsers.thinks and self._history == "template"
+        shape = Shape.of(messages, reasoning=thinks, ended=ended, with_tools=bool(tools))
+        if self.finding(shape, options).verdict != "extend":
+            return None
+        answer = _stand_in(messages, parsed)
+        turn = learn_turn(self._template, [QUESTION], answer, messages, tools, options)
+        if isinstance(turn, str) or (ended and self._template.ends.get(turn.end) != last_ids[-1]):
+            # Of several tokens that end an answer the template writes one.
+            return None
+        close = CLOSED_THINK if parsed.unfinished else ""
+        return extension_ids(self._template, turn, ended=ended, close=close)
+
+    def parse(self, ids: Sequence[int], tools: Sequence[Tool], options: Mapping[str, Any] | None = None) -> Parsed:
+        """See Renderer."""
+        words = ids[:-1] if ids and ids[-1] in self._template.end_ids else ids
+        text = self._template.tokenizer.decode([id for id in words if id not in self._unseen], keep_special=True)
+        options = options or {}
+        thinking = self._opens_thinking(bool(tools), options)
+        return self._parsers.parser(text, tools, thinking=thinking, ids=words, options=options)
+
+    def finding(self, shape: Shape, options: Mapping[str, Any]) -> Finding:
+        """The verdict on a kind of turn, from the check at start or made now."""
+        key = (shape, _key(options))
+        with self._lock:
+            if key in self._findings:
+                self._findings.move_to_end(key)
+                return self._findings[key]
+        found = examine(self._template, shape, self._history, options)
+        with self._lock:
+            self._findings[key] = found
+            while len(self._findings) > KEPT_FINDINGS:
+                self._findings.popitem(last=False)
+        return found
+
+    def _opens_thinking(self, with_tools: bool, options: Mapping[str, Any]) -> bool:
+        """Whether the generation prompt opens the reasoning."""
+        key = (with_tools, _key(options))
+        if key not in self._thinking:
+            tools = TOOLS if with_tools else ()
+            try:
+                asked = self._template.text([QUESTION], tools, options)
+                base = self._template.text([QUESTION], tools, options, generate=False)
+            except ChatRefused:
+                asked = base = ""
+            if len(self._thinking) >= KEPT_FINDINGS:
+                self._thinking.clear()
+            prompt = asked.removeprefix(base)
+            self._thinking[key] = prompt.rfind(THINK) > prompt.rfind(END_THINK)
+        return self._thinking[key]
+
+
+def make_renderer(
+    config: Config,
+    tokenizer: Tokenizer,
+    *,
+    stop_ids: Collection[int] = (),
+    engine_parsers: EngineParsers | None = None,
+) -> Renderer:
+    """The renderer of a run, with its template checked: some tenths of a second of work.
+
+    ``stop_ids`` end answers beside the tokenizer's own; ``engine_parsers`` makes parsers of the inference engine.
+    Raises ConfigError where the model has no chat template, or the package that chat.renderer names is not there.
+    """
+    chat = config.chat
+    path = config.model.path or "the model"
+    end_ids = tokenizer.eos_ids | set(stop_ids)
+    if chat.renderer != "template":
+        return PackageRenderer(tokenizer, end_ids, chat)
+    template = ChatTemplate(tokenizer, end_ids, path=path)
+    return TemplateRenderer(template, choose_parsers(template, chat, engine_parsers), chat)
+
+
+def _stand_in(messages: Sequence[Message], parsed: Parsed) -> Message:
+    """An answer of the same form as the one that was sampled, with made-up words."""
+    answer: Message = {"role": "assistant", "content": ANSWER}
+    results = list(takewhile(lambda message: message["role"] == "tool", messages))
+    if not results:
+        return answer
+    calls = []
+    for number, result in enumerate(results):
+        called = parsed.calls[number].name if number < len(parsed.calls) else "f"
+        function = {"name": result.get("name") or called, "arguments": {"q": ANSWER}}
+        calls.append({"id": result["tool_call_id"], "type": "function", "function": function})
+    return answer | {"content": "", "tool_calls": calls}
+
+
+def _key(options: Mapping[str, Any]) -> str:
+    return json.dumps(options, sort_keys=True, default=str)

@@ -1,0 +1,120 @@
+"""The chat template of a model as conversations use it: its oddities are learnt at start, not assumed.
+
+Invariant: what is rendered depends on messages, tools and options alone. Fails with ChatRefused on a conversation that
+the template refuses, with ConfigError where there is no template.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from asyncrl.chat.messages import Message, Tool
+from asyncrl.chat.parsers import write_calls
+from asyncrl.errors import ChatRefused, ConfigError
+from asyncrl.tokenizer import Tokenizer
+
+SHORT_ID = 9
+"""Mistral's templates refuse ids of calls of another length."""
+_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+_NAME = "qkzcall"
+_TOOLS: list[Tool] = [{"type": "function", "function": {"name": "qkztool", "parameters": {"type": "object"}}}]
+_USER: Message = {"role": "user", "content": "q"}
+
+
+class ChatTemplate:
+    """Renders conversations, and knows the tokens at which answers end.
+
+    ``end_ids`` are those at which the engine stops. Raises ConfigError where the model has no template.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, end_ids: Collection[int], *, path: str = "the model") -> None:
+        if tokenizer.template_text(with_tools=False) is None:
+            told = f"{path} has no chat template, and episodes are chats; take a model that has one, or put "
+            raise ConfigError([f"model.path: {told}chat_template.jinja into its folder"])
+        self.tokenizer = tokenizer
+        self.end_ids = frozenset(end_ids)
+        texts = ((tokenizer.decode([id], keep_special=True), id) for id in sorted(self.end_ids))
+        self.ends = {text: id for text, id in texts if text and tokenizer.encode(text) == [id]}
+        """Text of the tokens that end an answer, where text becomes them."""
+        self._short_ids = False
+        self._writes_calls = True
+        self._learn()
+
+    def _learn(self) -> None:
+        asked = [_USER, _call("call_0_0")]
+        answered = [*asked, _result("call_0_0")]
+        if not self._tried(answered):
+            self._short_ids = True
+            self._short_ids = bool(self._tried(answered))
+        self._writes_calls = _NAME in self._tried(asked)
+        without = self._tried([_USER], ())
+        self.shows_tools = bool(without) and self._tried([_USER]) not in ("", without)
+        """Whether the model is told of tools."""
+
+    @property
+    def writes_calls(self) -> bool:
+        """Whether the template writes the calls of an earlier answer; else they are put into its content."""
+        return self._writes_calls
+
+    def text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        options: Mapping[str, Any] | None = None,
+        *,
+        generate: bool = True,
+    ) -> str:
+        """A conversation as the model sees it. Raises ChatRefused."""
+        shown = [self._shown(message) for message in messages]
+        try:
+            return self.tokenizer.render_chat(shown, tools, options, generate=generate)
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise ChatRefused("messages", str(error)) from None
+
+    def ids(self, text: str) -> list[int]:
+        """The tokens of a text. Raises ChatRefused."""
+        try:
+            return self.tokenizer.encode(text)
+        except ValueError as error:
+            raise ChatRefused("messages", str(error)) from None
+
+    def _shown(self, message: Message) -> Message:
+        calls = message.get("tool_calls")
+        if calls and not self._writes_calls:
+            content = "\n".join(text for text in (message["content"], write_calls(calls)) if text)
+            message = {key: value for key, value in message.items() if key != "tool_calls"} | {"content": content}
+        elif calls and self._short_ids:
+            message = message | {"tool_calls": [call | {"id": _shorten(call["id"])} for call in calls]}
+        elif self._short_ids and "tool_call_id" in message:
+            message = message | {"tool_call_id": _shorten(message["tool_call_id"])}
+        return message
+
+    def _tried(self, messages: Sequence[Message], tools: Sequence[Tool] = _TOOLS) -> str:
+        """The text, or nothing where the template refuses it."""
+        try:
+            return self.text(messages, tools, generate=False)
+        except ChatRefused:
+            return ""
+
+
+def _shorten(id: str) -> str:
+    """A short id that tells calls apart as the long one does."""
+    digest = hashlib.blake2b(id.encode(), digest_size=SHORT_ID).digest()
+    return "".join(_LETTERS[byte % len(_LETTERS)] for byte in digest)
+
+
+def _call(id: str) -> Message:
+    function = {"name": _NAME, "arguments": {"q": "q"}}
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": id, "type": "function", "function": function}],
+    }
+
+
+def _result(id: str) -> Message:
+    return {"role": "tool", "content": "q", "tool_call_id": id, "name": _NAME}

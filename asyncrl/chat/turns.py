@@ -1,0 +1,135 @@
+"""How a template writes an answer and what comes behind it, learnt from a conversation that it renders. Pure.
+
+A conversation with made-up words in known places is rendered once as the question, and once with the answer and what
+follows in place; where the first is the beginning of the second, the rest falls into the words that the model samples,
+the token that ends them, and the context of the next answer.
+
+Fails with ChatRefused where the template refuses the conversation; where the answer cannot be found in it, the reason
+is returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.chat.messages import Message, Tool
+from asyncrl.chat.parsers import END_THINK, THINK
+from asyncrl.chat.template import ChatTemplate
+
+ANSWER = "qkzanswer"
+THOUGHT = "qkzthought"
+NEXT = "qkznext"
+"""Words that no template holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """An answer in its context, in text: ``asked + sampled + end + after`` is the context of the next answer."""
+
+    asked: str
+    """Up to where the model answers."""
+    sampled: str
+    """Words that the model would have sampled, without the token that ends them."""
+    end: str
+    """The token that ends an answer; empty where the template writes none that the model samples."""
+    after: str
+    """Behind the end: the rest of the answer's frame, the messages that follow, the next generation prompt."""
+    dropped: str = ""
+    """Reasoning, or its frame, that a single render leaves out."""
+
+
+def learn_turn(
+    template: ChatTemplate,
+    before: Sequence[Message],
+    answer: Message,
+    tail: Sequence[Message],
+    tools: Sequence[Tool],
+    options: Mapping[str, Any],
+) -> Turn | str:
+    """The turn, or why a single render does not go on from where the model answered. Raises ChatRefused.
+
+    The content of ``answer`` begins with ANSWER, or it has none and ANSWER is the last word of its calls; its reasoning
+    is THOUGHT.
+    """
+
+    def text(messages: Sequence[Message], *, generate: bool = True) -> str:
+        return template.text(messages, tools, options, generate=generate)
+
+    base, asked, whole = text(before, generate=False), text(before), text([*before, answer, *tail])
+    if not asked.startswith(base):
+        return "the generation prompt changes what stands before it"
+    if not whole.startswith(base):
+        return "what comes later changes what stands before the answer"
+    prompt, rest = asked[len(base) :], whole[len(base) :]
+    head = _common_head(prompt, _plain_head(text, before, tail, base))
+    if head is None or not rest.startswith(head):
+        return "an answer in the context does not begin as the generation prompt does"
+    excess, rest = prompt[len(head) :], rest[len(head) :]
+    place = rest.rfind(ANSWER)
+    if place < 0:
+        return "the template leaves the answer out"
+    dropped = ""
+    if rest.startswith(excess):
+        rest, place = rest[len(excess) :], place - len(excess)
+    else:
+        dropped = excess
+    thought = _dropped_thought(excess, "reasoning_content" in answer, rest[:place], dropped != "")
+    words = answer["content"] or ANSWER
+    if not rest.startswith(words, place):
+        # The template trims it.
+        words = ANSWER
+    found = _split(template, rest, place + len(words), text, before, answer)
+    if isinstance(found, str):
+        return found
+    sampled, end, after = found
+    return Turn(asked, thought + sampled, end, after, dropped + thought)
+
+
+def _plain_head(text: Any, before: Sequence[Message], tail: Sequence[Message], base: str) -> str:
+    """What the template writes before the words of an answer without reasoning or calls."""
+    plain: Message = {"role": "assistant", "content": ANSWER}
+    later = [message for message in tail if message["role"] != "tool"] or [{"role": "user", "content": NEXT}]
+    try:
+        whole: str = text([*before, plain, *later])
+    except ValueError:
+        whole = text([*before, plain], generate=False)
+    return whole[len(base) : whole.find(ANSWER)]
+
+
+def _common_head(prompt: str, head: str) -> str | None:
+    if prompt.startswith(head):
+        return head
+    return prompt if head.startswith(prompt) else None
+
+
+def _dropped_thought(excess: str, thinks: bool, lead: str, is_dropped: bool) -> str:
+    """Reasoning that the model samples although the template leaves it out of ``lead``, all before the answer."""
+    opened = THINK in excess and END_THINK not in excess.rpartition(THINK)[2]
+    if THOUGHT in lead or not (thinks or (opened and is_dropped)):
+        return ""
+    return f"{'' if opened else THINK + chr(10)}{THOUGHT}\n{END_THINK}\n\n"
+
+
+def _split(
+    template: ChatTemplate, rest: str, place: int, text: Any, before: Sequence[Message], answer: Message
+) -> tuple[str, str, str] | str:
+    """The words of the answer, its end, and what is behind; ``place`` is behind the last known word of the answer."""
+    limit = rest.find(NEXT, place)
+    behind = rest[place : limit if limit >= 0 else len(rest)]
+    ends = [(at, -len(end), end) for end in template.ends if (at := behind.find(end)) >= 0]
+    if ends:
+        at, _, end = min(ends)
+        return rest[: place + at], end, rest[place + at + len(end) :]
+    if not answer.get("tool_calls"):
+        return rest[:place], "", rest[place:]
+    # Where the call ends and the frame of the answer begins, answers without calls show.
+    plain = text([*before, {"role": "assistant", "content": ANSWER}], generate=False)
+    called = text([*before, answer], generate=False)
+    frame = plain[plain.rfind(ANSWER) + len(ANSWER) :]
+    written = called[called.rfind(ANSWER) + len(ANSWER) :]
+    if not written.endswith(frame) or not rest[place:].startswith(written):
+        return "where the call ends cannot be told"
+    end_of_call = place + len(written) - len(frame)
+    return rest[:end_of_call], "", rest[end_of_call:]

@@ -1,0 +1,33 @@
+"""Whether anything can be learnt, as far as the configuration alone tells. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncrl.config import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Obstacle:
+    """A setting with which nothing is learnt."""
+
+    key: str
+    told: str
+    """What follows."""
+    fix: str
+
+
+def obstacles(config: Config) -> list[Obstacle]:
+    """Those of this configuration. No schedule takes a learning rate above 0 to 0 before its last step."""
+    learner, reward = config.learner, config.reward
+    found = []
+    if learner.lr == 0.0:
+        told = f"at 0 none of the {learner.steps} steps will change the weights"
+        found.append(Obstacle("learner.lr", told, "set learner.lr to train, as 1e-6 for a whole model"))
+    varies = reward.options.get("spread") or reward.truncated == "penalty"
+    if reward.function == "constant" and not varies and learner.backend != "sim":
+        told = "constant gives every response the same, and nothing is learnt from equal rewards"
+        if learner.dynamic_sampling:
+            told += "; the run ends once learner.max_filtered_ratio of its groups are filtered"
+        found.append(Obstacle("reward.function", told, "take one that tells right responses from wrong ones"))
+    return found

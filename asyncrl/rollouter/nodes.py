@@ -1,0 +1,134 @@
+"""The tokens of a conversation: a forest of nodes, each an answer of the policy behind the context that it added. Pure.
+
+A node begins where its parent ends: first the tokens that others brought since, then those that it sampled. The path
+to a node is exactly what the engine was given for it, and what it sampled. Invariants, asserted when it is made: its
+path equals the submission; it has one log-prob and one version for each sampled token. It never changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from asyncrl.messages import FinishReason
+from asyncrl.messages.episodes import ToolCall
+from asyncrl.messages.groups import VersionSpan
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Node:
+    """One answer. ``added`` are its context and its sampled tokens, int32; the latter begin at ``begin``."""
+
+    id: int
+    """Its index in the conversation, in the order of answers."""
+    parent: Node | None
+    """The answer that its context goes on from, token by token."""
+    added: np.ndarray
+    begin: int
+    length: int
+    """Tokens of the path up to its end."""
+    logprobs: np.ndarray
+    """float32, nats, of the sampled tokens."""
+    spans: tuple[VersionSpan, ...]
+    """Of the sampled tokens, counted from the first of them."""
+    finish: FinishReason
+    message: dict[str, Any]
+    """As it was answered, in OpenAI's form; reasoning is in ``reasoning_content``."""
+    tool_calls: tuple[ToolCall, ...]
+    trained: bool
+    cause: str
+    """Why its prompt is as it is; see Prompt."""
+
+    @property
+    def context(self) -> np.ndarray:
+        """int32: what came between the parent's end and its first sampled token."""
+        return self.added[: self.begin]
+
+    @property
+    def ids(self) -> np.ndarray:
+        """int32: what was sampled."""
+        return self.added[self.begin :]
+
+    def for_template(self) -> dict[str, Any]:
+        """``message`` with the arguments of calls as objects, as chat templates want them, where they are such."""
+        if not self.tool_calls:
+            return self.message
+        calls = [
+            {**call, "function": {**call["function"], "arguments": _object_or_text(call["function"]["arguments"])}}
+            for call in self.message["tool_calls"]
+        ]
+        return {**self.message, "tool_calls": calls}
+
+    def path(self) -> list[Node]:
+        """From the first answer to this one."""
+        nodes = []
+        node: Node | None = self
+        while node is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+    def path_ids(self) -> np.ndarray:
+        """int32 [length]: all that is on its path."""
+        return np.concatenate([node.added for node in self.path()])
+
+    def check(self, submitted: Sequence[int], sampled: Sequence[int]) -> None:
+        """The invariants."""
+        assert len(sampled) > 0, "an answer has tokens"
+        assert self.begin + len(self.ids) == len(self.added)
+        whole = np.array([*submitted, *sampled], np.int32)
+        assert np.array_equal(self.path_ids(), whole), "the path is what was submitted and sampled"
+        assert self.length == len(whole)
+        assert len(self.logprobs) == len(sampled), "one log-prob for each sampled token"
+        ends = [0, *(span.end for span in self.spans)]
+        assert ends[-1] == len(sampled), "one version for each sampled token"
+        assert all(
+            span.start == end < span.end and span.version >= 0 and span.role == "sampled"
+            for span, end in zip(self.spans, ends, strict=False)
+        ), "version spans are contiguous and of sampled tokens"
+
+
+def _object_or_text(arguments: str) -> dict[str, Any] | str:
+    try:
+        value = msgspec.json.decode(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def shared_prefix(
+    ids: np.ndarray, children: dict[Node | None, list[Node]], parent: Node | None, preferred: Node | None = None
+) -> tuple[Node | None, int]:
+    """The deepest node, below ``parent`` or itself, whose whole path ``ids`` begins with; and the tokens shared.
+
+    The latter count also what is shared with a part of a node. ``parent`` must be a prefix. Of nodes of equal depth
+    ``preferred`` is taken, else one that is trained, else the first.
+    """
+    best, shared = parent, parent.length if parent else 0
+    open_nodes = [parent]
+    while open_nodes:
+        above = open_nodes.pop()
+        offset = above.length if above else 0
+        for child in children.get(above, ()):
+            same = offset + common_length(child.added, ids[offset:])
+            shared = max(shared, same)
+            if same == child.length:
+                open_nodes.append(child)
+                best = max(best, child, key=lambda node: _rank(node, preferred))
+    return best, shared
+
+
+def _rank(node: Node | None, preferred: Node | None) -> tuple[int, bool, bool, int]:
+    return (node.length, node is preferred, node.trained, -node.id) if node else (0, False, False, 0)
+
+
+def common_length(one: np.ndarray, other: np.ndarray) -> int:
+    """Tokens that both begin with."""
+    length = min(len(one), len(other))
+    differ = one[:length] != other[:length]
+    first = int(differ.argmax()) if length else 0
+    return first if length and differ[first] else length

@@ -1,0 +1,168 @@
+"""Plays a sample as an episode of the user's code, at an episode host: from a ticket to a trajectory.
+
+An episode ends by itself, by a deadline or limit of its own (stages.py), or with its host. A limit is an outcome, and
+what was sampled until then is a trajectory like any other. Whatever the user's code does wrong fails the attempt; the
+death of a host or of a worker fails nobody's: the episode is begun anew, with a session of its own.
+
+Invariant: nothing of an attempt outlives it; its session is sealed, and its host told to end it. Fails with
+EpisodeFailed for the attempt, with TrajectoryFailed for good.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Collection
+
+from asyncrl.config import Config
+from asyncrl.errors import DeadlineExceeded, PeerRestarted, RemoteError
+from asyncrl.messages.episodes import EpisodeDone, RunEpisode
+from asyncrl.messages.groups import Ticket, Trajectory
+from asyncrl.rollouter.account import SampleAccount
+from asyncrl.rollouter.sessions import Session, Sessions
+from asyncrl.rollouter.stages import Expired
+from asyncrl.runtime.clock import Clock
+from asyncrl.runtime.peer import CallFuture
+
+LONGEST_S = 7 * 86400.0
+"""Of an episode, if engines are away all of that time: its own deadlines stand still while it waits for them."""
+NO_REWARD = (
+    "no reward: it returned none and credited no turn; let it do either, or name a function that scores the "
+    "conversation (reward.function)"
+)
+LONGEST_AWAY_S = 10.0
+"""Longest pause before an episode host is asked again."""
+
+
+class EpisodeFailed(Exception):
+    """An attempt failed by the user's code; the text is the reason."""
+
+
+class EpisodePlayer:
+    """Plays episodes. ``run`` asks a session's host to play it."""
+
+    def __init__(
+        self,
+        config: Config,
+        sessions: Sessions,
+        *,
+        run: Callable[[str, RunEpisode, float], CallFuture],
+        hosts: Callable[[], str],
+        clock: Clock,
+    ) -> None:
+        self._config = config
+        self._sessions = sessions
+        self._run = run
+        self._hosts = hosts
+        self._clock = clock
+
+    async def play(self, ticket: Ticket, account: SampleAccount) -> Trajectory:
+        """One attempt that counts. Raises EpisodeFailed, TrajectoryFailed."""
+        pause = self._config.rollout.retry_backoff_s
+        while True:
+            try:
+                found = await self._attempt(ticket, account)
+                if isinstance(found, Trajectory):
+                    return found
+                account.failed(f"episode: {found}; begun anew, no attempt is counted")
+            except (DeadlineExceeded, PeerRestarted, RemoteError) as error:
+                if isinstance(error, RemoteError) and not error.retryable:
+                    raise
+                account.failed(f"episode host is away: {error}")
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_AWAY_S)
+
+    async def _attempt(self, ticket: Ticket, account: SampleAccount) -> Trajectory | str:
+        """The trajectory, or why its host could not play it."""
+        session = self._sessions.open(ticket, account, self._hosts())
+        try:
+            done = await self._played(session)
+            if session.failure is not None:
+                raise session.failure
+            if done.error and done.blame == "host":
+                return done.error
+            return self._trajectory(session, done)
+        finally:
+            self._sessions.seal(session, "it has ended")
+
+    async def _played(self, session: Session) -> EpisodeDone:
+        """Until it has ended, by itself or by a deadline."""
+        ticket = session.ticket
+        request = RunEpisode(
+            session=session.key,
+            uid=ticket.uid,
+            sample=session.account.sample,
+            attempt=session.attempt,
+            purpose=ticket.purpose,
+            prompt=ticket.prompt,
+            row=ticket.row,
+            seed=task_seed(self._config.run.seed, ticket.uid),
+        )
+        call = self._run(session.host, request, LONGEST_S)
+        watch = asyncio.ensure_future(self._expired(session))
+        try:
+            await asyncio.wait({call, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if call.done():
+                done: EpisodeDone = call.result()
+                return done
+            expired = watch.result()
+            if expired is not None and expired.outcome is None:
+                raise EpisodeFailed(expired.text)
+            return EpisodeDone()
+        finally:
+            watch.cancel()
+            # Its host ends it, with all that it has started.
+            call.cancel()
+
+    async def _expired(self, session: Session) -> Expired | None:
+        """The deadline that ends it; None where nothing can come of its ticket any more."""
+        while session.failure is None:
+            session.changed.clear()
+            expired = session.stages.expire(self._clock.now())
+            if expired is not None and expired.stage != "episode":
+                return expired
+            due = session.stages.next_deadline
+            try:
+                async with asyncio.timeout(None if due is None else max(0.0, due - self._clock.now())):
+                    await session.changed.wait()
+            except TimeoutError:
+                continue
+        return None
+
+    def _trajectory(self, session: Session, done: EpisodeDone) -> Trajectory:
+        stages, conversation = session.stages, session.conversation
+        outcome = stages.outcome
+        if done.error and outcome == "stop":
+            raise EpisodeFailed(done.error)
+        if outcome == "stop" and session.cut:
+            outcome = "length"
+        session.conversation.seal("it has ended")
+        sequences = conversation.sequences()
+        if not sequences:
+            raise EpisodeFailed("it ended without an answer of the policy that could be trained")
+        reward = total_reward(done.reward, conversation.rewards.values())
+        if reward is None and self._config.reward.function == "episode" and self._config.reward.per == "trajectory":
+            raise EpisodeFailed(NO_REWARD)
+        messages = conversation.messages()
+        return Trajectory(
+            sample=session.account.sample,
+            sequences=sequences,
+            messages=messages,
+            finish_reason=outcome,
+            text=str(messages[-1].get("content") or ""),
+            reward=reward,
+            components=done.components,
+            resumes=session.resumes,
+        )
+
+
+def total_reward(said: float | None, of_turns: Collection[float]) -> float | None:
+    """The return of an episode: what its code said of the whole and of its turns; None where it said nothing."""
+    if said is None and not of_turns:
+        return None
+    return (said or 0.0) + sum(of_turns)
+
+
+def task_seed(run_seed: int, uid: str) -> int:
+    """The same for all samples of a prompt, in every attempt. 63 bits."""
+    return int.from_bytes(hashlib.blake2b(f"{run_seed}/{uid}".encode(), digest_size=8).digest(), "little") >> 1

@@ -1,0 +1,297 @@
+"""The sessions of a rollouter: each is one attempt at one trajectory, whose agent calls the policy.
+
+A call is rendered in a thread, takes a slot of the engine for itself alone, and becomes a node of the session's
+conversation. Weights change and engines die under an open call, which notices neither.
+
+Invariants: a call is answered once; its repeat joins it or is given the same answer, and one that was cancelled goes
+on from the tokens it has. Nothing is added to a session that has ended. Fails with EpisodeOver where the session has
+ended or is not the caller's, with ChatRefused where the policy cannot be asked so, each of which the agent is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
+from typing import Any, TypeVar
+
+import numpy as np
+
+from asyncrl.chat.messages import normalise_messages, normalise_tools
+from asyncrl.chat.parsers import Parsed
+from asyncrl.chat.renderer import Renderer
+from asyncrl.config import Config
+from asyncrl.errors import EpisodeOver
+from asyncrl.messages.episodes import Chat, ChatReply
+from asyncrl.messages.groups import Ticket
+from asyncrl.rollouter.account import CallAccount, SampleAccount
+from asyncrl.rollouter.conversation import Conversation, Prompt
+from asyncrl.rollouter.generation import PolicyCall, TrajectoryFailed
+from asyncrl.rollouter.response import Response
+from asyncrl.rollouter.stages import Phase, Stages
+from asyncrl.runtime.clock import Clock
+from asyncrl.stops import Stops, with_strings
+from asyncrl.tokenizer import Tokenizer
+
+T = TypeVar("T")
+KEY_BYTES = 16
+
+
+class Session:
+    """One attempt at one trajectory."""
+
+    def __init__(self, ticket: Ticket, account: SampleAccount, host: str, config: Config, clock: Clock) -> None:
+        self.key = secrets.token_hex(KEY_BYTES)
+        self.ticket, self.account, self.host = ticket, account, host
+        self.attempt = account.attempts
+        self.conversation = Conversation(history=config.chat.history)
+        self.stages = Stages(config.episode, clock.now())
+        self.changed = asyncio.Event()
+        """Set when a deadline may have moved."""
+        self.failure: TrajectoryFailed | None = None
+        """Why nothing can come of the ticket any more."""
+        self.cut = False
+        """Whether the newest answer was cut by a limit of the run's."""
+        self.resumes = 0
+        self.malformed_calls = 0
+        self.calls: dict[str, _Call] = {}
+        self._now = clock.now
+        self._asked: Counter[bytes] = Counter()
+
+    def key_of(self, prompt: Prompt) -> str:
+        """Names a call in the run by what it asks and how often that was asked, so not by when parallel calls come."""
+        digest = hashlib.blake2b(np.array(prompt.ids, np.int32).tobytes(), digest_size=8).digest()
+        self._asked[digest] += 1
+        where = f"{self.ticket.uid}/{self.account.sample}/{self.attempt}"
+        return f"{where}/{digest.hex()}/{self._asked[digest]}"
+
+    def end_by_length(self, reason: str) -> EpisodeOver:
+        """The context is full."""
+        self.stages.end_by("length", reason, self._now())
+        self.changed.set()
+        return EpisodeOver(reason)
+
+    def fail(self, failure: TrajectoryFailed) -> EpisodeOver:
+        """The policy cannot be asked any more."""
+        self.failure = failure
+        self.changed.set()
+        return EpisodeOver(str(failure))
+
+
+class _Call:
+    """A call from its first arrival to its answer."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        """Held by whoever has it answered; repeats wait for it."""
+        self.prompt: Prompt | None = None
+        self.response: Response | None = None
+        self.key = ""
+        self.reply: ChatReply | None = None
+
+
+class Sessions:
+    """All sessions of a rollouter.
+
+    ``slot`` gives a place in the engine for one call, and its track in the timeline; ``delta`` sends text of a call
+    under way to the host of the session.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        renderer: Renderer,
+        tokenizer: Tokenizer,
+        stops: Stops,
+        policy: Callable[..., PolicyCall],
+        slot: Callable[[CallAccount], AbstractAsyncContextManager[None]],
+        delta: Callable[[Session, str, int, str], None],
+        clock: Clock,
+    ) -> None:
+        self._config = config
+        self._renderer = renderer
+        self._tokenizer = tokenizer
+        self._stops = stops
+        self._policy = policy
+        self._slot = slot
+        self._delta = delta
+        self._clock = clock
+        self._longest = config.longest_context
+        self._threads = ThreadPoolExecutor(max(1, config.chat.render_threads), "render")
+        self._sessions: dict[str, Session] = {}
+
+    def open(self, ticket: Ticket, account: SampleAccount, host: str) -> Session:
+        """Begin an attempt, to be played at the episode host ``host``."""
+        session = Session(ticket, account, host, self._config, self._clock)
+        account.attempts += 1
+        self._sessions[session.key] = session
+        return session
+
+    def seal(self, session: Session, reason: str) -> None:
+        """Nothing is added to it any more."""
+        session.conversation.seal(reason)
+        session.stages.end(self._clock.now())
+        del self._sessions[session.key]
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def states(self) -> Counter[str]:
+        """Sessions by what they are at; see Stages.state."""
+        return Counter(session.stages.state for session in self._sessions.values())
+
+    def find(self, key: str, host: str) -> Session:
+        """The session of a key, if it is played at ``host``. Raises EpisodeOver."""
+        session = self._sessions.get(key)
+        if session is None or session.host != host:
+            raise EpisodeOver("there is no such session, or no more")
+        if session.failure is not None:
+            raise EpisodeOver(str(session.failure))
+        return session
+
+    async def chat(self, request: Chat, host: str) -> ChatReply:
+        """The assistant's next message. Raises EpisodeOver, ChatRefused."""
+        session = self.find(request.session, host)
+        call = session.calls.setdefault(request.call, _Call())
+        async with call.lock:
+            if call.reply is None:
+                # It may have ended while another had this call answered.
+                self.find(request.session, host)
+                call.reply = await self._answer(session, call, request)
+        return call.reply
+
+    async def _answer(self, session: Session, call: _Call, request: Chat) -> ChatReply:
+        stages, now = session.stages, self._clock.now
+        try:
+            stages.call(request.call, now())
+        finally:
+            session.changed.set()
+        account = session.account.call()
+        tools = normalise_tools(request.tools)
+        options = self._config.chat.template_options | request.template_options
+        try:
+            if call.prompt is None:
+                messages = normalise_messages(request.messages)
+                call.prompt = await self._prompt(session, messages, tools, options)
+                call.response = self._begin(session, call.prompt, request)
+                call.key = session.key_of(call.prompt)
+            assert call.response is not None
+            async with self._slot(account):
+                policy = self._policy(
+                    session.ticket,
+                    account,
+                    entered=lambda phase: self._entered(session, request.call, phase),
+                    sampled=self._teller(session, request, tools),
+                )
+                await policy.generate(call.prompt.ids, call.response, call.key)
+            parsed = await self._in_thread(self._renderer.parse, call.response.tokens, tools, options)
+            reply = self._commit(session, call, request, parsed)
+        except TrajectoryFailed as failure:
+            raise session.fail(failure) from failure
+        except BaseException:
+            stages.dropped(request.call, now())
+            session.changed.set()
+            raise
+        known = {tool["function"]["name"] for tool in tools}
+        called = [each.name for each in reply.tool_calls if each.name in known]
+        stages.answered(request.call, now(), tools=called)
+        session.changed.set()
+        return reply
+
+    async def _prompt(
+        self, session: Session, messages: list[dict[str, Any]], tools: list[dict[str, Any]], options: dict[str, Any]
+    ) -> Prompt:
+        conversation, renderer = session.conversation, self._renderer
+        resolved = conversation.resolve(messages, tools, options)
+        if resolved.extends:
+            parent = resolved.parent
+            assert parent is not None
+            extension = await self._in_thread(
+                lambda: renderer.extension(
+                    resolved.tail, tools, options, last_ids=parent.ids.tolist(), finish=parent.finish
+                )
+            )
+            if extension is not None:
+                return conversation.extend(resolved, extension)
+        return conversation.branch(resolved, await self._in_thread(renderer.render, messages, tools, options))
+
+    def _begin(self, session: Session, prompt: Prompt, request: Chat) -> Response:
+        room = self._longest - len(prompt.ids)
+        if room < 1:
+            raise session.end_by_length(
+                f"its context has {len(prompt.ids)} tokens, and with an answer may have {self._longest} "
+                "(episode.max_context_tokens)"
+            )
+        most = min(room, session.ticket.max_tokens)
+        wanted = request.max_tokens or most
+        session.cut = most <= wanted
+        stops = with_strings(self._stops, request.stop, self._tokenizer)
+        return Response(max_tokens=min(most, wanted), stops=stops)
+
+    def _commit(self, session: Session, call: _Call, request: Chat, parsed: Parsed) -> ChatReply:
+        prompt, response = call.prompt, call.response
+        assert prompt is not None
+        assert response is not None
+        assert response.finish_reason is not None
+        node = session.conversation.commit(
+            prompt,
+            tokens=response.tokens,
+            logprobs=response.logprobs,
+            spans=response.spans,
+            finish=response.finish_reason,
+            content=_before_stop(parsed.content, response.stops.strings),
+            reasoning=parsed.reasoning,
+            calls=[(each.name, each.arguments) for each in parsed.calls],
+            untrained=request.untrained,
+        )
+        session.cut = session.cut and response.finish_reason == "length"
+        session.resumes += response.submissions - 1
+        session.malformed_calls += parsed.malformed
+        return ChatReply(
+            node=node.id,
+            content=node.message["content"],
+            reasoning=parsed.reasoning,
+            tool_calls=list(node.tool_calls),
+            finish_reason="tool_calls" if node.tool_calls else response.finish_reason,
+            prompt_tokens=len(prompt.ids),
+            completion_tokens=len(response.tokens),
+        )
+
+    def _entered(self, session: Session, call: str, phase: Phase) -> None:
+        session.stages.enter(call, phase, self._clock.now())
+        session.changed.set()
+
+    def _teller(self, session: Session, request: Chat, tools: Sequence[Any]) -> Callable[[Response], None]:
+        """Sends text as it is sampled, where all of an answer is text."""
+        if not request.stream or tools or request.stop or self._renderer.report.reasoning_parser != "none":
+            return lambda response: None
+        told = 0
+
+        def tell(response: Response) -> None:
+            nonlocal told
+            text = self._tokenizer.decode(response.tokens)
+            # The last character may lack some of its bytes.
+            whole = text.rstrip("\N{REPLACEMENT CHARACTER}")
+            if len(whole) > told:
+                self._delta(session, request.call, told, whole[told:])
+                told = len(whole)
+
+        return tell
+
+    async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
+
+def _before_stop(text: str, stops: Sequence[str]) -> str:
+    """What an agent is told: the stop string itself is sampled and trained, and not part of the answer."""
+    found = [at for stop in stops if (at := text.find(stop)) >= 0]
+    return text[: min(found)] if found else text

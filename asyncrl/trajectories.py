@@ -1,0 +1,64 @@
+"""Figures of a trajectory that follow from its sequences alone. Pure.
+
+They speak of sampled tokens, in the order of ``Sequence.logprobs``: what is context, or repeated from an earlier
+sequence, is in none of them. They rely on what learner/group_check.py checks, and fail in no other way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from asyncrl.messages import FinishReason
+from asyncrl.messages.groups import Sequence, Trajectory, VersionSpan
+
+TRUNCATED: frozenset[FinishReason] = frozenset({"length", "turns", "time"})
+"""Ends that a limit brought about: of tokens, turns or time."""
+
+
+def is_truncated(trajectory: Trajectory) -> bool:
+    """Whether a limit ended it."""
+    return trajectory.finish_reason in TRUNCATED
+
+
+def sampled_tokens(trajectory: Trajectory) -> int:
+    """Its length: so many tokens of it the policy sampled."""
+    return sum(len(sequence.logprobs) for sequence in trajectory.sequences)
+
+
+def sampled_spans(sequence: Sequence) -> Iterator[VersionSpan]:
+    """The spans of role ``sampled``."""
+    return (span for span in sequence.spans if span.role == "sampled")
+
+
+def sampled_positions(sequence: Sequence) -> np.ndarray:
+    """int64 [S]: where in ``tokens`` the sampled ones are."""
+    if len(sequence.logprobs) == len(sequence.tokens):
+        return np.arange(len(sequence.tokens))
+    return np.concatenate([np.arange(0), *(np.arange(span.start, span.end) for span in sampled_spans(sequence))])
+
+
+def sampled_versions(sequence: Sequence) -> np.ndarray:
+    """int64 [S]: the version that sampled each of them."""
+    spans = list(sampled_spans(sequence))
+    return np.repeat(
+        np.array([span.version for span in spans], np.int64), np.array([s.end - s.start for s in spans], np.int64)
+    )
+
+
+def versions_of(trajectory: Trajectory) -> list[int]:
+    """The version of each sampled span, in order."""
+    return [span.version for sequence in trajectory.sequences for span in sampled_spans(sequence)]
+
+
+def past_rewards(sequence: Sequence) -> tuple[np.ndarray, np.ndarray]:
+    """float64 [answers] and int64 [answers], sums to S: ``Turn.past_reward`` and length of each answer in it."""
+    if not sequence.turns:
+        sampled = len(sequence.logprobs)
+        answers = 1 if sampled else 0
+        return np.zeros(answers), np.full(answers, sampled, np.int64)
+    return (
+        np.array([turn.past_reward for turn in sequence.turns], np.float64),
+        np.array([turn.end - turn.start for turn in sequence.turns], np.int64),
+    )

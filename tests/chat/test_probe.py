@@ -1,0 +1,221 @@
+"""The verdicts on templates, against what all splits of a single render say, and extensions in random conversations."""
+
+import functools
+import json
+
+import pytest
+from chat_models import FAMILIES, LLAMA, id_of, renderer_of, write_chat_model
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from asyncrl.chat.probe import CASES, TOOLS
+from asyncrl.errors import ChatRefused
+
+ALL = [name for name, _ in CASES]
+EXPECTED = {
+    "chatml": {},
+    "tools first": {},
+    "tools last": dict.fromkeys(["tool", "several tools", "user, with tools", "user after tool"], "fork"),
+    "plain chatml": {},
+    "qwen3": {},
+    "qwen3 thinking": {},
+    "keeps thinking": {},
+    "lines": dict.fromkeys(ALL, "fork"),
+    "llama": {"several tools": "refused"},
+    "mistral": dict.fromkeys(ALL, "fork") | {"user after tool": "refused", "system": "refused"},
+}
+
+
+def verdicts(renderer):
+    return {case.case: case.verdict for case in renderer.report.cases}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_verdicts_on_templates_of_well_known_families(name, family):
+    found = verdicts(renderer_of(family(name)))
+    thinks = "think" in FAMILIES[name][0]
+    expected = dict.fromkeys(ALL, "extend") | EXPECTED[name]
+    assert found == {case: verdict for case, verdict in expected.items() if thinks or "thinking" not in case}
+
+
+# --- brute force ---
+
+QUESTION = {"role": "user", "content": "Hello."}
+BEGINNINGS = (
+    [QUESTION],
+    [{"role": "system", "content": "Be brief."}, QUESTION],
+    [QUESTION, {"role": "assistant", "content": "Hello!"}, {"role": "user", "content": "Go on."}],
+)
+
+
+def calls(*names):
+    made = [
+        {"id": f"call_1_{k}", "type": "function", "function": {"name": name, "arguments": {"word": "theanswer"}}}
+        for k, name in enumerate(names)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": made}
+
+
+def result(number):
+    return {"role": "tool", "content": "thenext", "tool_call_id": f"call_1_{number}", "name": "lookup"}
+
+
+USER = {"role": "user", "content": "thenext"}
+ANSWERED = {"role": "assistant", "content": "theanswer"}
+TURNS = {
+    "tool": (calls("lookup"), [result(0)], True),
+    "several tools": (calls("lookup", "search"), [result(0), result(1)], True),
+    "user": (ANSWERED, [USER], False),
+    "user, with tools": (ANSWERED, [USER], True),
+    "user after tool": (calls("lookup"), [result(0), USER], True),
+    "system": (ANSWERED, [{"role": "system", "content": "thenext"}, USER], False),
+}
+
+
+def by_brute_force(renderer, answer, tail, tools, ends):
+    """The verdict on a kind of turn, from every split of a single render into context, answer, and what follows."""
+    verdict = None
+    for before in BEGINNINGS:
+        try:
+            asked = renderer.render(before, tools, {})
+        except ChatRefused:
+            continue
+        try:
+            whole = renderer.render([*before, answer, *tail], tools, {})
+        except ChatRefused:
+            return "refused"
+        text = renderer._template.tokenizer.decode
+        splits = [
+            split
+            for split in range(len(asked) + 1, len(whole))
+            if whole[: len(asked)] == asked
+            and whole[split - 1] in ends
+            and "theanswer" in text(whole[len(asked) : split])
+            and "thenext" not in text(whole[len(asked) : split])
+        ]
+        verdict = "extend" if splits and verdict != "fork" else "fork"
+        if verdict == "extend":
+            # Among them is the one that the renderer takes.
+            given = {"tools": tools, "options": {}, "finish": "stop"}
+            extended = [renderer.extension(tail, last_ids=whole[len(asked) : split], **given) for split in splits]
+            if extended[0] is not None:
+                assert [whole[split:] for split in splits] == extended
+    return verdict
+
+
+@pytest.mark.parametrize("case", TURNS)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "qwen3 thinking"])
+def test_the_verdicts_are_those_of_brute_force_over_all_splits(name, case, family):
+    renderer = renderer_of(family(name))
+    answer, tail, with_tools = TURNS[case]
+    ends = {id_of(FAMILIES[name][1])}
+    expected = by_brute_force(renderer, answer, tail, TOOLS if with_tools else (), ends)
+    assert verdicts(renderer)[case] == expected
+
+
+WORDS = st.text(st.sampled_from("abz \n.7}é☃<"), max_size=12).map(lambda text: f"x{text}")
+STEPS = st.lists(st.tuples(st.sampled_from(["user", "tool", "tools", "system"]), WORDS, WORDS), min_size=1, max_size=4)
+
+
+def conversation(steps):
+    """(before, answer, tail) of each turn of a random conversation."""
+    before = [{"role": "user", "content": "Hello."}]
+    for turn, (kind, said, heard) in enumerate(steps):
+        results = {"tool": 1, "tools": 2}.get(kind, 0)
+        answer = {"role": "assistant", "content": "" if results else said}
+        if results:
+            answer["tool_calls"] = [
+                {
+                    "id": f"call_{turn}_{k}",
+                    "type": "function",
+                    "function": {"name": "lookup", "arguments": {"word": said, "k": k}},
+                }
+                for k in range(results)
+            ]
+        tail = [{"role": "tool", "content": heard, "tool_call_id": f"call_{turn}_{k}"} for k in range(results)]
+        tail += [{"role": "system", "content": heard}] if kind == "system" else []
+        tail += [] if results else [{"role": "user", "content": heard}]
+        yield before, answer, tail
+        before = [*before, answer, *tail]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(name=st.sampled_from([name for name in FAMILIES if name != "qwen3 thinking"]), steps=STEPS, tools=st.booleans())
+def test_in_any_conversation_an_extension_makes_a_single_render(name, steps, tools, family, renderers):
+    renderer, end = renderers(name), id_of(FAMILIES[name][1])
+    given_tools = TOOLS if tools else ()
+    for before, answer, tail in conversation(steps):
+        try:
+            asked = renderer.render(before, given_tools, {})
+            whole = renderer.render([*before, answer, *tail], given_tools, {})
+        except ChatRefused:
+            return
+        if whole[: len(asked)] != asked or end not in whole[len(asked) :]:
+            answered = [*renderer._template.ids("xyz"), end]
+            assert renderer.extension(tail, given_tools, {}, last_ids=answered, finish="stop") is None
+            continue
+        answered = whole[len(asked) : whole.index(end, len(asked)) + 1]
+        extended = renderer.extension(tail, given_tools, {}, last_ids=answered, finish="stop")
+        if extended is not None:
+            assert asked + answered + extended == whole
+        cut = renderer.extension(tail, given_tools, {}, last_ids=answered[:-1], finish="length")
+        assert cut is None or extended is None or cut == [end, *extended]
+
+
+@pytest.fixture(scope="module")
+def renderers(family):
+    return functools.cache(lambda name: renderer_of(family(name)))
+
+
+# --- what a template does to tokens ---
+
+
+def test_a_generation_prompt_that_joins_the_first_token_of_an_answer_forks(tmp_path):
+    """GPT-2's way to split text takes the second newline of the prompt apart as soon as a word follows."""
+    renderer = renderer_of(write_chat_model(tmp_path / "m", LLAMA, eos="<|eot|>", splits="gpt2"))
+    found = {case.case: case for case in renderer.report.cases}
+    assert found["user"].verdict == "fork"
+    assert "first token of an answer" in found["user"].reason
+
+
+def test_an_answer_that_joins_what_follows_it_forks(tmp_path):
+    """A full stop and a newline are one token, and no other token stands between them."""
+    lines = """{% for m in messages %}{{ m.role + '>' + m.content + '\n\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ 'assistant>' }}{% endif %}"""
+    renderer = renderer_of(write_chat_model(tmp_path / "m", lines, eos="</s>"))
+    found = {case.case: case for case in renderer.report.cases}
+    assert (found["cut by length"].verdict, found["user"].verdict) == ("fork", "fork")
+    assert "last token of an answer" in found["cut by length"].reason
+    assert renderer.extension([USER], [], {}, last_ids=[60, 61], finish="length") is None
+
+
+@pytest.mark.parametrize("history", ["sampled", "template"])
+def test_reasoning_that_a_template_leaves_out_stays_or_forks_as_the_configuration_says(history, family):
+    renderer = renderer_of(family("qwen3"), history=history)
+    found = {case.case: case for case in renderer.report.cases}
+    assert found["thinking, tool"].verdict == "extend" and not found["thinking, tool"].reason
+    assert found["thinking, user"].verdict == ("extend" if history == "sampled" else "fork")
+    assert "<think>" in found["thinking, user"].reason
+    kept = renderer_of(family("keeps thinking"), history=history).report.cases
+    assert {case.verdict for case in kept} == {"extend"} and not any(case.reason for case in kept)
+
+
+def test_a_system_message_that_moves_is_named(family):
+    reasons = {case.case: case.reason for case in renderer_of(family("mistral")).report.cases}
+    assert reasons["user"].endswith("after a system message")
+    assert "roles must alternate" in reasons["user after tool"]
+
+
+def test_of_one_conversation_nothing_can_be_had_where_all_is_refused(tmp_path):
+    renderer = renderer_of(write_chat_model(tmp_path / "m", "{{ raise_exception('never') }}"))
+    assert set(verdicts(renderer).values()) == {"refused"}
+    assert not renderer.report.works
+    assert renderer_of(None).report.works
+
+
+def test_the_report_can_be_read_back(family):
+    report = json.loads(renderer_of(family("qwen3")).report.to_json())
+    assert (report["end"], report["seam"], report["date"]) == ("<|im_end|>", "\n", "2026-11-23")
+    assert (report["tool_parser"], report["reasoning_parser"]) == ("json", "think")
+    assert {case["case"] for case in report["cases"]} == set(ALL)
+    assert any(line.startswith("extend") for line in renderer_of(family("qwen3")).report.lines())

@@ -1,0 +1,294 @@
+"""Rendering, extensions of sampled answers, and parsing, through templates of several families."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from chat_models import CHATML, LLAMA, QWEN3, config_of, id_of, renderer_of, write_chat_model
+
+from asyncrl.chat.messages import normalise_messages, normalise_tools
+from asyncrl.chat.parsers import Parsed
+from asyncrl.chat.probe import TOOLS
+from asyncrl.chat.renderer import make_renderer
+from asyncrl.errors import ChatRefused, ConfigError
+from asyncrl.tokenizer import load_tokenizer
+
+USER = {"role": "user", "content": "Hello."}
+NEXT = [{"role": "user", "content": "And then?"}]
+END = id_of("<|im_end|>")
+
+
+def text_of(renderer, ids):
+    return renderer._template.tokenizer.decode(ids, keep_special=True)
+
+
+def sampled(renderer, text, *ends):
+    return [*renderer._template.ids(text), *ends]
+
+
+def extended(renderer, text, *ends, messages=NEXT, tools=(), options=None, finish="stop"):
+    ids = sampled(renderer, text, *ends)
+    found = renderer.extension(messages, tools, options or {}, last_ids=ids, finish=finish)
+    return found if found is None else text_of(renderer, found)
+
+
+QUESTION = "<|im_start|>user\nAnd then?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_the_seam_and_the_end_of_a_cut_answer_are_learnt(family):
+    renderer = renderer_of(family("chatml"))
+    assert extended(renderer, "Hello", END) == f"\n{QUESTION}"
+    assert extended(renderer, "Hel", finish="length") == f"<|im_end|>\n{QUESTION}"
+    assert (renderer.report.end, renderer.report.seam) == ("<|im_end|>", "\n")
+
+
+def test_a_last_message_that_a_template_frames_in_another_way_shows_no_seam(tmp_path):
+    unframed = CHATML.replace(
+        "{{- '<|im_end|>\\n' }}", "{% if not loop.last or add_generation_prompt %}<|im_end|>\n{% endif %}"
+    )
+    assert unframed != CHATML
+    renderer = renderer_of(write_chat_model(tmp_path / "m", unframed))
+    assert (renderer.report.end, renderer.report.seam) == ("<|im_end|>", "")
+    assert extended(renderer, "Hello", END).endswith("<|im_start|>assistant\n")
+
+
+def test_of_several_ends_the_one_that_the_template_writes_extends(tmp_path):
+    renderer = renderer_of(write_chat_model(tmp_path / "m", CHATML, more_ends=("<|endoftext|>",)))
+    assert extended(renderer, "Hello", END) == f"\n{QUESTION}"
+    assert extended(renderer, "Hello", id_of("<|endoftext|>")) is None
+    other = renderer_of(write_chat_model(tmp_path / "o", CHATML, eos="<|endoftext|>"))
+    found = {case.case: case.verdict for case in other.report.cases}
+    assert found.pop("cut by length") == "extend" and set(found.values()) == {"fork"}
+    assert extended(other, "Hello", id_of("<|endoftext|>")) is None
+    assert extended(other, "Hel", finish="length") == f"<|im_end|>\n{QUESTION}"
+    assert any("'<|im_end|>'" in note and "rollout.stop" in note for note in other.report.notes)
+
+
+def test_nothing_sampled_or_nothing_new_is_no_extension(family):
+    renderer = renderer_of(family("chatml"))
+    assert renderer.extension([], [], {}, last_ids=[END], finish="stop") is None
+    assert renderer.extension(NEXT, [], {}, last_ids=[], finish="length") is None
+
+
+def test_results_of_several_tools_and_a_question_follow_in_one(family):
+    renderer = renderer_of(family("qwen3"))
+    call = '<tool_call>\n{"name": "lookup", "arguments": {}}\n</tool_call>'
+    results = [{"role": "tool", "content": f"r{k}", "tool_call_id": f"call_7_{k}"} for k in range(3)]
+    expected = "\n<|im_start|>user" + "".join(f"\n<tool_response>\nr{k}\n</tool_response>" for k in range(3))
+    expected += "<|im_end|>\n<|im_start|>assistant\n"
+    assert extended(renderer, f"{call}\n{call}\n{call}", END, messages=results, tools=TOOLS) == expected
+
+
+def test_an_answer_cut_in_its_reasoning_is_closed(family):
+    renderer = renderer_of(family("qwen3"))
+    assert extended(renderer, "<think>\nwell", finish="length") == f"\n</think>\n\n<|im_end|>\n{QUESTION}"
+    assert extended(renderer, "<think>\nwell", END) is None
+    assert extended(renderer_of(family("qwen3"), history="template"), "<think>\nwell", finish="length") is None
+
+
+def test_a_history_as_the_template_has_it_forks_at_a_question_and_not_within_a_tool_cycle(family):
+    renderer = renderer_of(family("qwen3"), history="template")
+    assert extended(renderer, "Hello", END) is None
+    result = [{"role": "tool", "content": "r", "tool_call_id": "call_0_0"}]
+    call = '<think>\nwell\n</think>\n\n<tool_call>\n{"name": "lookup", "arguments": {}}\n</tool_call>'
+    assert extended(renderer, call, END, messages=result, tools=TOOLS) is not None
+
+
+def test_options_of_a_call_have_verdicts_of_their_own(family):
+    off = {"enable_thinking": False}
+    for history, expected in (("sampled", True), ("template", False)):
+        renderer = renderer_of(family("qwen3"), history=history)
+        found = extended(renderer, "Hello", END, options=off)
+        assert (found is not None) == expected
+    assert text_of(renderer, renderer.render([USER], [], off)).endswith("<think>\n\n</think>\n\n")
+    result = [{"role": "tool", "content": "r", "tool_call_id": "call_0_0"}]
+    for options, expected in ((None, True), (off, False)):
+        found = extended(renderer, CALL, END, messages=result, tools=TOOLS, options=options)
+        assert (found is not None) == expected
+    by_configuration = renderer_of(family("qwen3"), template_options=off)
+    assert by_configuration.render([USER], [], {}) == renderer.render([USER], [], off)
+    assert by_configuration.render([USER], [], {"enable_thinking": True}) == renderer.render([USER], [], {})
+
+
+def test_a_first_token_is_there_once(family):
+    ids = renderer_of(family("llama")).render([USER], [], {})
+    assert ids.count(id_of("<s>")) == 1 and ids[0] == id_of("<s>")
+
+
+def test_the_date_is_that_of_the_run_whatever_the_day(family, monkeypatch):
+    renderer = renderer_of(family("llama"), date="2024-02-29")
+    before = renderer.render([USER], [], {})
+    assert "Today: 29 Feb 2024" in text_of(renderer, before)
+    monkeypatch.setenv("TZ", "Pacific/Kiritimati")
+    time.tzset()
+    try:
+        assert renderer.render([USER], [], {}) == before
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+def test_without_a_date_it_is_that_of_the_load(family):
+    today = time.strftime("%d %b %Y")
+    texts = [load_tokenizer(str(family("llama"))).render_chat([USER])]
+    assert f"Today: {today}" in texts[0] or f"Today: {time.strftime('%d %b %Y')}" in texts[0]
+
+
+def test_ids_of_calls_are_of_the_length_that_the_template_wants(family):
+    messages = normalise_messages(
+        [
+            USER,
+            {
+                "role": "assistant",
+                "tool_calls": [{"id": "call_0_0", "function": {"name": "lookup", "arguments": "{}"}}],
+            },
+            {"role": "tool", "tool_call_id": "call_0_0", "content": "r"},
+        ]
+    )
+    renderer = renderer_of(family("mistral"))
+    text = text_of(renderer, renderer.render(messages, TOOLS, {}))
+    assert "call_0_0" not in text and "lookup{}" in text
+    other = [message | {} for message in messages]
+    other[1] = other[1] | {"tool_calls": [other[1]["tool_calls"][0] | {"id": "call_0_1"}]}
+    other[2] = other[2] | {"tool_call_id": "call_0_1"}
+    assert text_of(renderer, renderer.render(other, TOOLS, {})) != text
+
+
+def test_calls_that_a_template_leaves_out_are_put_into_the_content(family):
+    renderer = renderer_of(family("plain chatml"), tool_parser="json")
+    call = {"id": "c", "type": "function", "function": {"name": "lookup", "arguments": {"word": "é"}}}
+    answer = {"role": "assistant", "content": "So:", "tool_calls": [call]}
+    written = '<tool_call>\n{"name": "lookup", "arguments": {"word": "é"}}\n</tool_call>'
+    text = text_of(renderer, renderer.render([USER, answer], TOOLS, {}))
+    assert f"So:\n{written}<|im_end|>" in text
+    parsed = renderer.parse(sampled(renderer, f"So:\n{written}", END), TOOLS)
+    assert (parsed.content, parsed.calls[0].name, parsed.calls[0].arguments) == ("So:", "lookup", '{"word": "é"}')
+    assert any("does not show tools" in note for note in renderer.report.notes)
+
+
+def test_named_templates_are_taken_when_tools_are_given(tmp_path):
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | length }} tools"}]
+    listed = load_tokenizer(str(write_chat_model(tmp_path / "a", named)))
+    assert (listed.render_chat([USER]), listed.render_chat([USER], TOOLS)) == ("plain", "2 tools")
+    folder = write_chat_model(tmp_path / "b", "plain")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("other")
+    filed = load_tokenizer(str(folder))
+    assert (filed.render_chat([USER]), filed.render_chat([USER], TOOLS)) == ("plain", "other")
+
+
+def test_a_refused_conversation_is_refused_with_the_template_s_words(family):
+    renderer = renderer_of(family("mistral"))
+    with pytest.raises(ChatRefused, match=r"^messages: .*roles must alternate") as caught:
+        renderer.render([USER, USER], [], {})
+    assert caught.value.field == "messages"
+
+
+def test_a_model_without_a_template_cannot_chat(tmp_path):
+    with pytest.raises(ConfigError, match=r"model\.path: .* has no chat template, and episodes are chats; take"):
+        renderer_of(write_chat_model(tmp_path / "m", None))
+
+
+# --- answers ---
+
+CALL = '<tool_call>\n{"name": "lookup", "arguments": {"word": "x"}}\n</tool_call>'
+
+
+def test_special_tokens_are_kept_where_parsing_needs_them_and_only_there(family):
+    renderer = renderer_of(family("qwen3"))
+    thought = [
+        *sampled(renderer, "<think>\nlook ", id_of("<|im_start|>")),
+        *sampled(renderer, f"up {CALL}\n</think>\n\n"),
+    ]
+    parsed = renderer.parse([*thought, *sampled(renderer, f"Well.\n{CALL}", END)], TOOLS)
+    assert parsed.reasoning == f"look up {CALL}"
+    assert (parsed.content, parsed.malformed) == ("Well.", 0)
+    assert [(call.name, call.arguments) for call in parsed.calls] == [("lookup", '{"word": "x"}')]
+
+
+def test_reasoning_is_told_from_the_answer_where_no_special_token_marks_it(tmp_path):
+    renderer = renderer_of(write_chat_model(tmp_path / "m", QWEN3, think_tokens=False))
+    assert "<think>" not in renderer._template.tokenizer.special_ids
+    assert parts_of(renderer, "<think>\nwell\n</think>\n\nHello") == ("well", "Hello")
+    assert {case.verdict for case in renderer.report.cases} == {"extend"}
+
+
+def parts_of(renderer, text):
+    parsed = renderer.parse(sampled(renderer, text, END), [])
+    return parsed.reasoning, parsed.content
+
+
+def test_reasoning_that_the_prompt_has_opened_is_reasoning(family):
+    renderer = renderer_of(family("qwen3 thinking"))
+    parsed = renderer.parse(sampled(renderer, "well\n</think>\n\nHello", END), [])
+    assert (parsed.reasoning, parsed.content, parsed.unfinished) == ("well", "Hello", False)
+    assert renderer.parse(sampled(renderer, "well"), []).unfinished
+    plain = renderer_of(family("qwen3"))
+    assert plain.parse(sampled(plain, "well"), []).content == "well"
+
+
+def test_an_answer_without_end_is_read_whole(family):
+    renderer = renderer_of(family("chatml"))
+    assert renderer.parse(sampled(renderer, "Hello"), []).content == "Hello"
+    assert renderer.parse([], []).content == ""
+    assert renderer.parse([END], []).content == ""
+
+
+@pytest.mark.parametrize(
+    ("template", "tool_parser", "reasoning_parser"),
+    [(CHATML, "json", "none"), (QWEN3, "json", "think"), (LLAMA, "none", "none")],
+)
+def test_parsers_are_recognised_by_the_template(tmp_path, template, tool_parser, reasoning_parser):
+    report = renderer_of(write_chat_model(tmp_path / "m", template)).report
+    assert (report.tool_parser, report.reasoning_parser) == (tool_parser, reasoning_parser)
+    assert any("chat.tool_parser" in note for note in report.notes) == (tool_parser == "none")
+    given = renderer_of(tmp_path / "m", tool_parser="none", reasoning_parser="think").report
+    assert (given.tool_parser, given.reasoning_parser) == ("none", "think")
+
+
+def test_a_parser_of_the_engine_is_handed_in(family):
+    class Theirs:
+        markers = None
+
+        def __call__(self, text, tools, **_):
+            return Parsed(f"theirs: {text}")
+
+    asked = []
+    folder = family("qwen3")
+    tokenizer = load_tokenizer(str(folder))
+    config = config_of(folder, engine="vllm", tool_parser="hermes")
+    renderer = make_renderer(config, tokenizer, engine_parsers=lambda *names: asked.append(names) or Theirs())
+    parsed = renderer.parse(sampled(renderer, "<think>\nr\n</think>\n\nx", END), TOOLS)
+    assert (parsed.reasoning, parsed.content, asked) == ("r", "theirs: x", [("hermes", None)])
+
+
+def test_a_parser_of_vllm_needs_vllm(family):
+    with pytest.raises(ConfigError) as caught:
+        config_of(family("qwen3"), tool_parser="hermes", reasoning_parser="deepseek_r1")
+    assert [problem.partition(":")[0] for problem in caught.value.problems] == [
+        "chat.tool_parser",
+        "chat.reasoning_parser",
+    ]
+    assert 'rollout.engine = "vllm"' in caught.value.problems[0]
+
+
+# --- sharing ---
+
+
+def test_several_threads_may_render_at_a_time(family):
+    renderer = renderer_of(family("qwen3"))
+    tools = normalise_tools(TOOLS)
+
+    def play(number):
+        messages = [{"role": "user", "content": f"Hello {number}."}]
+        ids = renderer.render(messages, tools, {"n": number})
+        answer = sampled(renderer, f"answer {number}", END)
+        return (
+            ids,
+            renderer.extension(NEXT, tools, {"n": number}, last_ids=answer, finish="stop"),
+            renderer.parse(answer, tools),
+        )
+
+    expected = [play(number) for number in range(40)]
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(play, range(40))) == expected

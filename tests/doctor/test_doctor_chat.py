@@ -1,0 +1,73 @@
+"""asyncrl-doctor --chat, as a command."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from model_files import write_chat_template, write_model
+
+from asyncrl.cli import doctor
+
+CHATML = """{% for m in messages %}{{ '<' + m.role + '>' + m.content + eos_token + '\\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"""
+
+
+@pytest.fixture
+def model(tmp_path):
+    return write_model(tmp_path / "model")
+
+
+def test_the_verdicts_the_seam_and_an_example_are_shown(model, capsys):
+    write_chat_template(model, CHATML)
+    assert doctor.main(["--chat", "--model.path", str(model), "--chat.tool_parser", "json"]) == 0
+    shown = capsys.readouterr().out
+    assert "extend   user, with tools\n" in shown and "cut by length" in shown
+    assert "an answer ends with '</s>', and '\\n' follows" in shown
+    assert "calls of tools are read by 'json', reasoning by 'none'" in shown
+    assert "a call of a tool and its result are " in shown and "</s>" in shown.partition("tokens:")[2]
+
+
+def test_a_configuration_says_what_to_look_at_and_json_is_what_a_run_keeps(model, tmp_path, capsys):
+    write_chat_template(model, CHATML)
+    file = tmp_path / "run.toml"
+    file.write_text(f'[model]\npath = "{model}"\n[data]\nsource = "synthetic"\n[chat]\nhistory = "template"\n')
+    assert doctor.main([str(file), "--chat", "--json", "--chat.date", "2026-11-23"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["history"], report["date"], report["end"], report["seam"]) == (
+        "template",
+        "2026-11-23",
+        "</s>",
+        "\n",
+    )
+    assert {case["verdict"] for case in report["cases"]} == {"extend"}
+
+
+def test_a_template_that_refuses_all_is_a_failure(model, capsys):
+    write_chat_template(model, "{{ raise_exception('not today') }}")
+    assert doctor.main(["--chat", "--model.path", str(model)]) == 1
+    assert "refused  user" in (shown := capsys.readouterr().out) and "not today" in shown
+
+
+def test_a_model_without_a_template_is_a_wrong_configuration(model, capsys):
+    assert doctor.main(["--chat", "--model.path", str(model)]) == 78
+    told = capsys.readouterr().err
+    assert "has no chat template, and episodes are chats; take a model that has one" in told
+    assert "is wrong (flags)" in told
+
+
+@pytest.mark.parametrize("argv", [["--chat"], ["--chat", "x.toml", "--hosts", "h"], ["--chat", "x.toml", "--fix"]])
+def test_wrong_usage(argv, capsys):
+    with pytest.raises(SystemExit) as end:
+        doctor.main(argv)
+    assert end.value.code == 2 and "--chat" in capsys.readouterr().err
+
+
+def test_no_torch_is_imported(model):
+    write_chat_template(model, CHATML)
+    code = (
+        "import sys\nfrom asyncrl.cli.doctor import main\n"
+        "assert main(['--chat', '--model.path', sys.argv[1]]) == 0\n"
+        "assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(model)], check=True, timeout=60, stdout=subprocess.DEVNULL)

@@ -1,0 +1,215 @@
+"""The rollouter's side of episodes, over a real chat template and a real engine host; the engine speaks by a script."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import numpy as np
+from chat_models import FAMILIES, write_chat_model
+from harness import replace
+from inprocess import sim_config
+from test_messages import make_group
+
+from asyncrl.chat.renderer import make_renderer
+from asyncrl.config.load import validate_config
+from asyncrl.messages.episodes import Chat
+from asyncrl.messages.groups import VersionSpan
+from asyncrl.monitor.states import StateLedger
+from asyncrl.rollouter.account import GroupAccount
+from asyncrl.rollouter.engine_host import EngineHost
+from asyncrl.rollouter.engines.base import Delta
+from asyncrl.rollouter.generation import PolicyCall
+from asyncrl.rollouter.player import EpisodePlayer
+from asyncrl.rollouter.sessions import Sessions
+from asyncrl.rollouter.slots import Slots
+from asyncrl.runtime.awaits import Awaits
+from asyncrl.runtime.clock import LoopClock
+from asyncrl.stops import Stops
+from asyncrl.tokenizer import load_tokenizer
+
+HOST = "episodes/0"
+
+
+class Speaker:
+    """An engine that says ``world.say(prompt text)``, token by token, while ``world.speaks`` is set.
+
+    The log-prob of each token is the negative of its version, and a word begun is gone on with after an abort.
+    """
+
+    name, workers, kv_use = "rollouter/0", 1, None
+
+    def __init__(self, world):
+        self.world, self.version, self.aborted = world, -1, {}
+
+    async def start(self):
+        pass
+
+    async def close(self):
+        pass
+
+    async def generate(self, request):
+        world = self.world
+        held, version = request.held, self.version
+        prompt = list(request.prompt_ids[: len(request.prompt_ids) - held])
+        world.submitted.append((prompt, held, request.max_tokens))
+        words = world.tokenizer.encode(world.say(world.tokenizer.decode(prompt, keep_special=True)))
+        ids = [*words, *world.tokenizer.eos_ids]
+        aborted = self.aborted[request.id] = asyncio.Event()
+        tokens, finish = 0, "length"
+        try:
+            for id in ids[held : held + request.max_tokens]:
+                speaks = asyncio.ensure_future(world.speaks.wait())
+                stops = asyncio.ensure_future(aborted.wait())
+                try:
+                    await asyncio.wait({speaks, stops}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    speaks.cancel()
+                    stops.cancel()
+                if aborted.is_set():
+                    finish = "abort"
+                    break
+                tokens += 1
+                world.spoken += 1
+                yield Delta(tokens=[id], logprobs=[-float(version)])
+                if id in world.tokenizer.eos_ids or id in request.stop_token_ids:
+                    finish = "stop"
+                    break
+                if world.pause_after is not None and world.spoken >= world.pause_after:
+                    world.pause_after = None
+                    world.speaks.clear()
+            spans = [VersionSpan(version, 0, tokens)] if tokens else []
+            yield Delta(tokens=[], logprobs=[], finish_reason=finish, spans=spans)
+        finally:
+            self.aborted.pop(request.id, None)
+
+    async def abort(self, ids):
+        for id in ids:
+            if id in self.aborted:
+                self.aborted[id].set()
+
+    async def pause(self, mode):
+        await self.abort(list(self.aborted))
+
+    async def load(self, weights, *, recompute_kv):
+        self.version = weights.version
+
+    async def resume(self):
+        pass
+
+
+class World:
+    """Sessions and a player. ``say`` gives the answer to a prompt; ``agent(session key)`` plays an episode."""
+
+    def __init__(self, folder, *, say=lambda prompt: "Hello.", agent=None, family="tools first", **sections):
+        template, eos = FAMILIES[family]
+        model = write_chat_model(folder / "model", template, eos=eos)
+        tree = sim_config(rollout=sections.pop("rollout", {})).model_dump(mode="json")
+        tree["model"]["path"] = str(model)
+        tree["episode"] |= {"function": "nobody:plays"} | sections.pop("episode", {})
+        for name, section in sections.items():
+            tree[name] |= section
+        self.config = validate_config(tree)
+        self.tokenizer = load_tokenizer(str(model))
+        self.renderer = make_renderer(self.config, self.tokenizer)
+        self.say, self.agent = say, agent
+        self.submitted, self.deltas, self.ran, self.ended = [], [], [], []
+        self.spoken, self.pause_after = 0, None
+        self.calls = 0
+        self.clock = LoopClock()
+        self.speaks = asyncio.Event()
+        self.speaks.set()
+        self.slots = Slots(self.config.rollout.concurrency)
+        self.host = EngineHost(
+            self.config,
+            lambda: Speaker(self),
+            self.clock,
+            StateLedger(self.clock.now, "engine"),
+            Awaits(self.clock.now),
+        )
+        self.sessions = Sessions(
+            self.config,
+            renderer=self.renderer,
+            tokenizer=self.tokenizer,
+            stops=Stops(),
+            policy=lambda ticket, account, **told: PolicyCall(
+                self.host, self.tokenizer, self.config, ticket, account, **told
+            ),
+            slot=self.slot,
+            delta=lambda session, call, offset, text: self.deltas.append((offset, text)),
+            clock=self.clock,
+        )
+        self.player = EpisodePlayer(self.config, self.sessions, run=self.run, hosts=lambda: HOST, clock=self.clock)
+        self.ticket = replace(
+            make_group("0-1", samples=2).ticket,
+            prompt_ids=np.array([5], np.int32),
+            max_tokens=self.config.rollout.max_tokens,
+        )
+        self.account = GroupAccount(self.ticket, self.clock.now, self.clock.wall).samples[0]
+
+    @asynccontextmanager
+    async def slot(self, account):
+        async with self.slots.take():
+            yield
+
+    def run(self, host, request, timeout):
+        """What an episode host does: the agent plays, and whoever cancels ends it."""
+
+        async def play():
+            self.ran.append(request)
+            try:
+                return await self.agent(self, request.session)
+            finally:
+                self.ended.append(request.session)
+
+        return asyncio.ensure_future(play())
+
+    async def update(self):
+        """New weights, under whatever runs."""
+        await self.host.pause(self.host.version + 1)
+        await self.host.load(SimpleNamespace(version=self.host.version + 1))
+        await self.host.commit()
+
+    async def __aenter__(self):
+        await self.host.start()
+        await self.update()
+        return self
+
+    async def __aexit__(self, *error):
+        self.sessions.close()
+
+    def open(self):
+        return self.sessions.open(self.ticket, self.account, HOST)
+
+    async def chat(self, key, messages, *, call=None, host=HOST, **more):
+        """One call of the policy."""
+        self.calls += 1
+        request = Chat(session=key, call=call or f"c{self.calls}", messages=messages, **more)
+        return await self.sessions.chat(request, host)
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def said(reply):
+    """An answer as an agent sends it back."""
+    message = {"role": "assistant", "content": reply.content}
+    if reply.tool_calls:
+        message["tool_calls"] = [
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+            for c in reply.tool_calls
+        ]
+    return message
+
+
+def result(reply, content, number=0):
+    return {"role": "tool", "tool_call_id": reply.tool_calls[number].id, "content": content}
+
+
+def call_of(name, **arguments):
+    """How the model calls a tool."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+TOOL = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {"type": "object"}}}

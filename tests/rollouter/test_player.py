@@ -1,0 +1,201 @@
+"""Episodes from a ticket to a trajectory: their ends, their deadlines, their rewards, their hosts."""
+
+import asyncio
+
+import pytest
+from session_cases import HOST, World, said, user
+
+from asyncrl.errors import EpisodeOver, PeerRestarted
+from asyncrl.messages.episodes import EpisodeDone
+from asyncrl.rollouter.player import EpisodeFailed, task_seed, total_reward
+from asyncrl.trajectories import sampled_tokens
+
+WAIT_S = 20.0
+
+
+def played(folder, agent, **options):
+    """What becomes of an episode, and the world it was in."""
+
+    async def run():
+        async with asyncio.timeout(WAIT_S), World(folder, agent=agent, **options) as world:
+            try:
+                return await world.player.play(world.ticket, world.account), world
+            except EpisodeFailed as failure:
+                return failure, world
+
+    found, world = asyncio.run(run())
+    # Nothing outlives an attempt.
+    assert len(world.sessions) == 0
+    assert len(world.ended) == len(world.ran)
+    return found, world
+
+
+async def two_turns(world, key, **done):
+    first = await world.chat(key, [user("hi")])
+    await world.chat(key, [user("hi"), said(first), user("more")])
+    return EpisodeDone(**done)
+
+
+def test_an_episode_becomes_a_trajectory(tmp_path):
+    async def agent(world, key):
+        return await two_turns(world, key, reward=0.5, components={"found": 1.0})
+
+    trajectory, world = played(tmp_path, agent)
+    assert (trajectory.reward, trajectory.components, trajectory.finish_reason) == (0.5, {"found": 1.0}, "stop")
+    assert [m["role"] for m in trajectory.messages] == ["user", "assistant", "user", "assistant"]
+    assert trajectory.text == "Hello."
+    assert sampled_tokens(trajectory) == world.spoken
+    request = world.ran[0]
+    assert (request.uid, request.sample, request.attempt) == ("0-1", 0, 0)
+    assert request.seed == task_seed(world.config.run.seed, "0-1")
+
+
+def test_an_episode_without_a_reward_is_left_to_the_reward_function(tmp_path):
+    trajectory, _ = played(tmp_path, two_turns)
+    assert trajectory.reward is None
+
+
+def test_rewards_of_turns_add_up(tmp_path):
+    async def agent(world, key):
+        conversation = world.sessions.find(key, HOST).conversation
+        first = await world.chat(key, [user("hi")])
+        conversation.reward(None, 1.0)
+        await world.chat(key, [user("hi"), said(first), user("more")])
+        conversation.reward(None, 2.0)
+        return EpisodeDone()
+
+    trajectory, _ = played(tmp_path, agent)
+    assert trajectory.reward == 3.0
+    assert [turn.past_reward for turn in trajectory.sequences[0].turns] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("said", "turns", "total"), [(None, [], None), (0.0, [], 0.0), (None, [1.0, 2.0], 3.0), (1.0, [0.5], 1.5)]
+)
+def test_the_return_of_an_episode(said, turns, total):
+    assert total_reward(said, turns) == total
+
+
+def test_what_user_code_does_wrong_fails_the_attempt(tmp_path):
+    async def agent(world, key):
+        return await two_turns(world, key, error="raised KeyError('x') at agent.py:3")
+
+    failure, world = played(tmp_path, agent)
+    assert "agent.py:3" in str(failure)
+    assert world.account.attempts == 1
+
+
+def test_an_episode_that_never_called_fails(tmp_path):
+    async def agent(world, key):
+        return EpisodeDone(reward=1.0)
+
+    failure, _ = played(tmp_path, agent)
+    assert "without an answer" in str(failure)
+
+
+def test_the_death_of_a_host_or_a_worker_is_nobodys_attempt(tmp_path):
+    async def agent(world, key):
+        if len(world.ran) == 1:
+            await world.chat(key, [user("hi")])
+            raise PeerRestarted(HOST, "RunEpisode")
+        if len(world.ran) == 2:
+            return EpisodeDone(error="the worker was killed", blame="host")
+        return await two_turns(world, key, reward=1.0)
+
+    trajectory, world = played(tmp_path, agent, rollout={"retry_backoff_s": 0.01})
+    assert trajectory.reward == 1.0
+    assert len({request.session for request in world.ran}) == 3
+    assert world.account.failed_attempts == 0
+    assert len(trajectory.sequences) == 1, "nothing of the earlier attempts is trained"
+
+
+@pytest.mark.parametrize("stage", ["start", "turn"])
+def test_an_episode_that_hangs_fails_by_the_deadline_of_its_stage(tmp_path, stage):
+    async def agent(world, key):
+        if stage == "turn":
+            await world.chat(key, [user("hi")])
+        await asyncio.Event().wait()
+
+    failure, _ = played(tmp_path, agent, episode={f"{stage}_timeout_s": 0.2})
+    assert str(failure).startswith(f"{stage}: ")
+    assert f"episode.{stage}_timeout_s" in str(failure)
+
+
+def test_time_that_is_over_is_an_outcome_and_closes(tmp_path):
+    reasons = []
+
+    async def agent(world, key):
+        messages = [user("hi")]
+        while True:
+            try:
+                reply = await world.chat(key, messages)
+            except EpisodeOver as over:
+                reasons.append(str(over))
+                return EpisodeDone(error="raised EpisodeOver")
+            messages = [*messages, said(reply), user("more")]
+            await asyncio.sleep(0.05)
+
+    trajectory, _ = played(tmp_path, agent, episode={"timeout_s": 0.2})
+    assert trajectory.finish_reason == "time"
+    assert "episode.timeout_s" in reasons[0]
+    assert trajectory.reward is None
+    assert len(trajectory.messages) >= 2
+
+
+def test_an_episode_that_does_not_close_is_ended(tmp_path):
+    async def agent(world, key):
+        await two_turns(world, key)
+        await asyncio.Event().wait()
+
+    trajectory, world = played(
+        tmp_path, agent, episode={"timeout_s": 0.2, "close_timeout_s": 0.1, "turn_timeout_s": 30.0}
+    )
+    assert trajectory.finish_reason == "time"
+    assert world.ended
+
+
+def test_an_answer_that_was_cut_at_the_end_truncates_the_trajectory(tmp_path):
+    async def agent(world, key):
+        await world.chat(key, [user("hi")])
+        return EpisodeDone(reward=0.0)
+
+    trajectory, _ = played(tmp_path, agent, say=lambda prompt: "words " * 99, rollout={"max_tokens": 4})
+    assert trajectory.finish_reason == "length"
+
+
+def test_time_with_the_policy_is_not_the_agents(tmp_path):
+    async def agent(world, key):
+        world.speaks.clear()
+        asked = asyncio.create_task(world.chat(key, [user("hi")]))
+        # Longer than every deadline of the agent's.
+        await asyncio.sleep(0.6)
+        world.speaks.set()
+        await asked
+        return EpisodeDone(reward=1.0)
+
+    limits = {"timeout_s": 0.3, "turn_timeout_s": 0.3, "start_timeout_s": 0.3, "close_timeout_s": 0.1}
+    trajectory, _ = played(tmp_path, agent, episode=limits)
+    assert (trajectory.finish_reason, trajectory.reward) == ("stop", 1.0)
+
+
+def test_cancelling_it_ends_the_episode(tmp_path):
+    async def agent(world, key):
+        world.speaks.clear()
+        await world.chat(key, [user("hi")])
+
+    async def run():
+        async with asyncio.timeout(WAIT_S), World(tmp_path, agent=agent) as world:
+            playing = asyncio.create_task(world.player.play(world.ticket, world.account))
+            while not world.submitted:
+                await asyncio.sleep(0.005)
+            playing.cancel()
+            await asyncio.wait({playing})
+            while not world.ended:
+                await asyncio.sleep(0.005)
+            assert len(world.sessions) == 0
+
+    asyncio.run(run())
+
+
+def test_all_samples_of_a_prompt_face_the_same_task():
+    assert task_seed(1, "0-1") == task_seed(1, "0-1") != task_seed(1, "0-2")

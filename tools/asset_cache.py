@@ -1,0 +1,71 @@
+"""Folders of made things in a cache: made once for each hash, kept until somebody deletes them.
+
+Invariant: a folder that bears a hash is complete. It is written beside its place and renamed, so a maker that is
+killed leaves only a part folder, which the next one removes; a lock keeps two makers apart.
+
+Fails with TimeoutError when another process holds the lock for too long, and as its maker does.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+LIBRARIES = ("tokenizers", "torch", "transformers")
+LOCK_TIMEOUT_S = 300.0
+LOCK_POLL_S = 0.2
+PART = "part-"
+
+
+def content_hash(settings: dict[str, Any], code: Path) -> str:
+    """16 hex digits over settings, the modules of the folder ``code`` and the libraries that make the assets."""
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    for library in LIBRARIES:
+        digest.update(f"{library}=={version(library)}\n".encode())
+    for module in sorted(code.glob("*.py")):
+        digest.update(module.name.encode() + b"\0" + module.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def ensure_folder(cache: Path, name: str, make: Callable[[Path], None]) -> Path:
+    """The folder ``name`` in ``cache``, filled by ``make`` if it is not there yet."""
+    folder = cache / name
+    if folder.is_dir():
+        return folder
+    cache.mkdir(parents=True, exist_ok=True)
+    with _locked(cache / "lock"):
+        for left_over in cache.glob(f"{PART}*"):
+            shutil.rmtree(left_over)
+        if not folder.is_dir():
+            part = Path(tempfile.mkdtemp(prefix=PART, dir=cache))
+            make(part)
+            part.rename(folder)
+    return folder
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock, which the system releases however this process ends."""
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
+    with path.open("a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"waited {LOCK_TIMEOUT_S:.0f} s for {path}, held by another process that makes the same "
+                        "assets; wait for it or end it"
+                    ) from None
+                time.sleep(LOCK_POLL_S)
+        yield

@@ -1,0 +1,1 @@
+"""Two tasks that a small model learns in episodes of several turns: ``python -m tools.learn``."""

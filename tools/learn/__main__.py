@@ -1,0 +1,93 @@
+"""``python -m tools.learn RECIPE``: make model and tasks if they are not cached, train, and say what it brought.
+
+Further arguments go to asyncrl-launch:
+
+    python -m tools.learn guess-number --run.seed 1 --json
+
+The exit code is the launcher's. With ``--json`` the last line of a run that ended well is an object with the held-out
+return before and after, and the share of trained trajectories that were sampled under several versions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.learn import guess_number, tool_lookup
+from tools.learn.assets import Assets, ensure_assets
+
+ROOT = Path(__file__).parent.parent.parent
+CACHE = ROOT / ".cache" / "learn"
+RECIPES = {recipe.name: recipe for recipe in (guess_number.RECIPE, tool_lookup.RECIPE)}
+RUN_FOLDER = "run folder"
+"""Begins the line of the launcher's summary that names it."""
+
+
+def launch_command(name: str, assets: Assets, further: Sequence[str]) -> list[str]:
+    """The launcher's command line; what is in ``further`` wins."""
+    return [
+        *(sys.executable, "-m", "asyncrl.cli.launch", str(ROOT / "configs" / f"{name}.toml")),
+        *("--model.path", str(assets.model)),
+        *("--data.path", str(assets.train)),
+        *("--eval.heldout.data.path", str(assets.heldout)),
+        *further,
+    ]
+
+
+def findings(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of the lines of a metrics.jsonl: held-out return at the first and the last version, versions and steps."""
+    evals = sorted(
+        (line["weights/version"], line["eval/heldout/mean"]) for line in lines if "eval/heldout/mean" in line
+    )
+    steps = {line["step"]: line for line in lines if line.get("kind") == "step"}
+    mixed = [line["rollout/mixed_version_fraction"] for line in steps.values()]
+    (first, before), (last, after) = evals[0], evals[-1]
+    return {
+        "steps": len(steps),
+        "mixed_version_fraction": sum(mixed) / len(mixed),
+        "versions": [first, last],
+        "heldout_before": before,
+        "heldout_after": after,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The launcher's exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.learn",
+        usage="%(prog)s RECIPE [--json] [--KEY VALUE ...]",
+        description="Make a recipe's model and tasks if they are not cached, and train on them.",
+        epilog="Everything else goes to asyncrl-launch: --run.seed 1, --learner.lr 0, --dry-run, ...",
+        allow_abbrev=False,
+    )
+    parser.add_argument("recipe", choices=sorted(RECIPES))
+    parser.add_argument("--json", action="store_true", help="say as JSON, in the last line, what the run has brought")
+    given, further = parser.parse_known_args(arguments)
+    print(f"learn: model and tasks in {CACHE.relative_to(ROOT)}", flush=True)
+    try:
+        assets = ensure_assets(RECIPES[given.recipe], CACHE)
+    except (OSError, RuntimeError) as error:
+        print(f"learn: {error}", file=sys.stderr)
+        return 1
+    folder: Path | None = None
+    with subprocess.Popen(
+        launch_command(given.recipe, assets, further), cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as launcher:
+        assert launcher.stdout is not None
+        for line in launcher.stdout:
+            print(line, end="", flush=True)
+            if line.startswith(RUN_FOLDER):
+                folder = Path(line.removeprefix(RUN_FOLDER).strip())
+    if given.json and folder is not None and launcher.returncode == 0:
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        print(json.dumps({"recipe": given.recipe, "run_folder": str(folder)} | findings(lines)))
+    return launcher.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""A recipe's model and data in their cache.
+
+CACHE/HASH/ holds model/, train.jsonl and heldout.jsonl.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+
+from tools.asset_cache import content_hash, ensure_folder
+from tools.learn.recipe import Recipe, Row
+
+
+@dataclass(frozen=True, slots=True)
+class Assets:
+    """Where they are."""
+
+    folder: Path
+
+    @property
+    def model(self) -> Path:
+        """A Hugging Face model folder."""
+        return self.folder / "model"
+
+    @property
+    def train(self) -> Path:
+        """JSONL with the column prompt and what the task needs."""
+        return self.folder / "train.jsonl"
+
+    @property
+    def heldout(self) -> Path:
+        """As train; no row is in both."""
+        return self.folder / "heldout.jsonl"
+
+
+def draw_rows(recipe: Recipe) -> tuple[list[Row], list[Row]]:
+    """Rows held out, and rows to train on."""
+    stream = recipe.rows(random.Random(recipe.settings.seed))
+    return list(islice(stream, recipe.settings.heldout)), list(islice(stream, recipe.settings.train))
+
+
+def ensure_assets(recipe: Recipe, cache: Path) -> Assets:
+    """The assets of a recipe, made if they are not there yet."""
+    described = asdict(recipe.settings) | {"recipe": recipe.name}
+    name = content_hash(described, Path(__file__).parent)
+    return Assets(ensure_folder(cache, name, lambda folder: _make(recipe, Assets(folder))))
+
+
+def _make(recipe: Recipe, assets: Assets) -> None:
+    import torch
+
+    from tools.learn.chat_model import make_model, make_tokenizer, save
+    from tools.learn.warmup import warm_up
+
+    # Matrices this small gain little from a second thread, and lose a lot where the cores are busy.
+    torch.set_num_threads(1)
+    heldout, train = draw_rows(recipe)
+    _write_jsonl(assets.heldout, heldout)
+    _write_jsonl(assets.train, train)
+    tokenizer = make_tokenizer()
+    model = make_model(recipe.settings, len(tokenizer))
+    print(f"  a model of {model.num_parameters():,} parameters, {len(train)} rows to train on, {len(heldout)} held out")
+    warm_up(model, tokenizer, recipe, train)
+    save(model, tokenizer, assets.model)
+
+
+def _write_jsonl(path: Path, rows: Iterable[Row]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))

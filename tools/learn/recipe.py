@@ -1,0 +1,53 @@
+"""A recipe: its task, its demonstrations, and everything else that determines its model and data."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Row = dict[str, Any]
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of data, model and warm-up."""
+
+    seed: int = 0
+    """Of rows, initial weights and demonstrations."""
+    heldout: int = 256
+    """Rows that neither the warm-up nor reinforcement learning sees."""
+    train: int = 1024
+    """Rows of reinforcement learning."""
+
+    layers: int = 3
+    width: int = 128
+    heads: int = 4
+    """Width / heads must be a head dimension that vLLM's CPU attention knows: 32, 64, ..."""
+    intermediate: int = 512
+    positions: int = 512
+
+    steps: int = 400
+    """Of the warm-up."""
+    batch: int = 32
+    """Demonstrations of a step, drawn anew for each."""
+    lr: float = 1e-3
+    """Peak learning rate of AdamW, after a linear rise over ``rise`` steps."""
+    rise: int = 20
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One task."""
+
+    name: str
+    """Also of its configuration: configs/NAME.toml."""
+    rows: Callable[[random.Random], Iterator[Row]]
+    """Distinct rows with the column ``prompt``, as many as there are."""
+    demonstrate: Callable[[Row, random.Random], Sequence[Message]]
+    """A conversation about a row, by a teacher who shows the form and is often wrong."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """As in the requests of the episode."""
+    settings: Settings = field(default_factory=Settings)
