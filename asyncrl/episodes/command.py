@@ -33,6 +33,7 @@ from asyncrl.runtime.workers.process import REAP_INTERVAL_S, WorkerProcess, kill
 TAIL_BYTES = 1 << 12
 LAST_LINES = 5
 LOOK_S = 0.25
+MOST_LOOKED_AT = 32
 GATHER_S = 0.05
 """For so long output is gathered."""
 CLOSE_TIMEOUT_S = 5.0
@@ -243,8 +244,10 @@ class Programs:
             self._on_output(program.session.task.uid, text, dropped)
 
     def _look_at_memory(self) -> None:
+        """Of the next few, in turn: each look at one takes a fraction of a millisecond."""
         limit = self._config.max_memory_bytes
-        for program in list(self._running.values()):
+        for key in list(self._running)[:MOST_LOOKED_AT]:
+            program = self._running[key] = self._running.pop(key)
             if program.fault or program.process.ended:
                 continue
             pids = family(program.process.pid)

@@ -17,8 +17,6 @@ class Open:
 
     session: Session
     playing: Playing
-    calls: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    """Calls of the policy under way, by their names."""
     stopped: float = 0.0
     """When it was told to end; 0 where it was not."""
 

@@ -92,6 +92,7 @@ class Workers:
         self._lone: list[Slot] = []
         self._waiting: deque[Open] = deque()
         self._suspects = Suspects()
+        self._answers: set[asyncio.Task[None]] = set()
         self._started: asyncio.Future[None] = loop.create_future()
         self._end: asyncio.Future[None] = loop.create_future()
         self._all_ended = asyncio.Event()
@@ -324,8 +325,6 @@ class Workers:
     def _stop(self, opened: Open) -> None:
         """Nobody waits for it any more."""
         self.counts.stopped += 1
-        for call in list(opened.calls.values()):
-            call.cancel()
         if opened in self._waiting:
             self._waiting.remove(opened)
             return
@@ -335,8 +334,6 @@ class Workers:
                 self._send(slot, Stop(opened.session.key))
 
     def _over(self, opened: Open, done: EpisodeDone) -> None:
-        for call in list(opened.calls.values()):
-            call.cancel()
         if not opened.playing.done():
             self.counts.played += 1
             self.counts.failed += bool(done.error)
@@ -350,8 +347,9 @@ class Workers:
             case Ready(problems):
                 self._ready(slot, problems)
             case Asked(chat) if (opened := slot.open.get(chat.session)) is not None and not opened.stopped:
-                call = opened.calls[chat.call] = self._loop.create_task(self._answer(slot, opened, chat))
-                call.add_done_callback(self._answered)
+                answer = self._loop.create_task(self._answer(slot, opened.session, chat))
+                self._answers.add(answer)
+                answer.add_done_callback(self._answered)
             case Rewarded(key, node, value) if (opened := slot.open.get(key)) is not None and not opened.stopped:
                 opened.session.credit(node, value)
             case Printed(key, text, dropped):
@@ -408,13 +406,14 @@ class Workers:
             self.counts.tool_errors += 1
             self._on_fault(f"{tool} {kind}", f"tool {tool} raised {error}; the policy was told")
 
-    def _answered(self, call: asyncio.Task[None]) -> None:
+    def _answered(self, answer: asyncio.Task[None]) -> None:
         """What nobody expected ends the actor."""
-        if not call.cancelled() and (error := call.exception()) is not None and not self._end.done():
+        self._answers.discard(answer)
+        if not answer.cancelled() and (error := answer.exception()) is not None and not self._end.done():
             self._end.set_exception(error)
 
-    async def _answer(self, slot: Slot, opened: Open, chat: Chat) -> None:
-        session = opened.session
+    async def _answer(self, slot: Slot, session: Session, chat: Chat) -> None:
+        """Ask the policy; it ends when the session does."""
         try:
             self._send(slot, Answered(session.key, chat.call, await session.chat(chat)))
         except EpisodeOver as error:
@@ -423,5 +422,3 @@ class Workers:
             self._send(slot, Denied(session.key, chat.call, error.problem, field=error.field))
         except OSError as error:
             self._send(slot, Denied(session.key, chat.call, str(error)))
-        finally:
-            opened.calls.pop(chat.call, None)

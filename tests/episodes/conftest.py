@@ -75,6 +75,9 @@ async def play(task: Task, client: Client, **options):
     if words[0] == "leak":
         tasks = [asyncio.create_task(asyncio.sleep(1000)) for _ in range(3)]
         return 1
+    if words[0] == "tasks":
+        # Those of other episodes that go on.
+        return sum(not each.done() for each in asyncio.all_tasks() if "sleep" in repr(each.get_coro())) + 1
     if words[0] == "big":
         try:
             reply = await client.chat([{"role": "user", "content": "x" * int(words[1])}])

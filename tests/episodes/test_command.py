@@ -1,6 +1,8 @@
 import asyncio
+import contextlib
 import json
 import os
+import secrets
 import signal
 import sys
 from pathlib import Path
@@ -8,11 +10,14 @@ from typing import Any
 
 import psutil
 import pytest
+import uvloop
 from hosted import Hosted, config_with, hosting, until
 
 from asyncrl.episodes.command import environment, outcome_of
 from asyncrl.episodes.task import Task
 
+SECONDS = f"1000.{secrets.randbelow(10**9):09d}"
+"""For which what a program starts sleeps; by it the processes of this run are known."""
 PROGRAM = """
 import json, os, signal, subprocess, sys, time
 task = json.loads(os.environ["ASYNCRL_TASK"])
@@ -28,16 +33,16 @@ if words[0] == "exit":
 if words[0] == "killed":
     os.kill(os.getpid(), signal.SIGSEGV)
 if words[0] == "family":
-    subprocess.Popen(["sleep", "1000"])
-    subprocess.Popen(["sleep", "1000"], start_new_session=True)
-    again = "import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True)"
+    subprocess.Popen(["sleep", SECONDS])
+    subprocess.Popen(["sleep", SECONDS], start_new_session=True)
+    again = f"import subprocess; subprocess.Popen(['sleep', {SECONDS!r}], start_new_session=True)"
     subprocess.Popen([sys.executable, "-c", again])
     open(words[1], "w").close()
     if words[2] == "wait":
         time.sleep(1000)
 if words[0] == "deaf":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    subprocess.Popen(["sleep", "1000"])
+    subprocess.Popen(["sleep", SECONDS])
     open(words[1], "w").close()
     time.sleep(1000)
 if words[0] == "polite":
@@ -50,6 +55,14 @@ if words[0] == "flood":
     for _ in range(3000):
         print("x" * 1000)
     print(5)
+    if words[1:]:
+        sys.exit(words[1])
+if words[0] == "mixed":
+    for number in range(20):
+        for part in ("text ", str(number), "\\n"):
+            os.write(1, part.encode())
+            os.write(2, part.replace("text", "error").encode())
+    print(1)
 if words[0] == "eat":
     held = bytearray(int(words[1]))
     held[::4096] = b"x" * len(held[::4096])
@@ -60,7 +73,7 @@ if words[0] == "eat":
 @pytest.fixture(autouse=True)
 def agent(tmp_path: Path, plays: Path) -> Path:
     path = tmp_path / "agent.py"
-    path.write_text(PROGRAM)
+    path.write_text(f"SECONDS = {SECONDS!r}\n{PROGRAM}")
     return path
 
 
@@ -73,7 +86,16 @@ def run(body: Any) -> None:
 
 
 def sleepers() -> list[psutil.Process]:
-    return [each for each in psutil.process_iter() if "1000" in _line(each) and "sleep" in _line(each)]
+    return [each for each in psutil.process_iter() if SECONDS in _line(each)]
+
+
+def keepers(folder: Path) -> list[psutil.Process]:
+    found = []
+    for each in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if "asyncrl.runtime.workers.keeper" in each.cmdline() and each.cwd() == str(folder):
+                found.append(each)
+    return found
 
 
 def _line(process: psutil.Process) -> list[str]:
@@ -151,7 +173,9 @@ def test_a_stopped_program_is_asked_and_then_killed(tmp_path: Path, how: str) ->
             assert [text for _, text, _ in printed] == ([] if how == "deaf" else ["leaving\n"])
             began.unlink()
 
-    run(body)
+    # As an actor's process does.
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(body())
 
 
 def test_a_program_whose_keeper_is_killed_goes_with_it_and_is_not_blamed(tmp_path: Path) -> None:
@@ -193,13 +217,11 @@ asyncio.run(main())
 
     async def body() -> None:
         await until((tmp_path / "began").exists)
-        assert len(sleepers()) == 1
+        assert (len(sleepers()), len(keepers(tmp_path))) == (1, 1)
         host.kill()
         host.wait()
         await until(lambda: sleepers() == [])
-        await until(
-            lambda: not [each for each in psutil.process_iter() if "asyncrl.runtime.workers.keeper" in _line(each)]
-        )
+        await until(lambda: keepers(tmp_path) == [])
 
     run(body)
 
@@ -211,6 +233,21 @@ def test_output_is_bounded_and_the_reward_behind_it_is_found(tmp_path: Path) -> 
             assert (await host.play("flood")).reward == 5.0
             assert sum(len(text) for _, text, _ in printed) == 100_000
             assert sum(dropped for *_, dropped in printed) == 3000 * 1001 + 2 - 100_000
+            # What is printed last tells why it failed, also beyond the limit.
+            failed = await host.play("flood enough")
+            assert "enough" in failed.error.split(" | ")
+            assert len(failed.error) < 6000
+
+    run(body)
+
+
+def test_lines_stay_whole_whatever_they_are_printed_to(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with hosting(command(), tmp_path) as host:
+            printed = host.watch_output()
+            assert (await host.play("mixed")).reward == 1.0
+            lines = "".join(text for _, text, _ in printed).splitlines()
+            assert sorted(lines) == sorted([*(f"error {n}" for n in range(20)), *(f"text {n}" for n in range(20)), "1"])
 
     run(body)
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import psutil
 import pytest
+import uvloop
 from hosted import Rollouter, config_with, hosting, is_over, refuses, until, waits, worker_pids
 
 from asyncrl.errors import ConfigError
 from asyncrl.messages.episodes import EpisodeDone
 
 PLAY = {"function": "plays:play"}
-QUICK = {**PLAY, "stall_timeout_s": 1.0, "close_timeout_s": 1.0}
 
 
 def run(body: Any) -> None:
@@ -67,7 +67,9 @@ def test_many_episodes_share_the_workers(tmp_path: Path) -> None:
             assert host.figure("stopped") == 8
             assert host.figure("workers_killed") == 0
 
-    run(body)
+    # As an actor's process does.
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(body())
 
 
 @pytest.mark.parametrize(
@@ -108,6 +110,16 @@ def test_an_episode_that_is_over_has_ended_well(tmp_path: Path) -> None:
             rollouter.answers = [refuses("tools", "are none")]
             done = await host.play("reply")
             assert done.error.startswith("raised ChatRefused: tools: are none (")
+
+    run(body)
+
+
+def test_the_client_refuses_sampling_of_its_own(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with hosting(config_with(**PLAY, options={"temperature": 0.5}), tmp_path) as host:
+            told = "raised ChatRefused: temperature: is not for an episode to say; the run's own sampling holds ("
+            assert (await host.play("reply")).error.startswith(told)
+            assert host.rollouter.chats == []
 
     run(body)
 
@@ -170,7 +182,9 @@ def test_the_guilty_of_the_death_of_workers_is_found_and_the_innocent_are_not_bl
     tmp_path: Path, prompt: str, what: str, figure: str
 ) -> None:
     async def body() -> None:
-        config = config_with(**QUICK, workers=1, max_memory_bytes=100_000_000)
+        # On a busy machine memory takes its time, and is not to be taken for standing still.
+        stall_s = 1.0 if figure == "stalled" else 30.0
+        config = config_with(**PLAY, workers=1, stall_timeout_s=stall_s, max_memory_bytes=100_000_000)
         async with hosting(config, tmp_path) as host:
             for attempt in range(2):
                 beside = host.run("wait", uid="0-2")
@@ -218,6 +232,7 @@ def test_what_goes_on_behind_the_end_reaches_nobody(tmp_path: Path) -> None:
         rollouter = Rollouter("a")
         async with hosting(config_with(**PLAY, workers=1), tmp_path, rollouter) as host:
             assert (await host.play("leak")).reward == 1.0
+            assert (await host.play("tasks")).reward == 1.0
             printed = host.watch_output()
             assert (await host.play("after")).reward == 1.0
             await until(lambda: any("over" in text for _, text, _ in printed))

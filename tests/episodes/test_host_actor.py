@@ -9,6 +9,7 @@ import aiohttp
 import pytest
 from hosted import Rollouter, config_with, hosting, is_over, refuses, until, waits, worker_pids
 
+from asyncrl.episodes import actor as actor_module
 from asyncrl.episodes.actor import ACTOR, EpisodesActor
 from asyncrl.messages.episodes import Chat, EpisodeDone
 from asyncrl.runtime.actor import Actor
@@ -94,6 +95,25 @@ def test_a_key_opens_its_own_conversation_while_the_episode_is_played(tmp_path: 
             status, text = await http(url, key)
             assert (status, json.loads(text)["error"]["code"]) == (400, "episode_over")
             assert len(rollouter.chats) == 1
+            assert host.actor._sessions == {}
+
+    run(body)
+
+
+def test_a_request_under_way_ends_with_its_episode(tmp_path: Path) -> None:
+    async def body() -> None:
+        rollouter = Rollouter(waits)
+        async with hosting(config_with(function="plays:play"), tmp_path, rollouter) as host:
+            url = host.actor._players._setup.base_url  # type: ignore[union-attr]
+            key = "e" * 32
+            playing = host.run("wait", session=key)
+            await until(lambda: host.figure("open") == 1)
+            asking = asyncio.create_task(http(url, key))
+            await until(lambda: len(rollouter.chats) == 1)
+            playing.cancel()
+            status, text = await asking
+            assert (status, json.loads(text)["error"]["code"]) == (400, "episode_over")
+            await until(lambda: rollouter.cancelled == 1)
 
     run(body)
 
@@ -199,14 +219,17 @@ def test_a_heartbeat_names_the_episode_that_keeps_all_waiting(tmp_path: Path) ->
     run(body)
 
 
-def test_a_host_that_leaves_stays_for_the_last_episodes(tmp_path: Path) -> None:
+def test_a_host_that_leaves_stays_for_the_last_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actor_module, "QUIET_S", 0.3)
+
     async def body() -> None:
         async with hosting(config_with(function="plays:play"), tmp_path) as host:
             waiting = host.run("wait")
             await until(lambda: host.figure("open") == 1)
             host.actor.asked_to_leave(600.0)
             assert (await host.play("reply")).reward == 3.0
-            await asyncio.sleep(0)
+            enough = host.actor.clock.now() + 1.0
+            await until(lambda: host.actor.clock.now() > enough)
             assert not host.actor.draining
             waiting.cancel()
             await until(lambda: host.actor.draining)

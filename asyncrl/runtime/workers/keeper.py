@@ -59,8 +59,8 @@ def main() -> None:
 class Lines:
     """One output of the program, passed on in whole lines, so that the other is not mixed into them."""
 
-    def __init__(self, pipe: int) -> None:
-        self.pipe = pipe
+    def __init__(self, pipe: int, to: int = 1) -> None:
+        self.pipe, self._to = pipe, to
         os.set_blocking(pipe, False)
         self._held = b""
         self.tail = b""
@@ -87,7 +87,7 @@ class Lines:
     def _write(self, data: bytes) -> None:
         at = 0
         while at < len(data):
-            at += os.write(1, data[at:])
+            at += os.write(self._to, data[at:])
 
 
 def _keep(connection: socket.socket, frames: FrameReader, setup: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,54 @@
+import fcntl
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from asyncrl.runtime.workers.keeper import LINE_BYTES, Lines
+
+
+class Pipes:
+    def __init__(self) -> None:
+        source, self.into = os.pipe()
+        self.out, to = os.pipe()
+        os.set_blocking(self.out, False)
+        fcntl.fcntl(self.out, fcntl.F_SETPIPE_SZ, 1 << 20)
+        self.lines = Lines(source, to)
+        self.held = [source, to, self.out]
+
+    def said(self) -> bytes:
+        try:
+            return os.read(self.out, 1 << 20)
+        except BlockingIOError:
+            return b""
+
+    def printed(self, text: bytes) -> bytes:
+        """What is passed on once it is printed."""
+        os.write(self.into, text)
+        assert self.lines.copy()
+        return self.said()
+
+
+@pytest.fixture
+def pipes() -> Iterator[Pipes]:
+    made = Pipes()
+    yield made
+    for each in made.held:
+        os.close(each)
+
+
+def test_lines_are_passed_on_whole_and_the_rest_at_the_end(pipes: Pipes) -> None:
+    assert [pipes.printed(text) for text in (b"a", b"b", b"c\nd", b"\n", b"e")] == [b"", b"", b"abc\n", b"d\n", b""]
+    assert not pipes.lines.copy()
+    assert pipes.said() == b""
+    os.close(pipes.into)
+    assert not pipes.lines.copy()
+    assert pipes.said() == b"e"
+    assert pipes.lines.tail == b"abc\nd\ne"
+
+
+def test_a_line_without_end_is_not_held_for_ever(pipes: Pipes) -> None:
+    passed = b"".join(pipes.printed(b"x" * 5000) for _ in range(14))
+    assert len(passed) > LINE_BYTES
+    assert len(pipes.lines.tail) == LINE_BYTES
+    os.close(pipes.into)
