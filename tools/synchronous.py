@@ -100,7 +100,7 @@ async def respond(
 ) -> Trajectory:
     """A response to a prompt, not scored yet."""
     key, ids, limit = f"{ticket.uid}/{sample}/1", ticket.prompt_ids.tolist(), ticket.max_tokens
-    seed = request_seed(config.run.seed, key, held=0)
+    seed = request_seed(config.run.seed, key)
     request = GenerationRequest(
         id=key,
         prompt_ids=ids,

@@ -25,6 +25,8 @@ class Node:
 
     id: int
     """Its index in the conversation, in the order of answers."""
+    order: tuple[int, ...]
+    """The numbers of the calls on its path, in the order in which calls were made, however long each took."""
     parent: Node | None
     """The answer that its context goes on from, token by token."""
     added: np.ndarray

@@ -380,6 +380,15 @@ def test_an_untrained_answer_is_context_to_come_and_never_sampled(player):
     assert [message["content"] for message in player.conversation.messages()] == ["hi", "ab", "x", "b"]
 
 
+def test_calls_at_the_same_time_are_in_the_order_in_which_they_were_made_whoever_is_answered_first(player):
+    first, second = player.ask(HI), player.ask([user("hello")])
+    player.answer(second, "ba")
+    player.answer(first, "ab")
+    answers = [sequence.tokens.tolist() for sequence in player.conversation.sequences()]
+    assert answers == [node.ids.tolist() for node in reversed(player.conversation.nodes)]
+    assert [message["content"] for message in player.conversation.messages()] == ["hello", "ba"]
+
+
 def test_nothing_trained_is_no_sequence(player):
     assert player.conversation.sequences() == [] and player.conversation.messages() == []
     player.chat(HI, "ab", untrained=True)
