@@ -20,7 +20,7 @@ _NOT_SAMPLED = -1
 
 
 def sequences_of(nodes: Sequence[Node], past_rewards: Mapping[int, float]) -> list[TokenSequence]:
-    """``nodes`` are all of a conversation, parents first; ``past_rewards`` is Turn.past_reward by the id of the node."""
+    """``nodes`` are all of a conversation, parents first; ``past_rewards`` is Turn.past_reward by the node's id."""
     inner = {node.parent for node in nodes}
     held: set[int] = set()
     sequences = []
