@@ -1,7 +1,7 @@
 """Episodes in the plain loop (synchronous.py): the user's function plays in this process, each call answered by itself.
 
 A call goes on from the answer that its messages repeat, whose tokens are not encoded again. One sequence for each
-answer that nothing goes on from, in the order of the calls. No limit of turns, context or time is kept.
+answer that nothing goes on from, in the order of what was asked. No limit of turns, context or time is kept.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ class Answer:
 
     path: list[Answer]
     """Those that it goes on from, and itself."""
-    place: tuple[int, ...]
-    """The numbers of the calls on the path."""
+    number: int
     context: list[int] = field(default_factory=list)
     """Tokens behind the answer before."""
     response: Response | None = None
@@ -65,7 +64,7 @@ class Play:
         asked = [dict(message) for message in messages]
         known = [each for each in self.answers if each.messages and asked[: len(each.messages)] == each.messages]
         last = max(known, key=lambda each: len(each.messages), default=None)
-        answer = Answer([], (*(last.place if last else ()), len(self.answers)))
+        answer = Answer([], len(self.answers))
         if last is not None and last.response is not None:
             finish = last.response.finish_reason or "stop"
             tail = asked[len(last.messages) :]
@@ -86,7 +85,8 @@ class Play:
     def sequences(self) -> list[TokenSequence]:
         """What is trained: each answer once, in the first sequence that has it."""
         inner = {above for each in self.answers for above in each.path[:-1]}
-        leaves = sorted((each for each in self.answers if each not in inner), key=lambda leaf: leaf.place)
+        leaves = [each for each in self.answers if each not in inner]
+        leaves.sort(key=lambda leaf: [(np.array(each.context, np.int32).tobytes(), each.number) for each in leaf.path])
         held: set[Answer] = set()
         found = []
         for leaf in leaves:

@@ -33,7 +33,7 @@ from asyncrl.messages.episodes import ToolCall
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.rollouter.message_tree import MessageTree, Point, digest, is_answer, message_digest, minted_id
-from asyncrl.rollouter.nodes import Node, shared_prefix
+from asyncrl.rollouter.nodes import Node, depth_first, shared_prefix
 from asyncrl.rollouter.sequences import past_rewards, sequences_of
 
 Cause = Literal[
@@ -234,7 +234,7 @@ class Conversation:
         scores.setflags(write=False)
         node = Node(
             id=number,
-            order=(*(prompt.parent.order if prompt.parent else ()), prompt.number),
+            number=prompt.number,
             parent=prompt.parent,
             added=added,
             begin=begin,
@@ -301,9 +301,9 @@ class Conversation:
     def sequences(self) -> list[TokenSequence]:
         """All that is to be trained; empty where nothing is. See sequences.py.
 
-        Their order is that of the calls, also where those were made at the same time, and answered whenever.
+        Calls at the same time may be made and answered in any order, which that of the sequences does not follow.
         """
-        return sequences_of(sorted(self.nodes, key=lambda node: node.order), past_rewards(self.rewards, self._lineage))
+        return sequences_of(depth_first(self._children), past_rewards(self.rewards, self._lineage))
 
     def messages(self) -> list[dict[str, Any]]:
         """The main line: the messages up to ``last``, with the reasoning of answers of ours; empty without any."""
@@ -315,7 +315,7 @@ class Conversation:
     def last(self) -> Node | None:
         """The answer to the call that was made last, of those that are trained; of all where none is."""
         nodes = [node for node in self.nodes if node.trained] or self.nodes
-        return max(nodes, key=lambda node: node.order[-1], default=None)
+        return max(nodes, key=lambda node: node.number, default=None)
 
     def counts(self) -> Counts:
         """As it is now."""

@@ -191,9 +191,9 @@ def sequences_are_the_leaves_of_the_forest(player):
     """By brute force: token by token, leaf by leaf."""
 
     def below(parent):
-        """Depth first, behind one answer in the order of the calls."""
+        """Depth first, behind one answer by what the calls asked, then in their order."""
         children = [node for node in player.conversation.nodes if node.parent is parent]
-        for child in sorted(children, key=lambda node: player.calls[node.id].prompt.number):
+        for child in sorted(children, key=lambda node: (node.context.tobytes(), player.calls[node.id].prompt.number)):
             yield child
             yield from below(child)
 
