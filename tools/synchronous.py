@@ -5,7 +5,8 @@
 For each version: take prompts in order, sample all responses of a prompt, score them, leave out groups without signal
 and take the next prompt instead, until there are enough; train; load the new weights into the engine. On the reference
 engine a run with staleness.max = 0 has the same tokens, losses and weights in every bit. Writes metrics.jsonl, samples/
-and export/ to the folder run.dir/run.name, which must not exist. One process, so one learner rank; no evaluation.
+and export/ to the folder run.dir/run.name, which must not exist. One process, so one learner rank; no evaluation. Of
+episodes it plays functions alone; see synchronous_episodes.py.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from asyncrl.rollouter.response import Response
 from asyncrl.stops import Stops, resolve_stops
 from asyncrl.tokenizer import Tokenizer, tokenizer_of
 from asyncrl.weights.staging import Staged, layout_of
+from tools.synchronous_episodes import Ask, make_episode
 
 
 def train(config: Config, runner: asyncio.Runner, engine: Engine, trainer: Trainer, records: RecordFiles) -> None:
@@ -49,22 +51,28 @@ def train(config: Config, runner: asyncio.Runner, engine: Engine, trainer: Train
     learner, reward = config.learner, config.reward
     tokenizer = tokenizer_of(config)
     stops = resolve_stops(config.rollout, tokenizer)
-    prompts = PromptSet(load_dataset(config.data), config.data, tokenizer)
-    prompts.tokenize(len(prompts))
+    dataset = load_dataset(config.data)
+    prompts = PromptSet(dataset, config.data, tokenizer)
+    prompts.tokenize(len(dataset.rows))
     order = EpochOrder(prompts.fingerprint, config.run.seed, len(prompts), shuffle=config.data.shuffle)
     places = (place for place in map(order.at, itertools.count()) if place[1] not in prompts.oversize)
     scorer = resolve(Setup(reward.function, reward.per, reward.options, reward.max_memory_bytes), runner)
     plan_step = partial(build_step, config=config, world_size=1, packed=trainer.packed)
+    episode = make_episode(config, tokenizer, stops) if config.episode.function else None
     runner.run(load(engine, trainer, version=0))
     for version in range(learner.steps // learner.steps_per_version):
         batch, filtered = list[Group](), list[Group]()
         while len(batch) < config.groups_per_version:
             ticket = make_ticket(config, prompts, version, *next(places))
-            respond_to = partial(respond, config, engine, tokenizer, stops, ticket)
-            responses = [runner.run(respond_to(sample)) for sample in range(ticket.samples)]
-            task = Task(ticket.prompt, ticket.row, [r.text for r in responses], [r.finish_reason for r in responses])
-            for response, outcome in zip(responses, scorer(task), strict=True):
-                response.reward, response.components = outcome
+            ask = partial(sample_tokens, config, engine, tokenizer, stops, ticket)
+            respond_to = episode or partial(respond, tokenizer)
+            responses = [runner.run(respond_to(ask, ticket, sample)) for sample in range(ticket.samples)]
+            if episode is None:
+                task = Task(
+                    ticket.prompt, ticket.row, [r.text for r in responses], [r.finish_reason for r in responses]
+                )
+                for response, outcome in zip(responses, scorer(task), strict=True):
+                    response.reward, response.components = outcome
             group = Group(ticket=ticket, trajectories=responses)
             signal = not learner.dynamic_sampling or has_signal(group, learner.signal_tolerance)
             (batch if signal else filtered).append(group)
@@ -95,12 +103,11 @@ def make_ticket(config: Config, prompts: PromptSet, version: int, epoch: int, in
     return Ticket(grant=0, purpose="train", **fields)
 
 
-async def respond(
-    config: Config, engine: Engine, tokenizer: Tokenizer, stops: Stops, ticket: Ticket, sample: int
-) -> Trajectory:
-    """A response to a prompt, not scored yet."""
-    key, ids, limit = f"{ticket.uid}/{sample}/1", ticket.prompt_ids.tolist(), ticket.max_tokens
-    seed = request_seed(config.run.seed, key, held=0)
+async def sample_tokens(
+    config: Config, engine: Engine, tokenizer: Tokenizer, stops: Stops, ticket: Ticket, key: str, ids: list[int]
+) -> Response:
+    """What the policy says behind ``ids``, with the noise of ``key``."""
+    limit, seed = ticket.max_tokens, request_seed(config.run.seed, key)
     request = GenerationRequest(
         id=key,
         prompt_ids=ids,
@@ -116,6 +123,12 @@ async def respond(
             response.extend(delta.tokens, delta.logprobs, tokenizer.decode)
         if delta.finish_reason is not None:
             response.end_submission(delta.finish_reason, delta.spans)
+    return response
+
+
+async def respond(tokenizer: Tokenizer, ask: Ask, ticket: Ticket, sample: int) -> Trajectory:
+    """A response to a prompt, not scored yet."""
+    response = await ask(f"{ticket.uid}/{sample}/1", ticket.prompt_ids.tolist())
     assert response.finish_reason is not None
     return Trajectory(
         sample=sample,

@@ -85,7 +85,7 @@ class Trajectory(Struct, gc=False, kw_only=True):
 
     sample: Count
     sequences: Annotated[list[Sequence], Meta(min_length=1)]
-    """In the order in which they were begun; each sampled token has that role in one of them."""
+    """Each sampled token has that role in one of them. Their order follows from what was asked, and not from when."""
     messages: list[dict[str, Any]] = []
     """The main line of the conversation, as in OpenAI's chat completions; empty where a prompt has one response."""
     branches: list[list[dict[str, Any]]] = []

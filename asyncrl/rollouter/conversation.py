@@ -17,6 +17,7 @@ reward for what was not answered or that is not finite.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -32,7 +33,7 @@ from asyncrl.messages.episodes import ToolCall
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.rollouter.message_tree import MessageTree, Point, digest, is_answer, message_digest, minted_id
-from asyncrl.rollouter.nodes import Node, shared_prefix
+from asyncrl.rollouter.nodes import Node, depth_first, shared_prefix
 from asyncrl.rollouter.sequences import past_rewards, sequences_of
 
 Cause = Literal[
@@ -97,6 +98,8 @@ class Prompt:
     cause: Cause
     shared: int
     """Tokens that it begins with and an earlier call has, too."""
+    number: int
+    """How many prompts there were before."""
     resolved: Resolved
 
 
@@ -134,6 +137,7 @@ class Conversation:
         self._lineage: list[int] = []
         """Of each node the bits of itself and of all that it comes after."""
         self._forks: Counter[str] = Counter()
+        self._prompts = itertools.count()
         self._context = self._sampled = self._linear = 0
 
     def resolve(
@@ -184,7 +188,7 @@ class Conversation:
         path = resolved.parent.path_ids()
         ids = np.concatenate([path, np.array(extension, np.int32)])
         _, shared = shared_prefix(ids, self._children, resolved.parent)
-        return Prompt(ids=ids.tolist(), parent=resolved.parent, cause="extend", shared=shared, resolved=resolved)
+        return self._prompt(ids.tolist(), resolved.parent, "extend", shared, resolved)
 
     def branch(self, resolved: Resolved, ids: Sequence[int]) -> Prompt:
         """The prompt that is ``ids``, the rendering of all messages. It may turn out to go on from an answer."""
@@ -193,7 +197,11 @@ class Conversation:
         goes_on = parent is not None and parent is resolved.parent
         answered = any(is_answer(message) for message in resolved.tail)
         cause: Cause = "extend" if goes_on and not answered else resolved.fork
-        return Prompt(ids=list(ids), parent=parent, cause=cause, shared=shared, resolved=resolved)
+        return self._prompt(list(ids), parent, cause, shared, resolved)
+
+    def _prompt(self, ids: list[int], parent: Node | None, cause: Cause, shared: int, resolved: Resolved) -> Prompt:
+        number = next(self._prompts)
+        return Prompt(ids=ids, parent=parent, cause=cause, shared=shared, number=number, resolved=resolved)
 
     def commit(
         self,
@@ -226,6 +234,7 @@ class Conversation:
         scores.setflags(write=False)
         node = Node(
             id=number,
+            number=prompt.number,
             parent=prompt.parent,
             added=added,
             begin=begin,
@@ -290,28 +299,33 @@ class Conversation:
         self.over = self.over or reason
 
     def sequences(self) -> list[TokenSequence]:
-        """All that is to be trained; empty where nothing is. See sequences.py."""
-        return sequences_of(self.nodes, past_rewards(self.rewards, self._lineage))
+        """All that is to be trained; empty where nothing is. See sequences.py.
+
+        Calls at the same time may be made and answered in any order, which that of the sequences does not follow.
+        """
+        return sequences_of(depth_first(self._children), past_rewards(self.rewards, self._lineage))
 
     def messages(self) -> list[dict[str, Any]]:
-        """The main line: the messages up to the newest trained answer, with the reasoning of answers of ours.
-
-        Where none is trained it is up to the newest answer, and empty without any.
-        """
-        newest = self._newest()
-        return self._line(newest) if newest else []
+        """The main line: the messages up to ``last``, with the reasoning of answers of ours; empty without any."""
+        return self._line(self.last) if self.last else []
 
     def branches(self) -> list[list[dict[str, Any]]]:
         """The messages up to each other trained answer that no other answer comes after."""
-        newest, gone_on = self._newest(), 0
+        gone_on = 0
         for node, line in zip(self.nodes, self._lineage, strict=True):
             gone_on |= line & ~(1 << node.id)
-        ends = [node for node in self.nodes if node.trained and node is not newest and not gone_on >> node.id & 1]
+        ends = [node for node in self.nodes if node.trained and node is not self.last and not gone_on >> node.id & 1]
         return [self._line(node) for node in ends]
 
     def _line(self, node: Node) -> list[dict[str, Any]]:
         """The messages up to an answer."""
         return [dict(point.message) for point in self._points[node.id].path() if point.message is not None]
+
+    @property
+    def last(self) -> Node | None:
+        """The answer to the call that was made last, of those that are trained; of all where none is."""
+        nodes = [node for node in self.nodes if node.trained] or self.nodes
+        return max(nodes, key=lambda node: node.number, default=None)
 
     def counts(self) -> Counts:
         """As it is now."""

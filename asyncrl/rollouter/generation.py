@@ -81,7 +81,7 @@ class PolicyCall:
                     prompt_ids=[*ids, *response.tokens],
                     max_tokens=response.remaining,
                     temperature=ticket.temperature,
-                    seed=request_seed(self._config.run.seed, key, len(response.tokens)),
+                    seed=request_seed(self._config.run.seed, key),
                     stop_token_ids=stops.token_ids,
                     cache_salt=f"v{version}",
                     key=key,
@@ -140,7 +140,7 @@ async def single_turn(call: PolicyCall, ticket: Ticket, sample: int, stops: Stop
     )
 
 
-def request_seed(run_seed: int, key: str, held: int) -> int:
-    """Seed of a submission: siblings differ, and a resume replays no noise. 63 bits."""
-    digest = hashlib.blake2b(f"{run_seed}/{key}/{held}".encode(), digest_size=8).digest()
+def request_seed(run_seed: int, key: str) -> int:
+    """Seed of a response: siblings differ. 63 bits."""
+    digest = hashlib.blake2b(f"{run_seed}/{key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -7,7 +7,7 @@ path equals the submission; it has one log-prob and one version for each sampled
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ class Node:
 
     id: int
     """Its index in the conversation, in the order of answers."""
+    number: int
+    """Of the call, in the order in which calls were made, however long each took."""
     parent: Node | None
     """The answer that its context goes on from, token by token."""
     added: np.ndarray
@@ -124,6 +126,22 @@ def shared_prefix(
 
 def _rank(node: Node | None, preferred: Node | None) -> tuple[int, bool, bool, int]:
     return (node.length, node is preferred, node.trained, -node.id) if node else (0, False, False, 0)
+
+
+def depth_first(children: Mapping[Node | None, Sequence[Node]]) -> list[Node]:
+    """All nodes, those behind one node by what their calls asked, and in the order of the calls where that is equal.
+
+    So the order tells nothing of how long anything took.
+    """
+    found: list[Node] = []
+    open_nodes: list[Node | None] = [None]
+    while open_nodes:
+        node = open_nodes.pop()
+        if node is not None:
+            found.append(node)
+        below = sorted(children.get(node, ()), key=lambda child: (child.context.tobytes(), child.number))
+        open_nodes.extend(reversed(below))
+    return found
 
 
 def common_length(one: np.ndarray, other: np.ndarray) -> int:

@@ -136,7 +136,7 @@ class EpisodePlayer:
         outcome = stages.outcome
         if done.error and outcome == "stop":
             raise EpisodeFailed(done.error)
-        if outcome == "stop" and session.cut:
+        if outcome == "stop" and conversation.last is not None and conversation.last.id in session.cut:
             outcome = "length"
         session.conversation.seal("it has ended")
         sequences = conversation.sequences()

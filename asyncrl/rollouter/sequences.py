@@ -1,6 +1,6 @@
 """The nodes of a conversation as the sequences that are trained. Pure.
 
-One sequence for each leaf, in the order of the leaves. A trained answer has role ``sampled`` in the first that holds
+One sequence for each leaf, in the order of ``nodes``. A trained answer has role ``sampled`` in the first that holds
 it and ``repeated`` in later ones; an answer that is not trained is ``repeated`` everywhere. A sequence ends with its
 last sampled token, and one without any is left out. Invariant: each token of a trained answer is ``sampled`` once.
 """
@@ -20,7 +20,7 @@ _NOT_SAMPLED = -1
 
 
 def sequences_of(nodes: Sequence[Node], past_rewards: Mapping[int, float]) -> list[TokenSequence]:
-    """``nodes`` are all of a conversation, in order; ``past_rewards`` is Turn.past_reward by the id of the node."""
+    """``nodes`` are all of a conversation, parents first; ``past_rewards`` is Turn.past_reward by the node's id."""
     inner = {node.parent for node in nodes}
     held: set[int] = set()
     sequences = []

@@ -54,8 +54,10 @@ class Session:
         """Set when a deadline may have moved."""
         self.failure: TrajectoryFailed | None = None
         """Why nothing can come of the ticket any more."""
-        self.cut = False
-        """Whether the newest answer was cut by a limit of the run's."""
+        self.cut: set[int] = set()
+        """Answers that a limit of the run's has cut, by node."""
+        self.rendering = asyncio.Lock()
+        """Calls are rendered in the order of their arrival, so that those which ask the same are told apart by it."""
         self.resumes = 0
         self.malformed_calls = 0
         self.calls: dict[str, _Call] = {}
@@ -90,6 +92,8 @@ class _Call:
         """Held by whoever has it answered; repeats wait for it."""
         self.prompt: Prompt | None = None
         self.response: Response | None = None
+        self.limited = False
+        """Whether its answer may be no longer by a limit of the run's, rather than by the agent's wish."""
         self.key = ""
         self.reply: ChatReply | None = None
 
@@ -181,9 +185,12 @@ class Sessions:
         try:
             if call.prompt is None:
                 messages = normalise_messages(request.messages)
-                call.prompt = await self._prompt(session, messages, tools, options)
-                call.response = self._begin(session, call.prompt, request)
-                call.key = session.key_of(call.prompt)
+                async with session.rendering:
+                    prompt = await self._prompt(session, messages, tools, options)
+                    most = self._room(session, prompt)
+                    call.response = self._begin(request, most)
+                    call.limited = request.max_tokens is None or most <= request.max_tokens
+                    call.prompt, call.key = prompt, session.key_of(prompt)
             assert call.response is not None
             async with self._slot(account):
                 policy = self._policy(
@@ -224,18 +231,19 @@ class Sessions:
                 return conversation.extend(resolved, extension)
         return conversation.branch(resolved, await self._in_thread(renderer.render, messages, tools, options))
 
-    def _begin(self, session: Session, prompt: Prompt, request: Chat) -> Response:
+    def _room(self, session: Session, prompt: Prompt) -> int:
+        """The longest answer that the run allows. Raises EpisodeOver."""
         room = self._longest - len(prompt.ids)
         if room < 1:
             raise session.end_by_length(
                 f"its context has {len(prompt.ids)} tokens, and with an answer may have {self._longest} "
                 "(episode.max_context_tokens)"
             )
-        most = min(room, session.ticket.max_tokens)
-        wanted = request.max_tokens or most
-        session.cut = most <= wanted
+        return min(room, session.ticket.max_tokens)
+
+    def _begin(self, request: Chat, most: int) -> Response:
         stops = with_strings(self._stops, request.stop, self._tokenizer)
-        return Response(max_tokens=min(most, wanted), stops=stops)
+        return Response(max_tokens=min(most, request.max_tokens or most), stops=stops)
 
     def _commit(self, session: Session, call: _Call, request: Chat, parsed: Parsed) -> ChatReply:
         prompt, response = call.prompt, call.response
@@ -253,7 +261,8 @@ class Sessions:
             calls=[(each.name, each.arguments) for each in parsed.calls],
             untrained=request.untrained,
         )
-        session.cut = session.cut and response.finish_reason == "length"
+        if response.finish_reason == "length" and call.limited:
+            session.cut.add(node.id)
         session.resumes += response.submissions - 1
         session.malformed_calls += parsed.malformed
         return ChatReply(

@@ -1,5 +1,7 @@
 """Conversations by example: what is recognised, what extends, what forks and why, and what is trained of it."""
 
+import itertools
+
 import numpy as np
 import pytest
 from conversation_cases import (
@@ -378,6 +380,17 @@ def test_an_untrained_answer_is_context_to_come_and_never_sampled(player):
     assert roles(sequence) == ["repeated", "context", "sampled"]
     assert len(sequence.tokens) == second.length - len(sequence.prompt_ids)
     assert [message["content"] for message in player.conversation.messages()] == ["hi", "ab", "x", "b"]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_the_order_of_sequences_does_not_tell_who_was_answered_first(player, order):
+    asked = [(player.ask(HI), "ab"), (player.ask(HI), "ba"), (player.ask([user("a")]), "b")]
+    for call in order:
+        player.answer(*asked[call])
+    ids = {node.message["content"]: node.ids.tolist() for node in player.conversation.nodes}
+    sequences = player.conversation.sequences()
+    assert [sequence.tokens.tolist() for sequence in sequences] == [ids["b"], ids["ab"], ids["ba"]]
+    assert [message["content"] for message in player.conversation.messages()] == ["a", "b"]
 
 
 def test_nothing_trained_is_no_sequence(player):

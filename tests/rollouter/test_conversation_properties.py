@@ -189,7 +189,15 @@ def each_sampled_token_is_trained_once_in_the_context_that_it_was_sampled_in(pla
 
 def sequences_are_the_leaves_of_the_forest(player):
     """By brute force: token by token, leaf by leaf."""
-    nodes = player.conversation.nodes
+
+    def below(parent):
+        """Depth first, behind one answer by what the calls asked, then in their order."""
+        children = [node for node in player.conversation.nodes if node.parent is parent]
+        for child in sorted(children, key=lambda node: (node.context.tobytes(), player.calls[node.id].prompt.number)):
+            yield child
+            yield from below(child)
+
+    nodes = list(below(None))
     inner = {id(node.parent) for node in nodes}
     expected, held = [], set()
     for node in nodes:

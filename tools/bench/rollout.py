@@ -178,7 +178,7 @@ class Bare:
             prompt_ids=ticket.prompt_ids.tolist(),
             max_tokens=MAX_TOKENS,
             temperature=ticket.temperature,
-            seed=request_seed(self._settings.run.seed, key, 0),
+            seed=request_seed(self._settings.run.seed, key),
             cache_salt="v0",
         )
         async with places:

@@ -38,7 +38,7 @@ class GenerationRequest:
     temperature: float
     """0 is greedy; only for evaluation."""
     seed: int | None
-    """Of this submission's noise; None leaves it to the engine."""
+    """Of the response's noise, the same in all its submissions; None leaves it to the engine. A resume replays none."""
     stop_token_ids: Sequence[int] = ()
     """Tokens that end the response, beside the model's end-of-sequence token."""
     cache_salt: str = ""

@@ -6,6 +6,7 @@ first, and import it in a thread.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -97,7 +98,7 @@ def sampling(request: GenerationRequest, eos_token_ids: list[int], stream_interv
     return SamplingParams(
         temperature=request.temperature,
         max_tokens=request.max_tokens,
-        seed=request.seed,
+        seed=submission_seed(request),
         stop_token_ids=[*eos_token_ids, *request.stop_token_ids],
         logprobs=0,
         flat_logprobs=True,
@@ -106,6 +107,14 @@ def sampling(request: GenerationRequest, eos_token_ids: list[int], stream_interv
         stream_interval=stream_interval,
         skip_clone=True,
     )
+
+
+def submission_seed(request: GenerationRequest) -> int | None:
+    """vLLM begins its noise anew with each request, so a resume has a seed of its own. 63 bits."""
+    if request.seed is None or not request.held:
+        return request.seed
+    digest = hashlib.blake2b(f"{request.seed}/{request.held}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def update_info(weights: Staged | Broadcast) -> dict[str, Any]:

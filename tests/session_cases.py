@@ -2,13 +2,14 @@
 
 import asyncio
 import json
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from types import SimpleNamespace
 
 import numpy as np
 from chat_models import FAMILIES, write_chat_model
 from harness import replace
 from inprocess import sim_config
+from published_weights import stage
 from test_messages import make_group
 
 from asyncrl.chat.renderer import make_renderer
@@ -99,20 +100,35 @@ class Speaker:
 
 
 class World:
-    """Sessions and a player. ``say`` gives the answer to a prompt; ``agent(session key)`` plays an episode."""
+    """Sessions and a player. ``say`` gives the answer to a prompt; ``agent(session key)`` plays an episode.
 
-    def __init__(self, folder, *, say=lambda prompt: "Hello.", agent=None, family="tools first", **sections):
+    With ``model``, a folder, a real ``engine`` can speak: ``engine(config)`` makes it, and ``publish(version)`` gives
+    the manifest of a version's weights.
+    """
+
+    def __init__(
+        self,
+        folder,
+        *,
+        say=lambda prompt: "Hello.",
+        agent=None,
+        family="tools first",
+        model=None,
+        engine=None,
+        publish=None,
+        **sections,
+    ):
         template, eos = FAMILIES[family]
-        model = write_chat_model(folder / "model", template, eos=eos)
-        tree = sim_config(rollout=sections.pop("rollout", {})).model_dump(mode="json")
-        tree["model"]["path"] = str(model)
+        model = model or write_chat_model(folder / "model", template, eos=eos)
+        rollout = sections.pop("rollout", {})
+        tree = sim_config(rollout=rollout, model={"path": str(model)}).model_dump(mode="json")
         tree["episode"] |= {"function": "nobody:plays"} | sections.pop("episode", {})
         for name, section in sections.items():
             tree[name] |= section
         self.config = validate_config(tree)
         self.tokenizer = load_tokenizer(str(model))
         self.renderer = make_renderer(self.config, self.tokenizer)
-        self.say, self.agent = say, agent
+        self.say, self.agent, self.publish = say, agent, publish
         self.submitted, self.deltas, self.ran, self.ended = [], [], [], []
         self.spoken, self.pause_after = 0, None
         self.calls = 0
@@ -122,7 +138,7 @@ class World:
         self.slots = Slots(self.config.rollout.concurrency)
         self.host = EngineHost(
             self.config,
-            lambda: Speaker(self),
+            lambda: engine(self.config) if engine else Speaker(self),
             self.clock,
             StateLedger(self.clock.now, "engine"),
             Awaits(self.clock.now),
@@ -166,9 +182,27 @@ class World:
 
     async def update(self):
         """New weights, under whatever runs."""
-        await self.host.pause(self.host.version + 1)
-        await self.host.load(SimpleNamespace(version=self.host.version + 1))
+        version = self.host.version + 1
+        if self.publish is None:
+            await self._load(SimpleNamespace(version=version))
+            return
+        with closing(await asyncio.to_thread(stage, self.publish(version))) as staged:
+            await self.host.accept(staged)
+            assert await self.host.quiesced(60.0)
+            await self._load(staged)
+
+    async def _load(self, weights):
+        await self.host.pause(weights.version)
+        await self.host.load(weights)
         await self.host.commit()
+
+    async def update_every(self, tokens):
+        """New weights whenever so many tokens were sampled under the last ones."""
+        while True:
+            before = self.host.sampled_tokens
+            while self.host.sampled_tokens < before + tokens:
+                await asyncio.sleep(0.001)
+            await self.update()
 
     async def __aenter__(self):
         await self.host.start()
@@ -177,6 +211,7 @@ class World:
 
     async def __aexit__(self, *error):
         self.sessions.close()
+        await self.host.close()
 
     def open(self):
         return self.sessions.open(self.ticket, self.account, HOST)

@@ -1,0 +1,124 @@
+"""Episodes of many turns on the real vLLM while its weights change again and again, asked through the client, at the
+same time too, and over HTTP: each trained token has the log-prob that the Hugging Face model of its version gives it
+over the whole context in which it was sampled (I3, I4).
+"""
+
+import asyncio
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from session_cases import World
+from tiny_models import Publisher
+from whole import play, whole, worst_error
+
+from asyncrl.rollouter.engines import make_engine
+from tools.learn.chat_model import make_model, make_tokenizer, save
+from tools.learn.recipe import Settings
+
+pytestmark = [
+    # vLLM leaves its ZeroMQ contexts to the garbage collector.
+    pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning"),
+]
+
+TOLERANCE = 1e-4
+EPISODES = 12
+MAX_TOKENS = 40
+AGENT = '''
+import asyncio
+
+import openai
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+async def through_client(client, messages):
+    for turn in range(3):
+        several = await asyncio.gather(*(client.chat(messages) for _ in range(1 + turn % 2)))
+        messages = [*messages, several[-1].message, user(f"turn {turn}")]
+    # Not what was said: a fork.
+    return await client.chat([*messages[:-2], {"role": "assistant", "content": "no"}, user("and now")])
+
+
+async def over_http(client, messages):
+    async with openai.AsyncOpenAI(base_url=client.base_url, api_key=client.api_key) as policy:
+        for turn in range(4):
+            asked = {"model": client.model, "messages": messages}
+            if turn % 2:
+                parts = [part async for part in await policy.chat.completions.create(stream=True, **asked)]
+                text = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+            else:
+                text = (await policy.chat.completions.create(**asked)).choices[0].message.content
+            messages = [*messages, {"role": "assistant", "content": text}, user(f"turn {turn}")]
+
+
+async def play(task, client):
+    await (over_http if task.prompt.startswith("http") else through_client)(client, [user(task.prompt)])
+    return 1.0
+'''
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A folder, and two models whose distributions are far from uniform and from one another."""
+    folder, tokenizer = tmp_path_factory.mktemp("chat") / "model", make_tokenizer()
+    made = [make_model(Settings(layers=2, width=64, heads=2, intermediate=128), len(tokenizer)) for _ in range(2)]
+    for seed, model in enumerate(made):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(*((0.0, 0.15) if parameter.ndim > 1 else (0.5, 0.2)))
+    save(made[0], tokenizer, folder)
+    return folder, [model.float().eval() for model in made]
+
+
+def test_i4_each_trained_token_of_an_episode_has_the_log_prob_of_the_weights_of_its_version(tmp_path, models):
+    folder, made = models
+    Path("agent.py").write_text(AGENT)
+
+    async def main():
+        publisher = Publisher()
+        world = World(
+            tmp_path,
+            model=folder,
+            engine=lambda config: make_engine(config, "rollouter/0"),
+            publish=lambda version: publisher.publish_model(version, made[version % 2]),
+            rollout={
+                "engine": "vllm",
+                "gpus_per_replica": 0,
+                "max_tokens": MAX_TOKENS,
+                "concurrency": 16,
+                "stream_interval": 4,
+                "vllm": {"cpu_kv_cache_bytes": 64 << 20, "threads": 1, "max_num_seqs": 32},
+            },
+            data={"max_prompt_tokens": 400},
+            episode={"function": "agent:play"},
+        )
+        async with whole(world, tmp_path):
+            updating = asyncio.ensure_future(world.update_every(150))
+            names = [f"{'http' if sample % 2 else 'client'} {sample}" for sample in range(EPISODES)]
+            trajectories = await asyncio.gather(*(play(world, name, at) for at, name in enumerate(names)))
+            updating.cancel()
+            await asyncio.wait({updating})
+            version = world.host.version
+        publisher.close()
+        return trajectories, version
+
+    trajectories, version = asyncio.run(main())
+    gc.collect()
+    worst, tokens = worst_error(trajectories, lambda of: made[of % 2])
+    assert worst < TOLERANCE
+    assert tokens > 500
+    print(f"{tokens} tokens of {EPISODES} episodes, {version} updates: off by {worst:.1e} nats at most")
+    # Updates met turns, and forks and calls at the same time were there.
+    assert version >= 4
+    assert {len(t.sequences) for t in trajectories[1::2]} == {1}
+    assert {len(t.sequences) for t in trajectories[::2]} == {3}
+    spans = [{s.version for s in each.spans if s.role == "sampled"} for t in trajectories for each in t.sequences]
+    assert sum(len(versions) > 1 for versions in spans) >= EPISODES / 2
+    resumed = [t for t in trajectories if t.resumes]
+    assert resumed, "an answer was interrupted"

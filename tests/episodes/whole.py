@@ -1,0 +1,92 @@
+"""Episodes from end to end: user code in an episode host, its calls answered by a rollouter's sessions and an engine.
+
+Real processes, sockets and, where the world has one, a real engine with weights that change; the tickets are given by
+hand, and no learner trains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from hosted import Hosted, hosting
+from session_cases import HOST, World
+from tiny_models import logprobs_of
+
+from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply, TurnReward, TurnRewarded
+from asyncrl.messages.groups import Trajectory
+from asyncrl.rollouter.account import GroupAccount
+from asyncrl.rollouter.player import EpisodePlayer
+from asyncrl.runtime.actor import Caller, handler
+from asyncrl.runtime.peer import Peer
+
+
+class Seat:
+    """The calls that a rollouter answers."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.host: Peer | None = None
+
+    @handler
+    async def chat(self, request: Chat, caller: Caller) -> ChatReply:
+        reply: ChatReply = await self.world.sessions.chat(request, caller.name)
+        return reply
+
+    @handler
+    def turn_reward(self, request: TurnReward, caller: Caller) -> TurnRewarded:
+        session = self.world.sessions.find(request.session, caller.name)
+        return TurnRewarded(node=session.conversation.reward(request.node, request.value))
+
+    def tell(self, session: Any, call: str, offset: int, text: str) -> None:
+        assert self.host is not None
+        self.host.cast(ChatDelta(session=session.key, call=call, offset=offset, text=text))
+
+
+@asynccontextmanager
+async def whole(world: World, run_dir: Path) -> AsyncIterator[Hosted]:
+    """The world's player plays at a real host."""
+    seat = Seat(world)
+    async with world, hosting(world.config, run_dir, seat) as hosted:  # type: ignore[arg-type]
+        world.sessions._delta = seat.tell
+        world.player = EpisodePlayer(
+            world.config,
+            world.sessions,
+            run=lambda host, request, timeout: hosted.peer.call(request, timeout=timeout),
+            hosts=lambda: HOST,
+            clock=world.clock,
+        )
+        yield hosted
+
+
+def play(world: World, prompt: str, sample: int = 0, **ticket: Any) -> asyncio.Task[Trajectory]:
+    """One attempt at a trajectory."""
+    given = msgspec.structs.replace(world.ticket, prompt=prompt, uid=f"0-{sample}", temperature=1.0, **ticket)
+    account = GroupAccount(given, world.clock.now, world.clock.wall).samples[0]
+    return asyncio.ensure_future(world.player.play(given, account))
+
+
+def worst_error(trajectories: Sequence[Trajectory], model_of: Any) -> tuple[float, int]:
+    """Largest difference (nats) of a trained token's log-prob from that of the model of its version over the context
+    that it was sampled in; and how many tokens were compared."""
+    worst, count = 0.0, 0
+    for trajectory in trajectories:
+        for sequence in trajectory.sequences:
+            ids = [*sequence.prompt_ids.tolist(), *sequence.tokens.tolist()]  # type: ignore[union-attr]
+            offset, scores = len(ids) - len(sequence.tokens) - 1, iter(sequence.logprobs.tolist())
+            truth = {}
+            for span in sequence.spans:
+                if span.role != "sampled":
+                    continue
+                if span.version not in truth:
+                    truth[span.version] = logprobs_of(model_of(span.version), ids)
+                expected = np.array(truth[span.version][offset + span.start : offset + span.end])
+                found = np.array([next(scores) for _ in expected])
+                worst, count = max(worst, float(np.abs(found - expected).max())), count + len(found)
+            assert next(scores, None) is None
+    return worst, count

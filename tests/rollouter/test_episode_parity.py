@@ -1,0 +1,97 @@
+"""I8 for conversations: on the reference engine weights that are loaded again in every turn change not a bit."""
+
+import asyncio
+
+import pytest
+from session_cases import World, said, user
+from tiny_models import Publisher
+
+from asyncrl.messages.episodes import EpisodeDone
+from asyncrl.rollouter.engines import make_engine
+from tools.learn.chat_model import make_model, make_tokenizer, save
+from tools.learn.recipe import Settings
+
+TURNS = 4
+MAX_TOKENS = 40
+UPDATE_EVERY = 10
+"""Tokens."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder, tokenizer = tmp_path_factory.mktemp("chat") / "model", make_tokenizer()
+    made = make_model(Settings(layers=2, width=64, heads=2, intermediate=128), len(tokenizer))
+    save(made, tokenizer, folder)
+    return folder, made
+
+
+async def play(world, key):
+    """Four turns, the last of which is asked twice at the same time."""
+    messages = [user("go")]
+    for turn in range(TURNS - 1):
+        reply = await world.chat(key, messages)
+        messages += [said(reply), user(f"turn {turn}")]
+    await asyncio.gather(*(world.chat(key, messages) for _ in range(2)))
+    return EpisodeDone(reward=1.0)
+
+
+def played(folder, model, on_update, *, updates):
+    """Its trajectory, and of each turn the versions that sampled it."""
+    path, weights = model
+
+    async def go():
+        publisher = Publisher()
+        world = World(
+            folder,
+            agent=play,
+            model=path,
+            engine=lambda config: make_engine(config, "rollouter/0"),
+            publish=lambda version: publisher.publish_model(version, weights),
+            rollout={
+                "engine": "reference",
+                "max_tokens": MAX_TOKENS,
+                "stream_interval": 2,
+                "on_update": on_update,
+            },
+            data={"max_prompt_tokens": 400},
+        )
+        async with world:
+            updating = asyncio.ensure_future(world.update_every(UPDATE_EVERY) if updates else asyncio.sleep(0))
+            trajectory = await world.player.play(world.ticket, world.account)
+            updating.cancel()
+            await asyncio.wait({updating})
+        publisher.close()
+        return trajectory
+
+    return asyncio.run(go())
+
+
+def but_versions(trajectory):
+    """All of it that does not say which version sampled what, or when it happened."""
+    return [
+        (
+            [] if each.prompt_ids is None else each.prompt_ids.tolist(),
+            each.tokens.tolist(),
+            each.logprobs.tobytes(),
+            [span.role for span in each.spans for _ in range(span.start, span.end)],
+            each.turns,
+        )
+        for each in trajectory.sequences
+    ], (trajectory.messages, trajectory.text, trajectory.reward, trajectory.finish_reason)
+
+
+@pytest.mark.parametrize("on_update", ["abort_resume", "keep"])
+def test_i8_turns_that_are_interrupted_are_those_that_are_not(tmp_path, model, on_update):
+    whole = played(tmp_path, model, on_update, updates=False)
+    interrupted = played(tmp_path, model, on_update, updates=True)
+    assert but_versions(interrupted) == but_versions(whole)
+
+    assert len(whole.sequences) == 2
+    assert {span.version for each in whole.sequences for span in each.spans if span.role == "sampled"} == {0}
+    turns = 0
+    for each in interrupted.sequences:
+        for turn in each.turns:
+            turns += 1
+            versions = {span.version for span in each.spans if turn.start <= span.start < turn.end}
+            assert len(versions) > 1, "updates met every turn"
+    assert turns == TURNS + 1

@@ -1,0 +1,140 @@
+"""Episodes in the plain loop (synchronous.py): the user's function plays in this process, each call answered by itself.
+
+A call goes on from the answer that its messages repeat, whose tokens are not encoded again. One sequence for each
+answer that nothing goes on from, in the order of what was asked. No limit of turns, context or time is kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from asyncrl.chat.renderer import Renderer, make_renderer
+from asyncrl.config import Config
+from asyncrl.episodes.client import Reply
+from asyncrl.episodes.function import Player
+from asyncrl.episodes.players import resolve
+from asyncrl.episodes.task import Task
+from asyncrl.messages.groups import Sequence as TokenSequence
+from asyncrl.messages.groups import Ticket, Trajectory, Turn, VersionSpan
+from asyncrl.outcome import read_outcome
+from asyncrl.rollouter.player import task_seed
+from asyncrl.rollouter.response import Response
+from asyncrl.stops import Stops
+from asyncrl.tokenizer import Tokenizer
+
+Ask = Callable[[str, list[int]], Awaitable[Response]]
+"""Has the policy go on behind token ids, with the noise of a key."""
+
+
+@dataclass(eq=False)
+class Answer:
+    """A call of the policy, and what it answered."""
+
+    path: list[Answer]
+    """Those that it goes on from, and itself."""
+    number: int
+    context: list[int] = field(default_factory=list)
+    """Tokens behind the answer before."""
+    response: Response | None = None
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """Those it was asked with, and its own."""
+
+    def ids(self) -> list[int]:
+        """Up to its end."""
+        return [id for each in self.path for id in (*each.context, *(each.response.tokens if each.response else ()))]
+
+
+class Play:
+    """The client of one episode."""
+
+    def __init__(self, renderer: Renderer, ask: Ask) -> None:
+        self.answers: list[Answer] = []
+        self._renderer, self._ask = renderer, ask
+        self._asked: Counter[str] = Counter()
+
+    async def chat(self, messages: Sequence[Mapping[str, Any]]) -> Reply:
+        """See Client."""
+        asked = [dict(message) for message in messages]
+        known = [each for each in self.answers if each.messages and asked[: len(each.messages)] == each.messages]
+        last = max(known, key=lambda each: len(each.messages), default=None)
+        answer = Answer([], len(self.answers))
+        if last is not None and last.response is not None:
+            finish = last.response.finish_reason or "stop"
+            tail = asked[len(last.messages) :]
+            context = self._renderer.extension(tail, (), {}, last_ids=last.response.tokens, finish=finish)
+            assert context is not None, "the template allows it"
+            answer.path, answer.context = [*last.path, answer], context
+        else:
+            answer.path, answer.context = [answer], self._renderer.render(asked, (), {})
+        self.answers.append(answer)
+        prompt = answer.ids()
+        digest = hashlib.blake2b(np.array(prompt, np.int32).tobytes(), digest_size=8).hexdigest()
+        self._asked[digest] += 1
+        answer.response = response = await self._ask(f"{digest}/{self._asked[digest]}", prompt)
+        content = self._renderer.parse(response.tokens, ()).content
+        answer.messages = [*asked, {"role": "assistant", "content": content}]
+        return Reply(content, None, [], "stop", len(prompt), len(response.tokens))
+
+    def sequences(self) -> list[TokenSequence]:
+        """What is trained: each answer once, in the first sequence that has it."""
+        inner = {above for each in self.answers for above in each.path[:-1]}
+        leaves = [each for each in self.answers if each not in inner]
+        leaves.sort(key=lambda leaf: [(np.array(each.context, np.int32).tobytes(), each.number) for each in leaf.path])
+        held: set[Answer] = set()
+        found = []
+        for leaf in leaves:
+            tokens: list[int] = []
+            logprobs: list[float] = []
+            spans: list[VersionSpan] = []
+            turns: list[Turn] = []
+            for each in leaf.path:
+                assert each.response is not None
+                if each is not leaf.path[0]:
+                    spans.append(VersionSpan(-1, len(tokens), len(tokens) + len(each.context), role="context"))
+                    tokens += each.context
+                begin = len(tokens)
+                tokens += each.response.tokens
+                if each in held:
+                    spans.append(VersionSpan(-1, begin, len(tokens), role="repeated"))
+                    continue
+                held.add(each)
+                logprobs += each.response.logprobs
+                spans += [VersionSpan(s.version, begin + s.start, begin + s.end) for s in each.response.spans]
+                turns.append(Turn(begin, len(tokens), 0.0))
+            arrays = {"tokens": np.array(tokens, np.int32), "logprobs": np.array(logprobs, np.float32)}
+            prompt_ids = np.array(leaf.path[0].context, np.int32)
+            found.append(TokenSequence(prompt_ids=prompt_ids, spans=spans, turns=turns, **arrays))
+        return found
+
+
+def make_episode(
+    config: Config, tokenizer: Tokenizer, stops: Stops
+) -> Callable[[Ask, Ticket, int], Coroutine[Any, Any, Trajectory]]:
+    """Plays a sample of a ticket."""
+    player = resolve("function", [config.episode.function or ""], config.episode.options, lambda *_: None)
+    return partial(play, player, make_renderer(config, tokenizer, stop_ids=stops.token_ids), config)
+
+
+async def play(player: Player, renderer: Renderer, config: Config, ask: Ask, ticket: Ticket, sample: int) -> Trajectory:
+    """An episode and its reward."""
+    seed, where = task_seed(config.run.seed, ticket.uid), f"{ticket.uid}/{sample}/0"
+    task = Task(prompt=ticket.prompt, row=ticket.row, seed=seed, uid=ticket.uid, sample=sample, attempt=0)
+    client: Any = Play(renderer, lambda key, ids: ask(f"{where}/{key}", ids))
+    reward, components = read_outcome(await player(task, client))
+    last = client.answers[-1]
+    return Trajectory(
+        sample=sample,
+        sequences=client.sequences(),
+        messages=last.messages,
+        finish_reason="length" if last.response.finish_reason == "length" else "stop",
+        text=last.messages[-1]["content"],
+        reward=reward,
+        components=components,
+    )
