@@ -144,6 +144,7 @@ METRICS: tuple[Metric, ...] = (
         ("rollout/in_flight", "trajectories", "leased and not generated so far, those without a slot included"),
         ("rollout/running", "trajectories", "in the engine"),
         ("rollout/waiting", "trajectories", "that wait for a slot or for the engine to serve"),
+        ("rollout/concurrency", "calls", "that may be in the engine at a time"),
         ("rollout/held", "groups", "tickets that are not acknowledged"),
         ("rollout/scoring", "trajectories", "with the reward pool, those in its queue included"),
         ("rollout/oldest_s", "s", "since the oldest trajectory that is not generated was leased"),
