@@ -130,6 +130,7 @@ METRICS: tuple[Metric, ...] = (
         "counter",
         "rollouter",
         ("rollout/sampled_tokens", "tokens", "sampled since the start, evaluation included"),
+        ("rollout/calls", "calls", "of the policy that episodes have had answered"),
         ("rollout/trajectories", "trajectories", "generated to their end"),
         ("rollout/engine_restarts", "restarts", "of the engine within this process"),
         ("rollout/adoptions", "learners", "that were taken for the living one after another"),

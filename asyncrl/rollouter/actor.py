@@ -414,7 +414,9 @@ class Rollouter(Actor):
     @handler
     async def chat(self, request: Chat, caller: Caller) -> ChatReply:
         """The policy's answer in a session. Raises EpisodeOver, ChatRefused."""
-        return await self._sessions.chat(request, caller.name)
+        reply = await self._sessions.chat(request, caller.name)
+        self.counters.add("rollout/calls")
+        return reply
 
     @handler
     def turn_reward(self, request: TurnReward, caller: Caller) -> TurnRewarded:
