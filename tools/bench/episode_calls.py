@@ -89,6 +89,7 @@ class Agent:
 
     def __init__(self) -> None:
         self._streams: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
+        self._writers: list[asyncio.StreamWriter] = []
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
         self._generate: Any = None
@@ -97,7 +98,14 @@ class Agent:
 
     async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """An episode has begun."""
+        self._writers.append(writer)
         self._streams.put_nowait((reader, writer))
+
+    async def close(self) -> None:
+        """Hang up, which ends the episodes."""
+        for writer in self._writers:
+            writer.close()
+            await writer.wait_closed()
 
     async def begin(self, rollouter: Rollouter) -> None:
         """Take the first episode, and look at what is asked of the engine."""
@@ -216,6 +224,7 @@ async def living(folder: Path) -> AsyncIterator[Agent]:
                 for life in lives:
                     life.cancel()
                 await asyncio.gather(*lives, return_exceptions=True)
+                await agent.close()
                 await asyncio.to_thread(processes.close, 0.0)
                 listener.close()
 

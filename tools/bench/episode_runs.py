@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import uvloop
 
 from asyncrl.errors import ActorFailed
 from asyncrl.monitor.client import Viewer, find_target
 from asyncrl.monitor.rates import Interval
+from asyncrl.runtime.vitals import PROBE_S
 from asyncrl.snapshot import Snapshot
 from tools.bench.paired import LEVEL, RESAMPLES
 from tools.bench.report import Report, Target
-from tools.bench.scale_report import report_lag
+from tools.bench.scale_report import LAG_TARGET_S, report_lag
 from tools.bench.scale_watch import total
 from tools.live_run import LiveRun
 
@@ -90,7 +92,7 @@ def measure_open(report: Report, *, episodes: int) -> None:
         run = LiveRun(chosen, Path(name))
         try:
             run.until(lambda: (run.run_dir / "private" / "controller.json").exists(), "its controller", READY_S)
-            first, last = asyncio.run(_watch(run, episodes))
+            first, last, bare = uvloop.run(_watch(run, episodes))
         finally:
             run.close()
     actors = {actor.name: actor for actor in last.actors}
@@ -107,10 +109,37 @@ def measure_open(report: Report, *, episodes: int) -> None:
     report.say(f"open episodes: {shown}")
     for who in ("rollouter/0", "episodes/0"):
         report_lag(report, actors[who], meanwhile)
+    late = float(np.quantile(bare, 0.99))
+    over = float(np.mean(np.asarray(bare) > LAG_TARGET_S))
+    report.figures["lag_bare"] = {"p99_s": late, "over_50ms_share": over, "samples": len(bare)}
+    report.say(
+        f"bare loop      lag p99 {1e3 * late:.0f} ms, {100 * over:.2f} % over 50 ms: of this machine, beside them"
+    )
 
 
-async def _watch(run: LiveRun, episodes: int) -> tuple[Snapshot, Snapshot]:
-    """Snapshots at the beginning and the end of the measured time. Raises ActorFailed."""
+async def _measure_lag(late: list[float]) -> None:
+    """As actors do it, of an event loop that has nothing to do."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due = loop.time() + PROBE_S
+        await asyncio.sleep(PROBE_S)
+        late.append(max(0.0, loop.time() - due))
+
+
+async def _watch(run: LiveRun, episodes: int) -> tuple[Snapshot, Snapshot, list[float]]:
+    """Snapshots at the beginning and the end of the measured time, and the lag of a bare loop in it (s).
+
+    Raises ActorFailed.
+    """
+    bare: list[float] = []
+    measuring = asyncio.create_task(_measure_lag(bare))
+    try:
+        return *await _measured(run, episodes, bare), bare
+    finally:
+        measuring.cancel()
+
+
+async def _measured(run: LiveRun, episodes: int, bare: list[float]) -> tuple[Snapshot, Snapshot]:
     loop = asyncio.get_running_loop()
     settled: float | None = None
     first: Snapshot | None = None
@@ -128,6 +157,7 @@ async def _watch(run: LiveRun, episodes: int) -> tuple[Snapshot, Snapshot]:
                     settled = now
                 elif first is None and now - settled > SETTLED_S:
                     first = news
+                    bare.clear()
                 elif first is not None and news.wall - first.wall > MEASURED_S:
                     return first, news
     raise ActorFailed("the run", "its controller is gone")
