@@ -290,6 +290,10 @@ def describe(config: Config, placed: Sequence[Placed]) -> list[str]:
     learner, rollout = config.learner, config.rollout
     _, most = rollout.concurrency_bounds
     upto = "up to " if rollout.concurrency == "auto" else ""
+    each, key, what = most, "rollout.concurrency", "trajectories in flight"
+    if config.episode.kind != "single":
+        each, key, what = config.episodes_open(most), "rollout.episodes", "episodes open"
+        upto = "" if rollout.episodes else upto
     return [
         *rows,
         "",
@@ -298,7 +302,7 @@ def describe(config: Config, placed: Sequence[Placed]) -> list[str]:
         f"{learner.groups_per_step} x learner.steps_per_version {learner.steps_per_version}",
         f"  gate capacity, groups        {config.gate_capacity} = (staleness.max {config.staleness.max} + 1) x G",
         f"  trajectories per step        {learner.groups_per_step * rollout.samples_per_prompt}",
-        f"  trajectories in flight       {upto}{most * rollout.replicas} = rollout.concurrency {most} x "
+        f"  {what:<27}  {upto}{each * rollout.replicas} = {key} {each} x "
         f"rollout.replicas {rollout.replicas}; the gate admits "
         f"{config.gate_capacity * rollout.samples_per_prompt}",
         f"  versions of the run          {learner.steps // learner.steps_per_version}",
