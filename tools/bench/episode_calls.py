@@ -9,6 +9,7 @@ is a timing model, so both sides sample for the same time; the chat template is 
 from __future__ import annotations
 
 import asyncio
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Coroutine
@@ -30,6 +31,7 @@ from asyncrl.rollouter.actor import Rollouter
 from asyncrl.rollouter.engines.base import GenerationRequest
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext
 from asyncrl.runtime.endpoint import new_incarnation
+from asyncrl.runtime.process import SWITCH_S
 from asyncrl.tokenizer import tokenizer_of
 from asyncrl.wire.keys import load_credentials
 from asyncrl.wire.zeromq import ZmqTransport
@@ -153,6 +155,8 @@ async def measure(report: Report, *, pairs: int) -> None:
     """Fill the report."""
     report.settings |= {"answer_tokens": ANSWER_TOKENS, "decode_step_s": STEP_S, "pairs": pairs}
     configure_logging("warning")
+    # As in an actor's process: rendering is done in threads.
+    sys.setswitchinterval(SWITCH_S)
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as name:
         async with living(Path(name)) as agent:
             for way, call in (("client", agent.chat), ("http", agent.http)):
