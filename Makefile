@@ -40,6 +40,7 @@ check: $(STAMP) ## Format, lint and types
 bench: $(STAMP) ## Measure the overheads against their floors
 	$(BIN)/python -m tools.bench calls --vs ray
 	$(BIN)/python -m tools.bench rollout
+	$(BIN)/python -m tools.bench episodes
 	$(BIN)/python -m tools.bench overlap
 	$(BIN)/python -m tools.bench weights
 	$(BIN)/python -m tools.bench stall

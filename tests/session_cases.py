@@ -135,7 +135,7 @@ class World:
         self.clock = LoopClock()
         self.speaks = asyncio.Event()
         self.speaks.set()
-        self.slots = Slots(self.config.rollout.concurrency)
+        self.slots = Slots(self.config.rollout.concurrency_bounds[1])
         self.host = EngineHost(
             self.config,
             lambda: engine(self.config) if engine else Speaker(self),

@@ -59,6 +59,18 @@ def test_a_flag_for_a_text_is_text_whatever_it_looks_like(key, text, value):
     assert config == value and type(config) is type(value)
 
 
+def test_concurrency_is_a_number_or_what_the_engine_bears():
+    def bounds(**rollout):
+        return validate_config(SIMULATED | {"rollout": {"engine": "sim"} | rollout}).rollout.concurrency_bounds
+
+    assert bounds(concurrency=12) == (12, 12)
+    assert bounds(concurrency="auto") == (1, 1024)
+    real = {"model": {"path": "m"}, "data": {"source": "synthetic"}}
+    chosen = validate_config(real | {"rollout": {"concurrency": "auto", "vllm": {"max_num_seqs": 48}}})
+    assert chosen.rollout.concurrency_bounds == (1, 48)
+    assert load_config([], {**{"data.source": "synthetic", "model.path": "m"}, "rollout.concurrency": "auto"})
+
+
 def test_the_json_of_a_config_is_the_config():
     config = validate_config(SIMULATED)
     assert config_from_json(config_to_json(config)) == config
@@ -102,6 +114,8 @@ def test_every_problem_is_reported_at_once():
     ("tree", "problem"),
     [
         ({"rollout": {"engine": "sim", "concurrency": 4}}, "rollout.concurrency: is 4, less than one prompt group"),
+        ({"rollout": {"engine": "sim", "concurrency": "many"}}, "rollout.concurrency: input should be"),
+        ({"rollout": {"engine": "reference", "concurrency": "auto"}}, "rollout.concurrency: auto goes by the engine's"),
         ({"learner": {"backend": "sim", "steps": 5, "steps_per_version": 2}}, "learner.steps: must be a multiple"),
         ({"learner": {"backend": "sim", "steps": 5, "warmup_steps": 6}}, "learner.warmup_steps: is more"),
         (

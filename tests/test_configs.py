@@ -8,6 +8,7 @@ import pytest
 
 from asyncrl.config.keys import known_keys
 from asyncrl.config.load import load_config
+from asyncrl.episodes.players import resolve
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 FILES = sorted(CONFIGS.glob("*.toml"))
@@ -63,8 +64,15 @@ def test_the_quickstart_shows_that_it_learns():
     assert all(e.at_start and e.at_end for e in config.eval.values())
 
 
-def test_the_simulation_needs_no_model_and_no_gpu():
-    config = load_config([CONFIGS / "sim-64.toml"])
+def test_the_rehearsed_agent_takes_its_options():
+    episode = load_config([CONFIGS / "sim-agents-64.toml"]).episode
+    resolve(episode.kind, [episode.function], episode.options, lambda *_: None)
+
+
+@pytest.mark.parametrize("name", ["sim-64.toml", "sim-agents-64.toml"])
+def test_the_simulation_needs_no_model_and_no_gpu(name):
+    config = load_config([CONFIGS / name])
+    assert config.model.path is None
     assert config.rollout.replicas == 64
     assert config.rollout.gpus_per_replica == 0
     assert config.learner.steps * config.learner.groups_per_step <= config.data.size

@@ -21,7 +21,7 @@ from asyncrl.config.operation import (
     SupervisionConfig,
     WatchdogConfig,
 )
-from asyncrl.config.rollout import RolloutConfig, WeightsConfig
+from asyncrl.config.rollout import EPISODES_PER_CALL, RolloutConfig, WeightsConfig
 from asyncrl.config.section import Section
 from asyncrl.config.training import (
     DataConfig,
@@ -106,12 +106,11 @@ class Config(Section):
         """Longest context plus answer of an episode, in tokens."""
         return self.episode.max_context_tokens or self.data.max_prompt_tokens + self.rollout.max_tokens
 
-    @property
-    def episodes_open(self) -> int:
-        """Most episodes that a rollouter plays at a time."""
+    def episodes_open(self, concurrency: int) -> int:
+        """Most episodes that a rollouter plays at a time, where so many calls may be in its engine."""
         if self.episode.kind == "single":
-            return self.rollout.concurrency
-        return self.rollout.episodes or 4 * self.rollout.concurrency
+            return concurrency
+        return self.rollout.episodes or EPISODES_PER_CALL * concurrency
 
     @property
     def groups_per_version(self) -> int:

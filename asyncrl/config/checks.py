@@ -68,9 +68,9 @@ def cross_check(config: Config) -> list[tuple[str, str]]:
     if rollout.engine == "sim" and learner.backend != "sim":
         found.append(("learner.backend", 'what the sim engine makes up must not train a model; set it to "sim"'))
     # A place of the engine is taken for a call of it alone; an episode has it only meanwhile.
-    places, key = (rollout.concurrency, "rollout.concurrency")
+    places, key = config.episodes_open(rollout.concurrency_bounds[1]), "rollout.concurrency"
     if config.episode.kind != "single":
-        places, key = (rollout.episodes or 4 * rollout.concurrency, "rollout.episodes")
+        key = "rollout.episodes"
     if rollout.samples_per_prompt > places:
         found.append(
             (
@@ -79,6 +79,9 @@ def cross_check(config: Config) -> list[tuple[str, str]]:
             )
         )
     found += _episode_problems(config)
+    if rollout.engine == "reference" and rollout.concurrency == "auto":
+        told = "auto goes by the engine's KV cache, and the reference engine has none; give a number"
+        found.append(("rollout.concurrency", told))
     if rollout.engine == "reference" and rollout.gpus_per_replica:
         found.append(("rollout.gpus_per_replica", "the reference engine computes on the CPU; set it to 0"))
     length = rollout.vllm.max_model_len

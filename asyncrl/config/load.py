@@ -82,7 +82,7 @@ def validate_config(
         config = Config.model_validate(tree)
     except ValidationError as error:
         for item in error.errors():
-            path = tuple(str(part) for part in item["loc"])
+            path = _key_of(item["loc"], tree)
             bad.add(path)
             found.append(describe(path, item) + _from(path, sources or {}))
         try:
@@ -110,6 +110,17 @@ def config_from_json(text: str) -> Config:
     for section, key in REMOVED:
         tree.get(section, {}).pop(key, None)
     return validate_config(tree)
+
+
+def _key_of(place: Sequence[int | str], tree: Any) -> tuple[str, ...]:
+    """The key of a place in the tree. Behind that of a value which may be of several kinds pydantic names the kind."""
+    key: list[str] = []
+    for part in place:
+        if not isinstance(tree, dict | list):
+            break
+        key.append(str(part))
+        tree = tree.get(part) if isinstance(tree, dict) else tree[int(part)]
+    return tuple(key)
 
 
 def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:

@@ -8,6 +8,13 @@ from pydantic import Field
 
 from asyncrl.config.section import Fraction, NonNegative, Positive, Seconds, Section
 
+AUTO_START = 64
+"""Calls in an engine at a time with which concurrency = "auto" begins."""
+AUTO_MOST = 1024
+"""And the most that it comes to, where the engine sets no bound of its own."""
+EPISODES_PER_CALL = 4
+"""Episodes open for each call in the engine, where rollout.episodes does not say."""
+
 
 class SimEngineConfig(Section):
     """Timing model of continuous batching for the sim engine."""
@@ -74,11 +81,12 @@ class RolloutConfig(Section):
     <|im_end|>, counts as its id in stop_token_ids."""
     stop_token_ids: list[NonNegative] = []
     """Ids of further tokens that end a response as the end-of-sequence token does, which is trained like any other."""
-    concurrency: Positive = 64
-    """Trajectories in flight in each rollouter; with episodes, calls that are in its engine at a time."""
+    concurrency: Positive | Literal["auto"] = 64
+    """Trajectories in flight in each rollouter; with episodes, calls that are in its engine at a time. auto: as many as
+    the engine's KV cache bears."""
     episodes: Positive | None = None
     """Episodes open at a time in each rollouter, those included that wait for their tools; by default 4 times
-    concurrency."""
+    concurrency, as it stands."""
     stream_interval: Positive = 16
     """Tokens that an engine gathers before it hands them over."""
     on_update: Literal["abort_resume", "keep", "drain"] = "abort_resume"
@@ -98,6 +106,13 @@ class RolloutConfig(Section):
     """Settings of the vllm engine."""
     sim: SimEngineConfig = SimEngineConfig()
     """Settings of the sim engine."""
+
+    @property
+    def concurrency_bounds(self) -> tuple[int, int]:
+        """Least and most calls that may be in an engine at a time; the same where the number is given."""
+        if self.concurrency == "auto":
+            return 1, self.vllm.max_num_seqs if self.engine == "vllm" else AUTO_MOST
+        return self.concurrency, self.concurrency
 
     @property
     def stops(self) -> bool:

@@ -288,7 +288,12 @@ def describe(config: Config, placed: Sequence[Placed]) -> list[str]:
             f"  {actor.name:<{width}}  {actor.host:<{host_width}}  {where}  threads {actor.env[THREAD_VARIABLES[0]]}"
         )
     learner, rollout = config.learner, config.rollout
-    in_flight = rollout.concurrency * rollout.replicas
+    _, most = rollout.concurrency_bounds
+    upto = "up to " if rollout.concurrency == "auto" else ""
+    each, key, what = most, "rollout.concurrency", "trajectories in flight"
+    if config.episode.kind != "single":
+        each, key, what = config.episodes_open(most), "rollout.episodes", "episodes open"
+        upto = "" if rollout.episodes else upto
     return [
         *rows,
         "",
@@ -297,7 +302,7 @@ def describe(config: Config, placed: Sequence[Placed]) -> list[str]:
         f"{learner.groups_per_step} x learner.steps_per_version {learner.steps_per_version}",
         f"  gate capacity, groups        {config.gate_capacity} = (staleness.max {config.staleness.max} + 1) x G",
         f"  trajectories per step        {learner.groups_per_step * rollout.samples_per_prompt}",
-        f"  trajectories in flight       {in_flight} = rollout.concurrency {rollout.concurrency} x "
+        f"  {what:<27}  {upto}{each * rollout.replicas} = {key} {each} x "
         f"rollout.replicas {rollout.replicas}; the gate admits "
         f"{config.gate_capacity * rollout.samples_per_prompt}",
         f"  versions of the run          {learner.steps // learner.steps_per_version}",

@@ -18,6 +18,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from asyncrl.chat.renderer import make_renderer
+from asyncrl.config.rollout import AUTO_START
 from asyncrl.errors import DeadlineExceeded, InvalidRequest, PeerRestarted, RemoteError, WireError
 from asyncrl.messages.dataloader import Lease, Leased, ReturnTickets
 from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply, RunEpisode, TurnReward, TurnRewarded
@@ -29,6 +30,7 @@ from asyncrl.messages.rollouter import HeldTicket, OpenTickets, TicketsHeld
 from asyncrl.monitor.story_log import GENERATED
 from asyncrl.monitor.trace import FIRST_SLOT, WEIGHTS
 from asyncrl.rollouter.account import CallAccount, GroupAccount
+from asyncrl.rollouter.concurrency import LOOK_S, Concurrency
 from asyncrl.rollouter.delivery import Delivery
 from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.engines import engine_parsers, make_engine
@@ -112,9 +114,10 @@ class Rollouter(Actor):
         self._preempted = False
         self._leaves = False
         """It asks for nothing more while the run goes on."""
-        self._slots = Slots(self.config.rollout.concurrency)
+        self._concurrency = Concurrency(*self.config.rollout.concurrency_bounds, start=AUTO_START)
+        self._slots = Slots(self._concurrency.limit)
         """Of the engine."""
-        self._open = Slots(self.config.episodes_open)
+        self._open = Slots(self.config.episodes_open(self._slots.size))
         """Of episodes."""
         self._sessions: Sessions
         self._player: EpisodePlayer | None = None
@@ -169,6 +172,8 @@ class Rollouter(Actor):
 
     async def run(self) -> None:
         work = [self._follower.run(), self._lease_tickets(), self._report_stats(), self._tell_running()]
+        if self.config.rollout.concurrency == "auto":
+            work.append(self._adapt_concurrency())
         tasks = [self.tasks.create_task(item) for item in work]
         await self.drained()
         ending = [*tasks, *self._running]
@@ -243,7 +248,7 @@ class Rollouter(Actor):
         with self.awaits.on(DATALOADER, "Lease", idle=True) as leasing:
             while not (self._preempted or self._leaves):
                 # Rounded up: a group whose last samples wait for a slot keeps every slot busy behind stragglers.
-                free = -((self._generating - self.config.episodes_open) // samples)
+                free = -((self._generating - self._open.size) // samples)
                 if free < 1:
                     self._room.clear()
                     await self._room.wait()
@@ -357,6 +362,25 @@ class Rollouter(Actor):
             finally:
                 call.left_slot()
 
+    async def _adapt_concurrency(self) -> None:
+        """For ever."""
+        loads = self._host.loads
+        while True:
+            await asyncio.sleep(LOOK_S)
+            load = self._host.load_now
+            if load is None:
+                continue
+            if loads != self._host.loads:
+                loads = self._host.loads
+                self._concurrency.engine_reloaded(load)
+            before, slots = self._slots.size, self._slots
+            limit = self._concurrency.look(load, running=slots.taken)
+            if limit != before:
+                self.log.debug("concurrency", limit=limit, kv_use=load.kv_use, preemptions=load.preemptions)
+                slots.resize(limit)
+                self._open.resize(self.config.episodes_open(limit))
+                self._room.set()
+
     def _policy(self, ticket: Ticket, call: CallAccount, **told: Any) -> PolicyCall:
         return PolicyCall(self._host, self._tokenizer, self.config, ticket, call, **told)
 
@@ -369,7 +393,7 @@ class Rollouter(Actor):
         reward, rollout = self.config.reward, self.config.rollout
         replicas = sum(name.startswith("rollouter/") for name in self.roster.actors)
         # The longest that an honest queue can take: everything in flight ahead of this one, at its full time.
-        queue = rollout.concurrency * max(replicas, rollout.replicas) / reward.workers
+        queue = rollout.concurrency_bounds[1] * max(replicas, rollout.replicas) / reward.workers
         began = self.clock.now()
         self._scoring += len(request.completions)
         try:
@@ -391,7 +415,9 @@ class Rollouter(Actor):
     @handler
     async def chat(self, request: Chat, caller: Caller) -> ChatReply:
         """The policy's answer in a session. Raises EpisodeOver, ChatRefused."""
-        return await self._sessions.chat(request, caller.name)
+        reply = await self._sessions.chat(request, caller.name)
+        self.counters.add("rollout/calls")
+        return reply
 
     @handler
     def turn_reward(self, request: TurnReward, caller: Caller) -> TurnRewarded:
@@ -447,6 +473,7 @@ class Rollouter(Actor):
             "rollout/running": running,
             "rollout/waiting": max(0, self._generating - running),
             "rollout/held": len(self._held),
+            "rollout/concurrency": self._slots.size,
             "rollout/scoring": self._scoring,
             "rollout/oldest_s": self.clock.now() - oldest if oldest is not None else 0.0,
             "rollout/served_version": host.version,

@@ -22,7 +22,7 @@ from asyncrl.messages.groups import Ticket
 from asyncrl.messages.weights import Probe
 from asyncrl.monitor.states import StateLedger
 from asyncrl.rollouter.drift import Drift, measure_drift
-from asyncrl.rollouter.engines.base import Delta, Engine, GenerationRequest
+from asyncrl.rollouter.engines.base import Delta, Engine, EngineLoad, GenerationRequest
 from asyncrl.rollouter.suspects import Suspects, Turns
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.clock import Clock
@@ -303,6 +303,11 @@ class EngineHost:
         # Asked by the thread that beats, while another is put into its place.
         engine = self._engine
         return engine.kv_use if engine is not None else None
+
+    @property
+    def load_now(self) -> EngineLoad | None:
+        """How hard its calls press on the engine; None where it cannot say, and while it does not serve."""
+        return self._engine.load_now if self._engine is not None and self._open.is_set() else None
 
     def take_sampling(self) -> list[tuple[float, float]]:
         """The intervals since the last call, the present one up to now."""

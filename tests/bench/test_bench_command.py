@@ -9,7 +9,7 @@ import tomllib
 import pytest
 
 from asyncrl.config.load import config_to_json, validate_config
-from tools.bench import calls, overlap
+from tools.bench import calls, episode_calls, episode_runs, overlap
 from tools.bench.__main__ import parser
 from tools.bench.report import Report
 
@@ -20,6 +20,24 @@ def test_the_commands():
     assert parser().parse_args(["calls"]).vs is None
     assert parser().parse_args(["rollout", "--pairs", "3"]).pairs == 3
     assert parser().parse_args(["overlap", "--steps", "5", "--json"]).steps == 5
+
+
+def test_the_parts_of_the_bench_of_episodes():
+    chosen = parser().parse_args(["episodes", "--only", "calls", "--pairs", "3"])
+    assert (chosen.only, chosen.pairs, chosen.open, chosen.steps) == ("calls", 3, 1000, 8)
+
+
+def test_a_tiny_run_of_calls_from_an_episode(monkeypatch):
+    """The real host and its worker, in processes of their own."""
+    monkeypatch.setattr(episode_calls, "STEP_S", 0.0005)
+    report = Report("episodes")
+    asyncio.run(episode_calls.measure(report, pairs=2))
+    found = json.loads(report.to_json())
+    for way in ("client", "http"):
+        figures = found["figures"][f"call_by_{way}"]
+        sampling_s = 0.0005 * episode_calls.ANSWER_TOKENS
+        assert figures["first"]["low"] >= sampling_s and figures["second"]["low"] >= sampling_s
+        assert found["ratios"][f"call_by_{way}_overhead_ms"] == figures["overhead_ms"]["median"]
 
 
 @pytest.mark.parametrize(
@@ -67,6 +85,17 @@ def test_a_tiny_run_of_calls(monkeypatch):
     }
     assert all(ratio > 0 for ratio in found["ratios"].values())
     assert all(f"{row}_aa" in found["figures"] for row in ("call_vs_raw", "payload_vs_raw", "shared_memory_vs_memcpy"))
+
+
+def test_the_ratio_of_two_runs_steps():
+    ratio, low, high = episode_runs._ratio_of_means([30.0, 20.0, 40.0] * 3, [5.0, 10.0] * 20)
+    assert ratio == pytest.approx(4.0)
+    assert 3.0 < low < ratio < high < 5.0
+
+
+@pytest.mark.parametrize("staleness", [0, 4])
+def test_the_runs_of_episodes_are_valid(staleness):
+    assert validate_config(episode_runs.tree(staleness={"max": staleness})).staleness.max == staleness
 
 
 def test_a_run_is_summed_up_over_its_steady_part(tmp_path):

@@ -25,16 +25,15 @@ from asyncrl.messages.groups import VersionSpan
 from asyncrl.messages.weights import BucketLayout, Collective, CollectiveGroup, Manifest
 from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.engines.base import Delta, Engine, GenerationRequest
-from asyncrl.rollouter.engines.sim_model import Batch, content, response_length
+from asyncrl.rollouter.engines.sim_model import BLOCK, Batch, PrefixCache, content, response_length
 from asyncrl.runtime.clock import run_virtual
 from asyncrl.weights.broadcast import Broadcast
 from asyncrl.weights.collective.sender import Sender
 
 
-def request(id: str, *, prompt: int = 10, max_tokens: int = 10_000, **fields: Any) -> GenerationRequest:
-    return GenerationRequest(
-        id=id, prompt_ids=[1] * prompt, max_tokens=max_tokens, temperature=1.0, seed=None, **fields
-    )
+def request(id: str, *, prompt: int | list[int] = 10, max_tokens: int = 10_000, **fields: Any) -> GenerationRequest:
+    ids = [1] * prompt if isinstance(prompt, int) else prompt
+    return GenerationRequest(id=id, prompt_ids=ids, max_tokens=max_tokens, temperature=1.0, seed=None, **fields)
 
 
 def sim(**fields: Any) -> SimEngineConfig:
@@ -95,10 +94,42 @@ def test_one_request_takes_prefill_and_its_steps() -> None:
     assert taken.last["a"].spans == [VersionSpan(0, 0, 20)]
 
 
+def test_what_an_earlier_turn_left_is_not_prefilled_again() -> None:
+    made = batch()
+    question = [3] * 500
+    made.submit(0.0, request("a", prompt=question, key="first"))
+    taken, now = run(made)
+    grown = [*question, *taken.tokens["a"], *[4] * 100]
+    made.submit(now, request("b", prompt=grown, key="second"))
+    # 520 tokens are known, 512 of them in whole blocks.
+    assert run(made)[1] - now == pytest.approx((620 - 512) / 1000 + 20)
+    for salt, id in (("v1", "c"), ("v1", "d")):
+        now = now + 1000
+        made.submit(now, request(id, prompt=grown, cache_salt=salt))
+        # Of a context that is all known one token is computed all the same, and blocks are whole.
+        assert run(made)[1] - now == pytest.approx((620 if id == "c" else 620 - 608) / 1000 + 20)
+    made.freeze(now + 100)
+    made.load(1, recompute_kv=True)
+    made.thaw(now + 100)
+    made.submit(now + 100, request("e", prompt=grown, cache_salt="v1"))
+    assert run(made)[1] - now == pytest.approx(100 + 620 / 1000 + 20)
+
+
+def test_the_prefix_cache_keeps_what_was_used_last() -> None:
+    cache = PrefixCache(10 * BLOCK)
+    contexts = [cache.blocks("", [number] * 6 * BLOCK) for number in range(3)]
+    for blocks in contexts[:2]:
+        cache.put(blocks)
+    assert [cache.held(blocks) for blocks in contexts] == [4 * BLOCK, 6 * BLOCK, 0]
+    cache.put(contexts[0])
+    assert [cache.held(blocks) for blocks in contexts] == [6 * BLOCK, 4 * BLOCK, 0]
+    assert cache.blocks("", [0] * (6 * BLOCK + 5)) == contexts[0] != cache.blocks("v1", [0] * 6 * BLOCK)
+
+
 def test_steps_grow_with_the_number_running() -> None:
     made = batch()
     for id in "abc":
-        made.submit(0.0, request(id, prompt=100))
+        made.submit(0.0, request(id, prompt=[ord(id)] * 100))
     assert run(made)[1] == pytest.approx(3 * 0.1 + 20 * (1.0 + 2 * 0.5))
 
 

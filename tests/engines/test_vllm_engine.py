@@ -19,7 +19,7 @@ from asyncrl.config.load import validate_config
 from asyncrl.errors import BroadcastFailed, WeightsCorrupt
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.messages.weights import Bucket, BucketLayout, Collective, CollectiveGroup, Manifest
-from asyncrl.rollouter.engines.base import GenerationRequest
+from asyncrl.rollouter.engines.base import EngineLoad, GenerationRequest
 from asyncrl.rollouter.engines.vllm.engine import VllmEngine
 from asyncrl.weights.broadcast import Broadcast
 from asyncrl.weights.collective.sender import Sender
@@ -121,7 +121,7 @@ def loop() -> Iterator[asyncio.Runner]:
 @pytest.fixture(scope="module")
 def served(loop: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = save_model(tmp_path_factory.mktemp("model"), make_model(0))
-    engine, publisher = VllmEngine(config_for(folder), "rollouter/0"), Publisher()
+    engine, publisher = VllmEngine(config_for(folder, concurrency="auto"), "rollouter/0"), Publisher()
     try:
         loop.run(engine.start())
         yield Served(engine, loop.run, publisher, iter(range(10**6)))
@@ -156,6 +156,40 @@ def test_logprobs_are_the_models(served: Served, models: list[Any]) -> None:
             assert len(answer.tokens) == 64
             assert EOS not in answer.tokens
     assert {answer.reason for answer in answers} == {"stop", "length"}
+
+
+def test_its_load_is_told(served: Served, models: list[Any]) -> None:
+    """Of 40 requests 32 run at a time."""
+    served.run(served.load(models[0]))
+    engine = served.engine
+
+    async def go() -> list[EngineLoad]:
+        answers = [asyncio.ensure_future(collect(engine, ask(seed=i, max_tokens=128))) for i in range(40)]
+        seen = []
+        while not all(answer.done() for answer in answers):
+            await asyncio.sleep(0.002)
+            seen += [engine.load_now] if engine.load_now is not None else []
+        await asyncio.gather(*answers)
+        return seen
+
+    seen = served.run(go())
+    assert max(load.queued for load in seen) >= 8
+    assert 0 < max(load.kv_use for load in seen) < 1
+    assert {load.preemptions for load in seen} == {0}
+
+
+def test_requests_that_vllm_puts_back_are_counted() -> None:
+    from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+
+    from asyncrl.rollouter.engines.vllm.adapter import LoadLogger
+
+    logger, step = LoadLogger(), IterationStats()
+    assert logger.load is None
+    step.num_preempted_reqs = 2
+    for _ in range(3):
+        logger.record(SchedulerStats(num_waiting_reqs=4, num_skipped_waiting_reqs=1, kv_cache_usage=0.5), step)
+        logger.record(None, None)
+    assert logger.load == EngineLoad(kv_use=0.5, queued=5, preemptions=6)
 
 
 def test_temperature_scales_the_logprobs(served: Served, models: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""``python -m tools.bench {calls,rollout,overlap}``: measure asyncrl against the floor.
+"""``python -m tools.bench {calls,episodes,rollout,overlap,stall,weights,scale}``: measure asyncrl against the floor.
 
 A table goes to stderr, with all that engines log; with ``--json`` stdout is one JSON object whose last key is
 ``ratios``, and nothing else.
@@ -40,6 +40,11 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--per-process", type=_positive, default=None, help="of them in a process (by the processors)")
     bench.add_argument("--steps", type=_positive, default=8, help="of the run (8)")
     bench.add_argument("--no-top", action="store_true", help="without asyncrl-top beside it")
+    bench = benches.add_parser("episodes", help="what a call of the policy costs; many open episodes; no barriers")
+    bench.add_argument("--pairs", type=_positive, default=30, help="pairs of each comparison of calls (30)")
+    bench.add_argument("--open", type=_positive, default=1000, help="episodes open on one rollouter (1000)")
+    bench.add_argument("--steps", type=_positive, default=8, help="synchronous steps; 5 times as many without (8)")
+    bench.add_argument("--only", choices=["calls", "open", "async"], help="one of the three parts")
     for bench in benches.choices.values():
         bench.add_argument("--json", action="store_true", help="print the figures as JSON")
     return found
@@ -87,6 +92,15 @@ def _measure(chosen: argparse.Namespace, report: Report) -> None:
         per_process = chosen.per_process or scale_run.per_process(chosen.rollouters)
         top = not chosen.no_top
         scale.measure(report, rollouters=chosen.rollouters, per_process=per_process, steps=chosen.steps, top=top)
+    elif chosen.bench == "episodes":
+        from tools.bench import episode_calls, episode_runs
+
+        if chosen.only in (None, "calls"):
+            uvloop.run(episode_calls.measure(report, pairs=chosen.pairs))
+        if chosen.only in (None, "open"):
+            episode_runs.measure_open(report, episodes=chosen.open)
+        if chosen.only in (None, "async"):
+            episode_runs.measure_async(report, steps=chosen.steps)
     else:
         from tools.bench import overlap
 

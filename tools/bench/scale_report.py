@@ -69,7 +69,7 @@ def report_all(report: Report, seen: Watched, recorded: int) -> None:
         f"(most {seen.most_in_flight})"
     )
     for name in CONTROL_PLANE:
-        _report_lag(report, _of(last, name), meanwhile)
+        report_lag(report, _of(last, name), meanwhile)
     problems = lost(seen.end)
     figures["lost"] = problems
     report.ratio("lost", sum(problems.values()), Target("<=", 0))
@@ -158,7 +158,8 @@ def _time_of(work: Callable[[], object]) -> float:
     return (time.thread_time() - began) / TIMED
 
 
-def _report_lag(report: Report, now: ActorView, meanwhile: Interval) -> None:
+def report_lag(report: Report, now: ActorView, meanwhile: Interval) -> None:
+    """Of the event loop of an actor."""
     histogram, edges, role = meanwhile.histogram(now, LAG), EDGES[LAG], now.name.partition("/")[0]
     counts = [] if histogram is None else histogram.counts
     found = {f"p{share * 100:g}_s": quantile(counts, edges, share) for share in (0.5, 0.9, 0.99, 0.999)}

@@ -66,6 +66,18 @@ class Delta:
     spans: list[VersionSpan] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """How hard the calls in an engine press on it."""
+
+    kv_use: float
+    """Share of the KV cache in use, 0 to 1."""
+    queued: int
+    """Requests that it has not begun."""
+    preemptions: int
+    """Requests that it has put back for want of room, since its start."""
+
+
 class Engine(Protocol):
     """An inference engine."""
 
@@ -76,6 +88,10 @@ class Engine(Protocol):
     @property
     def kv_use(self) -> float | None:
         """Share of the KV cache in use, 0 to 1; None where that is not known. From any thread."""
+
+    @property
+    def load_now(self) -> EngineLoad | None:
+        """None where it cannot say, as while it comes up. Told by engines for rollout.concurrency = "auto"."""
 
     async def start(self) -> None:
         """Bring it up. It serves no version yet and generates nothing before its first load.

@@ -20,7 +20,7 @@ import xxhash
 
 from asyncrl.config import Config
 from asyncrl.errors import BroadcastFailed, ConfigError, EngineDied
-from asyncrl.rollouter.engines.base import Delta, GenerationRequest, PauseMode
+from asyncrl.rollouter.engines.base import Delta, EngineLoad, GenerationRequest, PauseMode
 from asyncrl.rollouter.engines.sim_model import Batch, content
 from asyncrl.rollouter.engines.stream import DeltaStream
 from asyncrl.weights.broadcast import Broadcast
@@ -58,6 +58,11 @@ class SimEngine:
     @property
     def kv_use(self) -> float | None:
         return self._batch.kv_use
+
+    @property
+    def load_now(self) -> EngineLoad | None:
+        """See Engine."""
+        return EngineLoad(kv_use=self._batch.kv_use, queued=self._batch.waiting, preemptions=0)
 
     async def start(self) -> None:
         """See Engine."""

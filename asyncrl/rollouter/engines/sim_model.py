@@ -1,8 +1,9 @@
 """Timing model of continuous batching. Pure: time is an argument, nothing waits.
 
 All running requests advance together, one token a decode step; a step takes longer the more of them there are, and
-admitting a request first costs the time to process its prompt. A request reserves the KV cache of its whole final
-context, so none is ever preempted; those that do not fit wait, lower priority numbers first, then in order.
+admitting a request first costs the time to process its prompt, but for the beginning that is in the prefix cache: what
+an earlier turn of the same conversation, or a sibling, has left there. A request reserves the KV cache of its whole
+final context, so none is ever preempted; those that do not fit wait, lower priority numbers first, then in order.
 
 Between two events (a request ends, tokens are due to be handed over, the engine crashes) nothing is computed:
 ``next_event`` says when to come back, and any earlier time is as good. What a response is, its length included,
@@ -14,15 +15,20 @@ from __future__ import annotations
 import heapq
 import math
 import random
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
 
+import numpy as np
 import xxhash
 
 from asyncrl.config.rollout import SimEngineConfig
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.rollouter.engines.base import Delta, GenerationRequest
 
+BLOCK = 16
+"""Tokens of a block of the prefix cache."""
 _TABLE = 8192
 _random = random.Random(0)
 # Printable ASCII: ordinary tokens to every byte-level vocabulary.
@@ -31,9 +37,46 @@ _LOGPROBS = [-_random.expovariate(1.6) for _ in range(_TABLE)]
 _NORMAL = NormalDist()
 
 
+class PrefixCache:
+    """Beginnings of contexts whose keys and values are there, in blocks: the newest, up to ``tokens``."""
+
+    def __init__(self, tokens: int) -> None:
+        self._most = max(1, tokens // BLOCK)
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def blocks(self, salt: str, ids: Sequence[int]) -> list[int]:
+        """Names of the whole blocks of a context; each stands for all before it."""
+        data = np.asarray(ids, np.int32).tobytes()
+        size, name = BLOCK * np.int32().itemsize, xxhash.xxh3_64_intdigest(salt.encode())
+        names = []
+        for end in range(size, len(data) + 1, size):
+            name = xxhash.xxh3_64_intdigest(data[end - size : end], seed=name)
+            names.append(name)
+        return names
+
+    def held(self, blocks: Sequence[int]) -> int:
+        """Tokens at the beginning that are there."""
+        return BLOCK * next((at for at, name in enumerate(blocks) if name not in self._blocks), len(blocks))
+
+    def put(self, blocks: Sequence[int]) -> None:
+        """These are there from now on."""
+        # A beginning is to outlive what goes on from it.
+        for name in reversed(blocks):
+            self._blocks[name] = None
+            self._blocks.move_to_end(name)
+        while len(self._blocks) > self._most:
+            self._blocks.popitem(last=False)
+
+    def clear(self) -> None:
+        """Nothing is there."""
+        self._blocks.clear()
+
+
 @dataclass(slots=True)
 class _Run:
     id: str
+    prompt: Sequence[int]
+    salt: str
     context: int
     """Tokens whose keys and values it starts with."""
     new: int
@@ -102,6 +145,7 @@ class Batch:
         self._out: list[tuple[str, Delta]] = []
         self._frozen = False
         self._admitting = True
+        self._prefixes = PrefixCache(config.kv_tokens)
         self.version = -1
 
     @property
@@ -141,6 +185,8 @@ class Batch:
         context = len(request.prompt_ids)
         run = _Run(
             id=request.id,
+            prompt=request.prompt_ids,
+            salt=request.cache_salt,
             context=context,
             new=new,
             # One that is larger than the whole cache runs alone.
@@ -200,6 +246,7 @@ class Batch:
         for run in self._running.values():
             run.spans.append((version, self._steps - run.began, not recompute_kv))
         if recompute_kv:
+            self._prefixes.clear()
             contexts = sum(run.context + self._steps - run.began for run in self._running.values())
             self._debt = contexts / self._config.prefill_tokens_per_s
 
@@ -264,7 +311,11 @@ class Batch:
             heapq.heappop(self._waiting)
             if not self._running:
                 self._at = max(self._at, now)
-            self._at += run.context / self._config.prefill_tokens_per_s
+            blocks = self._prefixes.blocks(run.salt, run.prompt)
+            # One token at least is computed, for the next is sampled from it.
+            new = run.context - min(self._prefixes.held(blocks), run.context - 1)
+            self._at += new / self._config.prefill_tokens_per_s
+            self._prefixes.put(blocks)
             run.began = self._steps
             run.spans.append((self.version, 0, False))
             self._reserved += run.reserve
@@ -282,6 +333,9 @@ class Batch:
 
     def _end(self, run: _Run, sampled: int, reason: str) -> None:
         run.over = True
+        if sampled:
+            whole = [*run.prompt, *_content(run.offset, sampled)[0]]
+            self._prefixes.put(self._prefixes.blocks(run.salt, whole))
         tokens, logprobs = _content(run.offset + run.sent, sampled - run.sent)
         starts = [start for _, start, _ in run.spans] + [sampled]
         spans = [

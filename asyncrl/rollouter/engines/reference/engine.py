@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, BroadcastFailed, ConfigError, EngineDied
 from asyncrl.messages.groups import VersionSpan
-from asyncrl.rollouter.engines.base import Delta, GenerationRequest, PauseMode
+from asyncrl.rollouter.engines.base import Delta, EngineLoad, GenerationRequest, PauseMode
 from asyncrl.rollouter.engines.reference.noise import seed_of
 from asyncrl.rollouter.engines.stream import DeltaStream
 from asyncrl.rollouter.engines.vllm import checkpoint
@@ -91,6 +91,11 @@ class ReferenceEngine:
     @property
     def kv_use(self) -> float | None:
         """There is no cache of a fixed size."""
+        return None
+
+    @property
+    def load_now(self) -> EngineLoad | None:
+        """See Engine."""
         return None
 
     # --- life ---

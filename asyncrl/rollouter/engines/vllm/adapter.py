@@ -23,10 +23,11 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.metrics.loggers import StatLoggerBase
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, EngineDied
-from asyncrl.rollouter.engines.base import GenerationRequest
+from asyncrl.rollouter.engines.base import EngineLoad, GenerationRequest
 from asyncrl.rollouter.engines.vllm import options
 from asyncrl.rollouter.engines.vllm.plugin import BACKEND
 from asyncrl.weights.broadcast import Broadcast
@@ -36,6 +37,7 @@ __all__ = [
     "AsyncLLM",
     "EngineDeadError",
     "EngineGenerateError",
+    "LoadLogger",
     "RequestOutputKind",
     "SamplingParams",
     "VLLMClientError",
@@ -49,8 +51,28 @@ __all__ = [
 ]
 
 
-def launch(config: Config, name: str, model: dict[str, Any], folder: str) -> AsyncLLM:
-    """Start an engine and wait until it is up; ``folder`` takes its files. Blocking.
+class LoadLogger(StatLoggerBase):
+    """Keeps what vLLM's scheduler last said of its load."""
+
+    def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
+        self.load: EngineLoad | None = None
+        self._preemptions = 0
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+        """After each step of the engine."""
+        if iteration_stats is not None:
+            self._preemptions += iteration_stats.num_preempted_reqs
+        if scheduler_stats is not None:
+            queued = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+            use = float(scheduler_stats.kv_cache_usage)
+            self.load = EngineLoad(kv_use=use, queued=queued, preemptions=self._preemptions)
+
+    def log_engine_initialized(self) -> None:
+        """Nothing is to be said."""
+
+
+def launch(config: Config, name: str, model: dict[str, Any], folder: str, load: LoadLogger | None) -> AsyncLLM:
+    """Start an engine and wait until it is up; ``folder`` takes its files, and ``load`` is told of its load. Blocking.
 
     Raises ConfigError for what cannot be run, EngineDied when its processes fail to start.
     """
@@ -67,7 +89,9 @@ def launch(config: Config, name: str, model: dict[str, Any], folder: str) -> Asy
             **options.engine_arguments(config, name), weight_transfer_config=WeightTransferConfig(backend=BACKEND)
         )
         with _environment(options.scratch_environment(folder)):
-            return AsyncLLM.from_engine_args(arguments)
+            # Without one vLLM counts nothing, which is faster.
+            loggers: list[Any] | None = [lambda *_: load] if load is not None else None
+            return AsyncLLM.from_engine_args(arguments, stat_loggers=loggers)
     except (ValueError, TypeError) as error:
         raise ConfigError([f"rollout.vllm: vLLM refuses the configuration: {error}"]) from error
     except RuntimeError as error:

@@ -26,7 +26,7 @@ import xxhash
 from asyncrl.config import Config
 from asyncrl.errors import BroadcastFailed, WeightsCorrupt
 from asyncrl.messages.groups import VersionSpan
-from asyncrl.rollouter.engines.base import Delta, GenerationRequest, PauseMode
+from asyncrl.rollouter.engines.base import Delta, EngineLoad, GenerationRequest, PauseMode
 from asyncrl.rollouter.engines.vllm import checkpoint
 from asyncrl.rollouter.engines.vllm.options import environment, make_scratch_folder
 from asyncrl.rollouter.engines.vllm.processes import Processes
@@ -79,6 +79,7 @@ class VllmEngine:
         self._tick: asyncio.TimerHandle | None = None
         # vLLM's own classes are known only once it is imported; see adapter.py.
         self._llm: Any = None
+        self._load_logger: Any = None
         self._vllm: Any = None
 
     @property
@@ -86,6 +87,11 @@ class VllmEngine:
         """By the tokens of the requests in flight: what they share of a prompt counts for each."""
         room = self._kv_tokens
         return min(1.0, sum(flight.tokens for flight in list(self._flights.values())) / room) if room else None
+
+    @property
+    def load_now(self) -> EngineLoad | None:
+        """See Engine. By vLLM's scheduler."""
+        return self._load_logger.load if self._load_logger is not None else None
 
     # --- life ---
 
@@ -119,7 +125,9 @@ class VllmEngine:
         return checkpoint.read_config(self._model_path)
 
     def _launch(self, model: dict[str, Any]) -> Any:
-        return self._vllm.launch(self._config, self.name, model, self._folder)
+        if self._config.rollout.concurrency == "auto":
+            self._load_logger = self._vllm.LoadLogger()
+        return self._vllm.launch(self._config, self.name, model, self._folder, self._load_logger)
 
     async def close(self) -> None:
         """See Engine."""

@@ -1,0 +1,123 @@
+"""An agent that plays for time: a rehearsal of runs whose episodes have turns, tools, long tails and failures.
+
+    [episode]
+    function = "asyncrl.episodes.rehearsal:play"
+    options = {turns = 6.0, tool_s = 2.0}
+
+It is played as any user's function is, through the episode host, the chat template, the conversation and the engine;
+only its tool is a pause, and what it sees is made-up text. How many turns an episode has, how long each tool takes and
+how much it says are lognormal. They follow from the task's seed and the number of the sample alone, so that a run that
+is repeated plays the same; whether it fails, from the attempt too.
+
+Fails as a user's episode does, with RuntimeError, where ``failure`` says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from contextlib import suppress
+
+from asyncrl.episodes.client import Client, Reply
+from asyncrl.episodes.task import Task
+from asyncrl.errors import EpisodeOver
+
+_WORDS = ("alpha", "bravo", "delta", "echo", "kilo", "lima", "oscar", "tango", "uniform", "zulu")
+
+
+async def play(
+    task: Task,
+    client: Client,
+    turns: float = 4.0,
+    turns_sigma: float = 0.5,
+    tool_s: float = 1.0,
+    tool_sigma: float = 1.0,
+    observation: float = 200.0,
+    observation_sigma: float = 1.0,
+    failure: float = 0.0,
+    http: bool = False,
+) -> float:
+    """Play a task; the reward is 0 or 1, each as often.
+
+    ``turns``, ``tool_s`` (s) and ``observation`` (characters) are medians, each with the sigma of its lognormal;
+    ``failure`` is the chance of an attempt to fail at one of its tools; ``http`` asks through the endpoint.
+    """
+    chance = random.Random(f"{task.seed}/{task.sample}")
+    reward = float(chance.random() < 0.5)
+    luck = random.Random(f"{task.seed}/{task.sample}/{task.attempt}")
+    count = max(1, round(lognormal(chance, turns, turns_sigma)))
+    fails_at = luck.randint(1, count) if luck.random() < failure else None
+    messages = [{"role": "user", "content": task.prompt}]
+    with suppress(EpisodeOver):
+        async with _Endpoint(client) if http else _Direct(client) as policy:
+            for turn in range(1, count + 1):
+                messages.append(await policy.ask(messages))
+                if turn == fails_at:
+                    raise RuntimeError(f"the tool of turn {turn} failed, by episode.options.failure = {failure:g}")
+                if turn < count:
+                    await asyncio.sleep(lognormal(chance, tool_s, tool_sigma))
+                    seen = text(chance, lognormal(chance, observation, observation_sigma))
+                    messages.append({"role": "user", "content": seen})
+    return reward
+
+
+def lognormal(chance: random.Random, median: float, sigma: float) -> float:
+    """A number of this distribution; 0 where the median is."""
+    return median * math.exp(sigma * chance.gauss(0.0, 1.0))
+
+
+def text(chance: random.Random, characters: float) -> str:
+    """Made-up words, at least one character."""
+    size = max(1, round(characters))
+    words = " ".join(chance.choices(_WORDS, k=size // 4 + 1))
+    return words[:size]
+
+
+class _Direct:
+    """Asks through the client."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    async def __aenter__(self) -> _Direct:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def ask(self, messages: list[dict[str, str]]) -> dict[str, str]:
+        """The policy's answer, as a message."""
+        reply: Reply = await self._client.chat(messages)
+        return reply.message
+
+
+class _Endpoint:
+    """Asks as a program does that knows the policy by its address alone."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    async def __aenter__(self) -> _Endpoint:
+        import aiohttp
+
+        self._web = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {self._client.api_key}"}, timeout=aiohttp.ClientTimeout(total=None)
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._web.close()
+
+    async def ask(self, messages: list[dict[str, str]]) -> dict[str, str]:
+        """The policy's answer, as a message. Raises EpisodeOver, and RuntimeError where it is refused."""
+        asked = {"model": self._client.model, "messages": messages}
+        async with self._web.post(f"{self._client.base_url}/chat/completions", json=asked) as response:
+            said = await response.json()
+        if response.status != 200:
+            error = said["error"]
+            if error.get("code") == EpisodeOver.code:
+                raise EpisodeOver(error["message"])
+            raise RuntimeError(f"the endpoint answered {response.status}: {error['message']}")
+        message = said["choices"][0]["message"]
+        return {"role": "assistant", "content": message["content"]}

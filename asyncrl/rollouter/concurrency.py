@@ -1,0 +1,65 @@
+"""How many calls may be in an engine at a time, by what its KV cache bears: ``rollout.concurrency = "auto"``. Pure.
+
+It is raised while all that is allowed is used and the engine has room: first by a share of itself, and
+from the first cut on by a constant. It is cut by a share where the engine preempts a request, which then computes its
+context anew, or where its KV cache is as good as full, which is the moment before that. After a cut nothing more is
+cut for the same pressure: only once no more calls run than are allowed.
+
+Invariant: it stays within its bounds, is raised by no more than GROWTH at a time, and only a look that sees pressure
+cuts it.
+"""
+
+from __future__ import annotations
+
+from asyncrl.rollouter.engines.base import EngineLoad
+
+LOOK_S = 1.0
+"""Pause between two looks."""
+ROOM, FULL = 0.85, 0.95
+"""Shares of the KV cache: below the first there is room for more, from the second on it is as good as full."""
+GROWTH = 0.25
+"""Share by which it grows before its first cut."""
+STEPS = 16
+"""It is raised from one cut to the next by what was cut, in about so many looks."""
+CUT = 0.8
+"""What a cut leaves."""
+
+
+class Concurrency:
+    """The limit, between ``least`` and ``most``."""
+
+    def __init__(self, least: int, most: int, start: int) -> None:
+        assert 1 <= least <= most
+        self._least, self._most = least, most
+        self.limit = min(most, max(least, start))
+        self.cuts = 0
+        self._settling = False
+        """Cut, and more calls are still running than are allowed."""
+        self._preemptions = 0
+
+    def look(self, load: EngineLoad, *, running: int) -> int:
+        """The limit from now on. ``running`` calls have a slot.
+
+        ``load.preemptions`` counts up; where it has become less, the engine is another.
+        """
+        preempted = load.preemptions > self._preemptions
+        self._preemptions = load.preemptions
+        self._settling = self._settling and running > self.limit
+        if preempted or load.kv_use >= FULL:
+            self._cut(running)
+        elif load.kv_use < ROOM and not load.queued and running >= self.limit:
+            share = GROWTH if not self.cuts else (1 - CUT) / STEPS
+            self.limit = min(self._most, self.limit + max(1, int(share * self.limit)))
+        return self.limit
+
+    def engine_reloaded(self, load: EngineLoad) -> None:
+        """What an engine preempts to compute its keys and values anew under new weights is no pressure."""
+        self._preemptions = load.preemptions
+
+    def _cut(self, running: int) -> None:
+        if self._settling:
+            return
+        # What was not used says nothing of what the cache bears.
+        self.limit = max(self._least, int(CUT * min(self.limit, max(1, running))))
+        self.cuts += 1
+        self._settling = running > self.limit

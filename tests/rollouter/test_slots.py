@@ -1,0 +1,136 @@
+"""Slots that become more and fewer."""
+
+import asyncio
+from contextlib import suppress
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.rollouter.slots import Slots
+
+
+class Taker:
+    """Holds a slot from its turn until it is let go."""
+
+    def __init__(self, slots):
+        self.number = None
+        self._let_go = asyncio.Event()
+        self.task = asyncio.create_task(self._hold(slots))
+
+    async def _hold(self, slots):
+        async with slots.take() as self.number:
+            await self._let_go.wait()
+        self.number = None
+
+    async def let_go(self):
+        self._let_go.set()
+        await self.task
+
+    async def cancel(self):
+        self.task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self.task
+        self.number = None
+
+
+async def settled():
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def numbers(takers):
+    return [taker.number for taker in takers]
+
+
+def test_the_lowest_free_number_is_taken_and_whoever_asks_first_comes_first():
+    async def main():
+        slots = Slots(2)
+        takers = [Taker(slots) for _ in range(4)]
+        await settled()
+        assert numbers(takers) == [0, 1, None, None]
+        await takers[0].let_go()
+        await settled()
+        assert numbers(takers) == [None, 1, 0, None]
+        slots.resize(3)
+        await settled()
+        assert numbers(takers) == [None, 1, 0, 2]
+        for taker in takers[1:]:
+            await taker.let_go()
+
+    asyncio.run(main())
+
+
+def test_fewer_slots_are_enough_once_so_many_are_given_back():
+    async def main():
+        slots = Slots(3)
+        takers = [Taker(slots) for _ in range(4)]
+        await settled()
+        slots.resize(1)
+        await takers[0].let_go()
+        await takers[1].let_go()
+        await settled()
+        assert numbers(takers) == [None, None, 2, None]
+        await takers[2].let_go()
+        await settled()
+        assert takers[3].number == 0
+        await takers[3].let_go()
+
+    asyncio.run(main())
+
+
+def test_a_slot_that_was_given_to_one_who_is_cancelled_goes_to_the_next():
+    async def main():
+        slots = Slots(1)
+        takers = [Taker(slots) for _ in range(3)]
+        await settled()
+        takers[0]._let_go.set()
+        # The second is given the slot, and does not run before it is cancelled.
+        while slots.taken and not takers[0].task.done():
+            await asyncio.sleep(0)
+        await takers[1].cancel()
+        await settled()
+        assert numbers(takers) == [None, None, 0]
+        await takers[2].let_go()
+        assert slots.taken == 0
+
+    asyncio.run(main())
+
+
+steps = st.lists(
+    st.one_of(
+        st.just(("take", 0)),
+        st.tuples(st.sampled_from(["give", "cancel"]), st.integers(0, 30)),
+        st.tuples(st.just("resize"), st.integers(1, 6)),
+    ),
+    max_size=40,
+)
+
+
+@given(steps)
+def test_whatever_happens_no_number_is_held_twice_and_nobody_waits_beside_a_free_slot(script):
+    async def main():
+        slots, takers = Slots(2), []
+        for what, value in script:
+            if what == "take":
+                takers.append(Taker(slots))
+            elif what == "resize":
+                slots.resize(value)
+            elif takers:
+                taker = takers[value % len(takers)]
+                if what == "cancel" or taker.number is None:
+                    await taker.cancel()
+                else:
+                    await taker.let_go()
+                takers.remove(taker)
+            before = sum(taker.number is not None for taker in takers)
+            await settled()
+            held = [taker.number for taker in takers if taker.number is not None]
+            assert len(set(held)) == len(held) == slots.taken
+            # More are held than there are slots only where these became fewer.
+            assert len(held) <= max(slots.size, before)
+            assert len(held) == len(takers) or len(held) >= slots.size
+        for taker in takers:
+            await taker.cancel()
+        assert slots.taken == 0
+
+    asyncio.run(main())

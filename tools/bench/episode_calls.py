@@ -1,0 +1,259 @@
+"""One call of the policy from an episode, against the engine alone: what the way there and back costs.
+
+The rollouter and the stubs of its peers live in this process, the episode host and its worker in processes of their
+own, as they do in a run; all talk over TCP. The agent (episode_agent.py) measures a call from where it stands: through
+its client, or over HTTP. The other side has the same engine generate the same tokens for the same context. The engine
+is a timing model, so both sides sample for the same time; the chat template is jinja's, the tokenizer a real one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asyncrl.config import Config
+from asyncrl.config.load import validate_config
+from asyncrl.controller.actor import Controller
+from asyncrl.launcher.folders import create_run_folder, private_folder
+from asyncrl.learner.sim import SimTrainer
+from asyncrl.messages.groups import Ticket
+from asyncrl.monitor.logging import configure_logging
+from asyncrl.rollouter.actor import Rollouter
+from asyncrl.rollouter.engines.base import GenerationRequest
+from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext
+from asyncrl.runtime.endpoint import new_incarnation
+from asyncrl.runtime.process import SWITCH_S
+from asyncrl.tokenizer import tokenizer_of
+from asyncrl.wire.keys import load_credentials
+from asyncrl.wire.zeromq import ZmqTransport
+from tools.bench.counterparts import Counterpart, Exchange
+from tools.bench.paired import compare, measure_pairs, median_interval
+from tools.bench.report import Report, Target
+from tools.bench.rollout import until_ready
+from tools.bench.scale_run import Processes
+
+ANSWER_TOKENS = 40
+STEP_S = 0.005
+READY_S = 60.0
+OVERHEAD_MS = 5.0
+"""Most that a call may cost beside the engine, by the median."""
+
+
+def config(folder: Path, socket: Path) -> Config:
+    """Each answer takes a fifth of a second."""
+    return validate_config(
+        {
+            "run": {"name": "calls", "dir": str(folder)},
+            "model": {"path": str(folder / "tokenizer")},
+            "data": {"source": "synthetic", "max_prompt_tokens": 64, "template": "chat"},
+            "episode": {
+                "function": "tools.bench.episode_agent:play",
+                "options": {"socket": str(socket)},
+                "workers": 1,
+                "max_turns": 1 << 20,
+                "max_context_tokens": 1 << 14,
+                "turn_timeout_s": 3600.0,
+                "start_timeout_s": 3600.0,
+                "timeout_s": 36000.0,
+            },
+            "rollout": {
+                "engine": "sim",
+                "gpus_per_replica": 0,
+                "samples_per_prompt": 2,
+                "max_tokens": ANSWER_TOKENS,
+                "sim": {
+                    "length": "constant",
+                    "length_median": ANSWER_TOKENS,
+                    "decode_step_s": STEP_S,
+                    # What is in the prefix cache already would favour whoever comes second.
+                    "prefill_tokens_per_s": 1e12,
+                },
+            },
+            "learner": {"backend": "sim", "sim": {"publish_bytes": 4096}},
+            # Nobody beats in this process.
+            "supervision": {"silence_s": 1e6},
+            "log": {"level": "warning"},
+        }
+    )
+
+
+class Agent:
+    """The agent's end of the socket, and the engine behind it."""
+
+    def __init__(self) -> None:
+        self._streams: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
+        self._writers: list[asyncio.StreamWriter] = []
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter
+        self._generate: Any = None
+        self._requests: list[GenerationRequest] = []
+        self._direct = 0
+
+    async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """An episode has begun."""
+        self._writers.append(writer)
+        self._streams.put_nowait((reader, writer))
+
+    async def close(self) -> None:
+        """Hang up, which ends the episodes."""
+        for writer in self._writers:
+            writer.close()
+            await writer.wait_closed()
+
+    async def begin(self, rollouter: Rollouter) -> None:
+        """Take the first episode, and look at what is asked of the engine."""
+        async with asyncio.timeout(READY_S):
+            self._reader, self._writer = await self._streams.get()
+        engine: Any = rollouter._host._engine
+        generate = self._generate = engine.generate
+
+        def watched(request: GenerationRequest) -> Any:
+            self._requests.append(request)
+            return generate(request)
+
+        engine.generate = watched
+
+    async def _call(self, way: str) -> float:
+        self._writer.write(f"{way}\n".encode())
+        async with asyncio.timeout(READY_S):
+            return float(await self._reader.readline())
+
+    async def chat(self) -> float:
+        """Seconds of a call by the client."""
+        return await self._call("chat")
+
+    async def http(self) -> float:
+        """Seconds of a call through the endpoint."""
+        return await self._call("http")
+
+    async def direct(self) -> float:
+        """Seconds in which the engine gives the same answer to the same context as to the newest call."""
+        if not self._requests:
+            await self.chat()
+        self._direct += 1
+        request = replace(self._requests[-1], id=f"direct/{self._direct}")
+        tokens: list[int] = []
+        began = time.perf_counter()
+        async with aclosing(self._generate(request)) as deltas:
+            async for delta in deltas:
+                tokens += delta.tokens
+        seconds = time.perf_counter() - began
+        assert len(tokens) == ANSWER_TOKENS
+        return seconds
+
+
+async def measure(report: Report, *, pairs: int) -> None:
+    """Fill the report."""
+    report.settings |= {"answer_tokens": ANSWER_TOKENS, "decode_step_s": STEP_S, "pairs": pairs}
+    configure_logging("warning")
+    # As in an actor's process: rendering is done in threads.
+    sys.setswitchinterval(SWITCH_S)
+    with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as name:
+        async with living(Path(name)) as agent:
+            for way, call in (("client", agent.chat), ("http", agent.http)):
+                measured = await measure_pairs(call, agent.direct, pairs)
+                _report(report, way, measured)
+                report.same(f"call_by_{way}", compare(await measure_pairs(call, call, pairs)))
+
+
+def _report(report: Report, way: str, pairs: list[tuple[float, float]]) -> None:
+    name, found = f"call_by_{way}", compare(pairs)
+    report.comparison(name, found, unit="s", sides=(way, "engine alone"))
+    over = median_interval([1e3 * (call - engine) for call, engine in pairs])
+    target = Target("<=", OVERHEAD_MS)
+    report.figures[name]["overhead_ms"] = {"median": over.median, "low": over.low, "high": over.high}
+    report.ratio(f"{name}_overhead_ms", over.median, target)
+    verdict = "met" if target.met(over.median) else "NOT MET"
+    report.say(f"{name:24} costs {over.median:.2f} ms [{over.low:.2f}, {over.high:.2f}]  target {target}  {verdict}")
+
+
+@asynccontextmanager
+async def living(folder: Path) -> AsyncIterator[Agent]:
+    """The agent of an episode that is played."""
+    agent, socket = Agent(), folder / "agent"
+    await asyncio.to_thread(write_tokenizer, folder / "tokenizer")
+    chosen = config(folder, socket)
+    listener = await asyncio.start_unix_server(agent.connected, socket)
+    run = create_run_folder(chosen)
+    lives: list[asyncio.Task[None]] = []
+    with private_folder(run, chosen):
+
+        def context(name: str, controller: str | None) -> ActorContext:
+            credentials = load_credentials(run.private, name, 0)
+            return ActorContext(
+                config=chosen,
+                name=name,
+                incarnation=new_incarnation(),
+                run_dir=run.path,
+                transport=ZmqTransport(credentials, max_message_bytes=chosen.network.max_message_bytes),
+                credentials=credentials,
+                controller=controller,
+            )
+
+        def live(main: Coroutine[Any, Any, None]) -> None:
+            lives.append(asyncio.create_task(main))
+
+        trainer = SimTrainer(chosen, 0)
+        with trainer.publish(0) as publication:
+            exchange = Exchange(publication.manifest)
+            processes = Processes(run)
+            controller = Controller(context(CONTROLLER, None))
+            live(controller.main())
+            try:
+                await until_ready([controller], lives)
+                processes.actor("episodes/0", controller.address)
+                rollouter = Rollouter(context("rollouter/0", controller.address))
+                roles = ("dataloader", "reward", "learner", "parameter_server")
+                stubs = [Counterpart(context(f"{role}/0", controller.address), exchange) for role in roles]
+                actors: list[Actor] = [*stubs, rollouter]
+                for actor in actors:
+                    live(actor.main())
+                await until_ready(actors, lives)
+                async with asyncio.timeout(READY_S):
+                    await exchange.serving.wait()
+                exchange.tickets = [ticket(chosen)]
+                exchange.parked.wake()
+                await agent.begin(rollouter)
+                yield agent
+            finally:
+                for life in lives:
+                    life.cancel()
+                await asyncio.gather(*lives, return_exceptions=True)
+                await agent.close()
+                await asyncio.to_thread(processes.close, 0.0)
+                listener.close()
+
+
+def ticket(chosen: Config) -> Ticket:
+    """One prompt."""
+    ids, text = tokenizer_of(chosen).encode_prompt("Find it out.", "chat", None)
+    return Ticket(
+        uid="0-0",
+        grant=0,
+        purpose="train",
+        epoch=0,
+        index=0,
+        param_version=0,
+        prompt_ids=np.array(ids, np.int32),
+        prompt=text,
+        row={},
+        samples=chosen.rollout.samples_per_prompt,
+        temperature=1.0,
+        max_tokens=ANSWER_TOKENS,
+    )
+
+
+def write_tokenizer(folder: Path) -> None:
+    """One token a character, with a chat template."""
+    from tools.learn.chat_model import make_tokenizer
+
+    make_tokenizer().save_pretrained(folder)
