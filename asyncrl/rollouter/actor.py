@@ -32,6 +32,7 @@ from asyncrl.rollouter.account import CallAccount, GroupAccount
 from asyncrl.rollouter.delivery import Delivery
 from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.engines import make_engine
+from asyncrl.rollouter.episode_figures import EpisodeFigures
 from asyncrl.rollouter.generation import PolicyCall, single_turn
 from asyncrl.rollouter.groups import GroupRunner
 from asyncrl.rollouter.player import EpisodePlayer
@@ -56,6 +57,8 @@ STATS_KEPT = 1000
 """Updates and intervals kept for a learner that is away."""
 AWAY_S = 0.5
 """Pause before a peer that did not answer is asked again."""
+JUDGES = frozenset({"relative_judge", "rubric"})
+"""Reward functions that ask a language model."""
 GIVE_BACK_S = 5.0
 """Longest time in which the dataloader hears of a rollouter that leaves."""
 
@@ -118,6 +121,8 @@ class Rollouter(Actor):
         """Of episodes."""
         self._sessions: Sessions
         self._player: EpisodePlayer | None = None
+        self._scored_by = "judge" if self.config.reward.function in JUDGES else "score"
+        """The stage of an episode that the reward pool has."""
         self._accounts: dict[str, GroupAccount] = {}
         """Of the tickets that run."""
         self._room = asyncio.Event()
@@ -156,6 +161,7 @@ class Rollouter(Actor):
             policy=self._policy,
             slot=self._slot,
             delta=self._tell_delta,
+            figures=EpisodeFigures(self.counters, self.histograms),
             clock=self.clock,
         )
         self._player = EpisodePlayer(
@@ -383,6 +389,9 @@ class Rollouter(Actor):
         finally:
             self._scoring -= len(request.completions)
         self.histograms.observe("rollout/reward_s", self.clock.now() - began)
+        if self._player is not None:
+            seconds = (self.clock.now() - began) * len(request.completions)
+            self._sessions.figures.scored(self._scored_by, seconds)
         return scores
 
     # --- episodes ---
@@ -395,8 +404,7 @@ class Rollouter(Actor):
     @handler
     def turn_reward(self, request: TurnReward, caller: Caller) -> TurnRewarded:
         """Credit a turn of a session. Raises EpisodeOver, InvalidRequest."""
-        session = self._sessions.find(request.session, caller.name)
-        return TurnRewarded(node=session.conversation.reward(request.node, request.value))
+        return TurnRewarded(node=self._sessions.credit(request.session, caller.name, request.node, request.value))
 
     def _run_episode(self, host: str, request: RunEpisode, timeout: float) -> CallFuture:
         return self.peer(host).call(request, timeout=timeout)
@@ -455,7 +463,16 @@ class Rollouter(Actor):
             "rollout/failed_alone": host.suspects.failed,
             "rollout/turns_alone": host.turns.lone_turns,
             **({"rollout/kv_use": kv_use} if kv_use is not None else {}),
+            **self._episode_figures(),
         }
+
+    def _episode_figures(self) -> dict[str, float]:
+        """Of episodes, where there are some; those being scored included."""
+        if self._player is None:
+            return {}
+        gauges = self._sessions.gauges()
+        gauges["rollout/episodes"] += self._scoring
+        return gauges | {f"rollout/episodes_at/{self._scored_by}": self._scoring}
 
 
 ACTOR = Rollouter

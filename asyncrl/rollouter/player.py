@@ -19,6 +19,8 @@ from asyncrl.errors import DeadlineExceeded, PeerRestarted, RemoteError
 from asyncrl.messages.episodes import EpisodeDone, RunEpisode
 from asyncrl.messages.groups import Ticket, Trajectory
 from asyncrl.rollouter.account import SampleAccount
+from asyncrl.rollouter.episode_figures import Failure, by_kind
+from asyncrl.rollouter.generation import TrajectoryFailed
 from asyncrl.rollouter.sessions import Session, Sessions
 from asyncrl.rollouter.stages import Expired
 from asyncrl.runtime.clock import Clock
@@ -36,6 +38,10 @@ LONGEST_AWAY_S = 10.0
 
 class EpisodeFailed(Exception):
     """An attempt failed by the user's code; the text is the reason."""
+
+    def __init__(self, text: str, failure: Failure) -> None:
+        super().__init__(text)
+        self.failure = failure
 
 
 class EpisodePlayer:
@@ -74,14 +80,24 @@ class EpisodePlayer:
 
     async def _attempt(self, ticket: Ticket, account: SampleAccount) -> Trajectory | str:
         """The trajectory, or why its host could not play it."""
-        session = self._sessions.open(ticket, account, self._hosts())
+        session, figures = self._sessions.open(ticket, account, self._hosts()), self._sessions.figures
         try:
             done = await self._played(session)
             if session.failure is not None:
                 raise session.failure
             if done.error and done.blame == "host":
+                figures.failed("host")
                 return done.error
             return self._trajectory(session, done)
+        except TrajectoryFailed:
+            figures.failed("policy")
+            raise
+        except EpisodeFailed as error:
+            figures.failed(error.failure)
+            raise
+        except (DeadlineExceeded, PeerRestarted, RemoteError):
+            figures.failed("host")
+            raise
         finally:
             self._sessions.seal(session, "it has ended")
 
@@ -107,7 +123,7 @@ class EpisodePlayer:
                 return done
             expired = watch.result()
             if expired is not None and expired.outcome is None:
-                raise EpisodeFailed(expired.text)
+                raise EpisodeFailed(expired.text, "start" if expired.stage == "start" else "turn")
             return EpisodeDone()
         finally:
             watch.cancel()
@@ -133,17 +149,19 @@ class EpisodePlayer:
         stages, conversation = session.stages, session.conversation
         outcome = stages.outcome
         if done.error and outcome == "stop":
-            raise EpisodeFailed(done.error)
+            raise EpisodeFailed(done.error, "user")
         if outcome == "stop" and session.cut:
             outcome = "length"
         session.conversation.seal("it has ended")
         sequences = conversation.sequences()
         if not sequences:
-            raise EpisodeFailed("it ended without an answer of the policy that could be trained")
+            raise EpisodeFailed("it ended without an answer of the policy that could be trained", "answer")
         reward = total_reward(done.reward, conversation.rewards.values())
         if reward is None and self._config.reward.function == "episode" and self._config.reward.per == "trajectory":
-            raise EpisodeFailed(NO_REWARD)
-        messages = conversation.messages()
+            raise EpisodeFailed(NO_REWARD, "reward")
+        messages, counts = conversation.messages(), conversation.counts()
+        self._sessions.figures.ended(outcome, counts)
+        session.account.ended_episode(outcome, counts.turns, reward)
         return Trajectory(
             sample=session.account.sample,
             sequences=sequences,
@@ -153,6 +171,9 @@ class EpisodePlayer:
             reward=reward,
             components=done.components,
             resumes=session.resumes,
+            turns=counts.turns,
+            forks=counts.forks,
+            stage_s=by_kind(stages.seconds(self._clock.now())),
         )
 
 

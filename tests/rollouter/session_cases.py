@@ -15,10 +15,12 @@ from asyncrl.chat.renderer import make_renderer
 from asyncrl.config.load import validate_config
 from asyncrl.messages.episodes import Chat
 from asyncrl.messages.groups import VersionSpan
+from asyncrl.monitor.metrics import Figures, Histograms
 from asyncrl.monitor.states import StateLedger
 from asyncrl.rollouter.account import GroupAccount
 from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.engines.base import Delta
+from asyncrl.rollouter.episode_figures import EpisodeFigures
 from asyncrl.rollouter.generation import PolicyCall
 from asyncrl.rollouter.player import EpisodePlayer
 from asyncrl.rollouter.sessions import Sessions
@@ -120,6 +122,7 @@ class World:
         self.speaks = asyncio.Event()
         self.speaks.set()
         self.slots = Slots(self.config.rollout.concurrency)
+        self.counters, self.histograms = Figures(), Histograms()
         self.host = EngineHost(
             self.config,
             lambda: Speaker(self),
@@ -137,6 +140,7 @@ class World:
             ),
             slot=self.slot,
             delta=lambda session, call, offset, text: self.deltas.append((offset, text)),
+            figures=EpisodeFigures(self.counters, self.histograms),
             clock=self.clock,
         )
         self.player = EpisodePlayer(self.config, self.sessions, run=self.run, hosts=lambda: HOST, clock=self.clock)

@@ -263,7 +263,7 @@ def test_slots_are_taken_by_calls_and_not_by_episodes(tmp_path):
         assert sorted(session.stages.state for session in sessions) == ["engine"] * 2 + ["queue"] * 4
         world.speaks.set()
         assert {reply.content for reply in [await task for task in asked]} == {"Hello."}
-        assert world.sessions.states() == {"user": 6}
+        assert world.sessions.gauges()["rollout/episodes_at/user"] == 6
 
     play(tmp_path, main, rollout={"concurrency": 2})
 
