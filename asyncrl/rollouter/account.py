@@ -10,7 +10,7 @@ Invariant: a sample keeps at most EVENTS_KEPT events, the first and the newest o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from asyncrl.messages.groups import Ticket, VersionSpan
@@ -50,9 +50,9 @@ class SampleAccount:
         """A turn got a reward."""
         self.note("turn reward", turn, value)
 
-    def ended_episode(self, outcome: str, turns: int, reward: float | None) -> None:
-        """It has become a trajectory; ``reward`` is what its code said."""
-        self.note("ended", outcome, turns, reward)
+    def ended_episode(self, outcome: str, turns: int, reward: float | None, stage_s: Mapping[str, float]) -> None:
+        """It has become a trajectory; ``reward`` is what its code said, ``stage_s`` are seconds by stage."""
+        self.note("ended", outcome, turns, reward, {stage: round(each, 3) for stage, each in stage_s.items()})
 
     def failed(self, what: str) -> None:
         """Something went wrong; it may be tried again."""

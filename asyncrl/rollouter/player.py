@@ -161,7 +161,8 @@ class EpisodePlayer:
             raise EpisodeFailed(NO_REWARD, "reward")
         messages, counts = conversation.messages(), conversation.counts()
         self._sessions.figures.ended(outcome, counts)
-        session.account.ended_episode(outcome, counts.turns, reward)
+        stage_s = by_kind(stages.seconds(self._clock.now()))
+        session.account.ended_episode(outcome, counts.turns, reward, stage_s)
         return Trajectory(
             sample=session.account.sample,
             sequences=sequences,
@@ -173,7 +174,7 @@ class EpisodePlayer:
             resumes=session.resumes,
             turns=counts.turns,
             forks=counts.forks,
-            stage_s=by_kind(stages.seconds(self._clock.now())),
+            stage_s=stage_s,
         )
 
 
