@@ -31,10 +31,18 @@ def bottleneck(facts: Facts, reward: RewardView, ledger: LedgerView) -> Verdict:
             at_reward=facts.over_window(lambda each: each.at_reward),
             lag=facts.over_window(lambda each: each.lag),
             gate_open=_gate_open(facts),
+            episodes=_episodes(facts),
             exhausted=facts.run.steps > 0
             and (ledger.outstanding or 0.0) >= (facts.run.steps - facts.run.step) * facts.run.groups_per_step,
         )
     )
+
+
+def _episodes(facts: Facts) -> dict[str, float]:
+    """Open ones by stage."""
+    stages = {stage for each in facts.window for stage in each.episodes}
+    means = {stage: facts.over_window(lambda each, stage=stage: each.episodes.get(stage)) for stage in stages}
+    return {stage: level for stage, level in means.items() if level}
 
 
 def _learner(facts: Facts) -> Shares:
@@ -58,7 +66,7 @@ def stages(
     ledger: LedgerView,
 ) -> list[StageRow]:
     """The pipeline in the order of its flow."""
-    marked = "dataloader" if bottleneck.stage == "gate" else bottleneck.stage
+    marked = {"gate": "dataloader", "episodes": "rollouters"}.get(bottleneck.stage or "", bottleneck.stage)
 
     def row(stage: Stage, role: str, shares: Mapping[str, float], **figures: Any) -> StageRow:
         actors = facts.of(role)
