@@ -32,7 +32,8 @@ from asyncrl.rollouter.account import CallAccount, GroupAccount
 from asyncrl.rollouter.delivery import Delivery
 from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.engines import make_engine
-from asyncrl.rollouter.episode_figures import EpisodeFigures
+from asyncrl.rollouter.episode_faults import EpisodeFaults
+from asyncrl.rollouter.episode_figures import EpisodeFigures, Failure
 from asyncrl.rollouter.generation import PolicyCall, single_turn
 from asyncrl.rollouter.groups import GroupRunner
 from asyncrl.rollouter.player import EpisodePlayer
@@ -57,8 +58,6 @@ STATS_KEPT = 1000
 """Updates and intervals kept for a learner that is away."""
 AWAY_S = 0.5
 """Pause before a peer that did not answer is asked again."""
-JUDGES = frozenset({"relative_judge", "rubric"})
-"""Reward functions that ask a language model."""
 GIVE_BACK_S = 5.0
 """Longest time in which the dataloader hears of a rollouter that leaves."""
 
@@ -102,9 +101,9 @@ class Rollouter(Actor):
         self._leased: dict[str, float] = {}
         """When each held ticket was taken up; the oldest first."""
         self._scoring = 0
+        """Trajectories with the reward pool."""
         self._reward_away = 0
         """Calls of the reward pool that it did not answer."""
-        """Calls of the reward pool in flight."""
         self._ungenerated: Counter[str] = Counter()
         """Trajectories of each held ticket that are not generated yet."""
         self._running: set[asyncio.Task[None]] = set()
@@ -121,8 +120,7 @@ class Rollouter(Actor):
         """Of episodes."""
         self._sessions: Sessions
         self._player: EpisodePlayer | None = None
-        self._scored_by = "judge" if self.config.reward.function in JUDGES else "score"
-        """The stage of an episode that the reward pool has."""
+        self._faults = EpisodeFaults(self.config)
         self._accounts: dict[str, GroupAccount] = {}
         """Of the tickets that run."""
         self._room = asyncio.Event()
@@ -161,7 +159,7 @@ class Rollouter(Actor):
             policy=self._policy,
             slot=self._slot,
             delta=self._tell_delta,
-            figures=EpisodeFigures(self.counters, self.histograms),
+            figures=EpisodeFigures(self.counters, self.histograms, self.config.reward.function),
             clock=self.clock,
         )
         self._player = EpisodePlayer(
@@ -169,6 +167,7 @@ class Rollouter(Actor):
             self._sessions,
             run=self._run_episode,
             hosts=lambda: f"episodes/{self.name.partition('/')[2]}",
+            failed=self._episode_failed,
             clock=self.clock,
         )
 
@@ -390,8 +389,7 @@ class Rollouter(Actor):
             self._scoring -= len(request.completions)
         self.histograms.observe("rollout/reward_s", self.clock.now() - began)
         if self._player is not None:
-            seconds = (self.clock.now() - began) * len(request.completions)
-            self._sessions.figures.scored(self._scored_by, seconds)
+            self._sessions.figures.scored((self.clock.now() - began) * len(request.completions))
         return scores
 
     # --- episodes ---
@@ -405,6 +403,12 @@ class Rollouter(Actor):
     def turn_reward(self, request: TurnReward, caller: Caller) -> TurnRewarded:
         """Credit a turn of a session. Raises EpisodeOver, InvalidRequest."""
         return TurnRewarded(node=self._sessions.credit(request.session, caller.name, request.node, request.value))
+
+    def _episode_failed(self, failure: Failure, text: str, uid: str) -> None:
+        """An attempt, by the user's code."""
+        if (told := self._faults.add(failure, text, uid)) is not None:
+            key, text, count = told
+            self.notify(key, text, count=count)
 
     def _run_episode(self, host: str, request: RunEpisode, timeout: float) -> CallFuture:
         return self.peer(host).call(request, timeout=timeout)
@@ -463,16 +467,8 @@ class Rollouter(Actor):
             "rollout/failed_alone": host.suspects.failed,
             "rollout/turns_alone": host.turns.lone_turns,
             **({"rollout/kv_use": kv_use} if kv_use is not None else {}),
-            **self._episode_figures(),
+            **(self._sessions.gauges(self._scoring) if self._player is not None else {}),
         }
-
-    def _episode_figures(self) -> dict[str, float]:
-        """Of episodes, where there are some; those being scored included."""
-        if self._player is None:
-            return {}
-        gauges = self._sessions.gauges()
-        gauges["rollout/episodes"] += self._scoring
-        return gauges | {f"rollout/episodes_at/{self._scored_by}": self._scoring}
 
 
 ACTOR = Rollouter

@@ -22,6 +22,9 @@ OTHER_TOOLS = "tool (others)"
 STATES = ("start", "queue", "engine", "paused", "user", "close")
 """Those of stages.py without tools, before an episode is scored."""
 
+JUDGES = frozenset({"relative_judge", "rubric"})
+"""Reward functions that ask a language model."""
+
 Failure = Literal["start", "turn", "user", "answer", "reward", "policy", "host"]
 """Why an attempt gives no trajectory.
 
@@ -32,10 +35,13 @@ often; ``host``: its host or worker died, and it is begun anew.
 
 
 class EpisodeFigures:
-    """Those of one rollouter, counted in ``counters`` and ``histograms``."""
+    """Those of one rollouter, counted in ``counters`` and ``histograms``. ``reward`` is reward.function."""
 
-    def __init__(self, counters: Figures, histograms: Histograms) -> None:
+    def __init__(self, counters: Figures, histograms: Histograms, reward: str = "") -> None:
         self._counters, self._histograms = counters, histograms
+        self._scored_by = "judge" if reward in JUDGES else "score"
+        for name in ("rollout/malformed_calls", "rollout/reprefill_tokens"):
+            counters.setdefault(name)
         self._tools: dict[str, str] = {}
         """The tools that are told apart, by their states."""
         self._computed = self._linear = 0
@@ -71,13 +77,15 @@ class EpisodeFigures:
         for state, each in seconds.items():
             self._counters.add(f"rollout/episode_s/{self._told(state)}", each)
 
-    def scored(self, state: str, seconds: float) -> None:
-        """A conversation was scored, or judged."""
-        self._counters.add(f"rollout/episode_s/{state}", seconds)
+    def scored(self, seconds: float) -> None:
+        """Conversations were with the reward function for so long, added up."""
+        self._counters.add(f"rollout/episode_s/{self._scored_by}", seconds)
 
-    def gauges(self, states: Iterable[str], oldest_s: float) -> dict[str, float]:
-        """As it is now, of the states of all that are open. May be called in another thread than the rest."""
+    def gauges(self, states: Iterable[str], oldest_s: float, scoring: int = 0) -> dict[str, float]:
+        """As it is now, of the states of all that are played, and how many are scored. May be called in another
+        thread than the rest."""
         at = Counter(self._told(state) for state in states)
+        at[self._scored_by] += scoring
         for state in (*STATES, *list(self._tools.values())):
             at.setdefault(state, 0)
         found = {f"rollout/episodes_at/{state}": float(number) for state, number in at.items()}

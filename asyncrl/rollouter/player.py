@@ -45,7 +45,9 @@ class EpisodeFailed(Exception):
 
 
 class EpisodePlayer:
-    """Plays episodes. ``run`` asks a session's host to play it."""
+    """Plays episodes. ``run`` asks a session's host to play it; ``failed`` is told the cause, the reason and the uid of
+    an attempt that has failed by the user's code.
+    """
 
     def __init__(
         self,
@@ -54,12 +56,14 @@ class EpisodePlayer:
         *,
         run: Callable[[str, RunEpisode, float], CallFuture],
         hosts: Callable[[], str],
+        failed: Callable[[Failure, str, str], None] = lambda failure, text, uid: None,
         clock: Clock,
     ) -> None:
         self._config = config
         self._sessions = sessions
         self._run = run
         self._hosts = hosts
+        self._failed = failed
         self._clock = clock
 
     async def play(self, ticket: Ticket, account: SampleAccount) -> Trajectory:
@@ -94,6 +98,7 @@ class EpisodePlayer:
             raise
         except EpisodeFailed as error:
             figures.failed(error.failure)
+            self._failed(error.failure, str(error), ticket.uid)
             raise
         except (DeadlineExceeded, PeerRestarted, RemoteError):
             figures.failed("host")

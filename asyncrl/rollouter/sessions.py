@@ -155,11 +155,11 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def gauges(self) -> dict[str, float]:
-        """Figures of those that are open. May be called in another thread than the rest."""
+    def gauges(self, scoring: int = 0) -> dict[str, float]:
+        """Figures of those that are open, ``scoring`` more of which are scored. Callable from any thread."""
         sessions, now = list(self._sessions.values()), self._clock.now()
         oldest_s = max((now - session.began for session in sessions), default=0.0)
-        return self.figures.gauges((session.stages.state for session in sessions), oldest_s)
+        return self.figures.gauges((session.stages.state for session in sessions), oldest_s, scoring)
 
     def find(self, key: str, host: str) -> Session:
         """The session of a key, if it is played at ``host``. Raises EpisodeOver."""
@@ -186,8 +186,12 @@ class Sessions:
     def credit(self, key: str, host: str, node: int | None, value: float) -> int:
         """Reward a turn of a session. Gives its number. Raises EpisodeOver, InvalidRequest."""
         session = self.find(key, host)
+        rewards = session.conversation.rewards
+        known = len(rewards)
         turn = session.conversation.reward(node, value)
-        session.account.credited(turn, value)
+        # Environments that say 0 of every step but the last are not worth an event each.
+        if value or len(rewards) == known:
+            session.account.credited(turn, value)
         return turn
 
     async def _answer(self, session: Session, call: _Call, request: Chat) -> ChatReply:

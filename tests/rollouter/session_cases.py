@@ -143,7 +143,15 @@ class World:
             figures=EpisodeFigures(self.counters, self.histograms),
             clock=self.clock,
         )
-        self.player = EpisodePlayer(self.config, self.sessions, run=self.run, hosts=lambda: HOST, clock=self.clock)
+        self.failures = []
+        self.player = EpisodePlayer(
+            self.config,
+            self.sessions,
+            run=self.run,
+            hosts=lambda: HOST,
+            failed=lambda *told: self.failures.append(told),
+            clock=self.clock,
+        )
         self.ticket = replace(
             make_group("0-1", samples=2).ticket,
             prompt_ids=np.array([5], np.int32),

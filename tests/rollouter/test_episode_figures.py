@@ -122,6 +122,7 @@ def test_attempts_that_fail_are_counted_by_their_cause(tmp_path, failure, option
     assert isinstance(found, EpisodeFailed)
     failed = {name: each for name, each in world.counters.items() if "episodes_failed" in name}
     assert failed == {f"rollout/episodes_failed/{failure}": 1}
+    assert world.failures == [(failure, str(found), "0-1")]
 
 
 def test_the_end_of_a_host_is_counted_as_such(tmp_path):
@@ -138,7 +139,7 @@ def test_the_end_of_a_host_is_counted_as_such(tmp_path):
 def test_what_an_update_makes_engines_compute_again(tmp_path):
     async def agent(world, key):
         first = await world.chat(key, [user("hi")])
-        assert "rollout/reprefill_tokens" not in world.counters
+        assert world.counters["rollout/reprefill_tokens"] == 0
         await world.update()
         shared = len(world.submitted[0][0]) + world.spoken
         await world.chat(key, [user("hi"), said(first), user("more")])
@@ -158,3 +159,14 @@ def test_what_an_update_makes_engines_compute_again(tmp_path):
 
     _, trajectory = played(tmp_path, agent)
     assert trajectory.resumes == 1
+
+
+@pytest.mark.parametrize(("reward", "state"), [("relative_judge", "judge"), ("exact", "score")])
+def test_episodes_that_are_scored_are_open(reward, state):
+    counters = Figures()
+    figures = EpisodeFigures(counters, Histograms(), reward)
+    gauges = figures.gauges(["user"], 1.0, scoring=3)
+    assert gauges["rollout/episodes"] == 4
+    assert gauges[f"rollout/episodes_at/{state}"] == 3
+    figures.scored(2.0)
+    assert counters[f"rollout/episode_s/{state}"] == 2.0
