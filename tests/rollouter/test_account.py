@@ -53,6 +53,17 @@ def test_each_turn_is_told_from_its_context_to_its_reward(tmp_path):
     assert words[-1].startswith("episode ended (stop) with 2 turns, reward 1.500; ")
 
 
+def test_a_turn_that_is_worth_nothing_is_no_event_unless_it_was_worth_something(tmp_path):
+    async def agent(world, key):
+        await world.chat(key, [user("hi")])
+        for value in (0.0, 0.5, 0.0):
+            world.sessions.credit(key, "episodes/0", None, value)
+        return EpisodeDone(reward=1.0)
+
+    account, _ = told(tmp_path, agent)
+    assert [event[3] for event in account.events if event[1] == "turn reward"] == [0.5, 0.0]
+
+
 def test_calls_that_are_refused_are_told(tmp_path):
     async def agent(world, key):
         with pytest.raises(ChatRefused):
