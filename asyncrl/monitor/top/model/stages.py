@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from asyncrl.monitor.bottleneck import Flow, Stage, Verdict, by_kind, find_bottleneck
 from asyncrl.monitor.rates import Shares, total
 from asyncrl.monitor.top.document import LedgerView, RewardView, RollouterRow, StageRow, WeightsView
-from asyncrl.monitor.top.levels import GONE
+from asyncrl.monitor.top.levels import GONE, Levels
 from asyncrl.monitor.top.model.facts import Facts
 from asyncrl.snapshot import OVER
 
@@ -41,8 +42,11 @@ def bottleneck(facts: Facts, reward: RewardView, ledger: LedgerView) -> Verdict:
 def _episodes(facts: Facts) -> dict[str, float]:
     """Open ones by stage."""
     stages = {stage for each in facts.window for stage in each.episodes}
-    means = {stage: facts.over_window(lambda each, stage=stage: each.episodes.get(stage)) for stage in stages}
-    return {stage: level for stage, level in means.items() if level}
+    return {stage: level for stage in stages if (level := facts.over_window(partial(_at_stage, stage)))}
+
+
+def _at_stage(stage: str, levels: Levels) -> float | None:
+    return levels.episodes.get(stage)
 
 
 def _learner(facts: Facts) -> Shares:
