@@ -16,10 +16,12 @@ from asyncrl.chat.renderer import make_renderer
 from asyncrl.config.load import validate_config
 from asyncrl.messages.episodes import Chat
 from asyncrl.messages.groups import VersionSpan
+from asyncrl.monitor.metrics import Figures, Histograms
 from asyncrl.monitor.states import StateLedger
 from asyncrl.rollouter.account import GroupAccount
 from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.engines.base import Delta
+from asyncrl.rollouter.episode_figures import EpisodeFigures
 from asyncrl.rollouter.generation import PolicyCall
 from asyncrl.rollouter.player import EpisodePlayer
 from asyncrl.rollouter.sessions import Sessions
@@ -116,6 +118,7 @@ class World:
         model=None,
         engine=None,
         publish=None,
+        stops=None,
         **sections,
     ):
         template, eos = FAMILIES[family]
@@ -136,6 +139,7 @@ class World:
         self.speaks = asyncio.Event()
         self.speaks.set()
         self.slots = Slots(self.config.rollout.concurrency_bounds[1])
+        self.counters, self.histograms = Figures(), Histograms()
         self.host = EngineHost(
             self.config,
             lambda: engine(self.config) if engine else Speaker(self),
@@ -147,15 +151,24 @@ class World:
             self.config,
             renderer=self.renderer,
             tokenizer=self.tokenizer,
-            stops=Stops(),
+            stops=stops or Stops(),
             policy=lambda ticket, account, **told: PolicyCall(
                 self.host, self.tokenizer, self.config, ticket, account, **told
             ),
             slot=self.slot,
             delta=lambda session, call, offset, text: self.deltas.append((offset, text)),
+            figures=EpisodeFigures(self.counters, self.histograms),
             clock=self.clock,
         )
-        self.player = EpisodePlayer(self.config, self.sessions, run=self.run, hosts=lambda: HOST, clock=self.clock)
+        self.failures = []
+        self.player = EpisodePlayer(
+            self.config,
+            self.sessions,
+            run=self.run,
+            hosts=lambda: HOST,
+            failed=lambda *told: self.failures.append(told),
+            clock=self.clock,
+        )
         self.ticket = replace(
             make_group("0-1", samples=2).ticket,
             prompt_ids=np.array([5], np.int32),

@@ -24,7 +24,7 @@ from asyncrl.episodes.task import Task
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.messages.groups import Ticket, Trajectory, Turn, VersionSpan
 from asyncrl.outcome import read_outcome
-from asyncrl.rollouter.player import task_seed
+from asyncrl.rollouter.player import first_messages, task_seed
 from asyncrl.rollouter.response import Response
 from asyncrl.stops import Stops
 from asyncrl.tokenizer import Tokenizer
@@ -125,7 +125,8 @@ def make_episode(
 async def play(player: Player, renderer: Renderer, config: Config, ask: Ask, ticket: Ticket, sample: int) -> Trajectory:
     """An episode and its reward."""
     seed, where = task_seed(config.run.seed, ticket.uid), f"{ticket.uid}/{sample}/0"
-    task = Task(prompt=ticket.prompt, row=ticket.row, seed=seed, uid=ticket.uid, sample=sample, attempt=0)
+    said: Any = {"prompt": ticket.prompt, "messages": first_messages(config, ticket), "row": ticket.row}
+    task = Task(**said, seed=seed, uid=ticket.uid, sample=sample, attempt=0)
     client: Any = Play(renderer, lambda key, ids: ask(f"{where}/{key}", ids))
     reward, components = read_outcome(await player(task, client))
     last = client.answers[-1]

@@ -97,14 +97,18 @@ class Config(Section):
     def longest_sequence(self) -> int:
         """Longest prompt or context plus response, over training and evaluation, in tokens."""
         response = self.rollout.max_tokens
-        context = self.longest_context
+        context = self.episode.max_context_tokens or 0
         evals = (each.data.max_prompt_tokens + (each.max_tokens or response) for each in self.eval.values())
         return max(self.data.max_prompt_tokens + response, context, *evals)
 
-    @property
-    def longest_context(self) -> int:
-        """Longest context plus answer of an episode, in tokens."""
-        return self.episode.max_context_tokens or self.data.max_prompt_tokens + self.rollout.max_tokens
+    def longest_context(self, purpose: str) -> int:
+        """Longest context plus answer of an episode for a ticket of this purpose, in tokens."""
+        if self.episode.max_context_tokens:
+            return self.episode.max_context_tokens
+        if purpose == "train":
+            return self.data.max_prompt_tokens + self.rollout.max_tokens
+        held = self.eval[purpose.removeprefix("eval/")]
+        return held.data.max_prompt_tokens + (held.max_tokens or self.rollout.max_tokens)
 
     def episodes_open(self, concurrency: int) -> int:
         """Most episodes that a rollouter plays at a time, where so many calls may be in its engine."""

@@ -50,6 +50,9 @@ def _episode_problems(config: Config) -> list[tuple[str, str]]:
         return found
     if episode.kind == "command" and episode.options:
         found.append(("episode.options", "are not given to a command; put them into its arguments"))
+    if config.reward.truncated == "penalty":
+        told = "penalty holds one response against rollout.max_tokens, and an episode has many; take score or mask"
+        found.append(("reward.truncated", told))
     if episode.max_request_bytes > config.network.max_message_bytes:
         found.append(("episode.max_request_bytes", "must be at most network.max_message_bytes"))
     context, length = episode.max_context_tokens, rollout.vllm.max_model_len

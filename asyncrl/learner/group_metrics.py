@@ -7,6 +7,7 @@ left out rather than reported as 0.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -58,7 +59,9 @@ def reward_metrics(trained: Sequence[Group], filtered: Sequence[Group], toleranc
 
 
 def rollout_metrics(trained: Sequence[Group], filtered: Sequence[Group]) -> dict[str, float]:
-    """Lengths in sampled tokens, and the fractions truncated, resumed and sampled under several versions."""
+    """Lengths in sampled tokens, the fractions truncated, resumed and sampled under several versions, and of episodes
+    their turns, forks and stages.
+    """
     trajectories = [t for group in (*trained, *filtered) for t in group.trajectories]
     if not trajectories:
         return {}
@@ -69,6 +72,25 @@ def rollout_metrics(trained: Sequence[Group], filtered: Sequence[Group]) -> dict
         "rollout/truncated_fraction": float(np.mean([is_truncated(t) for t in trajectories])),
         "rollout/mixed_version_fraction": float(np.mean([len(set(versions_of(t))) > 1 for t in trajectories])),
         "rollout/resumed_trajectories": float(sum(t.resumes > 0 for t in trajectories)),
+    } | _episode_metrics([t for t in trajectories if t.turns])
+
+
+def _episode_metrics(episodes: Sequence[Trajectory]) -> dict[str, float]:
+    """Turns, forks by cause, and shares of the time by stage; empty without episodes."""
+    if not episodes:
+        return {}
+    turns = np.array([episode.turns for episode in episodes], dtype=np.float64)
+    forks: Counter[str] = Counter()
+    seconds: Counter[str] = Counter()
+    for episode in episodes:
+        forks.update(episode.forks)
+        seconds.update(episode.stage_s | {"score": episode.score_s})
+    life = float(seconds.total())
+    return {
+        "rollout/turns_mean": float(turns.mean()),
+        "rollout/turns_p95": float(np.percentile(turns, 95)),
+        **{f"rollout/forks/{cause}": float(number) for cause, number in sorted(forks.items())},
+        **{f"rollout/episode_share/{state}": each / life for state, each in sorted(seconds.items()) if life > 0},
     }
 
 

@@ -100,6 +100,7 @@ def _sample(step: int, version: int, group: Group) -> dict[str, Any]:
                 "reward": t.reward,
                 "components": t.components,
                 "resumes": t.resumes,
+                **({"turns": t.turns, "forks": t.forks, "stage_s": t.stage_s} if t.turns else {}),
             }
             for t in group.trajectories
         ],

@@ -98,6 +98,12 @@ class Trajectory(Struct, gc=False, kw_only=True):
     resumes: Count = 0
     """How often its generation was aborted and taken up again."""
     attempts: Annotated[int, Meta(ge=1)] = 1
+    turns: Count = 0
+    """Answers of the policy, also those that are not trained; 0 where a prompt has one response."""
+    forks: dict[str, Count] = {}
+    """Calls of the policy whose context did not go on from an earlier answer, by cause."""
+    stage_s: dict[str, float] = {}
+    """Seconds of the episode by what it was at: start, queue, engine, paused, tool, user, close."""
     generate_s: float = 0.0
     score_s: float = 0.0
 

@@ -9,12 +9,14 @@ steps, with the share of time in which the resources of a stage (ranks, workers,
    then the dataloader (the share in which its event loop used a processor).
 2. A stage that was occupied mostly with something other than its work is named by that: a learner that publishes and
    engines that are paused to load are held up by the weights.
-3. When nobody is saturated, everybody waits at some time, and what they wait for is the rule that couples them. If most
+3. Engines are at work all the time with few requests, too: where most of the open episodes are with the user's code
+   (starting, between calls, in a tool), and neither learner nor reward is saturated, that code sets the pace.
+4. When nobody is saturated, everybody waits at some time, and what they wait for is the rule that couples them. If most
    of the trajectories in flight sit with the reward, its latency is what all wait for. If engines that wait for tickets
    serve older weights than there are, admission waits for the weights. If the gate has room all the time, prompts do
    not come fast enough. Else it is the gate: with a larger staleness.max the stages would wait less. When all prompts
    that are left to be trained are under way, they wait for the end, and no stage is named.
-4. The window does not reach back beyond the first step of the learner. Nothing is said of less than MIN_WINDOW_S, of a
+5. The window does not reach back beyond the first step of the learner. Nothing is said of less than MIN_WINDOW_S, of a
    run that is not running, and when there is nothing to go by.
 
 Shares of a stage are taken over the time of all of its resources; whoever is dead has none, and starting counts as
@@ -94,6 +96,8 @@ class Flow:
     """Versions that the engines are behind, the mean."""
     gate_open: bool | None = None
     """There was room for tickets all the time."""
+    episodes: Mapping[str, float] = field(default_factory=dict)
+    """Episodes that are open, by stage."""
     exhausted: bool = False
     """Nothing is left to be granted."""
 
@@ -102,8 +106,8 @@ class Flow:
 class Verdict:
     """Who waits on whom: ``stage`` is null when nothing can be said; ``why`` is a sentence for people either way."""
 
-    stage: Literal["gate", Stage] | None
-    """The gate is the dataloader's."""
+    stage: Literal["gate", "episodes", Stage] | None
+    """The gate is the dataloader's; ``episodes`` is the user's code that plays them."""
     why: str
 
 
@@ -124,6 +128,8 @@ def _saturated(flow: Flow) -> Verdict | None:
         return Verdict(stage="learner", why=f"{_does(flow.learner)}{_others(flow, but='learner')}")
     if flow.reward and _occupied(reward) >= SATURATED:
         return Verdict(stage="reward", why=f"{_does(flow.reward)}{_others(flow, but='reward')}")
+    if said := _episodes(flow):
+        return said
     if _occupied(rollouters) >= SATURATED:
         if rollouters.get("weights", 0.0) > rollouters.get("work", 0.0):
             why = f"engines are paused for them {_percent(rollouters['weights'])} of the time"
@@ -133,6 +139,27 @@ def _saturated(flow: Flow) -> Verdict | None:
         why = f"its event loop is busy {_percent(flow.dataloader_busy)} of the time"
         return Verdict(stage="dataloader", why=f"{why}{_others(flow, but='dataloader')}")
     return None
+
+
+def _episodes(flow: Flow) -> Verdict | None:
+    """Whether most of them are with the user's code: an engine is at work all the time with few of them, too."""
+    with_user = {stage: level for stage, level in flow.episodes.items() if stage not in NOT_USERS}
+    users, every = sum(with_user.values()), sum(flow.episodes.values())
+    if every < 1 or users <= every / 2:
+        return None
+    most = max(with_user, key=lambda stage: with_user[stage])
+    at = _STAGES_SAID.get(most, f"in {most}")
+    why = f"{users:.0f} of {every:.0f} are with their own code, {with_user[most]:.0f} of them {at}"
+    return Verdict(stage="episodes", why=f"{why}{_others(flow, but='episodes')}")
+
+
+NOT_USERS = frozenset({"queue", "engine", "paused", "score", "judge"})
+"""Stages in which an episode waits for the run, and not for the user's code."""
+_STAGES_SAID = {
+    "start": "before their first call of the policy",
+    "user": "between two calls of the policy",
+    "close": "at their close",
+}
 
 
 def _nobody(flow: Flow) -> Verdict:
@@ -169,7 +196,7 @@ def _others(flow: Flow, *, but: str) -> str:
     said = []
     waits = by_kind(flow.rollouters).get("wait", 0.0)
     if but != "rollouters" and waits >= WAITS:
-        said.append(f"rollouters wait {_percent(waits)} for tickets")
+        said.append(f"rollouters wait {_percent(waits)} for {'calls' if but == 'episodes' else 'tickets'}")
     waits = by_kind(flow.learner).get("wait", 0.0)
     if but != "learner" and waits >= WAITS:
         said.append(f"the learner waits {_percent(waits)} for groups")

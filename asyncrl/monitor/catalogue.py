@@ -14,6 +14,7 @@ EDGES = {metric.name: metric.edges for metric in METRICS if metric.edges}
 _BY_NAME: dict[str, Metric] = {}
 for _metric in METRICS:
     _BY_NAME.setdefault(_metric.name, _metric)
+_FAMILIES = tuple(metric for metric in METRICS if metric.name.endswith("/*"))
 
 
 def find(name: str) -> Metric | None:
@@ -23,7 +24,7 @@ def find(name: str) -> Metric | None:
     group, _, rest = name.partition("/")
     if group == "eval":
         return _BY_NAME.get(f"eval/*/{rest.rpartition('/')[2]}")
-    return _BY_NAME.get("reward/component/*") if name.startswith("reward/component/") else None
+    return next((metric for metric in _FAMILIES if name.startswith(metric.name[:-1])), None)
 
 
 def quantile(counts: list[int], edges: tuple[float, ...], share: float) -> float | None:
@@ -49,7 +50,7 @@ def document() -> str:
         "Counters, gauges and histograms go to the controller with the heartbeats of the actor that has them,",
         "cumulative since the start of its process; `asyncrl-top` shows them, and `monitor/` holds recorded snapshots.",
         "Lines are the keys of `metrics.jsonl`. A figure that is not known is absent, never 0. `*` is a name of the",
-        "configuration or of the reward function.",
+        "configuration or of the reward function, or one that is listed beside it.",
         "",
         "| name | kind | unit | where | what it says |",
         "|---|---|---|---|---|",

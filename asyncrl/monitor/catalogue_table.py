@@ -1,8 +1,8 @@
 """Every figure that asyncrl measures: its name, kind, unit and meaning, who has it, and the edges of its buckets.
 
 A name is GROUP/WHAT with its unit at the end, where it has one. ``*`` stands for what a configuration or a reward
-function names. Buckets are closed above: a value that equals an edge is in the bucket below it; the last bucket is
-open. Found and shown by catalogue.py.
+function names, or for what its text lists. Buckets are closed above: a value that equals an edge is in the bucket below
+it; the last bucket is open. Found and shown by catalogue.py.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.
 SHORT = (0.0001, 0.0003, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 3.0, 10.0)
 VERSIONS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 12.0, 16.0, 32.0)
 TOKENS = tuple(float(1 << power) for power in range(4, 19))
+TURNS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 128.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +161,63 @@ METRICS: tuple[Metric, ...] = (
         ("rollout/generate_s", "s", "from the lease of a trajectory to its last token", SECONDS),
         ("rollout/reward_s", "s", "from the call of the reward pool to its answer, the queue included", SECONDS),
         ("rollout/deliver_s", "s", "from a finished group to the learner's acknowledgement", SECONDS),
+    ),
+    *_all(
+        "gauge",
+        "rollouter",
+        ("rollout/episodes", "episodes", "open, those that are scored included"),
+        (
+            "rollout/episodes_at/*",
+            "episodes",
+            "open by stage: start, queue (waits for a slot or the engine), engine, paused (for an update), user (the "
+            "user's code), tool NAME (12 of them told apart), close, score or judge",
+        ),
+        ("rollout/episodes_oldest_s", "s", "since the oldest attempt that is open began"),
+        (
+            "rollout/cost_factor",
+            "",
+            "tokens prefilled and sampled, over those had each call gone on from the one before: 1 without forks; of "
+            "all episodes that have ended",
+        ),
+    ),
+    *_all(
+        "counter",
+        "rollouter",
+        ("rollout/episodes_ended/*", "episodes", "by outcome: stop, length, turns, time"),
+        (
+            "rollout/episodes_failed/*",
+            "attempts",
+            "by cause: start, turn (deadlines), user (its code raised), answer (none could be trained), reward (it "
+            "said none), policy (engines died of it), host (it or its worker died; begun anew)",
+        ),
+        (
+            "rollout/episode_s/*",
+            "s",
+            "of attempts that have ended, by stage as in rollout/episodes_at: all of their time",
+        ),
+        ("rollout/malformed_calls", "calls", "of tools that could not be read in an answer"),
+        (
+            "rollout/reprefill_tokens",
+            "tokens",
+            "computed again after an update: all that an aborted call had, and what a call shares with earlier ones "
+            "of its conversation",
+        ),
+    ),
+    *_all(
+        "counter line",
+        "rollouter; train",
+        (
+            "rollout/forks/*",
+            "calls",
+            "of the policy whose context did not go on from an earlier answer, by cause: root, branch, edited, "
+            "assistant, history, cut, no-extension",
+        ),
+    ),
+    *_all(
+        "histogram",
+        "rollouter",
+        ("rollout/turns", "turns", "answers of the policy in an episode", TURNS),
+        ("rollout/prompt_tokens", "tokens", "of the context of a call, in episodes", TOKENS),
     ),
     # --- reward ---
     *_all(
@@ -355,6 +413,13 @@ METRICS: tuple[Metric, ...] = (
         ("rollout/truncated_fraction", "share", "of responses that ran out of tokens, turns or time"),
         ("rollout/mixed_version_fraction", "share", "of responses sampled under several versions"),
         ("rollout/resumed_trajectories", "trajectories", "that were aborted and taken up again"),
+        ("rollout/turns_mean", "turns", "of episodes scored since the last step"),
+        ("rollout/turns_p95", "turns", "likewise, 95th percentile"),
+        (
+            "rollout/episode_share/*",
+            "share",
+            "of their time by stage: start, queue, engine, paused, user, tool, close, score; they add up to 1",
+        ),
         ("rollout/dropped_trajectories", "trajectories", "left out of their groups since the learner started"),
         ("rollout/failed_attempts", "attempts", "at trajectories that failed, since the learner started"),
         ("rollout/tokens", "tokens", "sampled from the training of the step before to its own; absent if not all told"),

@@ -23,7 +23,7 @@ BLUE, ORANGE, GREEN, RED, PURPLE, GREY, TEAL, BROWN = (
 )
 OTHERS = (BLUE, ORANGE, GREEN, PURPLE, TEAL, BROWN, RED, GREY)
 STATE_COLOURS = {
-    **{"generating": GREEN, "training": GREEN, "scoring": GREEN},
+    **{"generating": GREEN, "training": GREEN, "scoring": GREEN, "playing": GREEN},
     **{"waiting": GREY, "idle": GREY, "following": "#c3c9cf", "done": "#dfe3e7"},
     **{"starting": BROWN, "restarting": RED},
     **{"pausing": "#f0b26b", "paused": ORANGE, "loading": PURPLE, "probing": TEAL},
@@ -31,6 +31,13 @@ STATE_COLOURS = {
 }
 STEP = "time/step_s"
 PARTS = {"wait_for_groups": GREY, "train": GREEN, "publish": PURPLE, "other": BROWN}
+
+SHARE = "rollout/episode_share/"
+STAGES = {
+    **{"engine": GREEN, "queue": GREY, "paused": ORANGE, "tool": BLUE, "user": PURPLE},
+    **{"start": BROWN, "close": RED, "score": TEAL},
+}
+"""Of episodes."""
 
 Points = tuple[list[float], list[float]]
 
@@ -207,6 +214,31 @@ def lengths(train: Sequence[Line]) -> list[Panel]:
         *_curve(train, "rollout/granted_length_mean", "mean of all delivered", GREY, dashed=True),
     ]
     return _unless_empty(Panel(curves=curves, unit="tokens"))
+
+
+def episodes(train: Sequence[Line]) -> list[Panel]:
+    """Turns, and where the time of episodes went."""
+    turns = [
+        *_curve(train, "rollout/turns_mean", "mean", BLUE),
+        *_curve(train, "rollout/turns_p95", "95th percentile", ORANGE),
+    ]
+    told = [line for line in train if any(name.startswith(SHARE) for name in line)]
+    found = {
+        name: series([{name: 0.0, **line} for line in told], name, join=mean) for name in map(SHARE.__add__, STAGES)
+    }
+    stages = [
+        Curve(name=name.removeprefix(SHARE), colour=STAGES[name.removeprefix(SHARE)], x=x, y=y)
+        for name, (x, y) in found.items()
+        if any(y)
+    ]
+    return [
+        panel
+        for given in (
+            Panel(curves=turns, title="Turns", unit="turns", width=HALF),
+            Panel(curves=stages, title="Time by stage", stack="areas", shares=True, width=HALF),
+        )
+        for panel in _unless_empty(given)
+    ]
 
 
 def tokens(train: Sequence[Line]) -> list[Panel]:

@@ -75,6 +75,7 @@ def _page(run_dir: Path, *, lives: bool) -> str:
         ("Step", charts.step_breakdown(train), no_lines, "What a training step waited for and did."),
         ("Weight updates", charts.weight_stall(train, updates), no_lines, "Generation time lost."),
         ("Lengths", charts.lengths(train), no_lines, "Tokens of a response."),
+        *_episodes(train),
         ("Throughput", charts.tokens(train), no_lines, "Tokens sampled a second, by all engines together."),
         ("Ledger", charts.ledger(train), no_lines, "What became of the prompt groups since the run's start."),
     ]
@@ -97,6 +98,12 @@ def _page(run_dir: Path, *, lives: bool) -> str:
             f"</main><script>{_beside('report.js')}</script></body></html>\n",
         ]
     )
+
+
+def _episodes(train: Sequence[Line]) -> list[tuple[str, list[Panel], str, str]]:
+    """A section where there were some."""
+    panels = charts.episodes(train)
+    return [("Episodes", panels, "", "Turns of an episode, and shares of its time.")] if panels else []
 
 
 def _read_config(run_dir: Path) -> tuple[dict[str, Any], str]:

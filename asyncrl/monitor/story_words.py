@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.monitor.numbers import fixed
+from asyncrl.monitor.story_episodes import EPISODE_SAYS, sampled
 from asyncrl.monitor.story_lines import Line
 from asyncrl.monitor.story_log import (
     EVALUATED,
@@ -83,21 +84,25 @@ def _began(version: int) -> str:
     return f"generation began at version {version}"
 
 
-def _resumed(version: int) -> str:
-    return f"resumed at version {version}"
+def _resumed(version: int, call: int | None = None) -> str:
+    return f"{_call(call)}resumed at version {version}"
 
 
-def _aborted(tokens: int) -> str:
-    return f"aborted with {tokens} tokens"
+def _aborted(tokens: int, call: int | None = None) -> str:
+    return f"{_call(call)}aborted with {tokens} tokens"
 
 
-def _died(tokens: int) -> str:
-    return f"the engine died; {tokens} tokens are kept"
+def _died(tokens: int, call: int | None = None) -> str:
+    return f"{_call(call)}the engine died; {tokens} tokens are kept"
+
+
+def _call(number: int | None) -> str:
+    """Which of an episode's calls of the policy it is."""
+    return "" if number is None else f"call {number}: "
 
 
 def _finished(tokens: int, reason: str, spans: list[list[int]]) -> str:
-    by_version = ", ".join(f"{end - start} at version {version}" for version, start, end in spans)
-    return f"finished with {tokens} tokens ({reason}): {by_version}"
+    return f"finished with {sampled(tokens, reason, spans)}"
 
 
 def _failed(reason: str) -> str:
@@ -116,6 +121,7 @@ _SAMPLE_SAYS: dict[str, Callable[..., str]] = {
     "finished": _finished,
     "failed": _failed,
     "scored": _scored,
+    **EPISODE_SAYS,
 }
 
 

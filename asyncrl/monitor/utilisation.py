@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from asyncrl.monitor.rates import Interval, Shares
-from asyncrl.snapshot import Resource, Snapshot
+from asyncrl.snapshot import ActorView, Resource, Snapshot
 
-KINDS = {"engine": "Engines", "rank": "Learner ranks", "worker": "Reward workers"}
-"""Kinds of resources, by the beginning of their names."""
+KINDS = {"engine": "Engines", "rank": "Learner ranks", "worker": "Reward workers", "player": "Episode workers"}
+"""Kinds of resources."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ def _span(older: Snapshot, newer: Snapshot) -> Span:
     sums: dict[str, dict[str, float]] = {}
     for actor in newer.actors:
         for resource in actor.resources:
-            held = sums.setdefault(kind_of(resource), {})
+            held = sums.setdefault(kind_of(actor, resource), {})
             for state, seconds in interval.seconds_by_state(actor, resource).items():
                 held[state] = held.get(state, 0.0) + seconds
     shares: dict[str, Shares] = {}
@@ -51,9 +51,9 @@ def _span(older: Snapshot, newer: Snapshot) -> Span:
     return Span(older.wall, newer.wall, shares)
 
 
-def kind_of(resource: Resource) -> str:
-    """engine, rank or worker."""
-    return resource.name.partition("/")[0]
+def kind_of(actor: ActorView, resource: Resource) -> str:
+    """engine, rank, worker or player."""
+    return "player" if actor.name.startswith("episodes/") else resource.name.partition("/")[0]
 
 
 def evenly(walls: list[float], most: int) -> list[int]:

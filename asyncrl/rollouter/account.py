@@ -1,14 +1,16 @@
 """What happens to the samples of a prompt group in a rollouter, for the group's story and for the timeline. Pure.
 
-A sample tells each submission to the engine, how it ended, and its score. The story is one line for the whole group,
-written when it leaves the rollouter; the timeline has each submission on the track of the slot it was in.
+A sample tells each submission to the engine, how it ended, and its score; where it is an episode, which call of the
+policy that was, what its context goes on from, which turn came of it, and how the episode ended. The story is one line
+for the whole group, written when it leaves the rollouter; the timeline has each submission on the track of the slot it
+was in.
 
 Invariant: a sample keeps at most EVENTS_KEPT events, the first and the newest of them, and counts the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from asyncrl.messages.groups import Ticket, VersionSpan
@@ -17,6 +19,8 @@ from asyncrl.monitor.trace import Track
 EVENTS_KEPT = 64
 LONGEST_REASON = 300
 """Characters."""
+MOST_TOOLS, LONGEST_TOOL = 8, 64
+"""Of the tools that a turn calls, in a story."""
 
 
 class SampleAccount:
@@ -31,11 +35,24 @@ class SampleAccount:
         self.attempts = 0
         """Episodes that were begun for it."""
         self.failed_attempts = 0
-        self._elapsed = elapsed
+        self.elapsed = elapsed
 
-    def call(self) -> CallAccount:
-        """One more call of the policy; a sample may have several at a time."""
-        return CallAccount(self)
+    def call(self, number: int | None = None) -> CallAccount:
+        """One more call of the policy; a sample may have several at a time. Those of an episode have numbers."""
+        return CallAccount(self, number)
+
+    def began_episode(self, host: str) -> None:
+        """An attempt begins at an episode host."""
+        self.note("episode", self.attempts, host)
+        self.attempts += 1
+
+    def credited(self, turn: int, value: float) -> None:
+        """A turn got a reward."""
+        self.note("turn reward", turn, value)
+
+    def ended_episode(self, outcome: str, turns: int, reward: float | None, stage_s: Mapping[str, float]) -> None:
+        """It has become a trajectory; ``reward`` is what its code said, ``stage_s`` are seconds by stage."""
+        self.note("ended", outcome, turns, reward, {stage: round(each, 3) for stage, each in stage_s.items()})
 
     def failed(self, what: str) -> None:
         """Something went wrong; it may be tried again."""
@@ -50,17 +67,38 @@ class SampleAccount:
         if len(self.events) >= EVENTS_KEPT:
             del self.events[EVENTS_KEPT // 2]
             self.left_out += 1
-        self.events.append([round(self._elapsed(), 4), *facts])
+        self.events.append([round(self.elapsed(), 4), *facts])
 
 
 class CallAccount:
-    """One call of the policy for a sample: its slot, and its submissions."""
+    """One call of the policy for a sample: its slot, and its submissions.
 
-    def __init__(self, sample: SampleAccount) -> None:
+    Those of an episode are two events where nothing comes between: how it began, and which turn came of it.
+    """
+
+    def __init__(self, sample: SampleAccount, number: int | None = None) -> None:
         self.uid, self.sample = sample.uid, sample.sample
         self._note = sample.note
+        self._elapsed = sample.elapsed
+        self._number = number
+        self._asked = sample.elapsed()
+        self._context: tuple[Any, ...] = ()
+        self._sampled: tuple[Any, ...] = ()
         self._begun = False
         self._slot: Track | None = None
+
+    def prompted(self, cause: str, parent: int | None, tokens: int, new: int) -> None:
+        """Its context has so many tokens, so many of them ``new``; why, and the turn that it goes on from."""
+        self._context = cause, parent, tokens, new
+
+    def refused(self, reason: str) -> None:
+        """It cannot be asked, or not any more."""
+        self._note("refused", self._number, reason[:LONGEST_REASON])
+
+    def answered(self, turn: int, tools: Sequence[str], malformed: int) -> None:
+        """It became a turn, which calls ``tools``."""
+        names = [name[:LONGEST_TOOL] for name in tools[:MOST_TOOLS]]
+        self._note("answered", self._number, turn, *self._sampled, names, malformed)
 
     def took_slot(self, slot: Track) -> None:
         """It is generated there from now on."""
@@ -75,17 +113,26 @@ class CallAccount:
 
     def submitted(self, version: int, held: int) -> None:
         """What comes after the ``held`` tokens is sampled under ``version``."""
-        self._note("resumed" if self._begun else "began", version)
+        if self._number is None:
+            self._note("resumed" if self._begun else "began", version)
+        elif self._begun:
+            self._note("resumed", version, self._number)
+        else:
+            waited = round(self._elapsed() - self._asked, 4)
+            self._note("asked", self._number, version, waited, *self._context)
         self._begun = True
         if self._slot is not None:
             self._slot.enter(f"generate v{version}", uid=self.uid, sample=self.sample, version=version, held=held)
 
     def ended(self, tokens: int, spans: list[VersionSpan], reason: str | None, *, died: bool) -> None:
         """The submission is over, with ``tokens`` in all; ``reason`` is why there is nothing more to come, if so."""
-        if reason is not None:
-            self._note("finished", tokens, reason, [[span.version, span.start, span.end] for span in spans])
+        call = () if self._number is None else (self._number,)
+        if reason is None:
+            self._note("engine died" if died else "aborted", tokens, *call)
         else:
-            self._note("engine died" if died else "aborted", tokens)
+            self._sampled = tokens, reason, [[span.version, span.start, span.end] for span in spans]
+            if not call:
+                self._note("finished", *self._sampled)
         if self._slot is not None:
             self._slot.leave(tokens=tokens, ended=reason or ("engine died" if died else "aborted"))
             if reason is None:

@@ -34,6 +34,8 @@ from asyncrl.rollouter.concurrency import LOOK_S, Concurrency
 from asyncrl.rollouter.delivery import Delivery
 from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.engines import engine_parsers, make_engine
+from asyncrl.rollouter.episode_faults import EpisodeFaults
+from asyncrl.rollouter.episode_figures import EpisodeFigures, Failure
 from asyncrl.rollouter.generation import PolicyCall, single_turn
 from asyncrl.rollouter.groups import GroupRunner
 from asyncrl.rollouter.player import EpisodePlayer
@@ -101,9 +103,9 @@ class Rollouter(Actor):
         self._leased: dict[str, float] = {}
         """When each held ticket was taken up; the oldest first."""
         self._scoring = 0
+        """Trajectories with the reward pool."""
         self._reward_away = 0
         """Calls of the reward pool that it did not answer."""
-        """Calls of the reward pool in flight."""
         self._ungenerated: Counter[str] = Counter()
         """Trajectories of each held ticket that are not generated yet."""
         self._running: set[asyncio.Task[None]] = set()
@@ -121,6 +123,7 @@ class Rollouter(Actor):
         """Of episodes."""
         self._sessions: Sessions
         self._player: EpisodePlayer | None = None
+        self._faults = EpisodeFaults(self.config)
         self._accounts: dict[str, GroupAccount] = {}
         """Of the tickets that run."""
         self._room = asyncio.Event()
@@ -160,6 +163,7 @@ class Rollouter(Actor):
             policy=self._policy,
             slot=self._slot,
             delta=self._tell_delta,
+            figures=EpisodeFigures(self.counters, self.histograms, self.config.reward.function),
             clock=self.clock,
         )
         self._player = EpisodePlayer(
@@ -167,6 +171,7 @@ class Rollouter(Actor):
             self._sessions,
             run=self._run_episode,
             hosts=lambda: f"episodes/{self.name.partition('/')[2]}",
+            failed=self._episode_failed,
             clock=self.clock,
         )
 
@@ -393,7 +398,9 @@ class Rollouter(Actor):
         reward, rollout = self.config.reward, self.config.rollout
         replicas = sum(name.startswith("rollouter/") for name in self.roster.actors)
         # The longest that an honest queue can take: everything in flight ahead of this one, at its full time.
-        queue = rollout.concurrency_bounds[1] * max(replicas, rollout.replicas) / reward.workers
+        queue = (
+            self.config.episodes_open(rollout.concurrency_bounds[1]) * max(replicas, rollout.replicas) / reward.workers
+        )
         began = self.clock.now()
         self._scoring += len(request.completions)
         try:
@@ -408,6 +415,8 @@ class Rollouter(Actor):
         finally:
             self._scoring -= len(request.completions)
         self.histograms.observe("rollout/reward_s", self.clock.now() - began)
+        if self._player is not None:
+            self._sessions.figures.scored((self.clock.now() - began) * len(request.completions))
         return scores
 
     # --- episodes ---
@@ -422,8 +431,18 @@ class Rollouter(Actor):
     @handler
     def turn_reward(self, request: TurnReward, caller: Caller) -> TurnRewarded:
         """Credit a turn of a session. Raises EpisodeOver, InvalidRequest."""
-        session = self._sessions.find(request.session, caller.name)
-        return TurnRewarded(node=session.conversation.reward(request.node, request.value))
+        return TurnRewarded(node=self._sessions.credit(request.session, caller.name, request.node, request.value))
+
+    def _episode_failed(self, failure: Failure, text: str, uid: str) -> None:
+        """An attempt, by the user's code."""
+        if (told := self._faults.add(failure, text, uid)) is not None:
+            key, text, count = told
+            self.notify(key, text, count=count)
+
+    def peer_died(self, name: str, incarnation: int) -> None:
+        """Of an episode host its episodes: they are begun anew."""
+        if self._player is not None:
+            self._sessions.host_died(name)
 
     def _run_episode(self, host: str, request: RunEpisode, timeout: float) -> CallFuture:
         return self.peer(host).call(request, timeout=timeout)
@@ -483,6 +502,7 @@ class Rollouter(Actor):
             "rollout/failed_alone": host.suspects.failed,
             "rollout/turns_alone": host.turns.lone_turns,
             **({"rollout/kv_use": kv_use} if kv_use is not None else {}),
+            **(self._sessions.gauges(self._scoring) if self._player is not None else {}),
         }
 
 

@@ -114,8 +114,13 @@ class Counts:
     sampled_tokens: int
     context_tokens: int
     """Tokens that prompts brought beyond what earlier calls have."""
-    cost_factor: float
-    """Tokens prefilled and sampled, over those had each call gone on from the one it comes after; 1 without forks."""
+    linear_tokens: int
+    """Tokens that would have been prefilled and sampled had each call gone on from the one it comes after."""
+
+    @property
+    def cost_factor(self) -> float:
+        """Tokens prefilled and sampled, over ``linear_tokens``; 1 without forks."""
+        return (self.context_tokens + self.sampled_tokens) / self.linear_tokens if self.linear_tokens else 1.0
 
 
 class Conversation:
@@ -329,13 +334,12 @@ class Conversation:
 
     def counts(self) -> Counts:
         """As it is now."""
-        computed = self._context + self._sampled
         return Counts(
             turns=len(self.nodes),
             forks=dict(self._forks),
             sampled_tokens=self._sampled,
             context_tokens=self._context,
-            cost_factor=computed / self._linear if self._linear else 1.0,
+            linear_tokens=self._linear,
         )
 
     def _newest(self) -> Node | None:

@@ -13,7 +13,6 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from typing import Literal
 
 import numpy as np
 
@@ -25,16 +24,13 @@ from asyncrl.rollouter.account import CallAccount
 from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.engines.base import GenerationRequest
 from asyncrl.rollouter.response import Response
+from asyncrl.rollouter.stages import Phase
 from asyncrl.stops import Stops
 from asyncrl.tokenizer import Tokenizer
 
 
 class TrajectoryFailed(Exception):
     """A trajectory failed for good; the text is the reason."""
-
-
-Phase = Literal["queue", "engine", "paused"]
-"""Where a call is: waiting for its turn; being sampled; held while the engine does not serve."""
 
 
 class PolicyCall:
@@ -50,8 +46,11 @@ class PolicyCall:
         *,
         entered: Callable[[Phase], None] = lambda phase: None,
         sampled: Callable[[Response], None] = lambda response: None,
+        submitted: Callable[[int, int], None] = lambda version, tokens: None,
     ) -> None:
-        """``entered`` is told where the call is, ``sampled`` of each handover of tokens."""
+        """``entered`` is told where the call is, ``sampled`` of each handover of tokens, ``submitted`` of the version
+        and the tokens that each submission begins with.
+        """
         self._host = host
         self._tokenizer = tokenizer
         self._config = config
@@ -59,6 +58,7 @@ class PolicyCall:
         self._account = account
         self._entered = entered
         self._sampled = sampled
+        self._submitted = submitted
 
     async def generate(self, ids: Sequence[int], response: Response, key: str) -> None:
         """Sample a continuation of ``ids`` into ``response``, until it is finished, from where it stands.
@@ -76,6 +76,7 @@ class PolicyCall:
                 self._entered("engine")
                 response.submitted(version)
                 self._account.submitted(version, len(response.tokens))
+                self._submitted(version, len(ids) + len(response.tokens))
                 request = GenerationRequest(
                     id=f"{key}/{response.submissions}",
                     prompt_ids=[*ids, *response.tokens],

@@ -94,6 +94,7 @@ class GroupRunner:
         finally:
             self._generated(ticket)
         trajectory.generate_s = self._clock.now() - began
+        trajectory.attempts = account.failed_attempts + 1
         # User code that played an episode may have said what it is worth.
         if self._config.reward.per == "trajectory" and trajectory.reward is None:
             await self._score_into(ticket, [trajectory], [account])

@@ -20,6 +20,8 @@ from asyncrl.errors import DeadlineExceeded, PeerRestarted, RemoteError
 from asyncrl.messages.episodes import EpisodeDone, RunEpisode
 from asyncrl.messages.groups import Ticket, Trajectory
 from asyncrl.rollouter.account import SampleAccount
+from asyncrl.rollouter.episode_figures import Failure, by_kind
+from asyncrl.rollouter.generation import TrajectoryFailed
 from asyncrl.rollouter.sessions import Session, Sessions
 from asyncrl.rollouter.stages import Expired
 from asyncrl.runtime.clock import Clock
@@ -38,9 +40,15 @@ LONGEST_AWAY_S = 10.0
 class EpisodeFailed(Exception):
     """An attempt failed by the user's code; the text is the reason."""
 
+    def __init__(self, text: str, failure: Failure) -> None:
+        super().__init__(text)
+        self.failure = failure
+
 
 class EpisodePlayer:
-    """Plays episodes. ``run`` asks a session's host to play it."""
+    """Plays episodes. ``run`` asks a session's host to play it; ``failed`` is told the cause, the reason and the uid of
+    an attempt that has failed by the user's code.
+    """
 
     def __init__(
         self,
@@ -49,12 +57,14 @@ class EpisodePlayer:
         *,
         run: Callable[[str, RunEpisode, float], CallFuture],
         hosts: Callable[[], str],
+        failed: Callable[[Failure, str, str], None] = lambda failure, text, uid: None,
         clock: Clock,
     ) -> None:
         self._config = config
         self._sessions = sessions
         self._run = run
         self._hosts = hosts
+        self._failed = failed
         self._clock = clock
 
     async def play(self, ticket: Ticket, account: SampleAccount) -> Trajectory:
@@ -75,14 +85,25 @@ class EpisodePlayer:
 
     async def _attempt(self, ticket: Ticket, account: SampleAccount) -> Trajectory | str:
         """The trajectory, or why its host could not play it."""
-        session = self._sessions.open(ticket, account, self._hosts())
+        session, figures = self._sessions.open(ticket, account, self._hosts()), self._sessions.figures
         try:
             done = await self._played(session)
             if session.failure is not None:
                 raise session.failure
             if done.error and done.blame == "host":
+                figures.failed("host")
                 return done.error
             return self._trajectory(session, done)
+        except TrajectoryFailed:
+            figures.failed("policy")
+            raise
+        except EpisodeFailed as error:
+            figures.failed(error.failure)
+            self._failed(error.failure, str(error), ticket.uid)
+            raise
+        except (DeadlineExceeded, PeerRestarted, RemoteError):
+            figures.failed("host")
+            raise
         finally:
             self._sessions.seal(session, "it has ended")
 
@@ -108,8 +129,10 @@ class EpisodePlayer:
                 done: EpisodeDone = call.result()
                 return done
             expired = watch.result()
+            if session.is_orphan:
+                return EpisodeDone(error=f"{session.host} has died", blame="host")
             if expired is not None and expired.outcome is None:
-                raise EpisodeFailed(expired.text)
+                raise EpisodeFailed(expired.text, "start" if expired.stage == "start" else "turn")
             return EpisodeDone()
         finally:
             watch.cancel()
@@ -117,8 +140,8 @@ class EpisodePlayer:
             call.cancel()
 
     async def _expired(self, session: Session) -> Expired | None:
-        """The deadline that ends it; None where nothing can come of its ticket any more."""
-        while session.failure is None:
+        """The deadline that ends it; None where nothing can come of its ticket any more, or of this attempt."""
+        while session.failure is None and not session.is_orphan:
             session.changed.clear()
             expired = session.stages.expire(self._clock.now())
             if expired is not None and expired.stage != "episode":
@@ -135,17 +158,22 @@ class EpisodePlayer:
         stages, conversation = session.stages, session.conversation
         outcome = stages.outcome
         if done.error and outcome == "stop":
-            raise EpisodeFailed(done.error)
+            raise EpisodeFailed(done.error, "user")
         if outcome == "stop" and conversation.last is not None and conversation.last.id in session.cut:
             outcome = "length"
-        session.conversation.seal("it has ended")
         sequences = conversation.sequences()
         if not sequences:
-            raise EpisodeFailed("it ended without an answer of the policy that could be trained")
+            raise EpisodeFailed("it ended without an answer of the policy that could be trained", "answer")
         reward = total_reward(done.reward, conversation.rewards.values())
         if reward is None and self._config.reward.function == "episode" and self._config.reward.per == "trajectory":
-            raise EpisodeFailed(NO_REWARD)
-        messages = conversation.messages()
+            if outcome != "stop":
+                # Another attempt would meet the same limit.
+                raise TrajectoryFailed(f"it was ended by a limit ({outcome}), and has {NO_REWARD}")
+            raise EpisodeFailed(NO_REWARD, "reward")
+        messages, counts = conversation.messages(), conversation.counts()
+        self._sessions.figures.ended(outcome, counts)
+        stage_s = by_kind(stages.seconds(self._clock.now()))
+        session.account.ended_episode(outcome, counts.turns, reward, stage_s)
         return Trajectory(
             sample=session.account.sample,
             sequences=sequences,
@@ -156,6 +184,9 @@ class EpisodePlayer:
             reward=reward,
             components=done.components,
             resumes=session.resumes,
+            turns=counts.turns,
+            forks=counts.forks,
+            stage_s=stage_s,
         )
 
 

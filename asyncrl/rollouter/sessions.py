@@ -25,11 +25,12 @@ from asyncrl.chat.messages import normalise_messages, normalise_tools
 from asyncrl.chat.parsers import Parsed
 from asyncrl.chat.renderer import Renderer
 from asyncrl.config import Config
-from asyncrl.errors import EpisodeOver
+from asyncrl.errors import ChatRefused, EpisodeOver
 from asyncrl.messages.episodes import Chat, ChatReply
 from asyncrl.messages.groups import Ticket
 from asyncrl.rollouter.account import CallAccount, SampleAccount
 from asyncrl.rollouter.conversation import Conversation, Prompt
+from asyncrl.rollouter.episode_figures import EpisodeFigures
 from asyncrl.rollouter.generation import PolicyCall, TrajectoryFailed
 from asyncrl.rollouter.response import Response
 from asyncrl.rollouter.stages import Phase, Stages
@@ -49,17 +50,22 @@ class Session:
         self.ticket, self.account, self.host = ticket, account, host
         self.attempt = account.attempts
         self.conversation = Conversation(history=config.chat.history)
-        self.stages = Stages(config.episode, clock.now())
+        self.began = clock.now()
+        """Monotonic, s."""
+        self.stages = Stages(config.episode, self.began)
         self.changed = asyncio.Event()
         """Set when a deadline may have moved."""
         self.failure: TrajectoryFailed | None = None
         """Why nothing can come of the ticket any more."""
+        self.is_orphan = False
+        """Whether its host has died."""
         self.cut: set[int] = set()
         """Answers that a limit of the run's has cut, by node."""
         self.rendering = asyncio.Lock()
         """Calls are rendered in the order of their arrival, so that those which ask the same are told apart by it."""
         self.resumes = 0
-        self.malformed_calls = 0
+        self.version = -1
+        """The newest under which an engine has computed any of it."""
         self.calls: dict[str, _Call] = {}
         self._now = clock.now
         self._asked: Counter[bytes] = Counter()
@@ -87,7 +93,10 @@ class Session:
 class _Call:
     """A call from its first arrival to its answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, account: CallAccount) -> None:
+        self.account = account
+        self.version = -1
+        """Under which an engine had it last."""
         self.lock = asyncio.Lock()
         """Held by whoever has it answered; repeats wait for it."""
         self.prompt: Prompt | None = None
@@ -115,8 +124,10 @@ class Sessions:
         policy: Callable[..., PolicyCall],
         slot: Callable[[CallAccount], AbstractAsyncContextManager[None]],
         delta: Callable[[Session, str, int, str], None],
+        figures: EpisodeFigures,
         clock: Clock,
     ) -> None:
+        self.figures = figures
         self._config = config
         self._renderer = renderer
         self._tokenizer = tokenizer
@@ -125,14 +136,13 @@ class Sessions:
         self._slot = slot
         self._delta = delta
         self._clock = clock
-        self._longest = config.longest_context
         self._threads = ThreadPoolExecutor(max(1, config.chat.render_threads), "render")
         self._sessions: dict[str, Session] = {}
 
     def open(self, ticket: Ticket, account: SampleAccount, host: str) -> Session:
         """Begin an attempt, to be played at the episode host ``host``."""
         session = Session(ticket, account, host, self._config, self._clock)
-        account.attempts += 1
+        account.began_episode(host)
         self._sessions[session.key] = session
         return session
 
@@ -140,7 +150,15 @@ class Sessions:
         """Nothing is added to it any more."""
         session.conversation.seal(reason)
         session.stages.end(self._clock.now())
+        self.figures.spent(session.stages.seconds(self._clock.now()))
         del self._sessions[session.key]
+
+    def host_died(self, host: str) -> None:
+        """What it was playing is over."""
+        for session in self._sessions.values():
+            if session.host == host:
+                session.is_orphan = True
+                session.changed.set()
 
     def close(self) -> None:
         """End the threads."""
@@ -149,9 +167,11 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def states(self) -> Counter[str]:
-        """Sessions by what they are at; see Stages.state."""
-        return Counter(session.stages.state for session in self._sessions.values())
+    def gauges(self, scoring: int = 0) -> dict[str, float]:
+        """Figures of those that are open, ``scoring`` more of which are scored. Callable from any thread."""
+        sessions, now = list(self._sessions.values()), self._clock.now()
+        oldest_s = max((now - session.began for session in sessions), default=0.0)
+        return self.figures.gauges((session.stages.state for session in sessions), oldest_s, scoring)
 
     def find(self, key: str, host: str) -> Session:
         """The session of a key, if it is played at ``host``. Raises EpisodeOver."""
@@ -165,24 +185,42 @@ class Sessions:
     async def chat(self, request: Chat, host: str) -> ChatReply:
         """The assistant's next message. Raises EpisodeOver, ChatRefused."""
         session = self.find(request.session, host)
-        call = session.calls.setdefault(request.call, _Call())
+        call = session.calls.get(request.call)
+        if call is None:
+            call = session.calls[request.call] = _Call(session.account.call(len(session.calls)))
         async with call.lock:
             if call.reply is None:
                 # It may have ended while another had this call answered.
                 self.find(request.session, host)
                 call.reply = await self._answer(session, call, request)
+                # A conversation of many turns would hold its history once for each.
+                call.prompt = call.response = None
         return call.reply
+
+    def credit(self, key: str, host: str, node: int | None, value: float) -> int:
+        """Reward a turn of a session. Gives its number. Raises EpisodeOver, InvalidRequest."""
+        session = self.find(key, host)
+        rewards = session.conversation.rewards
+        known = len(rewards)
+        turn = session.conversation.reward(node, value)
+        # Environments that say 0 of every step but the last are not worth an event each.
+        if value or len(rewards) == known:
+            session.account.credited(turn, value)
+        return turn
 
     async def _answer(self, session: Session, call: _Call, request: Chat) -> ChatReply:
         stages, now = session.stages, self._clock.now
+        account = call.account
         try:
             stages.call(request.call, now())
+        except EpisodeOver as over:
+            account.refused(over.reason)
+            raise
         finally:
             session.changed.set()
-        account = session.account.call()
-        tools = normalise_tools(request.tools)
-        options = self._config.chat.template_options | request.template_options
         try:
+            tools = normalise_tools(request.tools)
+            options = self._config.chat.template_options | request.template_options
             if call.prompt is None:
                 messages = normalise_messages(request.messages)
                 async with session.rendering:
@@ -191,25 +229,30 @@ class Sessions:
                     call.response = self._begin(request, most)
                     call.limited = request.max_tokens is None or most <= request.max_tokens
                     call.prompt, call.key = prompt, session.key_of(prompt)
+                    self._prompted(prompt, account)
             assert call.response is not None
             async with self._slot(account):
                 policy = self._policy(
                     session.ticket,
                     account,
                     entered=lambda phase: self._entered(session, request.call, phase),
-                    sampled=self._teller(session, request, tools),
+                    sampled=self._teller(session, request, tools, call.response.stops),
+                    submitted=lambda version, tokens: self._submitted(session, call, version, tokens),
                 )
                 await policy.generate(call.prompt.ids, call.response, call.key)
             parsed = await self._in_thread(self._renderer.parse, call.response.tokens, tools, options)
             reply = self._commit(session, call, request, parsed)
         except TrajectoryFailed as failure:
             raise session.fail(failure) from failure
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, (ChatRefused, EpisodeOver)):
+                account.refused(str(error))
             stages.dropped(request.call, now())
             session.changed.set()
             raise
         known = {tool["function"]["name"] for tool in tools}
         called = [each.name for each in reply.tool_calls if each.name in known]
+        account.answered(reply.node, called, parsed.malformed)
         stages.answered(request.call, now(), tools=called)
         session.changed.set()
         return reply
@@ -229,14 +272,17 @@ class Sessions:
             )
             if extension is not None:
                 return conversation.extend(resolved, extension)
-        return conversation.branch(resolved, await self._in_thread(renderer.render, messages, tools, options))
+        # With our answers as they were given: agents drop the reasoning of theirs.
+        ids = await self._in_thread(renderer.render, resolved.messages, tools, options)
+        return conversation.branch(resolved, ids)
 
     def _room(self, session: Session, prompt: Prompt) -> int:
         """The longest answer that the run allows. Raises EpisodeOver."""
-        room = self._longest - len(prompt.ids)
+        longest = self._config.longest_context(session.ticket.purpose)
+        room = longest - len(prompt.ids)
         if room < 1:
             raise session.end_by_length(
-                f"its context has {len(prompt.ids)} tokens, and with an answer may have {self._longest} "
+                f"its context has {len(prompt.ids)} tokens, and with an answer may have {longest} "
                 "(episode.max_context_tokens)"
             )
         return min(room, session.ticket.max_tokens)
@@ -264,7 +310,7 @@ class Sessions:
         if response.finish_reason == "length" and call.limited:
             session.cut.add(node.id)
         session.resumes += response.submissions - 1
-        session.malformed_calls += parsed.malformed
+        self.figures.malformed(parsed.malformed)
         return ChatReply(
             node=node.id,
             content=node.message["content"],
@@ -275,13 +321,29 @@ class Sessions:
             completion_tokens=len(response.tokens),
         )
 
+    def _prompted(self, prompt: Prompt, account: CallAccount) -> None:
+        parent = prompt.parent.id if prompt.parent is not None else None
+        account.prompted(prompt.cause, parent, len(prompt.ids), len(prompt.ids) - prompt.shared)
+        self.figures.prompted(len(prompt.ids))
+
+    def _submitted(self, session: Session, call: _Call, version: int, tokens: int) -> None:
+        """What an engine has computed under older weights it computes again: of a call that goes on all of it."""
+        assert call.prompt is not None
+        known, before = (tokens, call.version) if call.version >= 0 else (call.prompt.shared, session.version)
+        if 0 <= before < version:
+            self.figures.prefilled_again(known)
+        call.version = version
+        session.version = max(session.version, version)
+
     def _entered(self, session: Session, call: str, phase: Phase) -> None:
         session.stages.enter(call, phase, self._clock.now())
         session.changed.set()
 
-    def _teller(self, session: Session, request: Chat, tools: Sequence[Any]) -> Callable[[Response], None]:
+    def _teller(
+        self, session: Session, request: Chat, tools: Sequence[Any], stops: Stops
+    ) -> Callable[[Response], None]:
         """Sends text as it is sampled, where all of an answer is text."""
-        if not request.stream or tools or request.stop or self._renderer.report.reasoning_parser != "none":
+        if not request.stream or tools or stops != Stops() or self._renderer.report.reasoning_parser != "none":
             return lambda response: None
         told = 0
 

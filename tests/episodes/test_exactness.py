@@ -26,7 +26,7 @@ pytestmark = [
 TOLERANCE = 1e-4
 EPISODES = 12
 MAX_TOKENS = 40
-AGENT = '''
+AGENT = """
 import asyncio
 
 import openai
@@ -59,7 +59,7 @@ async def over_http(client, messages):
 async def play(task, client):
     await (over_http if task.prompt.startswith("http") else through_client)(client, [user(task.prompt)])
     return 1.0
-'''
+"""
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from harness import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_cases import make_config, make_group, make_sequence, make_trajectory, random_groups
@@ -153,6 +154,28 @@ def test_metrics_of_a_step() -> None:
             "staleness/late_fraction": 3 / 6,
         }
     )
+
+
+def test_metrics_of_a_step_of_episodes() -> None:
+    episodes = [
+        replace(make_trajectory([1], reward=1.0), turns=1, stage_s={"engine": 1.0, "tool": 2.0}, score_s=1.0),
+        replace(
+            make_trajectory([1], reward=0.0),
+            turns=4,
+            forks={"edited": 2, "cut": 1},
+            stage_s={"engine": 3.0, "user": 1.0},
+        ),
+    ]
+    plan = build_step([make_group(0, [1], episodes)], version=0, config=make_config(), world_size=1, packed=True)
+    found = {name: value for name, value in plan.metrics.items() if "turns" in name or "fork" in name}
+    assert found == {
+        "rollout/turns_mean": 2.5,
+        "rollout/turns_p95": np.percentile([1, 4], 95),
+        "rollout/forks/edited": 2.0,
+        "rollout/forks/cut": 1.0,
+    }
+    shares = {name.rpartition("/")[2]: value for name, value in plan.metrics.items() if "episode_share" in name}
+    assert shares == {"engine": 4 / 8, "tool": 2 / 8, "user": 1 / 8, "score": 1 / 8}
 
 
 def test_lateness_is_that_of_the_first_sampled_token() -> None:

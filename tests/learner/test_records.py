@@ -45,6 +45,7 @@ def test_lines_carry_the_start_and_what_json_cannot_say_is_null(tmp_path):
 def test_a_conversation_is_written_with_its_messages_turns_and_roles(tmp_path):
     group = make_group("0-7")
     second = group.trajectories[1]
+    second.turns, second.forks, second.stage_s = 2, {"cut": 1}, {"engine": 0.5}
     second.messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     second.sequences.append(
         make_sequence(
@@ -57,6 +58,8 @@ def test_a_conversation_is_written_with_its_messages_turns_and_roles(tmp_path):
     own = {"tokens": [0, 1, 2], "spans": [[4, 0, 1, "sampled"], [5, 1, 3, "sampled"]], "turns": []}
     assert (single["messages"], single["sequences"]) == ([], [own])
     assert conversation["messages"] == second.messages
+    assert (conversation["turns"], conversation["forks"], conversation["stage_s"]) == (2, {"cut": 1}, {"engine": 0.5})
+    assert "turns" not in single
     assert conversation["sequences"] == [
         own,
         {

@@ -42,6 +42,8 @@ class Run:
     reason: str = ""
     exit_code: int = 0
     gpus: bool = False
+    episodes: dict[str, float] = field(default_factory=dict)
+    """Open in each rollouter, by stage; none where a prompt has one response."""
     events: list[Event] = field(default_factory=list)
 
     def at(self, t: float) -> Snapshot:
@@ -74,6 +76,7 @@ class Run:
             ),
             self._reward(t),
             *(self._rollouter(i, t, step) for i in range(self.rollouters)),
+            *(self._episode_host(i, t) for i in range(self.rollouters if self.episodes else 0)),
         ]
         train = [self._line(n) for n in range(max(1, step - 63), step + 1)]
         return Snapshot(
@@ -129,7 +132,8 @@ class Run:
 
     def _actor(self, name: str, t: float, *, state: str, loop_busy: float = 0.02, **facts) -> ActorView:
         index = int(name.partition("/")[2])
-        host = f"node{index * self.hosts // max(1, self.rollouters)}" if name.startswith("rollouter/") else "node0"
+        spread = name.startswith(("rollouter/", "episodes/"))
+        host = f"node{index * self.hosts // max(1, self.rollouters)}" if spread else "node0"
         condition = facts.pop("condition", "ready")
         if name in self.dead:
             condition, facts = "dead", {"restarts": 1}
@@ -165,9 +169,54 @@ class Run:
                 "rollout/kv_use": 0.42 + 0.01 * (index % 9),
                 "rollout/served_version": float(max(0, step - self.lag)),
                 "rollout/oldest_s": 4.5 + index % 5,
+                **(self._episodes(t) if self.episodes else {}),
             },
+            histograms=self._turns(t) if self.episodes else {},
             resources=[_resource("engine", self.engine, t)],
             waits=[Wait(whom="dataloader/0", what="Lease", seconds=0.4, idle=True)],
+        )
+
+    def _episodes(self, t: float) -> dict[str, float]:
+        whole = sum(self.episodes.values())
+        return {
+            "rollout/episodes": whole,
+            "rollout/episodes_oldest_s": 90.0,
+            "rollout/cost_factor": 1.12,
+            "rollout/reprefill_tokens": 300.0 * t,
+            "rollout/malformed_calls": 3.0,
+            "rollout/episodes_ended/stop": 4.0 * t,
+            "rollout/episodes_ended/length": 1.0,
+            "rollout/episodes_failed/turn": 2.0,
+            "rollout/episodes_failed/user": 1.0,
+            "rollout/forks/edited": 12.0,
+            **{f"rollout/episodes_at/{stage}": each for stage, each in self.episodes.items()},
+            **{f"rollout/episode_s/{stage}": 16 * t * each / whole for stage, each in self.episodes.items()},
+        }
+
+    def _turns(self, t: float) -> dict[str, Histogram]:
+        ended = int(4 * t)
+        return {
+            "rollout/turns": Histogram([0, 0, 0, ended, ended, 0, 0, *[0] * 10], 3.5 * 2 * ended),
+            "rollout/prompt_tokens": Histogram([*[0] * 6, 7 * ended, *[0] * 9], 700.0 * 7 * ended),
+        }
+
+    def _episode_host(self, index: int, t: float) -> ActorView:
+        return self._actor(
+            f"episodes/{index}",
+            t,
+            state="ready",
+            figures={
+                "episodes/open": sum(self.episodes.values()) - self.episodes.get("judge", 0.0),
+                "episodes/waiting": 0.0,
+                "episodes/played": 4.0 * t,
+                "episodes/failed": 3.0,
+                "episodes/tool_calls": 20.0 * t,
+                "episodes/tool_errors": 2.0,
+                "episodes/tool_mistakes": 1.0,
+                "episodes/workers_killed": 1.0,
+                "episodes/workers_died": 0.0,
+            },
+            resources=[_resource(f"worker/{n}", {"playing": 0.9, "idle": 0.1}, t) for n in range(2)],
         )
 
     def _learner(self, index: int, t: float, step: int) -> ActorView:
@@ -297,5 +346,10 @@ STATES = {
     ).between(),
     "dead_host": lambda: Run(lost_hosts=("node1",), dead=("rollouter/1",)).between(),
     "finished": lambda: Run(phase="done", steps=40, reason="").between(),
+    "agents": lambda: Run(
+        episodes={"tool search": 41.0, "engine": 9.0, "tool look_up_in_the_archive": 6.0, "judge": 4.0, "queue": 0.0},
+        engine={"generating": 0.95, "waiting": 0.05},
+        rank={"training": 0.3, "waiting": 0.7},
+    ).between(),
 }
 """Snapshots by what they show, oldest first."""

@@ -23,6 +23,9 @@ def flow(rollouters=IDLE_ENGINE, reward=IDLE_WORKER, learner=IDLE_RANK, **facts)
     )
 
 
+IN_TOOLS = {"tool search": 48.0, "start": 3.0, "engine": 9.0, "judge": 4.0}
+
+
 CASES = {
     "slow learner": (flow(learner=BUSY_RANK), "learner"),
     "slow engine": (flow(rollouters=BUSY_ENGINE), "rollouters"),
@@ -35,6 +38,21 @@ CASES = {
         "gate",
     ),
     "reward of much latency and many workers": (flow(generating=10.0, at_reward=90.0), "reward"),
+    "tools that episodes wait for, while a few keep the engine at work": (
+        flow(BUSY_ENGINE, episodes=IN_TOOLS),
+        "episodes",
+    ),
+    "tools that episodes wait for": (flow(generating=60.0, at_reward=4.0, episodes=IN_TOOLS), "episodes"),
+    "episodes that wait for the engine": (
+        flow(BUSY_ENGINE, episodes={"queue": 20.0, "engine": 30.0, "user": 9.0}),
+        "rollouters",
+    ),
+    "episodes that wait for their judge": (
+        flow(generating=10.0, at_reward=90.0, episodes={"user": 10.0, "judge": 90.0}),
+        "reward",
+    ),
+    "a slow learner while episodes are in tools": (flow(learner=BUSY_RANK, episodes=IN_TOOLS), "learner"),
+    "no episode": (flow(episodes={"tool search": 0.2}), "gate"),
     "busy dataloader": (flow(dataloader_busy=0.95), "dataloader"),
     "prompts that do not come": (flow(gate_open=True), "dataloader"),
     "engines that are paused": (flow({"loading": 0.5, "pausing": 0.1, "generating": 0.3, "waiting": 0.1}), "weights"),
@@ -64,6 +82,21 @@ def test_the_verdict_says_who_waits_how_much_for_what():
     assert (
         find_bottleneck(flow()).why
         == "it is closed: rollouters wait 70 % for tickets, the learner waits 70 % for groups"
+    )
+
+
+@pytest.mark.parametrize(
+    ("stage", "said"),
+    [
+        ("tool search", "48 of them in tool search"),
+        ("user", "48 of them between two calls of the policy"),
+        ("start", "48 of them before their first call of the policy"),
+    ],
+)
+def test_the_verdict_names_the_stage_of_the_users_code(stage, said):
+    why = find_bottleneck(flow(episodes={stage: 48.0, "close": 3.0, "engine": 13.0})).why
+    assert why == (
+        f"51 of 64 are with their own code, {said}; rollouters wait 70 % for calls, the learner waits 70 % for groups"
     )
 
 

@@ -123,6 +123,34 @@ def test_a_whole_run(run_dir, tmp_path):
     assert "learner.lr" in shown
 
 
+def test_episodes_have_a_section_with_turns_and_stages(run_dir, tmp_path):
+    shares = [{"engine": 0.75, "user": 0.25}, {"engine": 0.5, "tool": 0.5}]
+    write_lines(
+        run_dir,
+        *(
+            step(number, **{"rollout/turns_mean": 2.0 + number, "rollout/turns_p95": 8.0})
+            | {f"rollout/episode_share/{stage}": share for stage, share in each.items()}
+            for number, each in enumerate(shares, 1)
+        ),
+    )
+    page = written(run_dir, tmp_path)
+    turns, stages = (told["curves"] for section, told in page.panels if section == 7)
+    assert [(curve["name"], curve["y"]) for curve in turns] == [("mean", [3.0, 4.0]), ("95th percentile", [8.0, 8.0])]
+    assert {curve["name"]: curve["y"] for curve in stages} == {
+        "engine": [0.75, 0.5],
+        "tool": [0.0, 0.5],
+        "user": [0.25, 0.0],
+    }
+    assert "Episodes" in page.text
+
+
+def test_workers_of_episodes_are_not_those_of_the_reward():
+    run = Run(episodes={"user": 4.0}, worker={"idle": 1.0})
+    (span,) = spans([run.at(60.0), run.at(100.0)])
+    assert set(span.shares["worker"]) == {"idle"}
+    assert span.shares["player"] == pytest.approx({"playing": 0.9, "idle": 0.1})
+
+
 def test_means_are_over_the_time_of_all_steps_but_the_first_of_each_learner(run_dir, tmp_path):
     def timed(number, seconds, rate, start=1):
         return step(number, start, **{"time/step_s": seconds, "rollout/tokens_per_s": rate})

@@ -89,6 +89,20 @@ def test_what_distinguishes_things_of_a_kind_is_a_label():
     assert values["asyncrl_actor_rollout_in_flight"] == {who: 3.0}
 
 
+def test_stages_of_episodes_are_labels():
+    made = snapshot()
+    figures = {"rollout/episodes_at/tool search": 3.0, "rollout/episodes_ended/stop": 7.0}
+    found = families_of(
+        [train(7, rollout__episode_share__engine=0.5)],
+        replace(made, actors=[replace(made.actors[0], figures=figures)]),
+    )
+    stages, ended = found["asyncrl_actor_rollout_episodes_at"], found["asyncrl_actor_rollout_episodes_ended"]
+    who = (("actor", made.actors[0].name), ("host", made.actors[0].host))
+    assert (stages.kind, stages.values) == ("gauge", {(*who, ("stage", "tool search")): 3.0})
+    assert (ended.kind, ended.values) == ("counter", {(*who, ("outcome", "stop")): 7.0})
+    assert found["asyncrl_rollout_episode_share"].values == {(("stage", "engine"),): 0.5}
+
+
 def test_kinds_and_descriptions_are_those_of_the_catalogue():
     found = families_of([train(7)], snapshot())
     assert found["asyncrl_actor_rollout_in_flight"].kind == "gauge"
@@ -117,7 +131,7 @@ def test_whatever_is_measured_reaches_prometheus_as_what_it_is():
     found = families_of(*everything())
     for metric in METRICS:
         for kind in set(metric.kinds) & set(HEARD):
-            family = found[prometheus_name(f"actor/{metric.name}")]
+            family = found[prometheus_name(f"actor/{metric.name.removesuffix('/*')}")]
             assert family.kind == kind
             assert len(family.histograms if kind == "histogram" else family.values) == 1
 

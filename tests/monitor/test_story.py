@@ -92,6 +92,43 @@ def test_a_story_is_told_in_words_and_in_order(logs, tmp_path):
     )
 
 
+def test_turns_of_an_episode_are_told(logs, tmp_path):
+    logs.granted(0.0)
+    events = [
+        [0.01, "episode", 0, "episodes/0"],
+        [0.2, "asked", 0, 2, 0.1, "root", None, 40, 40],
+        [0.3, "aborted", 7, 0],
+        [0.4, "resumed", 3, 0],
+        [0.5, "answered", 0, 0, 9, "stop", [[2, 0, 7], [3, 7, 9]], ["search", "look"], 0],
+        [0.6, "turn reward", 0, 0.25],
+        [0.7, "asked", 1, 3, 0.0, "extend", 0, 60, 11],
+        [0.8, "answered", 1, 1, 5, "length", [[3, 0, 5]], [], 2],
+        [0.9, "failed", "generation: ValueError: no"],
+        [1.0, "episode", 1, "episodes/0"],
+        [1.1, "asked", 0, 3, 0.02, "fork:edited", 0, 60, 11],
+        [1.2, "refused", 1, "the episode is over: it has had its 1 turns (episode.max_turns)"],
+        [1.3, "ended", "turns", 1, None, {"tool search": 2.0, "engine": 0.5}],
+    ]
+    logs.generated(1.4, 0.0, events)
+    said = [line.partition("sample 0: ")[2] for line in explain(tmp_path, UID).splitlines() if "sample 0: " in line]
+    assert said == [
+        "episode began at episodes/0",
+        "call 0 (the first): 40 tokens of context, 40 of them new; generation began at version 2 after 100 ms",
+        "call 0: aborted with 7 tokens",
+        "call 0: resumed at version 3",
+        "call 0 gave turn 0: 9 tokens (stop): 7 at version 2, 2 at version 3; it calls search, look",
+        "turn 0 is worth 0.250",
+        "call 1 (goes on from turn 0): 60 tokens of context, 11 of them new; generation began at version 3 after 0 s",
+        "call 1 gave turn 1: 5 tokens (length): 5 at version 3; 2 calls of tools cannot be read",
+        "failed: generation: ValueError: no",
+        "episode began at episodes/0, attempt 2",
+        "call 0 (forks: what comes before an answer was changed): 60 tokens of context, 11 of them new; "
+        "generation began at version 3 after 20 ms",
+        "call 1 was refused: the episode is over: it has had its 1 turns (episode.max_turns)",
+        "episode ended (turns) with 1 turns; tool search 2.0 s, engine 500 ms",
+    ]
+
+
 @pytest.mark.parametrize(("skew", "learner"), [(-2.0, 0.0), (0.0, -3.0), (-1.5, -3.5), (0.4, 0.0)])
 def test_clocks_that_differ_a_little_do_not_put_effects_before_causes(logs, tmp_path, skew, learner):
     logs.whole(skew, learner)

@@ -54,6 +54,30 @@ async def test_panes_on_a_small_terminal(key):
 
 
 @within_a_loop
+async def test_the_pane_of_episodes_on_a_small_terminal():
+    async with shown(Source(history=known(STATES["agents"]()))) as (app, pilot):
+        await pilot.press("8")
+        await settled(pilot)
+        compare("pane-8-80x24", text_of(app))
+        await pilot.press("down", "enter")
+        await until(pilot, "episodes/1")
+        text = text_of(app)
+        assert "worker/1" in text and "playing 90%" in text
+        await pilot.press("escape", "tab")
+        await settled(pilot)
+        assert "1 rollouters" in text_of(app)
+
+
+@within_a_loop
+async def test_there_is_no_such_pane_where_a_prompt_has_one_response():
+    async with shown(Source(history=known(Run().between()))) as (app, pilot):
+        before = text_of(app)
+        await pilot.press("8")
+        await settled(pilot)
+        assert text_of(app) == before
+
+
+@within_a_loop
 async def test_a_terminal_that_knows_ascii_alone():
     async with shown(Source(history=known(Run().between())), ascii_only=True) as (app, _):
         text = text_of(app)

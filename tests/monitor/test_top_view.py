@@ -8,6 +8,7 @@ from pathlib import Path
 import jsonschema
 import msgspec
 import pytest
+from harness import replace
 from hypothesis import example, given
 from hypothesis import strategies as st
 from pictures import STATES, WALL, Run, empty
@@ -402,6 +403,50 @@ def test_json_follows_its_schema(state):
 def test_the_schema_that_is_documented_is_the_one_that_is_used():
     documented = json.loads((ROOT / "docs/top.schema.json").read_text())
     assert documented == json_schema(), "python -m asyncrl.monitor.top.document > docs/top.schema.json"
+
+
+def test_episodes_by_stage_with_all_of_their_time():
+    view = seen(STATES["agents"]()).episodes
+    assert (view.open, view.oldest_s) == (240.0, 90.0)
+    assert [(row.name, row.open) for row in view.stages] == [
+        ("tool search", 164.0),
+        ("engine", 36.0),
+        ("tool look_up_in_the_archive", 24.0),
+        ("judge", 16.0),
+    ]
+    assert sum(row.share for row in view.stages) == pytest.approx(1.0)
+    assert view.stages[0].share == pytest.approx(41 / 60)
+    assert (view.turns_mean, view.turns_p95, view.prompt_tokens_mean) == (3.5, 4.0, 700.0)
+    assert view.ended == {"stop": 1600.0, "length": 4.0}
+    assert view.failed == {"turn": 8.0, "user": 4.0}
+    assert view.forks == {"edited": 48.0}
+    assert [(row.name, row.workers, row.tool_errors) for row in view.hosts] == [
+        (f"episodes/{number}", 2, 3.0) for number in range(4)
+    ]
+
+
+def test_shares_of_stages_are_of_the_time_since_the_older_snapshot():
+    older, newer = (Run(rollouters=1, episodes={"user": 1.0}).at(t) for t in (60.0, 100.0))
+    actors = [
+        replace(actor, figures=actor.figures | {"rollout/episode_s/engine": 16.0 * 40.0})
+        if actor.name == "rollouter/0"
+        else actor
+        for actor in newer.actors
+    ]
+    view = seen([older, replace(newer, actors=actors)]).episodes
+    assert {row.name: row.share for row in view.stages} == pytest.approx({"user": 0.5, "engine": 0.5})
+
+
+def test_of_a_host_that_is_gone_nothing_is_said_to_be_open():
+    picture = STATES["agents"]()
+    lost = replace(picture[-1].actors[-1], condition="dead")
+    document = seen([*picture[:-1], replace(picture[-1], actors=[*picture[-1].actors[:-1], lost])])
+    row = document.episodes.hosts[-1]
+    assert (row.condition, row.workers, row.open, row.played) == ("dead", 0, None, 400.0)
+
+
+def test_where_a_prompt_has_one_response_there_are_no_episodes():
+    assert seen(STATES["healthy"]()).episodes is None
 
 
 # --- drawing ---

@@ -1,6 +1,7 @@
 """Episodes from a ticket to a trajectory: their ends, their deadlines, their rewards, their hosts."""
 
 import asyncio
+import contextlib
 
 import pytest
 from harness import replace
@@ -10,6 +11,7 @@ from test_messages import make_group
 
 from asyncrl.errors import EpisodeOver, PeerRestarted
 from asyncrl.messages.episodes import EpisodeDone
+from asyncrl.rollouter.generation import TrajectoryFailed
 from asyncrl.rollouter.player import EpisodeFailed, first_messages, task_seed, total_reward
 from asyncrl.trajectories import sampled_tokens
 
@@ -232,3 +234,31 @@ def test_branches_are_the_other_ends_of_a_conversation(tmp_path):
     trajectory, _ = played(tmp_path, agent)
     assert [m["content"] for m in trajectory.messages] == ["hi", "Hello.", "right", "Hello."]
     assert [[m["content"] for m in branch] for branch in trajectory.branches] == [["hi", "Hello.", "left", "Hello."]]
+
+
+def test_an_episode_whose_host_dies_is_begun_anew_whatever_its_deadlines_say(tmp_path):
+    async def agent(world, key):
+        first = await world.chat(key, [user("hi")])
+        if len(world.ran) == 1:
+            # Its host is gone, and nobody answers for it.
+            asyncio.get_running_loop().call_soon(world.sessions.host_died, HOST)
+            await asyncio.Event().wait()
+        await world.chat(key, [user("hi"), said(first), user("more")])
+        return EpisodeDone(reward=1.0)
+
+    trajectory, world = played(tmp_path, agent, rollout={"retry_backoff_s": 0.01})
+    assert (trajectory.reward, trajectory.finish_reason) == (1.0, "stop")
+    assert (len(world.ran), world.account.failed_attempts) == (2, 0)
+
+
+def test_an_episode_without_any_reward_fails_and_one_that_met_a_limit_for_good(tmp_path):
+    failure, _ = played(tmp_path, two_turns, reward={"function": "episode"})
+    assert "no reward" in str(failure)
+    with pytest.raises(TrajectoryFailed, match=r"ended by a limit \(turns\).*no reward"):
+        played(tmp_path, limited, reward={"function": "episode"}, episode={"max_turns": 1})
+
+
+async def limited(world, key):
+    with contextlib.suppress(EpisodeOver):
+        await two_turns(world, key)
+    return EpisodeDone()

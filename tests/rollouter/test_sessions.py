@@ -4,9 +4,11 @@ import asyncio
 
 import numpy as np
 import pytest
+from harness import replace
 from session_cases import HOST, TOOL, World, call_of, result, said, user
 
 from asyncrl.errors import ChatRefused, EpisodeOver
+from asyncrl.stops import Stops
 
 WAIT_S = 20.0
 
@@ -263,7 +265,7 @@ def test_slots_are_taken_by_calls_and_not_by_episodes(tmp_path):
         assert sorted(session.stages.state for session in sessions) == ["engine"] * 2 + ["queue"] * 4
         world.speaks.set()
         assert {reply.content for reply in [await task for task in asked]} == {"Hello."}
-        assert world.sessions.states() == {"user": 6}
+        assert world.sessions.gauges()["rollout/episodes_at/user"] == 6
 
     play(tmp_path, main, rollout={"concurrency": 2})
 
@@ -286,3 +288,47 @@ def test_context_is_what_the_engine_had_also_where_it_forks(tmp_path):
         assert session.host == HOST
 
     play(tmp_path, main)
+
+
+def test_a_fork_is_rendered_with_our_answers_as_they_were_given(tmp_path):
+    async def main(world):
+        session = world.open()
+        first = await world.chat(session.key, [user("hi")])
+        assert (first.reasoning, first.content) == ("Because.", "Yes.")
+        # A foreign answer in between lets it fork; the agent has dropped the reasoning of ours.
+        await world.chat(
+            session.key, [user("hi"), said(first), user("so"), {"role": "assistant", "content": "No."}, user("?")]
+        )
+        assert "Because." in world.tokenizer.decode(world.submitted[-1][0], keep_special=True)
+
+    play(tmp_path, main, family="keeps thinking", say=lambda prompt: "<think>Because.</think>Yes.")
+
+
+def test_nothing_is_streamed_where_the_run_has_stops_of_its_own(tmp_path):
+    async def main(world):
+        session = world.open()
+        reply = await world.chat(session.key, [user("hi")], stream=True)
+        assert reply.content == "Act. "
+        assert world.deltas == []
+
+    play(tmp_path, main, say=lambda prompt: "Act. Observation: made up.", stops=Stops(strings=("Observation:",)))
+
+
+def test_answered_calls_hold_no_history(tmp_path):
+    async def main(world):
+        session = world.open()
+        await world.chat(session.key, [user("hi")])
+        assert [(call.prompt, call.response) for call in session.calls.values()] == [(None, None)]
+
+    play(tmp_path, main)
+
+
+def test_an_evaluation_has_limits_of_its_own(tmp_path):
+    async def main(world):
+        world.ticket = replace(world.ticket, purpose="eval/held", max_tokens=300)
+        session = world.open()
+        await world.chat(session.key, [user("hi")])
+        assert world.submitted[0][2] == 300
+
+    held = {"data": {"source": "synthetic", "max_prompt_tokens": 500}, "max_tokens": 300}
+    play(tmp_path, main, eval={"held": held}, data={"max_prompt_tokens": 32})

@@ -2,8 +2,8 @@
 
 A name of ours becomes one of the Prometheus grammar: ``reward/mean`` is ``asyncrl_reward_mean``. What distinguishes
 things of one kind is a label: the actor and its host, the replica of an update, the evaluation, the component of a
-reward. Kinds and descriptions are those of the catalogue. Invariant: what has one name is of one kind; of two
-names of a run's own that become the same the last counts.
+reward, the stage of an episode. Kinds and descriptions are those of the catalogue. Invariant: what has one name is of
+one kind; of two names of a run's own that become the same the last counts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,16 @@ from asyncrl.monitor.sinks.figures import numbers, run_figures
 from asyncrl.snapshot import ActorView, Histogram, Snapshot
 
 Labels = tuple[tuple[str, str], ...]
-COMPONENT = "reward/component/"
+LABELS = {
+    "reward/component/": "component",
+    "rollout/episodes_at/": "stage",
+    "rollout/episode_s/": "stage",
+    "rollout/episode_share/": "stage",
+    "rollout/episodes_ended/": "outcome",
+    "rollout/episodes_failed/": "cause",
+    "rollout/forks/": "cause",
+}
+"""What the rest of such a name is."""
 GAUGES = {
     "version": ("version", "newest weights that it knows of"),
     "heard_s": ("heard_s", "age of its last heartbeat"),
@@ -97,10 +106,9 @@ def _add_line(found: _Families, line: Mapping[str, Any]) -> None:
         elif kind == "eval" and name.startswith("eval/"):
             evaluation, _, figure = name.removeprefix("eval/").rpartition("/")
             found.add(f"eval/{figure}", value, _text(name), eval=evaluation)
-        elif kind == "train" and name.startswith(COMPONENT):
-            found.add("reward/component", value, _text(name), component=name.removeprefix(COMPONENT))
         elif kind == "train":
-            found.add(name, value, _text(name))
+            family, labels = _labelled(name)
+            found.add(family, value, _text(name), **labels)
 
 
 def _add_actor(found: _Families, actor: ActorView) -> None:
@@ -112,7 +120,8 @@ def _add_actor(found: _Families, actor: ActorView) -> None:
     for name, value in actor.figures.items():
         metric = catalogue.find(name)
         kind = "counter" if metric is not None and "counter" in metric.kinds else "gauge"
-        found.add(f"actor/{name}", value, _text(name), kind=kind, **who)
+        family, labels = _labelled(name)
+        found.add(f"actor/{family}", value, _text(name), kind=kind, **labels, **who)
     for name, histogram in actor.histograms.items():
         metric = catalogue.find(name)
         if metric is not None:
@@ -125,6 +134,14 @@ def _add_actor(found: _Families, actor: ActorView) -> None:
         if gpu.utilisation is not None:
             found.add("gpu/utilisation", gpu.utilisation, "share of time", gpu=str(gpu.index), **who)
         found.add("gpu/memory_bytes", gpu.memory_bytes, "in use", gpu=str(gpu.index), **who)
+
+
+def _labelled(name: str) -> tuple[str, dict[str, str]]:
+    """The name of the family and the label that tells its figures apart."""
+    for beginning, label in LABELS.items():
+        if name.startswith(beginning):
+            return beginning[:-1], {label: name.removeprefix(beginning)}
+    return name, {}
 
 
 def _text(name: str) -> str:

@@ -29,7 +29,7 @@ from asyncrl.monitor.top.frame import foot, status, tabs, time_bar
 from asyncrl.monitor.top.keys import KEYS
 from asyncrl.monitor.top.layout import CSS, LEAST, TOO_SMALL, room
 from asyncrl.monitor.top.model import build
-from asyncrl.monitor.top.panes import PANES
+from asyncrl.monitor.top.panes import panes_of
 from asyncrl.monitor.top.panes.base import LEVELS, Choice, PaneName
 from asyncrl.monitor.top.panes.rollouters import sorted_next
 from asyncrl.monitor.top.pipeline import header, pipeline
@@ -196,7 +196,7 @@ class Top(App[int]):
             return
         self._header.show(header(document, wide, glyphs))
         self._pipeline.show(pipeline(document, wide, glyphs))
-        self._tab_line.show([tabs(self._seen, wide)])
+        self._tab_line.show([tabs(panes_of(document), self._seen, wide)])
         if self.source.replay is not None:
             self._time.show([time_bar(self.source.replay, wide, glyphs)])
         self._body.show(document, self._choice, glyphs, room(*self.size), self.size.height)
@@ -222,13 +222,17 @@ class Top(App[int]):
         self.exit(return_code=130)
 
     def action_pane(self, number: int) -> None:
-        """Show or focus a pane."""
-        self._seen = PANES[number - 1]
-        self._arrange()
+        """Show or focus a pane, if this run has it."""
+        panes = panes_of(self.document)
+        if number <= len(panes):
+            self._seen = panes[number - 1]
+            self._arrange()
 
     def action_next(self, by: int) -> None:
         """The next pane."""
-        self.action_pane((PANES.index(self._seen) + by) % len(PANES) + 1)
+        panes = panes_of(self.document)
+        at = panes.index(self._seen) if self._seen in panes else 0
+        self.action_pane((at + by) % len(panes) + 1)
 
     def action_sort(self) -> None:
         """Sort by the next column, numbers from the largest on."""

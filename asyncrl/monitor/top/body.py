@@ -26,6 +26,7 @@ class Body(Horizontal):
         panes = self.panes
         with self._left:
             yield panes["rollouters"]
+            yield panes["episodes"]
             yield panes["events"]
         with self._right:
             yield panes["learner"]
@@ -39,12 +40,14 @@ class Body(Horizontal):
         """Show this one, where one alone is shown."""
         for name, view in self.panes.items():
             view.set_class(name == seen, "seen")
-        self._left.set_class(seen in ("rollouters", "events"), "seen")
-        self._right.set_class(seen not in ("rollouters", "events"), "seen")
+        left = seen in ("rollouters", "episodes", "events")
+        self._left.set_class(left, "seen")
+        self._right.set_class(not left, "seen")
         self._pair.set_class(seen in ("reward", "ledger"), "seen")
 
     def show(self, document: Document, choice: Choice, glyphs: Glyphs, room: Room, rows: int) -> None:
         """Draw this, on a terminal of so many ``rows``."""
+        self.panes["episodes"].set_class(document.episodes is None, "absent")
         for known, height in heights(document, room, rows).items():
             self.panes[known].styles.height = height
         for number, (name, view) in enumerate(self.panes.items(), 1):

@@ -238,6 +238,69 @@ class LedgerView(Struct, frozen=True, kw_only=True):
     groups_per_step: Count = 0
 
 
+class EpisodeStageRow(Struct, frozen=True, kw_only=True):
+    """A stage that episodes are at: start, queue, engine, paused, user, tool NAME, close, score, judge."""
+
+    name: str
+    open: float | None = None
+    """Episodes that are at it now."""
+    share: float | None = None
+    """Of the time of episodes that have ended meanwhile; those of all stages add up to 1."""
+
+
+class EpisodeHostRow(Struct, frozen=True, kw_only=True):
+    """An actor that plays episodes."""
+
+    name: str
+    host: str
+    condition: str
+    """absent, starting, ready, silent, condemned, dead, lost (with its host) or ended (with the run)."""
+    workers: Count = 0
+    """Processes; 0 where each episode is a program of its own."""
+    kinds: dict[Kind, float] = {}
+    """Shares of the workers' time."""
+    open: float | None = None
+    waiting: float | None = None
+    """For a worker."""
+    played: float | None = None
+    failed: float | None = None
+    tool_calls: float | None = None
+    tool_errors: float | None = None
+    """Calls of tools that raised, that there are not, or with wrong arguments."""
+    lost_workers: float | None = None
+    """That were ended, or ended by themselves."""
+    restarts: Count = 0
+
+
+class EpisodesView(Struct, frozen=True, kw_only=True):
+    """Episodes by what they are at, and what came of those before. Counts are since the rollouters started."""
+
+    open: float | None = None
+    oldest_s: float | None = None
+    """Age of the oldest attempt that is open."""
+    stages: list[EpisodeStageRow] = []
+    """With the most episodes first."""
+    turns_mean: float | None = None
+    """Of episodes that have ended meanwhile."""
+    turns_p95: float | None = None
+    """Upper edge of the bucket."""
+    prompt_tokens_mean: float | None = None
+    """Of the context of a call."""
+    cost_factor: float | None = None
+    """Tokens prefilled and sampled, over those had each call gone on from the one before."""
+    reprefill_tokens: float | None = None
+    """Computed again after updates."""
+    malformed_calls: float | None = None
+    """Of tools, that could not be read."""
+    ended: dict[str, float] = {}
+    """By outcome."""
+    failed: dict[str, float] = {}
+    """Attempts by cause."""
+    forks: dict[str, float] = {}
+    """By cause."""
+    hosts: list[EpisodeHostRow] = []
+
+
 class Document(Struct, frozen=True, kw_only=True):
     """See the module."""
 
@@ -256,6 +319,8 @@ class Document(Struct, frozen=True, kw_only=True):
     staleness: StalenessView
     reward: RewardView
     ledger: LedgerView
+    episodes: EpisodesView | None = None
+    """Null where a prompt has one response."""
     events: list[Event]
     """Oldest first."""
     actors: list[ActorView]

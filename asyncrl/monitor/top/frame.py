@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from asyncrl.monitor.client import Away
 from asyncrl.monitor.numbers import duration
 from asyncrl.monitor.top.bars import level_bar
-from asyncrl.monitor.top.panes import PANES
 from asyncrl.monitor.top.panes.base import LEVELS, Choice, PaneName
 from asyncrl.monitor.top.replay import Replay
 from asyncrl.monitor.top.text import Glyphs, Line, length
@@ -16,14 +16,14 @@ KEYS = ("? help", "q quit", "s sort", "/ filter", "space {space}")
 """As many of them as there is room for."""
 
 
-def tabs(seen: PaneName, width: int) -> Line:
-    """The panes, of which one is seen; where there is no room for all of their names, that one's."""
+def tabs(panes: Sequence[PaneName], seen: PaneName, width: int) -> Line:
+    """The panes of the run, of which one is seen; where there is no room for all of their names, that one's."""
     line: Line = []
-    for number, name in enumerate(PANES, 1):
+    for number, name in enumerate(panes, 1):
         line += [(f"{number} {name}", "chosen" if name == seen else "dim"), ("  ", "")]
     if length(line[:-1]) > width:
         line = []
-        for number, name in enumerate(PANES, 1):
+        for number, name in enumerate(panes, 1):
             line += [(f"{number} {name}", "chosen") if name == seen else (f"{number}", "dim"), ("  ", "")]
     return line[:-1]
 

@@ -17,7 +17,9 @@ LEAST = (60, 16)
 """Below this there is no room for anything."""
 MOST_RANKS, MOST_BUCKETS = 6, 12
 """Seen at once where all panes are."""
-RANKS_FRAME, BUCKETS_FRAME = 6, 4
+MOST_EPISODES = 12
+"""Stages and hosts of episodes."""
+RANKS_FRAME, BUCKETS_FRAME, EPISODES_FRAME = 6, 4, 7
 """Rows of borders and heads."""
 TAKEN = 27
 """Rows that learner and staleness leave to others: 11 around the panes, 10 for reward and ledger, 6 for weights."""
@@ -47,6 +49,7 @@ PaneView { padding: 0 1; background: #1c2029; scrollbar-size-vertical: 1; scroll
 .wide .pane:focus { border: round #7aa2c4; border-title-color: #ffffff; }
 .wide #rollouters { height: 2fr; }
 .wide #events { height: 1fr; }
+.wide .pane.absent { display: none; }
 .wide #weights { height: 1fr; }
 .wide #pair { height: 10; }
 .wide #reward, .wide #ledger { width: 1fr; height: 1fr; }
@@ -59,7 +62,7 @@ HELP = """\
    pipeline says why. Bars split all time by what it was spent on:
    {work} work   {weights} weights   {upkeep} checkpoints   {start} starting   {wait} waiting
 
- 1 … 7, tab     panes\ts   sort by the next column
+ 1 … 8, tab     panes\ts   sort by the next column
  ↑ ↓ enter      an actor in detail,\tr   the other way round
                 n p: the next ones\t/   filter, esc shows all again
  space          freeze, go on\tt   have a trace written
@@ -90,12 +93,19 @@ def room(width: int, height: int) -> Room:
 def heights(document: Document, room: Room, rows: int) -> dict[PaneName, int | str]:
     """Of the panes whose height depends on what is in them, where all panes are seen."""
     if room != "wide":
-        return {"learner": "1fr", "staleness": "1fr"}
+        return {"learner": "1fr", "staleness": "1fr", "episodes": "1fr"}
     free = rows - TAKEN - RANKS_FRAME - BUCKETS_FRAME
     wanted = min(MOST_BUCKETS, buckets(document.staleness))
     # Half of the room, and what the other does not need.
     ranks = max(1, min(MOST_RANKS, len(document.ranks), max(free // 2, free - wanted)))
-    return {"learner": RANKS_FRAME + ranks, "staleness": BUCKETS_FRAME + min(wanted, free - ranks)}
+    found: dict[PaneName, int | str] = {
+        "learner": RANKS_FRAME + ranks,
+        "staleness": BUCKETS_FRAME + min(wanted, free - ranks),
+    }
+    if document.episodes is not None:
+        entries = len(document.episodes.stages) + len(document.episodes.hosts)
+        found["episodes"] = EPISODES_FRAME + min(entries, MOST_EPISODES, rows // 3 - EPISODES_FRAME)
+    return found
 
 
 def help_lines(width: int, kinds: Mapping[Kind, str]) -> list[str]:

@@ -6,11 +6,14 @@ beside it. Of an actor that is gone there are none; what is not known is None.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from asyncrl.monitor.rates import mean, total
 from asyncrl.snapshot import ActorView, RunView, Snapshot
 
+AT = "rollout/episodes_at/"
+"""Begins the names of figures of stages."""
 GONE = frozenset({"absent", "dead", "lost"})
 
 
@@ -29,6 +32,8 @@ class Levels:
     """Versions by which rollouters are behind, in the mean."""
     gate_filled: float | None
     """Share of what the gate admits that is outstanding."""
+    episodes: Mapping[str, float]
+    """Those that are open by stage; empty where nothing is known of any."""
 
 
 def levels_of(snapshot: Snapshot) -> Levels:
@@ -42,7 +47,19 @@ def levels_of(snapshot: Snapshot) -> Levels:
         at_reward=level_of(rollouters, "rollout/scoring"),
         lag=mean(versions_behind(snapshot.run, actor) for actor in rollouters),
         gate_filled=None if outstanding is None or not gate else outstanding / gate,
+        episodes=stages_of(rollouters),
     )
+
+
+def stages_of(rollouters: Iterable[ActorView]) -> dict[str, float]:
+    """Open episodes by stage."""
+    found: dict[str, float] = {}
+    for actor in rollouters:
+        for name, value in actor.figures.items():
+            if name.startswith(AT):
+                stage = name.removeprefix(AT)
+                found[stage] = found.get(stage, 0.0) + value
+    return found
 
 
 def living_in(snapshot: Snapshot, role: str) -> list[ActorView]:

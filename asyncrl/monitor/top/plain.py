@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncrl.monitor.top.document import Document
-from asyncrl.monitor.top.panes import PANES, pane, title
+from asyncrl.monitor.top.panes import pane, panes_of, title
 from asyncrl.monitor.top.panes.base import Choice, PaneName
 from asyncrl.monitor.top.pipeline import header, pipeline
 from asyncrl.monitor.top.text import Glyphs, Line, plain, to_ascii
@@ -17,7 +17,7 @@ def page(document: Document, width: int, glyphs: Glyphs, *, ascii_only: bool = F
     however wide they are."""
     choice = Choice()
     lines: list[Line] = [*header(document, width, glyphs), [], *pipeline(document, width, glyphs)]
-    for name in PANES:
+    for name in panes_of(document):
         longest = max((len(event.text) for event in document.events), default=0) if whole else 0
         drawn = pane(name, document, choice, width + longest if name == "events" else width, glyphs)
         lines += [[], [(title(name, document, choice).upper(), "bold")], *drawn.lines(MOST_SHOWN.get(name))]

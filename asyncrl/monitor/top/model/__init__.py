@@ -5,6 +5,7 @@ from __future__ import annotations
 from asyncrl.monitor.top.document import Document
 from asyncrl.monitor.top.history import History
 from asyncrl.monitor.top.model.actors import rank, rollouter
+from asyncrl.monitor.top.model.episodes import episodes
 from asyncrl.monitor.top.model.facts import Facts
 from asyncrl.monitor.top.model.run import learning, phases, run_row
 from asyncrl.monitor.top.model.stages import bottleneck, stages
@@ -33,6 +34,7 @@ def build(history: History) -> Document:
         staleness=staleness(facts),
         reward=pool,
         ledger=prompts,
+        episodes=episodes(facts),
         events=snapshot.events,
         actors=snapshot.actors,
     )

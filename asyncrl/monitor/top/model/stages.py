@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from asyncrl.monitor.bottleneck import Flow, Stage, Verdict, by_kind, find_bottleneck
 from asyncrl.monitor.rates import Shares, total
 from asyncrl.monitor.top.document import LedgerView, RewardView, RollouterRow, StageRow, WeightsView
-from asyncrl.monitor.top.levels import GONE
+from asyncrl.monitor.top.levels import GONE, Levels
 from asyncrl.monitor.top.model.facts import Facts
 from asyncrl.snapshot import OVER
 
@@ -31,10 +32,21 @@ def bottleneck(facts: Facts, reward: RewardView, ledger: LedgerView) -> Verdict:
             at_reward=facts.over_window(lambda each: each.at_reward),
             lag=facts.over_window(lambda each: each.lag),
             gate_open=_gate_open(facts),
+            episodes=_episodes(facts),
             exhausted=facts.run.steps > 0
             and (ledger.outstanding or 0.0) >= (facts.run.steps - facts.run.step) * facts.run.groups_per_step,
         )
     )
+
+
+def _episodes(facts: Facts) -> dict[str, float]:
+    """Open ones by stage."""
+    stages = {stage for each in facts.window for stage in each.episodes}
+    return {stage: level for stage in stages if (level := facts.over_window(partial(_at_stage, stage)))}
+
+
+def _at_stage(stage: str, levels: Levels) -> float | None:
+    return levels.episodes.get(stage)
 
 
 def _learner(facts: Facts) -> Shares:
@@ -58,7 +70,7 @@ def stages(
     ledger: LedgerView,
 ) -> list[StageRow]:
     """The pipeline in the order of its flow."""
-    marked = "dataloader" if bottleneck.stage == "gate" else bottleneck.stage
+    marked = {"gate": "dataloader", "episodes": "rollouters"}.get(bottleneck.stage or "", bottleneck.stage)
 
     def row(stage: Stage, role: str, shares: Mapping[str, float], **figures: Any) -> StageRow:
         actors = facts.of(role)

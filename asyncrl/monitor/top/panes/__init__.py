@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from asyncrl.monitor.top.document import Document
 from asyncrl.monitor.top.panes.base import Choice, Pane, PaneName, is_there
+from asyncrl.monitor.top.panes.episodes import episodes
 from asyncrl.monitor.top.panes.events import events
 from asyncrl.monitor.top.panes.learner import learner
 from asyncrl.monitor.top.panes.ledger import ledger
@@ -26,8 +27,14 @@ _DRAWN: dict[PaneName, Callable[[Document, Choice, int, Glyphs], Pane]] = {
     "reward": reward,
     "ledger": ledger,
     "events": events,
+    "episodes": episodes,
 }
 PANES: tuple[PaneName, ...] = tuple(_DRAWN)
+
+
+def panes_of(document: Document | None) -> tuple[PaneName, ...]:
+    """Those that this run has something for."""
+    return PANES if document is not None and document.episodes is not None else PANES[: PANES.index("episodes")]
 
 
 def pane(name: PaneName, document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pane:
@@ -41,4 +48,7 @@ def title(name: PaneName, document: Document, choice: Choice) -> str:
         return f"events: {choice.level}s" if choice.level == "error" else "events: warnings, errors"
     if name == "rollouters":
         return f"rollouters {sum(is_there(row.condition) for row in document.rollouters)}/{len(document.rollouters)}"
+    if name == "episodes" and document.episodes is not None:
+        there = sum(is_there(row.condition) for row in document.episodes.hosts)
+        return f"episodes {there}/{len(document.episodes.hosts)}"
     return name

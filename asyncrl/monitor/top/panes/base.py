@@ -9,7 +9,7 @@ from typing import Literal
 from asyncrl.monitor.bottleneck import kind_of
 from asyncrl.monitor.top.text import Line, Span, Style, columns
 
-PaneName = Literal["rollouters", "learner", "weights", "staleness", "reward", "ledger", "events"]
+PaneName = Literal["rollouters", "learner", "weights", "staleness", "reward", "ledger", "events", "episodes"]
 LEVELS = ("info", "warning", "error")
 BAR = 8
 """Cells of a bar in a table."""
