@@ -23,7 +23,6 @@ from asyncrl.rollouter.account import SampleAccount
 from asyncrl.rollouter.sessions import Session, Sessions
 from asyncrl.rollouter.stages import Expired
 from asyncrl.runtime.clock import Clock
-from asyncrl.runtime.peer import CallFuture
 
 LONGEST_S = 7 * 86400.0
 """Of an episode, if engines are away all of that time: its own deadlines stand still while it waits for them."""
@@ -47,7 +46,7 @@ class EpisodePlayer:
         config: Config,
         sessions: Sessions,
         *,
-        run: Callable[[str, RunEpisode, float], CallFuture],
+        run: Callable[[str, RunEpisode, float], asyncio.Future[EpisodeDone]],
         hosts: Callable[[], str],
         clock: Clock,
     ) -> None:
@@ -103,10 +102,10 @@ class EpisodePlayer:
         call = self._run(session.host, request, LONGEST_S)
         watch = asyncio.ensure_future(self._expired(session))
         try:
-            await asyncio.wait({call, watch}, return_when=asyncio.FIRST_COMPLETED)
+            ends: set[asyncio.Future[Any]] = {call, watch}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if call.done():
-                done: EpisodeDone = call.result()
-                return done
+                return call.result()
             expired = watch.result()
             if expired is not None and expired.outcome is None:
                 raise EpisodeFailed(expired.text)

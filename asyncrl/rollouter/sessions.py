@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from asyncrl.messages.episodes import Chat, ChatReply
 from asyncrl.messages.groups import Ticket
 from asyncrl.rollouter.account import CallAccount, SampleAccount
 from asyncrl.rollouter.conversation import Conversation, Prompt
-from asyncrl.rollouter.generation import PolicyCall, TrajectoryFailed
+from asyncrl.rollouter.generation import TrajectoryFailed
 from asyncrl.rollouter.response import Response
 from asyncrl.rollouter.stages import Phase, Stages
 from asyncrl.runtime.clock import Clock
@@ -98,6 +98,13 @@ class _Call:
         self.reply: ChatReply | None = None
 
 
+class Policy(Protocol):
+    """One call of the policy; a PolicyCall."""
+
+    async def generate(self, ids: Sequence[int], response: Response, key: str) -> None:
+        """As PolicyCall.generate."""
+
+
 class Sessions:
     """All sessions of a rollouter.
 
@@ -112,7 +119,7 @@ class Sessions:
         renderer: Renderer,
         tokenizer: Tokenizer,
         stops: Stops,
-        policy: Callable[..., PolicyCall],
+        policy: Callable[..., Policy],
         slot: Callable[[CallAccount], AbstractAsyncContextManager[None]],
         delta: Callable[[Session, str, int, str], None],
         clock: Clock,
