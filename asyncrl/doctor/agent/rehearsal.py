@@ -56,6 +56,10 @@ MOST_PRINTED = 2000
 """Characters of what the agent prints, the last of them."""
 RETRY_S = 0.05
 """Pause before an episode is begun anew whose worker has died."""
+MOST_BEGUN = 5
+"""Episodes that are begun because the one before was ended by its host."""
+SPARE_S = 60.0
+"""Beside all of its own deadlines, an episode has so long."""
 
 QUESTION = "What is the weather in Bern?"
 
@@ -150,7 +154,7 @@ class Rehearsal:
         self._streamed: set[int] = set()
         self._printed = ""
         self._moments: dict[str, float] = {}
-        self._last_answer = 0.0
+        self._host_fault = ""
         self._reward: float | None = None
 
     @asynccontextmanager
@@ -189,10 +193,16 @@ class Rehearsal:
             await self._endpoint.close()
 
     async def play(self, player: EpisodePlayer, ticket: Ticket) -> None:
-        """One attempt, to its end."""
+        """One attempt, to its end. Raises CannotPlay."""
         account = GroupAccount(ticket, self._clock.now, self._clock.wall).samples[0]
+        episode = self._config.episode
+        longest_s = SPARE_S + episode.start_timeout_s + episode.timeout_s + episode.close_timeout_s
         try:
-            self._reward = (await player.play(ticket, account)).reward
+            async with asyncio.timeout(longest_s):
+                self._reward = (await player.play(ticket, account)).reward
+        except TimeoutError:
+            state = self._session.stages.state if self._session else "start"
+            raise CannotPlay(f"the episode did not end within {longest_s:g} s (state: {state})") from None
         except (EpisodeFailed, TrajectoryFailed) as failed:
             self._failure = str(failed)
 
@@ -207,8 +217,11 @@ class Rehearsal:
         playing = Playing(request, self, asyncio.get_running_loop().time() + timeout)
         self._playing[playing.key] = playing
         self._moments = {"begin": self._clock.now()}
+        if len(self._playing) > MOST_BEGUN:
+            raise CannotPlay(f"the agent cannot be run here: {self._host_fault}")
         try:
             done = await self._players.play(playing)
+            self._host_fault = done.error
             self._moments["end"] = self._clock.now()
             fault = await playing.settle()
             return EpisodeDone(error=fault, blame="host") if fault and not done.error else done
