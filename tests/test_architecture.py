@@ -46,7 +46,8 @@ MAY_IMPORT = {
     # It reads the user's data and calls the user's reward function, and finds their episodes, as those actors do.
     "preflight": FOR_ACTORS | {"dataloader", "reward", "episodes"},
     "launcher": FOR_ACTORS | {"preflight"},
-    "doctor": FOR_ACTORS | {"preflight", "launcher"},
+    # It plays an episode with the parts that play it in a run.
+    "doctor": FOR_ACTORS | {"preflight", "launcher", "rollouter", "episodes"},
     "cli": FOR_ACTORS | {"preflight", "launcher", "doctor"} | ACTORS,
     **{actor: FOR_ACTORS | {actor} for actor in ACTORS},
 }

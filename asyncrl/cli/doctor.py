@@ -6,6 +6,7 @@ Importing this module, ``--help`` and wrong usage load nothing beyond the standa
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -34,8 +35,14 @@ sampled (extend), begins another sequence (fork) or cannot be had (refused), and
 read it, and an example. It needs a CONFIG, or --model.path DIR alone; with --json it prints what a run keeps as
 chat.json.
 
-Exit codes: 0 nothing failed, 1 something did, or no conversation can be had, 2 wrong usage, 78 wrong configuration,
-130 Ctrl-C.
+--agent plays one task with an agent against a policy that speaks by a script, on this host and without a model: CMD, a
+program and its arguments as of episode.command, or without CMD what [episode] of CONFIG names. It shows each call and
+whether it goes on from the tokens of an answer or forks, and why; what that costs; fields of requests that do nothing
+or are refused; and how long it takes. A model.path in CONFIG gives the chat template, its data the task. --timeout
+bounds the time to its first call, and between calls.
+
+Exit codes: 0 nothing failed, 1 something did, no conversation can be had, or no run can train on the agent, 2 wrong
+usage, 78 wrong configuration, 130 Ctrl-C.
 """
 ANSWER_S = 60.0
 CONNECT_S = 10.0
@@ -57,9 +64,11 @@ def _main(argv: list[str]) -> int:
         parser.error("--include, --exclude and --ssh-args belong to --hosts FILE")
     if given.chat and (given.hosts is not None or given.fix):
         parser.error("--chat looks at a model's folder alone; --hosts and --fix belong to the other checks")
+    if given.agent is not None:
+        _require_agent_usage(parser, given)
     if given.chat and not given.configs and "model.path" not in overrides:
         parser.error("--chat: give a CONFIG file, or --model.path DIR")
-    if overrides and not given.configs and not given.chat:
+    if overrides and not given.configs and not given.chat and given.agent is None:
         parser.error(f"--{next(iter(overrides))}: no CONFIG file is given to lay it over")
     try:
         ssh_args = tuple(shlex.split(given.ssh_args))
@@ -74,6 +83,9 @@ def _main(argv: list[str]) -> int:
     try:
         if given.chat:
             return _show_chat(given.configs, overrides, as_json=given.json)
+        if given.agent is not None:
+            command = shlex.split(given.agent)
+            return _show_agent(given.configs, overrides, command, given.timeout, as_json=given.json)
         config: Config | None = load_config(given.configs, overrides) if given.configs else None
         targets = _targets(given.hosts, given.include, given.exclude, ssh_args)
     except ConfigError as error:
@@ -105,10 +117,43 @@ def _show_chat(configs: Sequence[str], overrides: dict[str, str], *, as_json: bo
     return 0 if renderer.report.works else 1
 
 
+def _show_agent(
+    configs: Sequence[str], overrides: dict[str, str], command: Sequence[str], longest_s: float, *, as_json: bool
+) -> int:
+    """Play a task with an agent; the exit code. Raises ConfigError."""
+    import asyncio
+
+    from asyncrl.config.load import load_config
+    from asyncrl.doctor.agent.rehearsal import CannotPlay, rehearse, rehearsed
+    from asyncrl.preflight.findings import FAILED_EXIT_CODE
+
+    rest = {} if configs else {"data.source": "synthetic", "rollout.engine": "sim", "learner.backend": "sim"}
+    config = load_config(configs, rest | overrides)
+    try:
+        played = asyncio.run(rehearse(rehearsed(config, command, longest_s), with_data=bool(configs)))
+    except CannotPlay as error:
+        return _complain(str(error), FAILED_EXIT_CODE)
+    if as_json:
+        say(json_in_ascii(json.dumps(played.as_object(), indent=2)), sys.stdout)
+    else:
+        say("\n".join(played.lines(scored=bool(configs))), sys.stdout)
+    return 0 if played.works else FAILED_EXIT_CODE
+
+
+def _require_agent_usage(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """End the program on wrong usage of --agent."""
+    if given.chat or given.fix or given.hosts is not None:
+        parser.error("--agent plays an agent here; --chat, --hosts and --fix belong to the other checks")
+    if given.agent.endswith(".toml"):
+        parser.error(f"--agent {given.agent}: is a program; put a CONFIG in front of --agent")
+    if not given.agent and not given.configs:
+        parser.error("--agent: give the program, or a CONFIG file with an [episode]")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
-        usage=f"{PROGRAM} [CONFIG...] [--hosts FILE | --chat] [--json] [--fix] [--KEY VALUE ...]",
+        usage=f"{PROGRAM} [CONFIG...] [--hosts FILE | --chat | --agent [CMD]] [--json] [--fix] [--KEY VALUE ...]",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -122,6 +167,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--ssh-args", metavar="ARGS", default="", help="further arguments of ssh, as in -F FILE")
     parser.add_argument("--chat", action="store_true", help="look at the model's chat template")
+    parser.add_argument(
+        "--agent", metavar="CMD", nargs="?", const="", help="play a task with this program, or with CONFIG's [episode]"
+    )
     parser.add_argument("--json", action="store_true", help="print a list of objects")
     parser.add_argument("--fix", action="store_true", help="remove what is certainly dead of runs that were killed")
     parser.add_argument(

@@ -181,6 +181,7 @@ class Endpoint:
         except ChatRefused as refused:
             raise Rejected(self._told(refused)) from None
         self._note(asked)
+        self.counts["streamed"] += asked.stream
         retried = "Idempotency-Key" in request.headers or _retry_count(request) > 0
         untrained = request.headers.get(UNTRAINED, "").lower() in ("1", "true")
         try:

@@ -9,15 +9,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from asyncrl.episodes.task import Task
 from asyncrl.errors import ChatRefused, EpisodeOver, ProtocolError, RemoteError
 from asyncrl.messages import Message, Request
 from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply, EpisodeDone, RunEpisode, TurnReward, TurnRewarded
-from asyncrl.runtime.peer import Peer
 
 OnDelta = Callable[[ChatDelta], None]
+
+
+class Rollouter(Protocol):
+    """Who is asked for the policy; a Peer."""
+
+    name: str
+
+    def call(self, request: Request, timeout: float | None = None) -> asyncio.Future[Any]:
+        """As Peer.call."""
 
 
 class Playing(asyncio.Future[EpisodeDone]):
@@ -41,7 +49,7 @@ class Playing(asyncio.Future[EpisodeDone]):
 class Session:
     """The policy for one episode. ``deadline`` is on the loop's clock."""
 
-    def __init__(self, request: RunEpisode, rollouter: Peer, deadline: float) -> None:
+    def __init__(self, request: RunEpisode, rollouter: Rollouter, deadline: float) -> None:
         self._loop = asyncio.get_running_loop()
         self._rollouter, self._deadline = rollouter, deadline
         self._calls: set[asyncio.Future[Any]] = set()

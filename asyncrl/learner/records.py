@@ -108,10 +108,14 @@ def _sample(step: int, version: int, group: Group) -> dict[str, Any]:
 
 
 def _sequence(sequence: TokenSequence) -> dict[str, Any]:
-    """Spans as [version, start, end, role], turns as [start, end, past reward]; no prompt: that of the group."""
+    """Spans as [version, start, end, role], turns as [start, end, past reward], log-probs of the sampled tokens.
+
+    Without prompt_ids its prompt is that of the group.
+    """
     prompt = {} if sequence.prompt_ids is None else {"prompt_ids": sequence.prompt_ids.tolist()}
     return prompt | {
         "tokens": sequence.tokens.tolist(),
+        "logprobs": sequence.logprobs.tolist(),
         "spans": [[s.version, s.start, s.end, s.role] for s in sequence.spans],
         "turns": [[turn.start, turn.end, turn.past_reward] for turn in sequence.turns],
     }

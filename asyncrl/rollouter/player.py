@@ -25,7 +25,6 @@ from asyncrl.rollouter.generation import TrajectoryFailed
 from asyncrl.rollouter.sessions import Session, Sessions
 from asyncrl.rollouter.stages import Expired
 from asyncrl.runtime.clock import Clock
-from asyncrl.runtime.peer import CallFuture
 
 LONGEST_S = 7 * 86400.0
 """Of an episode, if engines are away all of that time: its own deadlines stand still while it waits for them."""
@@ -55,7 +54,7 @@ class EpisodePlayer:
         config: Config,
         sessions: Sessions,
         *,
-        run: Callable[[str, RunEpisode, float], CallFuture],
+        run: Callable[[str, RunEpisode, float], asyncio.Future[EpisodeDone]],
         hosts: Callable[[], str],
         failed: Callable[[Failure, str, str], None] = lambda failure, text, uid: None,
         clock: Clock,
@@ -124,10 +123,10 @@ class EpisodePlayer:
         call = self._run(session.host, request, LONGEST_S)
         watch = asyncio.ensure_future(self._expired(session))
         try:
-            await asyncio.wait({call, watch}, return_when=asyncio.FIRST_COMPLETED)
+            ends: set[asyncio.Future[Any]] = {call, watch}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if call.done():
-                done: EpisodeDone = call.result()
-                return done
+                return call.result()
             expired = watch.result()
             if session.is_orphan:
                 return EpisodeDone(error=f"{session.host} has died", blame="host")

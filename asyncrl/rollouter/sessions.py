@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from asyncrl.messages.groups import Ticket
 from asyncrl.rollouter.account import CallAccount, SampleAccount
 from asyncrl.rollouter.conversation import Conversation, Prompt
 from asyncrl.rollouter.episode_figures import EpisodeFigures
-from asyncrl.rollouter.generation import PolicyCall, TrajectoryFailed
+from asyncrl.rollouter.generation import TrajectoryFailed
 from asyncrl.rollouter.response import Response
 from asyncrl.rollouter.stages import Phase, Stages
 from asyncrl.runtime.clock import Clock
@@ -107,6 +107,13 @@ class _Call:
         self.reply: ChatReply | None = None
 
 
+class Policy(Protocol):
+    """One call of the policy; a PolicyCall."""
+
+    async def generate(self, ids: Sequence[int], response: Response, key: str) -> None:
+        """As PolicyCall.generate."""
+
+
 class Sessions:
     """All sessions of a rollouter.
 
@@ -121,7 +128,7 @@ class Sessions:
         renderer: Renderer,
         tokenizer: Tokenizer,
         stops: Stops,
-        policy: Callable[..., PolicyCall],
+        policy: Callable[..., Policy],
         slot: Callable[[CallAccount], AbstractAsyncContextManager[None]],
         delta: Callable[[Session, str, int, str], None],
         figures: EpisodeFigures,

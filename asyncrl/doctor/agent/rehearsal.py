@@ -1,0 +1,383 @@
+"""Plays one task with the user's agent as a run would, but for the engine: its policy speaks by a script.
+
+Endpoint, sessions, conversation, renderer, deadlines and the processes that run the agent are those of a run. Without a
+model tokens are bytes, and the chat template is one that extends every answer, so that each fork is the agent's doing.
+
+Invariant: nothing of the agent is left when ``rehearse`` returns. Fails with ConfigError where the user's code cannot
+be found, with CannotPlay where its import does not end well or there is no task; whatever the agent does wrong is in
+what is returned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+import structlog
+
+from asyncrl.chat.parsers import END_THINK, THINK
+from asyncrl.chat.renderer import Renderer, make_renderer
+from asyncrl.config import Config
+from asyncrl.config.episode import OWN_REASONING_PARSERS
+from asyncrl.config.load import validate_config
+from asyncrl.doctor.agent.speaker import Speaker
+from asyncrl.doctor.agent.verdict import Played, Turn
+from asyncrl.episodes.command import Programs
+from asyncrl.episodes.endpoint import Endpoint
+from asyncrl.episodes.session import OnDelta
+from asyncrl.episodes.session import Session as Playing
+from asyncrl.episodes.workers import Workers
+from asyncrl.errors import ChatRefused, ConfigError, DeadlineExceeded, EpisodeWorkersEnded
+from asyncrl.messages import Message, Request
+from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply, EpisodeDone, RunEpisode, TurnReward, TurnRewarded
+from asyncrl.messages.groups import Sequence as TokenSequence
+from asyncrl.messages.groups import Ticket
+from asyncrl.monitor.metrics import Figures, Histograms
+from asyncrl.preflight.inputs import check_inputs
+from asyncrl.rollouter.account import CallAccount, GroupAccount
+from asyncrl.rollouter.episode_figures import EpisodeFigures
+from asyncrl.rollouter.generation import TrajectoryFailed
+from asyncrl.rollouter.player import EpisodeFailed, EpisodePlayer
+from asyncrl.rollouter.response import Response
+from asyncrl.rollouter.sessions import Session, Sessions
+from asyncrl.runtime.clock import Clock
+from asyncrl.stops import resolve_stops
+from asyncrl.tokenizer import Tokenizer, tokenizer_of
+
+HOST = "episodes/0"
+UID = "0-0"
+ROOM = 1 << 20
+"""Tokens of an episode where there is no model."""
+MOST_PRINTED = 2000
+"""Characters of what the agent prints, the last of them."""
+RETRY_S = 0.05
+"""Pause before an episode is begun anew whose worker has died."""
+MOST_BEGUN = 5
+"""Episodes that are begun because the one before was ended by its host."""
+SPARE_S = 60.0
+"""Beside all of its own deadlines, an episode has so long."""
+
+QUESTION = "What is the weather in Bern?"
+
+_asked: ContextVar[Chat] = ContextVar("asked")
+"""The call of the policy that this task answers."""
+
+
+class CannotPlay(Exception):
+    """There is no playing; the text is the reason."""
+
+
+def rehearsed(config: Config, command: Sequence[str], longest_s: float) -> Config:
+    """The configuration of the rehearsal: played by ``command``, if there is one; neither start nor turn takes longer.
+
+    Raises ConfigError.
+    """
+    if not command and config.episode.kind == "single":
+        raise ConfigError(["episode: no function, env, tools or command is set; there is no agent to play with"])
+    tree = config.model_dump(mode="json")
+    episode, chat = tree["episode"], tree["chat"]
+    if command:
+        for key in ("function", "env"):
+            episode[key] = None
+        episode |= {"tools": [], "options": {}, "command": list(command)}
+    for key in ("start_timeout_s", "turn_timeout_s"):
+        episode[key] = min(episode[key], longest_s)
+    episode["workers"] = 1
+    # The speaker calls tools in the form that our own parser reads; those of vLLM need vLLM.
+    if chat["tool_parser"] != "none":
+        chat["tool_parser"] = "json"
+    if chat["reasoning_parser"] not in OWN_REASONING_PARSERS:
+        chat["reasoning_parser"] = "think"
+    tree["rollout"]["retry_backoff_s"] = RETRY_S
+    if config.model.path is None:
+        episode["max_context_tokens"] = tree["rollout"]["max_tokens"] = ROOM
+    return validate_config(tree)
+
+
+async def rehearse(config: Config, *, with_data: bool) -> Played:
+    """One attempt at the first task of the data, or at one of ours. Raises ConfigError, CannotPlay."""
+    prompt, row = await _task(config) if with_data else (QUESTION, {"prompt": QUESTION})
+    tokenizer = tokenizer_of(config)
+    stops = resolve_stops(config.rollout, tokenizer)
+    renderer = make_renderer(config, tokenizer, stop_ids=stops.token_ids)
+    clock = Clock()
+    ticket = _ticket(config, prompt, row)
+    rehearsal = Rehearsal(config, tokenizer, renderer, clock)
+    sessions = Sessions(
+        config,
+        renderer=renderer,
+        tokenizer=tokenizer,
+        stops=stops,
+        policy=rehearsal.policy,
+        slot=_slot,
+        delta=rehearsal.tell,
+        figures=EpisodeFigures(Figures(), Histograms()),
+        clock=clock,
+    )
+    try:
+        async with rehearsal.hosting(sessions):
+            await rehearsal.play(
+                EpisodePlayer(config, sessions, run=rehearsal.run, hosts=lambda: HOST, clock=clock), ticket
+            )
+    finally:
+        sessions.close()
+    return rehearsal.played()
+
+
+async def _task(config: Config) -> tuple[str, dict[str, Any]]:
+    """Prompt and row. Raises CannotPlay."""
+    inputs = await check_inputs(config)
+    task = next((sample for sample in inputs.samples if sample.key == "data"), None)
+    if task is None:
+        failed = [finding.told for finding in inputs.findings if finding.result != "ok"]
+        raise CannotPlay(f"the data give no task: {'; '.join(failed) or 'they have no row that fits'}")
+    return task.prompt, task.row
+
+
+class Rehearsal:
+    """The rollouter and the episode host around the parts of a run. It is the Core of the endpoint."""
+
+    name = "rollouter/0"
+
+    def __init__(self, config: Config, tokenizer: Tokenizer, renderer: Renderer, clock: Clock) -> None:
+        self.model = config.run.name
+        self._config, self._tokenizer, self._renderer, self._clock = config, tokenizer, renderer, clock
+        self._speaker = Speaker(thinks=renderer.report.reasoning_parser != "none")
+        self._playing: dict[str, Playing] = {}
+        self._session: Session | None = None
+        self._failure = ""
+        self._told: dict[str, str] = {}
+        self._refused: dict[str, str] = {}
+        self._streamed: set[int] = set()
+        self._printed = ""
+        self._moments: dict[str, float] = {}
+        self._host_fault = ""
+        self._reward: float | None = None
+
+    @asynccontextmanager
+    async def hosting(self, sessions: Sessions) -> AsyncIterator[None]:
+        """Endpoint and players, for as long as it lasts."""
+        episode, self._sessions = self._config.episode, sessions
+        self._endpoint = Endpoint(
+            self,
+            max_request_bytes=episode.max_request_bytes,
+            notify=self._notice,
+            log=structlog.wrap_logger(structlog.PrintLogger(sys.stderr)),
+        )
+        base_url = f"{await self._endpoint.start()}/v1"
+        watch = asyncio.create_task(self._endpoint.watch())
+        self._players: Programs | Workers
+        if episode.kind == "command":
+            self._players = Programs(episode, base_url=base_url, on_output=self._print)
+        else:
+            self._players = Workers(
+                episode,
+                model=self.model,
+                base_url=base_url,
+                start_timeout_s=episode.start_timeout_s,
+                on_output=self._print,
+            )
+        try:
+            try:
+                await self._players.start()
+            except (EpisodeWorkersEnded, DeadlineExceeded) as error:
+                raise CannotPlay(f"the user's code cannot be had: {error}") from error
+            yield
+        finally:
+            await self._players.close()
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+            await self._endpoint.close()
+
+    async def play(self, player: EpisodePlayer, ticket: Ticket) -> None:
+        """One attempt, to its end. Raises CannotPlay."""
+        account = GroupAccount(ticket, self._clock.now, self._clock.wall).samples[0]
+        episode = self._config.episode
+        longest_s = SPARE_S + episode.start_timeout_s + episode.timeout_s + episode.close_timeout_s
+        try:
+            async with asyncio.timeout(longest_s):
+                self._reward = (await player.play(ticket, account)).reward
+        except TimeoutError:
+            state = self._session.stages.state if self._session else "start"
+            raise CannotPlay(f"the episode did not end within {longest_s:g} s (state: {state})") from None
+        except (EpisodeFailed, TrajectoryFailed) as failed:
+            self._failure = str(failed)
+
+    # --- what the player asks of the host ---
+
+    def run(self, host: str, request: RunEpisode, timeout: float) -> asyncio.Future[EpisodeDone]:
+        """Play it; who cancels the future ends it."""
+        return asyncio.ensure_future(self._run(request, timeout))
+
+    async def _run(self, request: RunEpisode, timeout: float) -> EpisodeDone:
+        self._session = self._sessions.find(request.session, HOST)
+        playing = Playing(request, self, asyncio.get_running_loop().time() + timeout)
+        self._playing[playing.key] = playing
+        self._moments = {"begin": self._clock.now()}
+        if len(self._playing) > MOST_BEGUN:
+            raise CannotPlay(f"the agent cannot be run here: {self._host_fault}")
+        try:
+            done = await self._players.play(playing)
+            self._host_fault = done.error
+            self._moments["end"] = self._clock.now()
+            fault = await playing.settle()
+            return EpisodeDone(error=fault, blame="host") if fault and not done.error else done
+        finally:
+            playing.end("it has ended")
+
+    # --- what the host asks of the rollouter ---
+
+    def call(self, request: Request, timeout: float | None = None) -> asyncio.Future[Any]:
+        """As Peer.call."""
+        return asyncio.ensure_future(self._answer(request))
+
+    async def _answer(self, request: Request) -> Message:
+        self._moments.setdefault("first call", self._clock.now())
+        if isinstance(request, TurnReward):
+            session = self._sessions.find(request.session, HOST)
+            return TurnRewarded(node=session.conversation.reward(request.node, request.value))
+        assert isinstance(request, Chat)
+        _asked.set(request)
+        try:
+            reply = await self._sessions.chat(request, HOST)
+        except ChatRefused as refused:
+            self._refused.setdefault(refused.field, str(refused))
+            raise
+        self._moments["last answer"] = self._clock.now()
+        return reply
+
+    def policy(self, ticket: Ticket, account: CallAccount, **told: Any) -> Policy:
+        """As PolicyCall."""
+        return Policy(self._speaker, self._tokenizer, _asked.get(), told["sampled"])
+
+    def tell(self, session: Session, call: str, offset: int, text: str) -> None:
+        """Text of a call under way."""
+        if playing := self._playing.get(session.key):
+            playing.hear(ChatDelta(session=session.key, call=call, offset=offset, text=text))
+
+    # --- the core of the endpoint ---
+
+    def knows(self, key: str) -> bool:
+        """As Core."""
+        return key in self._playing
+
+    async def chat(self, key: str, call: Chat, on_delta: OnDelta) -> ChatReply:
+        """As Core."""
+        return await self._playing[key].chat(call, on_delta)
+
+    async def turn_reward(self, key: str, node: int | None, value: float) -> int:
+        """As Core."""
+        return await self._playing[key].turn_reward(node, value)
+
+    # --- what is told ---
+
+    def _notice(self, key: str, text: str, **_: Any) -> None:
+        self._told.setdefault(key.removeprefix("agents: "), text)
+
+    def _print(self, uid: str, text: str, dropped: int) -> None:
+        self._printed = (self._printed + text)[-MOST_PRINTED:]
+
+    def played(self) -> Played:
+        """What was seen."""
+        session, counts = self._session, self._endpoint.counts
+        assert session is not None
+        conversation = session.conversation
+        figures = conversation.counts()
+        shared = {call.reply.node: call.prompt.shared for call in session.calls.values() if call.reply and call.prompt}
+        refused = {name.partition("/")[2]: text for name, text in self._told.items() if name.startswith("refused/")}
+        for field, text in self._refused.items():
+            if not any(text in told for told in refused.values()):
+                refused[field] = text
+        return Played(
+            failure=self._failure,
+            outcome=session.stages.outcome,
+            reward=self._reward,
+            turn_rewards=len(conversation.rewards),
+            turns=[
+                Turn(
+                    cause=node.cause,
+                    goes_on=node.parent is not None,
+                    context_tokens=node.length - len(node.ids),
+                    new_tokens=node.length - len(node.ids) - shared.get(node.id, 0),
+                    sampled_tokens=len(node.ids),
+                    calls=[call.name for call in node.tool_calls],
+                    trained=node.trained,
+                )
+                for node in conversation.nodes
+            ],
+            sequences=[_length(each) for each in conversation.sequences()],
+            cost_factor=figures.cost_factor,
+            dialects={
+                path: counts[path] for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages") if counts[path]
+            },
+            streamed=counts["streamed"],
+            retries=counts["joined"] + counts["replayed"] + counts["resumed"],
+            ignored=_named(self._told, "ignored"),
+            relaxed=_named(self._told, "relaxed"),
+            refused=refused,
+            seconds=_spans(self._moments),
+            printed=self._printed,
+        )
+
+
+class Policy:
+    """The engine as one call of the policy sees it; it says what the speaker says."""
+
+    def __init__(
+        self, speaker: Speaker, tokenizer: Tokenizer, asked: Chat, sampled: Callable[[Response], None]
+    ) -> None:
+        self._speaker, self._tokenizer, self._asked, self._sampled = speaker, tokenizer, asked, sampled
+
+    async def generate(self, ids: Sequence[int], response: Response, key: str) -> None:
+        """As PolicyCall.generate, at once."""
+        prompt = self._tokenizer.decode(ids[-64:], keep_special=True)
+        thinking = prompt.rfind(THINK) > prompt.rfind(END_THINK)
+        text = self._speaker.say(self._asked.tools, stop=self._asked.stop, thinking=thinking)
+        tokens = [*self._tokenizer.encode(text), *sorted(self._tokenizer.eos_ids)[:1]]
+        response.submitted(0)
+        room = response.remaining
+        response.extend(tokens, [0.0] * len(tokens), self._tokenizer.decode)
+        self._sampled(response)
+        response.end_submission("stop" if len(tokens) <= room else "length")
+
+
+@asynccontextmanager
+async def _slot(account: CallAccount) -> AsyncIterator[None]:
+    yield
+
+
+def _ticket(config: Config, prompt: str, row: dict[str, Any]) -> Ticket:
+    return Ticket(
+        uid=UID,
+        grant=1,
+        purpose="train",
+        epoch=0,
+        index=0,
+        param_version=0,
+        prompt_ids=np.zeros(1, np.int32),
+        prompt=prompt,
+        row=row,
+        samples=1,
+        temperature=config.rollout.temperature,
+        max_tokens=config.rollout.max_tokens,
+    )
+
+
+def _length(sequence: TokenSequence) -> int:
+    return len(sequence.tokens) + (0 if sequence.prompt_ids is None else len(sequence.prompt_ids))
+
+
+def _named(told: dict[str, str], kind: str) -> list[str]:
+    return sorted(name.partition("/")[2] for name in told if name.startswith(f"{kind}/"))
+
+
+def _spans(moments: dict[str, float]) -> dict[str, float]:
+    """Seconds to the first call, from there to the last answer, and from there to the exit."""
+    known = [(name, moments[name]) for name in ("begin", "first call", "last answer", "end") if name in moments]
+    return {later: round(at - before, 3) for (_, before), (later, at) in itertools.pairwise(known)}

@@ -1,0 +1,161 @@
+"""What a rehearsal has shown, in words and as an object. Pure.
+
+Invariant: it fails exactly where a run would get no trajectory from the agent, or refuses one of its requests; what
+costs tokens, or does not do what the agent thinks, is a warning with its remedy.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+CAUSES = {
+    "root": "begins the conversation",
+    "extend": "goes on from the tokens of an answer",
+    "fork:root": "it has other tools or template options than the calls before",
+    "fork:branch": "its messages go on from no answer of the policy: the same question again, a sub-agent, a summary",
+    "fork:edited": "a message before an answer of the policy was changed, left out or added",
+    "fork:assistant": "it holds an answer that the policy did not give, or gave in other words",
+    "fork:history": "the chat template writes an earlier answer otherwise than it was sampled (chat.history)",
+    "fork:cut": "an answer was cut by a limit, and the chat template cannot go on from that",
+    "fork:no-extension": "the chat template cannot go on from that answer; asyncrl-doctor --chat says why",
+}
+"""By Cause of rollouter/conversation.py."""
+REMEDIES = {
+    "fork:root": "send the same tools with each call",
+    "fork:branch": "right for a sub-agent; otherwise send the whole conversation with each call",
+    "fork:edited": "append messages, and change none that was sent",
+    "fork:assistant": "send answers back as they came: text, and the ids of calls",
+    "fork:history": 'chat.history = "sampled", if the model is served so',
+    "fork:cut": "raise rollout.max_tokens, or the agent's own max_tokens",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One answer of the policy."""
+
+    cause: str
+    goes_on: bool
+    """Whether its context begins with all tokens of an earlier answer and its context."""
+    context_tokens: int
+    new_tokens: int
+    """Of the context, those with which no earlier call begins."""
+    sampled_tokens: int
+    calls: list[str]
+    """Names of the tools that it calls."""
+    trained: bool
+
+    @property
+    def forked(self) -> bool:
+        """Whether it shares no answer with the calls before it."""
+        return self.cause.startswith("fork:") and not self.goes_on
+
+    @property
+    def words(self) -> str:
+        """What it is to the calls before it."""
+        if self.cause.startswith("fork:") and self.goes_on:
+            return f"{CAUSES['extend']}, though {CAUSES[self.cause]}"
+        return ("fork: " if self.forked else "") + CAUSES[self.cause]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Played:
+    """One attempt at one task."""
+
+    failure: str
+    """Why it gave no trajectory; empty if it gave one."""
+    outcome: str
+    """stop, turns, length or time."""
+    reward: float | None
+    turn_rewards: int
+    turns: list[Turn]
+    sequences: list[int]
+    """Tokens of each that is trained, its context included."""
+    cost_factor: float
+    """Tokens that the engine computes, over those had each call gone on from the one it comes after."""
+    dialects: dict[str, int]
+    """Requests by path; none where the agent is Python code that calls its client."""
+    streamed: int
+    """Of these requests."""
+    retries: int
+    ignored: list[str]
+    relaxed: list[str]
+    refused: dict[str, str]
+    """By field, with the words that the agent was told."""
+    seconds: dict[str, float]
+    """To ``first call``, ``last answer`` and ``end``, each from the one before."""
+    printed: str
+
+    @property
+    def works(self) -> bool:
+        """Whether a run can train on it."""
+        return not self.failure and not self.refused
+
+    @property
+    def forks(self) -> dict[str, int]:
+        """By cause."""
+        return dict(Counter(turn.cause for turn in self.turns if turn.forked))
+
+    def as_object(self) -> dict[str, Any]:
+        """For programs."""
+        return asdict(self) | {"works": self.works, "forks": self.forks}
+
+    def lines(self, *, scored: bool) -> list[str]:
+        """For people. ``scored``: a reward function is known to score what the agent does not."""
+        lines = [*self._calls(), "", *self._facts(), ""]
+        problems = [*self._failures(), *self._warnings(scored)]
+        if self.failure and self.printed.strip():
+            problems += ["the agent printed last:", *(f"  | {line}" for line in self.printed.splitlines()[-10:])]
+        verdict = "a run can train on this agent" if self.works else "a run cannot train on this agent as it is"
+        return [*lines, *problems, verdict]
+
+    def _calls(self) -> list[str]:
+        if not self.turns:
+            return ["no call of the policy was answered"]
+        lines = ["call  context    new  sampled"]
+        for number, turn in enumerate(self.turns):
+            row = f"{number:4} {turn.context_tokens:8} {turn.new_tokens:6} {turn.sampled_tokens:8}"
+            called = f"; calls {', '.join(turn.calls)}" if turn.calls else ""
+            untrained = "; not trained" if not turn.trained else ""
+            lines.append(f"{row}  {turn.words}{called}{untrained}")
+        return lines
+
+    def _facts(self) -> list[str]:
+        forked = sum(turn.forked for turn in self.turns)
+        asked = [f"{path} ({count})" for path, count in self.dialects.items()] or ["the client of asyncrl"]
+        spoken = f"asked over {', '.join(asked)}"
+        if self.dialects:
+            spoken += f", {self.streamed} of them streamed; {self.retries} retries"
+        times = {"first call": "to the first call", "last answer": "to the last answer", "end": "from there to its end"}
+        told = [f"{self.seconds[name]:.1f} s {words}" for name, words in times.items() if name in self.seconds]
+        reward = "none" if self.reward is None else f"{self.reward:g}"
+        return [
+            f"{len(self.turns)} calls, {forked} forked: the engine computes {self.cost_factor:.2f} times the tokens of "
+            f"a conversation without forks, the learner {sum(self.sequences)} in {len(self.sequences)} sequences",
+            spoken,
+            f"outcome {self.outcome}, reward {reward}, {self.turn_rewards} rewards of turns",
+            *([", ".join(told)] if told else []),
+        ]
+
+    def _failures(self) -> list[str]:
+        failed = [f"fail  {self.failure}"] if self.failure else []
+        return failed + [f"fail  refused (400): {text}" for text in self.refused.values()]
+
+    def _warnings(self, scored: bool) -> list[str]:
+        told = []
+        for cause, count in self.forks.items():
+            remedy = f"; {REMEDIES[cause]}" if cause in REMEDIES else ""
+            told.append(f"warn  {count} forked: {CAUSES[cause]}{remedy}")
+        if self.ignored:
+            told.append(f"warn  ignored: {', '.join(self.ignored)}: the run's own sampling holds")
+        if self.relaxed:
+            told.append(
+                f"warn  relaxed: {', '.join(self.relaxed)}: answers need not keep to it, and the agent must bear that"
+            )
+        if self.outcome != "stop":
+            told.append(f"warn  it was ended by a limit ({self.outcome}) and would be scored as truncated")
+        if self.reward is None and not self.failure and not scored:
+            told.append("warn  it gave no reward; a run needs a function that scores it (reward.function)")
+        return told

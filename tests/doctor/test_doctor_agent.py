@@ -1,0 +1,308 @@
+"""asyncrl-doctor --agent: real programs, the real endpoint and conversation, a policy that speaks by a script."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from asyncrl.cli import doctor
+from asyncrl.doctor.agent.speaker import Speaker, example_of
+from asyncrl.doctor.agent.verdict import CAUSES, Played, Turn
+from asyncrl.rollouter.conversation import Cause
+
+AGENT = '''
+import json, sys, time
+import openai
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {
+    "type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}}}
+
+
+def ask(messages, **more):
+    with openai.OpenAI(max_retries=0) as client:
+        return client.chat.completions.create(model="m", messages=messages, tools=[TOOL], **more)
+
+
+def turns(**more):
+    """The loop of an agent: answers are sent back as they came."""
+    messages = [{"role": "user", "content": "Weather?"}]
+    while True:
+        message = ask(messages, **more).choices[0].message
+        messages.append(message.model_dump(exclude_none=True))
+        for call in message.tool_calls or []:
+            assert json.loads(call.function.arguments) == {"city": "example"}
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": "sunny"})
+        if not message.tool_calls:
+            return messages
+
+
+def loop():
+    turns(temperature=0.2, tool_choice="required", response_format={"type": "text"})
+    print(0.5)
+
+
+def streams():
+    call = ask([{"role": "user", "content": "Weather?"}], stream=True)
+    assert "weather" in str(list(call))
+
+
+def rewrites():
+    messages = turns()
+    messages[1] = {"role": "user", "content": "In the beginning I asked for the weather."}
+    messages[2:3] = []
+    ask([*messages, {"role": "user", "content": "More."}])
+
+
+def silent():
+    print("I know it all")
+
+
+def hangs():
+    turns()
+    time.sleep(1000)
+
+
+def never_asks():
+    time.sleep(1000)
+
+
+def insists():
+    try:
+        turns(logit_bias={"5": 1})
+    except openai.BadRequestError:
+        turns()
+
+
+def breaks():
+    turns()
+    sys.exit("no luck today")
+
+
+globals()[sys.argv[1]]()
+'''
+PLAYS = """
+async def play(task, client, fails=False):
+    reply = await client.chat(task.messages)
+    again = await client.chat([*task.messages, reply.message, {"role": "user", "content": "And?"}])
+    if fails:
+        raise ValueError("no luck")
+    client.reward(0.25)
+"""
+SIM = """
+[data]
+source = "synthetic"
+[rollout]
+engine = "sim"
+[learner]
+backend = "sim"
+[episode]
+function = "plays:play"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "plays.py").write_text(PLAYS)
+    (tmp_path / "sim.toml").write_text(SIM)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    return tmp_path
+
+
+def examine(capsys, *argv):
+    """Exit code and object of a rehearsal, after which nothing of the agent is left."""
+    before = set(psutil.Process().children(recursive=True))
+    code = doctor.main([*argv, "--json"])
+    left = {each for each in psutil.Process().children(recursive=True) if "resource_tracker" not in str(each.cmdline())}
+    assert left <= before
+    shown = capsys.readouterr()
+    return code, json.loads(shown.out or "{}"), shown.err
+
+
+def told(seen):
+    """What people read of it."""
+    fields = {key: value for key, value in seen.items() if key not in ("works", "forks")}
+    return "\n".join(Played(**fields | {"turns": [Turn(**turn) for turn in seen["turns"]]}).lines(scored=False))
+
+
+def agent(name):
+    return ["--agent", f"{sys.executable} agent.py {name}"]
+
+
+def test_an_agent_that_sends_answers_back_goes_on(folder, capsys):
+    code, seen, _ = examine(capsys, *agent("loop"))
+    assert (code, seen["works"], seen["forks"], seen["reward"], seen["outcome"]) == (0, True, {}, 0.5, "stop")
+    assert [(turn["cause"], turn["calls"]) for turn in seen["turns"]] == [("root", ["weather"]), ("extend", [])]
+    assert len(seen["sequences"]) == 1 and seen["cost_factor"] == 1.0
+    last = seen["turns"][-1]
+    assert seen["sequences"] == [last["context_tokens"] + last["sampled_tokens"]]
+    assert 0 < last["new_tokens"] < seen["turns"][0]["new_tokens"] == seen["turns"][0]["context_tokens"]
+    assert (seen["ignored"], seen["relaxed"], seen["refused"]) == (["temperature"], ["tool_choice"], {})
+    assert (seen["dialects"], seen["streamed"], seen["retries"]) == ({"/v1/chat/completions": 2}, 0, 0)
+    assert set(seen["seconds"]) == {"first call", "last answer", "end"}
+
+
+def test_people_read_the_same(folder, capsys):
+    assert doctor.main(agent("loop")) == 0
+    shown = capsys.readouterr().out
+    assert "begins the conversation; calls weather" in shown and CAUSES["extend"] in shown
+    assert "2 calls, 0 forked: the engine computes 1.00 times the tokens" in shown
+    assert "warn  ignored: temperature" in shown and "warn  relaxed: tool_choice" in shown
+    assert shown.endswith("a run can train on this agent\n")
+
+
+def test_streams_are_counted(folder, capsys):
+    code, seen, _ = examine(capsys, *agent("streams"))
+    assert (code, seen["streamed"], len(seen["turns"]), seen["reward"]) == (0, 1, 1, None)
+
+
+def test_an_agent_that_rewrites_what_was_said_forks(folder, capsys):
+    code, seen, _ = examine(capsys, *agent("rewrites"))
+    assert code == 0 and sum(seen["forks"].values()) == 1 and len(seen["sequences"]) == 2
+    assert seen["cost_factor"] > 1
+    shown = told(seen)
+    (cause,) = seen["forks"]
+    assert f"  fork: {CAUSES[cause]}" in shown and f"warn  1 forked: {CAUSES[cause]}" in shown
+
+
+def test_an_agent_that_never_asks_cannot_be_trained(folder, capsys):
+    code, seen, _ = examine(capsys, *agent("silent"))
+    assert code == 1 and "without an answer of the policy" in seen["failure"] and seen["turns"] == []
+    shown = told(seen)
+    assert "no call of the policy was answered" in shown and "  | I know it all" in shown
+    assert shown.endswith("a run cannot train on this agent as it is")
+
+
+@pytest.mark.parametrize(("name", "stage"), [("hangs", "turn"), ("never_asks", "start")])
+def test_an_agent_that_hangs_is_ended_at_its_deadline(name, stage, folder, capsys):
+    limits = ["--timeout", "30", "--episode.turn_timeout_s", "1"] if name == "hangs" else ["--timeout", "1"]
+    code, seen, _ = examine(capsys, *agent(name), *limits, "--episode.close_timeout_s", "0.5")
+    assert code == 1 and seen["failure"].startswith(f"{stage}: it ")
+    assert f"episode.{stage}_timeout_s" in seen["failure"]
+
+
+def test_a_refused_field_fails_though_the_agent_goes_on(folder, capsys):
+    code, seen, _ = examine(capsys, *agent("insists"))
+    assert (code, seen["failure"], len(seen["turns"])) == (1, "", 2)
+    assert list(seen["refused"]) == ["logit_bias"] and "logit_bias" in seen["refused"]["logit_bias"]
+
+
+def test_a_crash_is_told_with_the_last_words(folder, capsys):
+    code, seen, _ = examine(capsys, *agent("breaks"))
+    assert code == 1 and "no luck today" in seen["failure"] and len(seen["turns"]) == 2
+
+
+def test_a_configuration_names_function_and_task(folder, capsys):
+    code, seen, _ = examine(capsys, "sim.toml", "--agent")
+    assert (code, seen["reward"], seen["turn_rewards"], seen["dialects"]) == (0, 0.25, 1, {})
+    assert [turn["cause"] for turn in seen["turns"]] == ["root", "extend"]
+    code, seen, _ = examine(capsys, "sim.toml", "--agent", "--episode.options", "{fails = true}")
+    assert code == 1 and "no luck" in seen["failure"] and "plays.py" in seen["failure"]
+
+
+def test_a_function_that_is_not_there_is_a_wrong_configuration(folder, capsys):
+    assert doctor.main(["sim.toml", "--agent", "--episode.function", "plays:pla"]) == 78
+    assert "episode.function" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--agent"], "give the program, or a CONFIG"),
+        (["--agent", "x.toml"], "put a CONFIG in front"),
+        (["--agent", "x", "--chat"], "--agent plays an agent here"),
+        (["--agent", "x", "--hosts", "h"], "--agent plays an agent here"),
+    ],
+)
+def test_wrong_usage(argv, said, capsys):
+    with pytest.raises(SystemExit) as end:
+        doctor.main(argv)
+    assert end.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_neither_torch_nor_vllm_is_imported(folder):
+    code = (
+        "import sys\nfrom asyncrl.cli.doctor import main\n"
+        "assert main(['sim.toml', '--agent', '--json']) == 0\n"
+        "assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)\n"
+    )
+    environment = {"PYTHONPATH": str(Path(doctor.__file__).parents[2])}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL, env=environment)
+
+
+# --- the speaker and the words ---
+
+
+def tool(name, **parameters):
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def test_the_speaker_calls_each_tool_once_and_ends_as_the_agent_wants():
+    speaker = Speaker(thinks=False)
+    said = [speaker.say([tool("look"), tool("final_answer")]) for _ in range(3)]
+    assert '"look"' in said[0] and '"final_answer"' in said[1] and '"final_answer"' in said[2]
+    assert Speaker(thinks=False).say([]) == "This is answer 1."
+    coder = Speaker(thinks=False)
+    assert [("final_answer" in coder.say([], stop=["</code>"])) for _ in range(2)] == [False, True]
+    assert Speaker(thinks=True).say([]).startswith("<think>\n")
+    assert Speaker(thinks=True).say([], thinking=True).startswith("\nThis is thought 1.\n</think>")
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({}, {}),
+        ({"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}, "required": ["a"]}, {"a": 1}),
+        ({"type": ["string", "null"]}, "example"),
+        ({"enum": ["x", "y"], "type": "string"}, "x"),
+        ({"anyOf": [{"type": "boolean"}, {"type": "null"}]}, True),
+        ({"$ref": "#/$defs/A", "$defs": {"A": {"const": 3}}}, 3),
+        ({"$ref": "#/$defs/A", "$defs": {"A": {"$ref": "#/$defs/A"}}}, None),
+        ({"type": "array", "items": {}}, []),
+        ({"type": "number", "default": 2.5}, 2.5),
+    ],
+)
+def test_arguments_keep_to_the_schema(schema, value):
+    assert example_of(schema) == value
+
+
+def test_every_cause_has_words():
+    assert set(CAUSES) == set(Cause.__args__)
+
+
+def test_a_rendering_that_happens_to_go_on_is_no_fork():
+    turn = Turn(
+        cause="fork:assistant",
+        goes_on=True,
+        context_tokens=5,
+        new_tokens=1,
+        sampled_tokens=1,
+        calls=[],
+        trained=True,
+    )
+    assert not turn.forked and turn.words.startswith(CAUSES["extend"])
+    played = Played(
+        failure="",
+        outcome="turns",
+        reward=None,
+        turn_rewards=0,
+        turns=[turn],
+        sequences=[6],
+        cost_factor=1.0,
+        dialects={},
+        streamed=0,
+        retries=0,
+        ignored=[],
+        relaxed=[],
+        refused={},
+        seconds={},
+        printed="",
+    )
+    assert played.forks == {} and played.works
+    told = "\n".join(played.lines(scored=False))
+    assert "warn  it was ended by a limit (turns)" in told and "warn  it gave no reward" in told
+    assert "no reward" not in "\n".join(played.lines(scored=True))
