@@ -26,7 +26,9 @@ from asyncrl.launcher.resume import Resumption
 from asyncrl.launcher.spec import ActorSpec, AgentSpec, EndedEvent
 from asyncrl.launcher.summary import summarise
 from asyncrl.monitor.metrics_file import read_metrics
+from asyncrl.monitor.recording import last_recorded
 
+LEARNER = "learner/0"
 ACTOR_ARGV = (sys.executable, "-m", "asyncrl.cli.actor")
 GUARD_ARGV = (sys.executable, "-m", "asyncrl.launcher.guard")
 RESUMED_FROM = "resumed_from.txt"
@@ -129,6 +131,16 @@ async def start_guard(folder: RunFolder, lock: int, spec: AgentSpec) -> asyncio.
     return guard
 
 
+def _last_figures(folder: RunFolder) -> dict[str, float]:
+    """Those of the learner, as the run's controller has recorded them last; empty where it has not, or not here."""
+    try:
+        recorded = last_recorded(folder.path, folder.attempt)
+    except OSError:
+        return {}
+    learner = [actor for actor in recorded.actors if actor.name == LEARNER] if recorded is not None else []
+    return learner[0].figures if learner else {}
+
+
 def show_end(config: Config, folder: RunFolder, ended: EndedEvent, progress: Progress) -> int:
     """Show what came of a run; its exit code."""
     progress.end()
@@ -142,6 +154,7 @@ def show_end(config: Config, folder: RunFolder, ended: EndedEvent, progress: Pro
         trained=left.trained,
         checkpoint=left.checkpoint.path if left.checkpoint is not None else None,
         restarts=progress.restarts,
+        figures={} if left.trained else _last_figures(folder),
     ):
         progress.say(row)
     progress.warn(progress.notices.summary())

@@ -330,6 +330,8 @@ class Learner(Actor):
             "ledger/trained": counts.count("trained"),
             "ledger/filtered": counts.count("filtered"),
             "ledger/quarantined": counts.count("quarantined"),
+            "rollout/dropped_trajectories": self._intake.dropped_trajectories,
+            "rollout/failed_attempts": self._intake.failed_attempts,
             "records/pending": self._lines.pending,
         }
 

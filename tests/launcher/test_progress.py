@@ -314,6 +314,17 @@ def test_the_summary_tells_what_was_not_trained_and_where_that_stands(run_dir):
     assert [row for row in rows if row.startswith(told)]
 
 
+def test_the_summary_of_a_run_without_a_step_tells_what_was_not_trained(run_dir):
+    figures = {
+        "ledger/filtered": 28.0,
+        "ledger/quarantined": 13.0,
+        "rollout/failed_attempts": 40.0,
+        "learner/step": 0.0,
+    }
+    rows = summarise([], run_dir, run_dir / "logs", steps=4, figures=figures)
+    assert rows[1] == "not trained  groups filtered 28, groups quarantined 13, failed attempts 40"
+
+
 def test_the_summary_tells_who_was_started_again(run_dir):
     progress = Progress(io.StringIO(), steps=4)
     for name in ("rollouter/1", "learner/0", "rollouter/1"):
