@@ -14,7 +14,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
@@ -28,7 +27,7 @@ from asyncrl.config.load import config_to_json
 from asyncrl.errors import UsageError
 from asyncrl.launcher.begun import CONFIG as CONFIG
 from asyncrl.launcher.begun import PART as PART
-from asyncrl.launcher.begun import UNBEGUN, claim, holds_checkpoints, leave_name, read_tree
+from asyncrl.launcher.begun import UNBEGUN, claim, holds_checkpoints, last_attempt, leave_name, logs_of, read_tree
 from asyncrl.launcher.hostspec import private_name
 from asyncrl.launcher.link import agent_name
 from asyncrl.runtime.roster import LAUNCHER
@@ -57,7 +56,7 @@ class RunFolder:
     @property
     def logs(self) -> Path:
         """The log files of this attempt."""
-        return self.path / "logs" / f"attempt_{self.attempt}"
+        return logs_of(self.path, self.attempt)
 
     def describe(self) -> str:
         """The beginning of a run, in one line for people."""
@@ -96,9 +95,7 @@ def create_run_folder(config: Config) -> RunFolder:
 
 def next_attempt(path: Path) -> RunFolder:
     """The folder of a run for its next attempt; nothing is changed yet."""
-    matches = (re.fullmatch(r"attempt_(\d+)", entry.name) for entry in path.glob("logs/attempt_*"))
-    last = max((int(match[1]) for match in matches if match), default=0)
-    return RunFolder(path=path, run_id=secrets.token_hex(8), attempt=last + 1)
+    return RunFolder(path=path, run_id=secrets.token_hex(8), attempt=last_attempt(path) + 1)
 
 
 def begin_attempt(folder: RunFolder, config: Config) -> None:
