@@ -16,7 +16,7 @@ import msgspec
 from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
 from asyncrl.checkpoint.retention import Found
 from asyncrl.config import Config
-from asyncrl.errors import ActorFailed, CheckpointError
+from asyncrl.errors import ActorFailed, CheckpointError, ConfigError
 from asyncrl.launcher.folders import RunFolder
 from asyncrl.launcher.spec import EndedEvent
 from asyncrl.monitor.metrics_file import read_metrics
@@ -98,6 +98,8 @@ def describe_end(folder: RunFolder, ended: EndedEvent, left: Left, command: str 
         return []
     rows = [row] if (row := left.describe()) else []
     goes_on = f"{command} with --resume {shlex.quote(str(folder.path))} goes on"
+    if ended.exit_code == ConfigError.exit_code:
+        goes_on += " once that is put right"
     if ended.result == "preempted":
         return [*rows, f"{ended.reason}; {goes_on}"]
     if left.checkpoint is not None:

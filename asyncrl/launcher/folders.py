@@ -18,6 +18,7 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,16 @@ from asyncrl.config.load import config_to_json
 from asyncrl.errors import UsageError
 from asyncrl.launcher.begun import CONFIG as CONFIG
 from asyncrl.launcher.begun import PART as PART
-from asyncrl.launcher.begun import UNBEGUN, claim, holds_checkpoints, last_attempt, leave_name, logs_of, read_tree
+from asyncrl.launcher.begun import (
+    UNBEGUN,
+    claim,
+    has_begun,
+    holds_checkpoints,
+    last_attempt,
+    leave_name,
+    logs_of,
+    read_tree,
+)
 from asyncrl.launcher.hostspec import private_name
 from asyncrl.launcher.link import agent_name
 from asyncrl.runtime.roster import LAUNCHER
@@ -210,27 +220,35 @@ def remove_abandoned(parent: Path) -> list[Path]:
     return removed
 
 
+def free_run_folder(config: Config) -> Path:
+    """The folder that a start of ``run.name`` would take now; nothing is changed. Raises OSError."""
+    return next(_free(Path(config.run.dir).absolute(), config))
+
+
 def _next_free(parent: Path, config: Config) -> Path:
-    number = 1
-    while True:
-        path = parent / (config.run.name if number == 1 else f"{config.run.name}-{number}")
-        number += 1
-        if checkpoint_dir(config, path).exists() and not path.exists():
-            # A folder of checkpoints elsewhere that another run of this name has used.
-            continue
+    for path in _free(parent, config):
         try:
             path.mkdir()
         except FileExistsError:
-            if not _take_over(path, config):
+            if not claim(path, Path.cwd()):
                 continue
         return path
+    raise AssertionError("there is always another number")
 
 
-def _take_over(path: Path, config: Config) -> bool:
-    """Whether this is what a failed start of the same name has left, now ours."""
+def _free(parent: Path, config: Config) -> Iterator[Path]:
+    """Folders of the name that a run may have: new ones, and what a failed start of the same name has left."""
+    for number in count(1):
+        path = parent / (config.run.name if number == 1 else f"{config.run.name}-{number}")
+        # A folder of checkpoints elsewhere may be that of another run of this name.
+        if _is_left(path, config) if path.exists() else not checkpoint_dir(config, path).exists():
+            yield path
+
+
+def _is_left(path: Path, config: Config) -> bool:
     if not (path / UNBEGUN).is_file() or is_living(path) or not is_of_name(path, config.run.name):
         return False
-    return not holds_checkpoints(checkpoint_dir(config, path)) and claim(path, Path.cwd())
+    return not holds_checkpoints(checkpoint_dir(config, path)) and not has_begun(path, Path.cwd())
 
 
 def is_of_name(path: Path, name: str) -> bool:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -75,13 +75,14 @@ def run_hosts(
     start: StartCommand,
     *,
     resume: str | None = None,
-    dry_run: bool = False,
+    dry_run: bool | Literal["json"] = False,
     actor_argv: Sequence[str] = ACTOR_ARGV,
     shared: bool = False,
     everywhere: bool = False,
     detached: Detached | None = None,
 ) -> int:
-    """Run on these hosts to the end and show it, or with ``dry_run`` only show what would run; the exit code.
+    """Run on these hosts to the end and show it; the exit code. With ``dry_run`` only what would run is shown, with
+    "json" its configuration.
 
     ``shared`` says that all hosts see the run folder, so that a run is resumed wherever its head is; ``everywhere``,
     that this host too has its part by ``start``, as where that leads into a container. ``detached`` hears of the run's
@@ -98,7 +99,7 @@ class _Launch:
     lines: Sequence[HostLine]
     start: StartCommand
     resume: str | None
-    dry_run: bool
+    dry_run: bool | Literal["json"]
     actor_argv: Sequence[str]
     progress: Progress
     shared: bool = False
@@ -139,7 +140,7 @@ class _Launch:
         # First: nothing is to be checked of a run that lives or is finished.
         resumption = self._find_resumption()
         is_finished = resumption is not None and resumption.is_finished
-        await self._place(with_checks=not is_finished)
+        await self._place(resumption, with_checks=not is_finished)
         if self.dry_run:
             self._show_plan(resumption)
             return 0
@@ -175,7 +176,7 @@ class _Launch:
             )
         self.facts |= {name: contact.facts for name, contact in self.reached.contacts.items()}
 
-    async def _place(self, *, with_checks: bool) -> None:
+    async def _place(self, resumption: Resumption | None, *, with_checks: bool) -> None:
         """Addresses and actors of each host. Raises ConfigError with every problem, or UsageError."""
         at = await self._addresses()
         self.hosts = []
@@ -197,8 +198,9 @@ class _Launch:
         except ConfigError as error:
             problems = error.problems
         if with_checks:
-            self.findings = await self._check(at[self.head] or self.config.network.host)
-        problems += errors_of(self.findings)
+            self.findings = await self._check(at[self.head] or self.config.network.host, resumption)
+        if found := errors_of(self.findings):
+            raise ConfigError([*problems, *found], found=not problems)
         if problems:
             raise ConfigError(problems)
         if warnings := warnings_of(self.findings):
@@ -209,13 +211,13 @@ class _Launch:
             self.hosts.remove(host)
             await self.reached.contacts.pop(host.name).close()
 
-    async def _check(self, address: str) -> list[Finding]:
+    async def _check(self, address: str, resumption: Resumption | None) -> list[Finding]:
         """Look at the head, where that is this host, and hear what the others say of themselves."""
         found = []
         if self.head_is_here:
             # Without a placement all actors are looked at as if they were here.
             here = [actor.name for actor in self.placed if actor.host == self.head] or self.config.actors
-            found = await check_head(self.config, here, address)
+            found = await check_head(self.config, here, address, resumption)
         else:
             found = check_sinks(self.config.sinks, self.facts[self.head].sinks, self.head)
         for name in self.reached.contacts:
@@ -318,6 +320,9 @@ class _Launch:
 
     def _show_plan(self, resumption: Resumption | None) -> None:
         self.progress.end()
+        if self.dry_run == "json":
+            say(config_to_json(self.config), sys.stdout)
+            return
         rows = []
         for index, host in enumerate(self.hosts):
             here = index == 0 and self.head_is_here

@@ -12,7 +12,7 @@ from asyncrl.checkpoint.folder import checkpoint_dir
 from asyncrl.config import Config
 from asyncrl.config.learnable import obstacles
 from asyncrl.preflight.findings import Finding, warn
-from asyncrl.preflight.inputs import Inputs, check_inputs
+from asyncrl.preflight.inputs import Inputs, KnownPrompts, check_inputs
 from asyncrl.preflight.limits import descriptor_limit, judge_descriptors
 from asyncrl.preflight.model import check_model, check_window
 from asyncrl.preflight.needs import ModelSize, Need, checkpoints_need, count, descriptors_need, run_dir_need
@@ -33,6 +33,8 @@ class Part:
     address: str
     run: Path
     is_head: bool = True
+    known: KnownPrompts | None = None
+    """Those of the run that is resumed."""
 
 
 async def check_part(part: Part) -> tuple[list[Finding], ModelSize | None]:
@@ -45,7 +47,7 @@ async def check_part(part: Part) -> tuple[list[Finding], ModelSize | None]:
         found.append(finding)
     if count(actors, "rollouter") and (window := await asyncio.to_thread(check_window, config)):
         found.append(window)
-    found += await _check_inputs(config, actors)
+    found += await _check_inputs(config, actors, part.known)
     if count(actors, "learner"):
         found += [warn("learning", each.told, each.fix, key=each.key) for each in obstacles(config)]
     port = config.network.controller_port if part.is_head else 0
@@ -55,19 +57,19 @@ async def check_part(part: Part) -> tuple[list[Finding], ModelSize | None]:
     return found, size
 
 
-async def _check_inputs(config: Config, actors: Sequence[str]) -> list[Finding]:
+async def _check_inputs(config: Config, actors: Sequence[str], known: KnownPrompts | None) -> list[Finding]:
     """Look at what the user brings: tokenizer, prompts, the reward function."""
     if not count(actors, "reward"):
-        return (await _read_inputs(config, actors)).findings
+        return (await _read_inputs(config, actors, known)).findings
     async with RewardTrial(config) as trial:
-        inputs, problem = await asyncio.gather(_read_inputs(config, actors), trial.start())
+        inputs, problem = await asyncio.gather(_read_inputs(config, actors, known), trial.start())
         return [*inputs.findings, problem or await trial.call(inputs.samples)]
 
 
-async def _read_inputs(config: Config, actors: Sequence[str]) -> Inputs:
+async def _read_inputs(config: Config, actors: Sequence[str], known: KnownPrompts | None) -> Inputs:
     if not any(count(actors, role) for role in WITH_TOKENIZER):
         return Inputs()
-    return await check_inputs(config, with_rows=bool(count(actors, "dataloader")))
+    return await check_inputs(config, with_rows=bool(count(actors, "dataloader")), known=known)
 
 
 def _check_folders(part: Part, size: ModelSize | None) -> list[Finding]:
