@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -40,8 +41,9 @@ Before anything starts, model, tokenizer, prompts, reward function, ports, disk,
 
 Ctrl-C, a closed terminal, SIGTERM and SIGUSR2 let a run make way: it delivers what is finished, writes a checkpoint
 within preempt.grace_s, and ends; a second Ctrl-C or SIGTERM ends it at once. --stop RUN has it make way from another
-terminal, by the run's folder on its head's machine, also where the launcher was killed; its exit code is 0 if the run
-has ended and can go on from a checkpoint, or had nothing to lose, and 1 if not, or if it does not end.
+terminal, by the run's folder or its name under runs/, on its head's machine, also where the launcher was killed; its
+exit code is 0 if the run has ended and can go on from a checkpoint, or had nothing to lose, and 1 if not, or if it does
+not end.
 
 --detach starts a run that outlives the terminal, and returns once it runs, or with the exit code of a start that
 failed. The output goes to launcher.log among the run's logs.
@@ -134,7 +136,7 @@ def _main(argv: list[str]) -> int:
         if given.inside_slurm:
             return _run_inside_slurm(given, overrides)
         if given.hosts is not None:
-            return _run_hosts(given, overrides, detached)
+            return _run_hosts(given, overrides, detached, _without_resume(argv))
         config, placed, findings, resumption = _prepare(given, overrides)
         if given.dry_run:
             return _print_plan(config, placed, findings, resumption, as_json=given.json)
@@ -143,7 +145,8 @@ def _main(argv: list[str]) -> int:
             return _warn_of(resumption)
         from asyncrl.launcher.local import run_local
 
-        return run_local(config, placed, resumption=resumption, detached=detached)
+        command = _without_resume(argv)
+        return run_local(config, placed, resumption=resumption, detached=detached, command=command)
     except ConfigError as error:
         keys = "" if error.found else "; --help-config explains every key"
         if len(error.problems) == 1:
@@ -242,7 +245,7 @@ def _prepare(
     return config, placed, findings, resumption
 
 
-def _run_hosts(given: argparse.Namespace, overrides: dict[str, str], detached: Detached | None) -> int:
+def _run_hosts(given: argparse.Namespace, overrides: dict[str, str], detached: Detached | None, command: str) -> int:
     """Run on several hosts by ssh. Raises AsyncRLError."""
     from asyncrl.config.load import load_config
     from asyncrl.launcher.hostfile import read_hostfile, select_hosts
@@ -253,7 +256,19 @@ def _run_hosts(given: argparse.Namespace, overrides: dict[str, str], detached: D
     config = load_config(given.configs, _with_allowed(given, overrides))
     start = SshStart(config.supervision.start_timeout_s, living.split_ssh_args(given.ssh_args))
     dry_run: bool | Literal["json"] = "json" if given.json else given.dry_run
-    return run_hosts(config, lines, start, resume=given.resume, dry_run=dry_run, detached=detached)
+    return run_hosts(config, lines, start, resume=given.resume, dry_run=dry_run, detached=detached, command=command)
+
+
+def _without_resume(argv: list[str]) -> str:
+    """This command as one would type it, without --resume."""
+    words: list[str] = []
+    rest = iter(argv)
+    for word in rest:
+        if word == "--resume":
+            next(rest, None)
+        elif not word.startswith("--resume="):
+            words.append(word)
+    return shlex.join([PROGRAM, *words])
 
 
 def _joined(argv: Sequence[str]) -> list[str]:

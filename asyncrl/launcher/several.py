@@ -80,16 +80,17 @@ def run_hosts(
     shared: bool = False,
     everywhere: bool = False,
     detached: Detached | None = None,
+    command: str = "",
 ) -> int:
     """Run on these hosts to the end and show it; the exit code. With ``dry_run`` only what would run is shown, with
     "json" its configuration.
 
     ``shared`` says that all hosts see the run folder, so that a run is resumed wherever its head is; ``everywhere``,
     that this host too has its part by ``start``, as where that leads into a container. ``detached`` hears of the run's
-    folder, and that the run runs.
+    folder, and that the run runs; ``command`` is what goes on with it where --resume is added.
     """
     progress = Progress(sys.stdout, config.learner.steps)
-    launch = _Launch(config, lines, start, resume, dry_run, actor_argv, progress, shared, everywhere, detached)
+    launch = _Launch(config, lines, start, resume, dry_run, actor_argv, progress, shared, everywhere, detached, command)
     return asyncio.run(launch.main())
 
 
@@ -105,6 +106,7 @@ class _Launch:
     shared: bool = False
     everywhere: bool = False
     detached: Detached | None = None
+    command: str = ""
     head: str = ""
     head_is_here: bool = False
     facts: dict[str, Facts] = field(default_factory=dict)
@@ -261,7 +263,7 @@ class _Launch:
         try:
             if self.head_is_here:
                 lock = held.enter_context(private_folder(folder, self.config, self._files(keyring, 0)))
-            begin(folder, resumption, self.config, self.progress)
+            begin(folder, resumption, self.config, self.progress, self.command)
             if self.detached is not None:
                 self.detached.has_folder(folder.path, folder.logs, "" if self.head_is_here else self.head)
             (folder.logs / RUN_ID).write_text(folder.run_id)

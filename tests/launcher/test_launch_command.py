@@ -211,6 +211,12 @@ def test_a_dry_run_shows_what_it_would_resume_from(config, left, capsys):
     assert sorted(entry.name for entry in (left / "logs").iterdir()) == ["attempt_1"]
 
 
+@pytest.mark.parametrize("resume", [[], ["--resume", "auto"], ["--resume=runs/my run"]])
+def test_the_command_that_goes_on_is_without_its_resume(resume):
+    argv = ["my run.toml", *resume, "--learner.steps", "9"]
+    assert launch._without_resume(argv) == "asyncrl-launch 'my run.toml' --learner.steps 9"
+
+
 def test_what_cannot_be_resumed_says_why(config, left, capsys):
     assert launch.main([config, "--resume", "auto", "--run.name", "other"]) == 2
     assert "runs/other holds no run" in capsys.readouterr().err
