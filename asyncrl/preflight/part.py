@@ -15,7 +15,7 @@ from asyncrl.preflight.findings import Finding, warn
 from asyncrl.preflight.inputs import Inputs, KnownPrompts, check_inputs
 from asyncrl.preflight.limits import descriptor_limit, judge_descriptors
 from asyncrl.preflight.model import check_model, check_window
-from asyncrl.preflight.needs import ModelSize, Need, checkpoints_need, count, descriptors_need, run_dir_need
+from asyncrl.preflight.needs import ModelSize, checkpoints_need, count, descriptors_need, run_dir_need
 from asyncrl.preflight.ports import check_ports, ports_needed
 from asyncrl.preflight.rewarding import RewardTrial
 from asyncrl.preflight.storage import check_folder, same_disk
@@ -73,14 +73,17 @@ async def _read_inputs(config: Config, actors: Sequence[str], known: KnownPrompt
 
 
 def _check_folders(part: Part, size: ModelSize | None) -> list[Finding]:
-    config, run, found = part.config, part.run.absolute(), list[Finding]()
+    config, run, found, shared = part.config, part.run.absolute(), list[Finding](), False
     need = run_dir_need(config, size, is_head=part.is_head)
     if count(part.actors, "learner") and config.learner.backend != "sim":
         checkpoints, each = checkpoint_dir(config, run).absolute(), checkpoints_need(config, size)
         key = "checkpoint.dir" if config.checkpoint.dir is not None else "run.dir"
         with contextlib.suppress(OSError):
-            if same_disk(run, checkpoints):
-                each = Need(least=each.least + need.least, wanted=each.wanted + need.wanted)
+            if shared := same_disk(run, checkpoints):
+                each += need
         found.append(check_folder("checkpoint_dir", key, checkpoints, each))
-    found.append(check_folder("run_dir", "run.dir", run, need))
+    records = check_folder("run_dir", "run.dir", run, need)
+    # A lack of room on a disk that both are on is told once.
+    if not (shared and records.result == found[0].result == "warn"):
+        found.append(records)
     return found
