@@ -66,13 +66,16 @@ def _rebuild(cls: type[AsyncRLError], args: tuple[Any, ...], fields: dict[str, A
 
 
 class ConfigError(AsyncRLError, ValueError):
-    """The configuration is wrong. ``problems`` holds one line for each problem found."""
+    """The configuration is wrong. ``problems`` holds one line for each problem found.
+
+    ``found`` says that checks found them all: no key's meaning is in doubt.
+    """
 
     exit_code = 78
     restartable = False
 
-    def __init__(self, problems: list[str]) -> None:
-        self.problems = problems
+    def __init__(self, problems: list[str], *, found: bool = False) -> None:
+        self.problems, self.found = problems, found
         if len(problems) == 1:
             super().__init__(problems[0])
         else:

@@ -66,3 +66,5 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     """Groups in the buffer; they are in groups.msgpack, first."""
     filtered: Count = 0
     """Groups filtered since the last step; they follow."""
+    prompts: Count = 0
+    """How many the ledger speaks of; 0 where that is not known."""

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from asyncrl.cli import living
 from asyncrl.cli.flags import split_flags, split_names
@@ -36,12 +37,13 @@ Configuration: the CONFIG files (TOML) are merged left to right, then flags with
 A value is read as TOML, and as plain text where it is none or the key holds text. --help-config lists every key.
 
 Before anything starts, model, tokenizer, prompts, reward function, ports, disk, limits and GPUs are checked;
---dry-run shows configuration, placement and what was found, and starts nothing.
+--dry-run shows placement and what was found, and starts nothing; --dry-run --json shows the resolved configuration.
 
 Ctrl-C, a closed terminal, SIGTERM and SIGUSR2 let a run make way: it delivers what is finished, writes a checkpoint
 within preempt.grace_s, and ends; a second Ctrl-C or SIGTERM ends it at once. --stop RUN has it make way from another
-terminal, by the run's folder on its head's machine, also where the launcher was killed; its exit code is 0 if the run
-has ended and can go on from a checkpoint, or had nothing to lose, and 1 if not, or if it does not end.
+terminal, by the run's folder or its name under runs/, on its head's machine, also where the launcher was killed; its
+exit code is 0 if the run has ended and can go on from a checkpoint, or had nothing to lose, and 1 if not, or if it does
+not end.
 
 --detach starts a run that outlives the terminal, and returns once it runs, or with the exit code of a start that
 failed. The output goes to launcher.log among the run's logs.
@@ -115,6 +117,8 @@ def _main(argv: list[str]) -> int:
 
     if given.hosts is None and not speaks_to_living and (given.include or given.exclude or given.ssh_args):
         parser.error("--include, --exclude and --ssh-args belong to --hosts FILE")
+    if given.json and (not given.dry_run or given.slurm or speaks_to_living):
+        parser.error("--json belongs to --dry-run: it shows the resolved configuration")
     _check_slurm_flags(parser, given)
     detached: Detached | None = None
     if given.detach:
@@ -132,23 +136,25 @@ def _main(argv: list[str]) -> int:
         if given.inside_slurm:
             return _run_inside_slurm(given, overrides)
         if given.hosts is not None:
-            return _run_hosts(given, overrides, detached)
+            return _run_hosts(given, overrides, detached, _without_resume(argv))
         config, placed, findings, resumption = _prepare(given, overrides)
         if given.dry_run:
-            return _print_plan(config, placed, findings, resumption)
+            return _print_plan(config, placed, findings, resumption, as_json=given.json)
         if resumption is not None and resumption.is_finished:
             say(resumption.describe_finished(config), sys.stdout)
             return _warn_of(resumption)
         from asyncrl.launcher.local import run_local
 
-        return run_local(config, placed, resumption=resumption, detached=detached)
+        command = _without_resume(argv)
+        return run_local(config, placed, resumption=resumption, detached=detached, command=command)
     except ConfigError as error:
+        keys = "" if error.found else "; --help-config explains every key"
         if len(error.problems) == 1:
-            return _complain(f"{error.problems[0]}; --help-config explains every key", 78)
+            return _complain(f"{error.problems[0]}{keys}", 78)
         for problem in error.problems:
             say(f"  {problem}", sys.stderr)
-        count = f"{len(error.problems)} problems in the configuration"
-        return _complain(f"{count}: correct what is listed above; --help-config explains every key", 78)
+        count = f"{len(error.problems)} problems" + ("" if error.found else " in the configuration")
+        return _complain(f"{count}: correct what is listed above{keys}", 78)
     except AsyncRLError as error:
         return _complain(str(error), error.exit_code)
     except OSError as error:
@@ -167,8 +173,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("configs", nargs="*", metavar="CONFIG", help="TOML files, merged left to right")
     parser.add_argument(
-        "--dry-run", action="store_true", help="show configuration, placement and checks, start nothing"
+        "--dry-run", action="store_true", help="show placement, checks and the run folder, start nothing"
     )
+    parser.add_argument("--json", action="store_true", help="with --dry-run: show the resolved configuration instead")
     parser.add_argument("--detach", action="store_true", help="start a run that outlives this terminal")
     parser.add_argument("--resume", metavar="auto|PATH", help="go on with a run: the newest of run.name, or this one")
     for what, meaning in ALLOWED:
@@ -230,8 +237,9 @@ def _prepare(
     except ConfigError as error:
         problems = error.problems
     is_finished = resumption is not None and resumption.is_finished
-    findings = [] if is_finished else asyncio.run(check_head(config, config.actors, config.network.host))
-    problems += errors_of(findings)
+    findings = [] if is_finished else asyncio.run(check_head(config, config.actors, config.network.host, resumption))
+    if found := errors_of(findings):
+        raise ConfigError([*problems, *found], found=not problems)
     if problems:
         raise ConfigError(problems)
     for warning in warnings_of(findings):
@@ -239,7 +247,7 @@ def _prepare(
     return config, placed, findings, resumption
 
 
-def _run_hosts(given: argparse.Namespace, overrides: dict[str, str], detached: Detached | None) -> int:
+def _run_hosts(given: argparse.Namespace, overrides: dict[str, str], detached: Detached | None, command: str) -> int:
     """Run on several hosts by ssh. Raises AsyncRLError."""
     from asyncrl.config.load import load_config
     from asyncrl.launcher.hostfile import read_hostfile, select_hosts
@@ -249,7 +257,20 @@ def _run_hosts(given: argparse.Namespace, overrides: dict[str, str], detached: D
     lines = select_hosts(read_hostfile(given.hosts), given.include, given.exclude)
     config = load_config(given.configs, _with_allowed(given, overrides))
     start = SshStart(config.supervision.start_timeout_s, living.split_ssh_args(given.ssh_args))
-    return run_hosts(config, lines, start, resume=given.resume, dry_run=given.dry_run, detached=detached)
+    dry_run: bool | Literal["json"] = "json" if given.json else given.dry_run
+    return run_hosts(config, lines, start, resume=given.resume, dry_run=dry_run, detached=detached, command=command)
+
+
+def _without_resume(argv: list[str]) -> str:
+    """This command as one would type it, without --resume."""
+    words: list[str] = []
+    rest = iter(argv)
+    for word in rest:
+        if word == "--resume":
+            next(rest, None)
+        elif not word.startswith("--resume="):
+            words.append(word)
+    return shlex.join([PROGRAM, *words])
 
 
 def _joined(argv: Sequence[str]) -> list[str]:
@@ -291,7 +312,7 @@ def _run_inside_slurm(given: argparse.Namespace, overrides: dict[str, str]) -> i
         job_hosts(),
         start_of(given.container),
         resume=resume_of(config, given.resume),
-        dry_run=given.dry_run,
+        dry_run="json" if given.json else given.dry_run,
         shared=True,
         everywhere=given.container is not None,
     )
@@ -326,10 +347,15 @@ def _with_allowed(given: argparse.Namespace, overrides: dict[str, str]) -> dict[
     return overrides | {"resume.allow": json.dumps(allowed)} if allowed else overrides
 
 
-def _print_plan(config: Config, placed: list[Placed], findings: list[Finding], resumption: Resumption | None) -> int:
+def _print_plan(
+    config: Config, placed: list[Placed], findings: list[Finding], resumption: Resumption | None, *, as_json: bool
+) -> int:
+    from asyncrl.config.load import config_to_json
     from asyncrl.launcher.plan import plan_rows
 
-    for row in plan_rows(config, placed, findings, resumption):
+    if as_json:
+        say(config_to_json(config), sys.stdout)
+    for row in plan_rows(config, placed, findings, resumption) if not as_json else []:
         say(row, sys.stdout)
     return _warn_of(resumption) if resumption is not None else 0
 

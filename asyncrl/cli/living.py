@@ -14,7 +14,9 @@ from asyncrl.cli.flags import seconds
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Those of all three."""
-    parser.add_argument("--stop", metavar="RUN", help="end the living run of this folder in good order")
+    parser.add_argument(
+        "--stop", metavar="RUN", help="end this living run in good order, by its folder or its name under runs/"
+    )
     parser.add_argument("--join", metavar="RUN", help="let the hosts of --hosts take part in the run of this folder")
     parser.add_argument("--leave", metavar="HOST", help="drain this host of the run whose folder follows")
     parser.add_argument("--within", metavar="SECONDS", type=seconds(0, 86400), help="time that --leave gives to finish")
@@ -53,22 +55,23 @@ def _has_choice(given: argparse.Namespace) -> bool:
 
 def run(given: argparse.Namespace) -> int:
     """The exit code. Raises AsyncRLError or OSError."""
+    from asyncrl.cli.which_run import named
     from asyncrl.launcher.living import find_living
 
     if given.stop is not None:
         from asyncrl.launcher.stop import stop_run
 
-        return stop_run(find_living(given.stop))
+        return stop_run(find_living(named(given.stop)))
     if given.join is None:
         from asyncrl.launcher.leave import leave_run
 
-        return leave_run(find_living(given.configs[0]), given.leave, given.within)
+        return leave_run(find_living(named(given.configs[0])), given.leave, given.within)
     from asyncrl.launcher.hostfile import read_hostfile, select_hosts
     from asyncrl.launcher.join import join_run
     from asyncrl.launcher.start import SshStart
 
     lines = select_hosts(read_hostfile(given.hosts), given.include, given.exclude)
-    living = find_living(given.join)
+    living = find_living(named(given.join))
     start = SshStart(living.config.supervision.start_timeout_s, split_ssh_args(given.ssh_args))
     return join_run(living, lines, start, dry_run=given.dry_run)
 

@@ -26,8 +26,15 @@ def run_folder(run: str | None, flag: str) -> Path:
     return found[0]
 
 
+def named(run: str) -> str:
+    """The folder of a run that is named by it, or by its name under runs/; what is neither, as it stands."""
+    return str(_named(run) or run)
+
+
 def _named(run: str) -> Path | None:
-    return next((path for path in (Path(run), Path(RUNS) / run) if path.is_dir()), None)
+    found = [path for path in (Path(run), Path(RUNS) / run) if path.is_dir()]
+    # A folder here may have the name of a run, as that of its code.
+    return next((path for path in found if (path / "config.json").is_file()), found[0] if found else None)
 
 
 def _runs() -> list[Path]:

@@ -329,9 +329,11 @@ class Controller(Actor):
         self._watchers.wake()
         return Done()
 
-    def notify(self, key: str, text: str, *, count: int = 1, meanwhile: str = "", waits_for: str = "") -> None:
-        super().notify(key, text, count=count, meanwhile=meanwhile, waits_for=waits_for)
-        self._lines.add_notice(self.name, sendable(key, text, count, meanwhile, waits_for))
+    def notify(
+        self, key: str, text: str, *, count: int = 1, meanwhile: str = "", waits_for: str = "", of: str = ""
+    ) -> None:
+        super().notify(key, text, count=count, meanwhile=meanwhile, waits_for=waits_for, of=of)
+        self._lines.add_notice(self.name, sendable(key, text, count, meanwhile, waits_for, of))
         self._watchers.wake()
 
     @handler

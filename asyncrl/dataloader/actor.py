@@ -217,6 +217,7 @@ class Dataloader(Actor):
                 seed=order.seed,
                 limit=self._tickets.limit,
                 first_epoch=self._tickets.first_epoch,
+                prompts=order.size,
             )
 
     def _is_known(self, request: Restored, caller: Caller) -> bool:

@@ -108,10 +108,10 @@ class PromptSet:
             raise nothing_usable(path, self._first_skipped)
         if len(self.oversize) == len(self):
             raise NothingUsable(
-                f"every prompt is over max_prompt_tokens = {self._config.max_prompt_tokens}; the longest has "
+                f"every prompt is over data.max_prompt_tokens = {self._config.max_prompt_tokens}; the longest has "
                 f"{self.longest[0]} tokens",
                 path=path,
-                fix="raise max_prompt_tokens, or shorten the prompts",
+                fix="raise data.max_prompt_tokens, or shorten the prompts",
             )
         self._rows = []
 

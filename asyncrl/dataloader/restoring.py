@@ -49,7 +49,12 @@ def check_unchanged(source: Source, request: Restored) -> None:
     """Raises RunChanged."""
     order = source.order
     if _is_other_data(source, request) and "data" not in source.may_change:
-        raise RunChanged("data", "the prompts differ", was=request.fingerprint, now=order.fingerprint)
+        raise RunChanged(
+            "data",
+            "the prompts differ",
+            was=_prompts(request.prompts, request.fingerprint),
+            now=_prompts(order.size, order.fingerprint),
+        )
     if request.seed not in (-1, order.seed) and "seed" not in source.may_change:
         raise RunChanged("seed", "run.seed differs", was=str(request.seed), now=str(order.seed))
 
@@ -105,6 +110,10 @@ def rebuild(
     for name, answer in answers.items():
         tickets.adopt(name, answer.incarnation, answer.tickets, previous)
     return tickets
+
+
+def _prompts(count: int, fingerprint: str) -> str:
+    return (f"{count:,} prompts with " if count else "") + f"the fingerprint {fingerprint}"
 
 
 def _is_other_data(source: Source, request: Restored) -> bool:

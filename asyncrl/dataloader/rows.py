@@ -21,7 +21,7 @@ Prompt = str | list[dict[str, str]]
 """Text, or chat messages with role and content."""
 LISTED_PROBLEMS = 5
 KEPT_PROBLEMS = 1000
-MEND = 'mend it, or leave such rows out with on_bad_row = "skip"'
+MEND = 'mend it, or leave such rows out with data.on_bad_row = "skip"'
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(dict[str, Any])
@@ -137,7 +137,7 @@ def check_row(raw: RawRow, prompt_key: str) -> tuple[Prompt, bytes]:
 
 def missing_column(prompt_key: str, columns: Iterable[str]) -> str:
     """What to say when there is no prompt column."""
-    return f"has no column {prompt_key!r}; it has {', '.join(map(repr, columns)) or 'none'} (set prompt_key)"
+    return f"has no column {prompt_key!r}; it has {', '.join(map(repr, columns)) or 'none'} (set data.prompt_key)"
 
 
 def _check_prompt(prompt: Any, key: str) -> Prompt:

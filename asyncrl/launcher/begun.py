@@ -2,9 +2,9 @@
 
 Invariant: the folder of such a start is marked only by who knows that nothing of it lives, because it holds the lock of
 the run's private folder: the guard at its end, or who finds the folder of a run that was killed. It is marked only if
-it holds no line of a step or an evaluation, no sample, no quarantined prompt, no export and no checkpoint of any kind,
-whole or not; what cannot be read counts as something. The next start of the name goes on there as the next attempt,
-with the logs of the one before beside its own; ``claim`` lets one of several have it.
+it holds no line of a step or an evaluation, no sample, no export and no checkpoint of any kind, whole or not; what
+cannot be read counts as something. The next start of the name goes on there as the next attempt, with the logs of the
+one before, and the prompts that it gave up, beside its own; ``claim`` lets one of several have it.
 
 Nothing heavy is imported: the guard is to start at once.
 """
@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
 CONFIG = "config.json"
 PART = "part_of_run"
 """Marks a run folder that another host than the head has made for its part, because it does not see the head's."""
+QUARANTINE = "quarantine.jsonl"
 UNBEGUN = "ended_before_first_step"
 """The mark."""
 LOOKED_AT_BYTES = 16 << 20
@@ -42,9 +45,23 @@ def claim(run: Path, working_dir: Path) -> bool:
     try:
         # One of those who come at the same moment can do it.
         (run / UNBEGUN).unlink()
+        # Of the prompts that are given up from here on the next attempt makes a file of its own.
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(run / QUARANTINE, logs_of(run, last_attempt(run)) / QUARANTINE)
     except OSError:
         return False
     return True
+
+
+def last_attempt(run: Path) -> int:
+    """Number of the newest attempt that has a folder of logs; 0 for none."""
+    matches = (re.fullmatch(r"attempt_(\d+)", entry.name) for entry in run.glob("logs/attempt_*"))
+    return max((int(match[1]) for match in matches if match), default=0)
+
+
+def logs_of(run: Path, attempt: int) -> Path:
+    """The folder of its logs."""
+    return run / "logs" / f"attempt_{attempt}"
 
 
 def has_begun(run: Path, working_dir: Path | None) -> bool:
@@ -60,7 +77,6 @@ def has_begun(run: Path, working_dir: Path | None) -> bool:
         return (
             (run / PART).exists()
             or (run / "export").exists()
-            or _size(run / "quarantine.jsonl") > 0
             or _any_entry(run / "samples")
             or holds_checkpoints(checkpoints)
             or _tells_of_a_step(run / "metrics.jsonl")

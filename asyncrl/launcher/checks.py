@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from importlib.util import find_spec
-from pathlib import Path
 
 from asyncrl.config import Config
 from asyncrl.config.monitor import SinksConfig
+from asyncrl.launcher.folders import free_run_folder
+from asyncrl.launcher.resume import Resumption
 from asyncrl.preflight.findings import Finding, fail, ok
 from asyncrl.preflight.part import Part, check_part
 
@@ -18,10 +19,13 @@ SINK_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "prometheus_cli
 """What a sink needs, and the extra of asyncrl that brings it."""
 
 
-async def check_head(config: Config, actors: Sequence[str], address: str) -> list[Finding]:
-    """Look at this host, the head of the run, which is to have these actors at this address."""
-    run = Path(config.run.dir, config.run.name)
-    found, _ = await check_part(Part(config=config, actors=actors, address=address, run=run))
+async def check_head(
+    config: Config, actors: Sequence[str], address: str, resumption: Resumption | None = None
+) -> list[Finding]:
+    """Look at this host, the head of the run, which is to have these actors at this address. Raises OSError."""
+    run = free_run_folder(config) if resumption is None else resumption.folder.path
+    known = resumption.prompts if resumption is not None else None
+    found, _ = await check_part(Part(config=config, actors=actors, address=address, run=run, known=known))
     return found + check_sinks(config.sinks, installed_sinks())
 
 

@@ -16,13 +16,15 @@ import msgspec
 from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
 from asyncrl.checkpoint.retention import Found
 from asyncrl.config import Config
-from asyncrl.errors import ActorFailed, CheckpointError
-from asyncrl.launcher.folders import RunFolder
+from asyncrl.errors import ActorFailed, CheckpointError, ConfigError
+from asyncrl.launcher.folders import CONFIG, RunFolder
 from asyncrl.launcher.spec import EndedEvent
 from asyncrl.monitor.metrics_file import read_metrics
 from asyncrl.monitor.whole import replace_whole
 
 ENDED = "ended.json"
+COMMAND = "command.txt"
+"""In the folder of logs of an attempt."""
 
 
 class EndRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +57,8 @@ class Left:
     trained: int
     trouble: str = ""
     """Why the checkpoints cannot be read."""
+    exported: Path | None = None
+    """The model of the last step, where this attempt has exported it."""
 
     @property
     def lost(self) -> int:
@@ -65,11 +69,14 @@ class Left:
         """In one line; empty where nothing was trained."""
         if self.trouble:
             return f"left: the checkpoints cannot be read: {self.trouble}"
+        lost = f"lost: {_steps(self.lost)}"
+        if self.exported is not None:
+            lost = f"in the model of {self.exported} alone: {_steps(self.lost)}"
         if self.checkpoint is None:
-            return f"left: no checkpoint; lost: {_steps(self.lost)}" if self.lost else ""
+            return f"left: no checkpoint; {lost}" if self.lost else ""
         found = self.checkpoint
         what = f"left: the checkpoint of version {found.version}, step {found.step}: {found.path}"
-        return what + (f"; lost: {_steps(self.lost)} trained since" if self.lost else "; no trained step is lost")
+        return what + (f"; {lost} trained since" if self.lost else "; no trained step is lost")
 
 
 def find_left(config: Config, folder: RunFolder, heard: int = 0) -> Left:
@@ -84,20 +91,35 @@ def find_left(config: Config, folder: RunFolder, heard: int = 0) -> Left:
     trained = max(trained, heard)
     checkpoints = checkpoint_dir(config, folder.path)
     try:
-        return Left(CheckpointFolder(checkpoints).newest(), trained)
+        exported = _exported(folder) if trained >= config.learner.steps else None
+        return Left(CheckpointFolder(checkpoints).newest(), trained, exported=exported)
     except (CheckpointError, OSError) as error:
         return Left(None, trained, trouble=str(error))
 
 
-def describe_end(folder: RunFolder, ended: EndedEvent, left: Left, command: str = "the same command") -> list[str]:
+def _exported(folder: RunFolder) -> Path | None:
+    """The exported model, if it is that of this attempt. Raises OSError."""
+    export, began = folder.path / "export", folder.path / CONFIG
+    is_new = export.is_dir() and began.exists() and export.stat().st_mtime >= began.stat().st_mtime
+    return export if is_new else None
+
+
+def write_command(folder: RunFolder, command: str) -> None:
+    """Keep the command that began this attempt, without its --resume. Raises OSError."""
+    (folder.logs / COMMAND).write_text(f"{command}\n")
+
+
+def describe_end(folder: RunFolder, ended: EndedEvent, left: Left) -> list[str]:
     """Why a run ended before its last step, what is left, and how it goes on; nothing of one that is done.
 
-    The last line tells why. ``command`` is what goes on with --resume.
+    The last line tells why.
     """
     if ended.result == "done":
         return []
     rows = [row] if (row := left.describe()) else []
-    goes_on = f"{command} with --resume {shlex.quote(str(folder.path))} goes on"
+    goes_on = f"{_command(folder)} --resume {shlex.quote(str(folder.path))} goes on"
+    if ended.exit_code == ConfigError.exit_code:
+        goes_on += " once that is put right"
     if ended.result == "preempted":
         return [*rows, f"{ended.reason}; {goes_on}"]
     if left.checkpoint is not None:
@@ -106,6 +128,13 @@ def describe_end(folder: RunFolder, ended: EndedEvent, left: Left, command: str 
         return [*rows, f"ended before the last step: {ended.reason}"]
     first, _, rest = ended.reason.partition("\n")
     return [*rows, *rest.splitlines(), str(ActorFailed(ended.actor, first, log=ended.log))]
+
+
+def _command(folder: RunFolder) -> str:
+    try:
+        return (folder.logs / COMMAND).read_text().strip()
+    except (OSError, ValueError):
+        return "the command that began it with"
 
 
 def _steps(count: int) -> str:

@@ -14,11 +14,11 @@ import contextlib
 import errno
 import fcntl
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,16 @@ from asyncrl.config.load import config_to_json
 from asyncrl.errors import UsageError
 from asyncrl.launcher.begun import CONFIG as CONFIG
 from asyncrl.launcher.begun import PART as PART
-from asyncrl.launcher.begun import UNBEGUN, claim, holds_checkpoints, leave_name, read_tree
+from asyncrl.launcher.begun import (
+    UNBEGUN,
+    claim,
+    has_begun,
+    holds_checkpoints,
+    last_attempt,
+    leave_name,
+    logs_of,
+    read_tree,
+)
 from asyncrl.launcher.hostspec import private_name
 from asyncrl.launcher.link import agent_name
 from asyncrl.runtime.roster import LAUNCHER
@@ -57,7 +66,7 @@ class RunFolder:
     @property
     def logs(self) -> Path:
         """The log files of this attempt."""
-        return self.path / "logs" / f"attempt_{self.attempt}"
+        return logs_of(self.path, self.attempt)
 
     def describe(self) -> str:
         """The beginning of a run, in one line for people."""
@@ -96,9 +105,7 @@ def create_run_folder(config: Config) -> RunFolder:
 
 def next_attempt(path: Path) -> RunFolder:
     """The folder of a run for its next attempt; nothing is changed yet."""
-    matches = (re.fullmatch(r"attempt_(\d+)", entry.name) for entry in path.glob("logs/attempt_*"))
-    last = max((int(match[1]) for match in matches if match), default=0)
-    return RunFolder(path=path, run_id=secrets.token_hex(8), attempt=last + 1)
+    return RunFolder(path=path, run_id=secrets.token_hex(8), attempt=last_attempt(path) + 1)
 
 
 def begin_attempt(folder: RunFolder, config: Config) -> None:
@@ -213,27 +220,35 @@ def remove_abandoned(parent: Path) -> list[Path]:
     return removed
 
 
+def free_run_folder(config: Config) -> Path:
+    """The folder that a start of ``run.name`` would take now; nothing is changed. Raises OSError."""
+    return next(_free(Path(config.run.dir).absolute(), config))
+
+
 def _next_free(parent: Path, config: Config) -> Path:
-    number = 1
-    while True:
-        path = parent / (config.run.name if number == 1 else f"{config.run.name}-{number}")
-        number += 1
-        if checkpoint_dir(config, path).exists() and not path.exists():
-            # A folder of checkpoints elsewhere that another run of this name has used.
-            continue
+    for path in _free(parent, config):
         try:
             path.mkdir()
         except FileExistsError:
-            if not _take_over(path, config):
+            if not claim(path, Path.cwd()):
                 continue
         return path
+    raise AssertionError("there is always another number")
 
 
-def _take_over(path: Path, config: Config) -> bool:
-    """Whether this is what a failed start of the same name has left, now ours."""
+def _free(parent: Path, config: Config) -> Iterator[Path]:
+    """Folders of the name that a run may have: new ones, and what a failed start of the same name has left."""
+    for number in count(1):
+        path = parent / (config.run.name if number == 1 else f"{config.run.name}-{number}")
+        # A folder of checkpoints elsewhere may be that of another run of this name.
+        if _is_left(path, config) if path.exists() else not checkpoint_dir(config, path).exists():
+            yield path
+
+
+def _is_left(path: Path, config: Config) -> bool:
     if not (path / UNBEGUN).is_file() or is_living(path) or not is_of_name(path, config.run.name):
         return False
-    return not holds_checkpoints(checkpoint_dir(config, path)) and claim(path, Path.cwd())
+    return not holds_checkpoints(checkpoint_dir(config, path)) and not has_begun(path, Path.cwd())
 
 
 def is_of_name(path: Path, name: str) -> bool:

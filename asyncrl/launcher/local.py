@@ -15,7 +15,7 @@ import msgspec
 
 from asyncrl.config import Config
 from asyncrl.launcher.detach import Detached
-from asyncrl.launcher.ended import describe_end, find_left
+from asyncrl.launcher.ended import describe_end, find_left, write_command
 from asyncrl.launcher.folders import RunFolder, create_run_folder, private_folder, remove_abandoned
 from asyncrl.launcher.follow import Follower
 from asyncrl.launcher.interrupts import Interrupts
@@ -26,7 +26,9 @@ from asyncrl.launcher.resume import Resumption
 from asyncrl.launcher.spec import ActorSpec, AgentSpec, EndedEvent
 from asyncrl.launcher.summary import summarise
 from asyncrl.monitor.metrics_file import read_metrics
+from asyncrl.monitor.recording import last_recorded
 
+LEARNER = "learner/0"
 ACTOR_ARGV = (sys.executable, "-m", "asyncrl.cli.actor")
 GUARD_ARGV = (sys.executable, "-m", "asyncrl.launcher.guard")
 RESUMED_FROM = "resumed_from.txt"
@@ -41,9 +43,11 @@ def run_local(
     *,
     resumption: Resumption | None = None,
     detached: Detached | None = None,
+    command: str = "",
 ) -> int:
     """Run to the end and show it; the exit code. Raises UsageError if the run to be resumed lives.
 
+    ``command`` is what goes on with it where --resume is added.
     ``detached`` hears of the run's folder, and that the run runs.
     """
     progress = Progress(sys.stdout, config.learner.steps)
@@ -51,7 +55,7 @@ def run_local(
         progress.say(f"removed {path}, left behind by a run that was killed")
     folder = resumption.folder if resumption is not None else create_run_folder(config)
     with private_folder(folder, config) as lock:
-        begin(folder, resumption, config, progress)
+        begin(folder, resumption, config, progress, command)
         if detached is not None:
             detached.has_folder(folder.path, folder.logs)
         spec = agent_spec(config, folder, placed, actor_argv)
@@ -59,11 +63,19 @@ def run_local(
     return show_end(config, folder, ended, progress)
 
 
-def begin(folder: RunFolder, resumption: Resumption | None, config: Config, progress: Progress) -> None:
+def begin(
+    folder: RunFolder, resumption: Resumption | None, config: Config, progress: Progress, command: str = ""
+) -> None:
     """Say which run begins, or make it the next attempt of the one that is resumed. Raises CheckpointError, OSError."""
     if resumption is None:
         progress.say(folder.describe())
-        return
+    else:
+        _resume(folder, resumption, config, progress)
+    if command:
+        write_command(folder, command)
+
+
+def _resume(folder: RunFolder, resumption: Resumption, config: Config, progress: Progress) -> None:
     for path in resumption.begin(config):
         progress.say(f"set aside as {path}")
     progress.say(resumption.describe())
@@ -129,6 +141,16 @@ async def start_guard(folder: RunFolder, lock: int, spec: AgentSpec) -> asyncio.
     return guard
 
 
+def _last_figures(folder: RunFolder) -> dict[str, float]:
+    """Those of the learner, as the run's controller has recorded them last; empty where it has not, or not here."""
+    try:
+        recorded = last_recorded(folder.path, folder.attempt)
+    except OSError:
+        return {}
+    learner = [actor for actor in recorded.actors if actor.name == LEARNER] if recorded is not None else []
+    return learner[0].figures if learner else {}
+
+
 def show_end(config: Config, folder: RunFolder, ended: EndedEvent, progress: Progress) -> int:
     """Show what came of a run; its exit code."""
     progress.end()
@@ -142,6 +164,7 @@ def show_end(config: Config, folder: RunFolder, ended: EndedEvent, progress: Pro
         trained=left.trained,
         checkpoint=left.checkpoint.path if left.checkpoint is not None else None,
         restarts=progress.restarts,
+        figures={} if left.trained else _last_figures(folder),
     ):
         progress.say(row)
     progress.warn(progress.notices.summary())

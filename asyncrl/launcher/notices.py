@@ -1,7 +1,8 @@
 """Which notices of actors the terminal shows when: each at once, then its count at a decent pace. Pure.
 
 Invariant: the first notice of an actor and key is shown when it comes; a later one of another text, or with twice the
-count shown last, is shown unless that would be within PACE_S of the one before. All stand in the summary as they were
+count shown last, is shown unless that would be within PACE_S of the one before; where only the
+count is new, it comes without the sentences on what to do. All stand in the summary as they were
 last, without what holds only while the run goes on.
 """
 
@@ -35,7 +36,7 @@ class ShownNotices:
     def take(self, event: NoticeEvent, now: float) -> str:
         """The line to show at ``now`` (s, monotonic); empty for none."""
         key = event.actor, event.key
-        before = self._kept.get(key)
+        before, is_new_text = self._kept.get(key), True
         if before is not None:
             told = before.told
             is_new_text = (event.text, event.meanwhile) != (told.text, told.meanwhile)
@@ -46,7 +47,7 @@ class ShownNotices:
         elif len(self._kept) >= MOST:
             return ""
         self._kept[key] = _Shown(event, event, now)
-        return _words(event) + (f". {event.meanwhile}" if event.meanwhile else "")
+        return _words(event) + (f". {event.meanwhile}" if event.meanwhile and is_new_text else "")
 
     def summary(self) -> list[str]:
         """A line for each notice, in the order of their first appearance."""
@@ -54,4 +55,5 @@ class ShownNotices:
 
 
 def _words(event: NoticeEvent) -> str:
-    return f"{event.actor}: {event.text}" + (f" ({event.count} times)" if event.count > 1 else "")
+    counted = f" ({event.count} {f'of {event.of}' if event.of else 'times'})" if event.count > 1 else ""
+    return f"{event.actor}: {event.text}{counted}"

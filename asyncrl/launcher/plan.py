@@ -1,12 +1,15 @@
-"""The plan of a run, as ``--dry-run`` shows it: configuration, placement, checks, hosts, and what is resumed. Pure."""
+"""The plan of a run, as ``--dry-run`` shows it: placement, checks, hosts, run folder, and what is resumed.
+
+Reads which run folders are there, and changes nothing. Fails with OSError.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from asyncrl.config import Config
-from asyncrl.config.load import config_to_json
 from asyncrl.launcher.checks import summary
+from asyncrl.launcher.folders import free_run_folder
 from asyncrl.launcher.placement import Placed, describe
 from asyncrl.launcher.resume import Resumption
 from asyncrl.preflight.findings import Finding
@@ -20,10 +23,12 @@ def plan_rows(
     hosts: Sequence[str] = (),
 ) -> list[str]:
     """Rows for people; ``hosts`` has one for each host, where there are several. A finished run has no findings."""
-    rows = [*config_to_json(config).splitlines(), *describe(config, placed)]
+    rows = describe(config, placed)
     rows += summary(findings) if findings else []
     rows += ["", "hosts:", *hosts] if hosts else []
-    if resumption is not None:
+    if resumption is None:
+        rows += ["", f"run folder: {free_run_folder(config)}"]
+    else:
         rows += ["", resumption.describe()]
         rows += [resumption.describe_finished(config)] if resumption.is_finished else []
     return rows

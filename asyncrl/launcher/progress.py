@@ -37,7 +37,7 @@ _NEWLINE = "\n"
 
 
 class Progress:
-    """Shows events on ``out``, and what somebody should look at on ``err``; ``steps`` is the run's last step."""
+    """Shows how the run goes on ``out``, and what went wrong on ``err``; ``steps`` is the run's last step."""
 
     def __init__(
         self, out: TextIO, steps: int, err: TextIO | None = None, now: Callable[[], float] = time.monotonic
@@ -94,7 +94,7 @@ class Progress:
                 self._waits.clear()
                 self._now("draining: ending the actors in order")
             case RestartEvent(name=name, reason=reason, after_s=after_s):
-                self.say(f"{name} died ({reason}) and is started again")
+                self.warn([f"{name} died ({reason}) and is started again"])
                 self.restarts[name] = self.restarts.get(name, 0) + 1
                 self._died[name] = died = self._now_s() - after_s
                 for waits in [waits for waits in self._waits if waits[0] == name]:
@@ -135,7 +135,7 @@ class Progress:
         self._lost = state.controller, state.lost_hosts
         for host, actors in state.lost_hosts.items():
             if host not in before:
-                self.say(f"host {host} is lost: nothing is heard of it; dead with it: {_some(actors)}")
+                self.warn([f"host {host} is lost: nothing is heard of it; dead with it: {_some(actors)}"])
         agents = tuple(f"({name})" for name in state.leaving)
         for host, actors in before.items():
             if host in state.lost_hosts:

@@ -2,8 +2,8 @@
 
 Looks and compares; nothing is changed before ``begin``, which is called with the run's private folder held. The order
 of the data and the meaning of a step depend on the seed and on the geometry of batches, so a run is refused with
-RunChanged (exit code 78) when they are not those of its checkpoint, unless the user allows it; the data themselves
-are compared by the dataloader, which has read them.
+RunChanged (exit code 78) when they are not those of its checkpoint, unless the user allows it; the prompts are
+compared by the checks before the start, or, where these do not come to their end, by the dataloader.
 
 A damaged checkpoint is stepped back from, and refused with CheckpointError where the user has named it. All sizes are
 looked at here, and checksums as far as CHECKED_BYTES go: the ranks of the learner read each its share of the rest when
@@ -19,13 +19,14 @@ from pathlib import Path
 from asyncrl.checkpoint.contents import read_state
 from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
 from asyncrl.checkpoint.retention import Found
-from asyncrl.checkpoint.state import Geometry
+from asyncrl.checkpoint.state import CheckpointState, Geometry
 from asyncrl.checkpoint.step_back import StepBack, newest_whole
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.errors import CheckpointError, DamagedCheckpoint, RunChanged, UsageError
 from asyncrl.launcher.choice import Choice, choose, find_candidates
 from asyncrl.launcher.folders import CONFIG, RunFolder, begin_attempt, in_use, is_living, next_attempt
+from asyncrl.preflight.inputs import KnownPrompts
 
 AUTO = "auto"
 CHECKED_BYTES = 1 << 30
@@ -47,6 +48,8 @@ class Resumption:
     """Later runs of that name, in words for people."""
     search: StepBack | None = None
     """Has found the checkpoint, where the user has named none."""
+    prompts: KnownPrompts | None = None
+    """Those that the run is to have, where they must not be others."""
 
     def describe(self) -> str:
         """In one line, for people."""
@@ -111,9 +114,12 @@ def find_resumption(config: Config, place: str) -> tuple[Config, Resumption]:
         found, search = newest_whole(checkpoints, CHECKED_BYTES)
     else:
         found = _named(checkpoints, chosen, path)
-    done = False
+    done, prompts = False, None
     if found is not None:
-        _compare(config, found)
+        state = read_state(found.path)
+        _compare(config, state)
+        if "data" not in config.resume.allow and state.fingerprint:
+            prompts = KnownPrompts(fingerprint=state.fingerprint, count=state.prompts)
         exported = not config.checkpoint.export_at_end or (path / "export").is_dir()
         done = found.step >= config.learner.steps and exported
     return config, Resumption(
@@ -123,6 +129,7 @@ def find_resumption(config: Config, place: str) -> tuple[Config, Resumption]:
         why=choice.why if choice is not None else "",
         later=tuple(choice.warnings) if choice is not None else (),
         search=search,
+        prompts=prompts,
     )
 
 
@@ -167,8 +174,7 @@ def _locate(config: Config, place: Path) -> tuple[Path, Path | None]:
     )
 
 
-def _compare(config: Config, found: Found) -> None:
-    state = read_state(found.path)
+def _compare(config: Config, state: CheckpointState) -> None:
     if state.seed != config.run.seed and "seed" not in config.resume.allow:
         raise RunChanged("seed", "run.seed", was=str(state.seed), now=str(config.run.seed))
     changed = [] if "batch" in config.resume.allow else list(_differences(state.geometry, Geometry.of(config)))

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -76,20 +76,22 @@ def run_hosts(
     start: StartCommand,
     *,
     resume: str | None = None,
-    dry_run: bool = False,
+    dry_run: bool | Literal["json"] = False,
     actor_argv: Sequence[str] = ACTOR_ARGV,
     shared: bool = False,
     everywhere: bool = False,
     detached: Detached | None = None,
+    command: str = "",
 ) -> int:
-    """Run on these hosts to the end and show it, or with ``dry_run`` only show what would run; the exit code.
+    """Run on these hosts to the end and show it; the exit code. With ``dry_run`` only what would run is shown, with
+    "json" its configuration.
 
     ``shared`` says that all hosts see the run folder, so that a run is resumed wherever its head is; ``everywhere``,
     that this host too has its part by ``start``, as where that leads into a container. ``detached`` hears of the run's
-    folder, and that the run runs.
+    folder, and that the run runs; ``command`` is what goes on with it where --resume is added.
     """
     progress = Progress(sys.stdout, config.learner.steps)
-    launch = _Launch(config, lines, start, resume, dry_run, actor_argv, progress, shared, everywhere, detached)
+    launch = _Launch(config, lines, start, resume, dry_run, actor_argv, progress, shared, everywhere, detached, command)
     return asyncio.run(launch.main())
 
 
@@ -99,12 +101,13 @@ class _Launch:
     lines: Sequence[HostLine]
     start: StartCommand
     resume: str | None
-    dry_run: bool
+    dry_run: bool | Literal["json"]
     actor_argv: Sequence[str]
     progress: Progress
     shared: bool = False
     everywhere: bool = False
     detached: Detached | None = None
+    command: str = ""
     head: str = ""
     head_is_here: bool = False
     facts: dict[str, Facts] = field(default_factory=dict)
@@ -141,7 +144,7 @@ class _Launch:
         resumption = self._find_resumption()
         self.config = with_date(self.config, resumption.folder.path if resumption is not None else None)
         is_finished = resumption is not None and resumption.is_finished
-        await self._place(with_checks=not is_finished)
+        await self._place(resumption, with_checks=not is_finished)
         if self.dry_run:
             self._show_plan(resumption)
             return 0
@@ -177,7 +180,7 @@ class _Launch:
             )
         self.facts |= {name: contact.facts for name, contact in self.reached.contacts.items()}
 
-    async def _place(self, *, with_checks: bool) -> None:
+    async def _place(self, resumption: Resumption | None, *, with_checks: bool) -> None:
         """Addresses and actors of each host. Raises ConfigError with every problem, or UsageError."""
         at = await self._addresses()
         self.hosts = []
@@ -199,8 +202,9 @@ class _Launch:
         except ConfigError as error:
             problems = error.problems
         if with_checks:
-            self.findings = await self._check(at[self.head] or self.config.network.host)
-        problems += errors_of(self.findings)
+            self.findings = await self._check(at[self.head] or self.config.network.host, resumption)
+        if found := errors_of(self.findings):
+            raise ConfigError([*problems, *found], found=not problems)
         if problems:
             raise ConfigError(problems)
         if warnings := warnings_of(self.findings):
@@ -211,13 +215,13 @@ class _Launch:
             self.hosts.remove(host)
             await self.reached.contacts.pop(host.name).close()
 
-    async def _check(self, address: str) -> list[Finding]:
+    async def _check(self, address: str, resumption: Resumption | None) -> list[Finding]:
         """Look at the head, where that is this host, and hear what the others say of themselves."""
         found = []
         if self.head_is_here:
             # Without a placement all actors are looked at as if they were here.
             here = [actor.name for actor in self.placed if actor.host == self.head] or self.config.actors
-            found = await check_head(self.config, here, address)
+            found = await check_head(self.config, here, address, resumption)
         else:
             found = check_sinks(self.config.sinks, self.facts[self.head].sinks, self.head)
         for name in self.reached.contacts:
@@ -261,7 +265,7 @@ class _Launch:
         try:
             if self.head_is_here:
                 lock = held.enter_context(private_folder(folder, self.config, self._files(keyring, 0)))
-            begin(folder, resumption, self.config, self.progress)
+            begin(folder, resumption, self.config, self.progress, self.command)
             if self.detached is not None:
                 self.detached.has_folder(folder.path, folder.logs, "" if self.head_is_here else self.head)
             (folder.logs / RUN_ID).write_text(folder.run_id)
@@ -320,6 +324,9 @@ class _Launch:
 
     def _show_plan(self, resumption: Resumption | None) -> None:
         self.progress.end()
+        if self.dry_run == "json":
+            say(config_to_json(self.config), sys.stdout)
+            return
         rows = []
         for index, host in enumerate(self.hosts):
             here = index == 0 and self.head_is_here

@@ -83,6 +83,8 @@ class NoticeEvent(Struct, frozen=True, kw_only=True, tag="notice"):
     """Sentences that hold while the run goes on."""
     waits_for: str = ""
     """For what the run waits until a later one of this actor and key."""
+    of: str = ""
+    """Of which the count is a part, as in "279 calls"."""
 
 
 class RestartEvent(Struct, frozen=True, kw_only=True, tag="restart"):

@@ -83,7 +83,7 @@ def _conclude(run: LivingRun, progress: Progress) -> int:
         what = f"the run was killed: its agent could not say how it ended (log: {log})"
         progress.warn([*filter(None, [left.describe()]), what])
         return 1
-    rows = describe_end(run.folder, ended, left, command="the command that began it")
+    rows = describe_end(run.folder, ended, left)
     if ended.result == "failed":
         progress.warn(rows)
         return 1

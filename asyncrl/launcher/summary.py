@@ -29,11 +29,13 @@ def summarise(
     trained: int = 0,
     checkpoint: Path | None = None,
     restarts: Mapping[str, int] | None = None,
+    figures: Mapping[str, float] | None = None,
 ) -> list[str]:
     """What came of a run: steps, reward and evaluations first → last, and where everything lies.
 
     ``lines`` are those of training and evaluations, which a full disk may lack: of ``trained`` steps was heard at
-    least. ``checkpoint`` is the newest complete one, ``restarts`` tells how often actors were started again.
+    least. ``checkpoint`` is the newest complete one, ``restarts`` tells how often actors were started again. Of a run
+    without a step, ``figures`` are those that the learner told last.
     """
     train = [line for line in lines if line.get("kind") != "eval"]
     rows = [("steps", f"{max([trained, *(line.get('step', 0) for line in train)])} of {steps}")]
@@ -45,7 +47,7 @@ def summarise(
             evals.setdefault(key.removesuffix("/mean"), []).append(line[key])
     for name, values in sorted(evals.items()):
         rows.append((name, " → ".join(mean_in_words(value) for value in dict.fromkeys((values[0], values[-1])))))
-    if untrained := _untrained(train):
+    if untrained := _untrained(train or [dict(figures or {})]):
         rows.append(("not trained", untrained))
     if restarts:
         rows.append(("restarts", ", ".join(f"{name} {count}" for name, count in sorted(restarts.items()))))
@@ -58,7 +60,7 @@ def summarise(
         ("trace", run_dir / "trace"),
         ("logs", log_dir),
     ):
-        if place is not None and place.exists():
+        if place is not None and place.exists() and not (label == "samples" and not any(place.iterdir())):
             rows.append((label, str(place)))
     top = f"asyncrl-top {shlex.quote(str(run_dir))}"
     if (quarantine := run_dir / "quarantine.jsonl").exists():
@@ -87,9 +89,7 @@ def _steps(first: int, last: int) -> str:
 def _untrained(train: Sequence[Line]) -> str:
     """What was generated and not trained; trajectories are counted anew by each learner."""
     newest: dict[int, Line] = {line.get("start", 0): line for line in train}
-    counts = (
-        {key: int(number_in(train[-1], key) or 0) for key in ("ledger/filtered", "ledger/quarantined")} if train else {}
-    )
+    counts = {key: int(number_in(train[-1], key) or 0) for key in ("ledger/filtered", "ledger/quarantined")}
     for key in ("rollout/dropped_trajectories", "rollout/failed_attempts"):
         counts[key] = int(sum(number_in(line, key) or 0 for line in newest.values()))
     return ", ".join(f"{UNTRAINED[key]} {count}" for key, count in counts.items() if count)

@@ -254,7 +254,9 @@ class Learner(Actor):
             log=self.log,
         )
         if restored is not None:
-            self._supply.fingerprint, self._supply.seed = restored.state.fingerprint, restored.state.seed
+            state = restored.state
+            self._supply.fingerprint, self._supply.seed = state.fingerprint, state.seed
+            self._supply.prompts = state.prompts
 
     async def _find_store(self) -> tuple[str, int]:
         loop = asyncio.get_running_loop()
@@ -330,6 +332,8 @@ class Learner(Actor):
             "ledger/trained": counts.count("trained"),
             "ledger/filtered": counts.count("filtered"),
             "ledger/quarantined": counts.count("quarantined"),
+            "rollout/dropped_trajectories": self._intake.dropped_trajectories,
+            "rollout/failed_attempts": self._intake.failed_attempts,
             "records/pending": self._lines.pending,
         }
 
@@ -427,6 +431,7 @@ class Learner(Actor):
             ledger=snapshot.ledger,
             fingerprint=self._supply.fingerprint,
             seed=self._supply.seed,
+            prompts=self._supply.prompts,
             geometry=Geometry.of(self.config),
             world_size=self.config.learner.ranks,
             limit=self._supply.limit,

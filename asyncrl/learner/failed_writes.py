@@ -103,7 +103,7 @@ def checkpoint_failed(failed: Failed, kept: Kept | None) -> Words:
 def checkpoint_complete_again(failed: int, kept: Kept) -> str:
     """After ``failed`` attempts before."""
     what = "attempt at a checkpoint" if failed == 1 else "attempts at checkpoints"
-    return f"{failed} {what} failed; {kept.path} (step {kept.step}) is complete, and nothing is lost"
+    return f"{failed} {what} failed; {kept.path} (step {kept.step}) is complete"
 
 
 def waits_for_room(what: str, failed: Failed, seconds: float) -> Words:
@@ -122,8 +122,8 @@ def why_not_published(error: OSError) -> str:
     return f"shared memory for the weights: {error.strerror or error}"
 
 
-def version_failed(error: OSError, newest: int, version_bytes: float, wait_s: float) -> Words:
-    """No version after ``newest`` can be published so far; one takes about ``version_bytes`` of memory."""
+def to_publish(error: OSError, version_bytes: float) -> tuple[str, str]:
+    """Advice where no version can be published, and for what the run waits; one takes ``version_bytes`` of memory."""
     to_do, waits_for = "mend what is named", ""
     if isinstance(error.filename, str):
         if full_errno(error):
@@ -133,6 +133,12 @@ def version_failed(error: OSError, newest: int, version_bytes: float, wait_s: fl
     elif full_errno(error) or error.errno == errno.ENOMEM:
         to_do = f"free memory on this host: a version takes {in_bytes(version_bytes)} of it"
         waits_for = "memory for the weights"
+    return to_do, waits_for
+
+
+def version_failed(error: OSError, newest: int, version_bytes: float, wait_s: float) -> Words:
+    """No version after ``newest`` can be published so far; one takes about ``version_bytes`` of memory."""
+    to_do, waits_for = to_publish(error, version_bytes)
     return Words(
         f"no version of the weights after {newest} could be published: {why_not_published(error)}",
         "Training goes on with the groups that are admitted, and it is tried again; the run ends when these are used "
@@ -162,7 +168,7 @@ def end_of_run(
         to_do = f"{advice(export)}; " if export.full else ""
         if kept is not None and kept.step == export.step:
             command = f"asyncrl-export {run_dir} {export.folder} --version {kept.version}"
-            parts.append(f"nothing that was trained is lost: it is in {kept.path}; to do: {to_do}{command}")
+            parts.append(f"no trained step is lost: {kept.path} has them all; to do: {to_do}{command}")
         else:
             # No checkpoint was wanted.
             parts.append(_lost(export, kept, exported=False))

@@ -26,6 +26,7 @@ from asyncrl.messages.dataloader import Outcome
 from asyncrl.messages.groups import Group, LedgerState
 from asyncrl.trajectories import sampled_tokens
 
+REWARDS_SHOWN = 5
 FRACTION_FROM = 100
 """Groups from which on ``learner.max_quarantined_fraction`` counts."""
 
@@ -119,7 +120,7 @@ class Intake:
         if problem is not None:
             self._quarantine(Quarantined(uid, problem, group))
             return "quarantined"
-        if self._learner.dynamic_sampling and not has_signal(group, self._learner.signal_tolerance):
+        if self._is_flat(group):
             self.filtered.append(group)
             self._conclude(uid, "filtered")
             return "filtered"
@@ -177,7 +178,10 @@ class Intake:
         """Why the run cannot go on like this, or None."""
         learner = self._learner
         if len(self.filtered) + self._failed > learner.max_filtered_ratio * learner.groups_per_step:
-            return _no_signal(self.filtered, self._masked, self._failed, self._last_problem)
+            flat = [group for group in self.filtered if self._is_flat(group)]
+            has_trained = self.ledger.count("trained") > 0
+            masked = len(self.filtered) - len(flat)
+            return _no_signal(flat, masked, self._failed, self._last_problem, has_trained=has_trained)
         quarantined = self.ledger.count("quarantined")
         concluded = quarantined + self.ledger.count("trained") + self.ledger.count("filtered")
         if concluded >= FRACTION_FROM and quarantined > learner.max_quarantined_fraction * concluded:
@@ -195,6 +199,10 @@ class Intake:
                 "rollouters, say why they failed"
             )
         return None
+
+    def _is_flat(self, group: Group) -> bool:
+        """Whether it is filtered because all its rewards are equal."""
+        return self._learner.dynamic_sampling and not has_signal(group, self._learner.signal_tolerance)
 
     def snapshot(self) -> Snapshot:
         """As it stands between two steps."""
@@ -214,18 +222,47 @@ class Intake:
         self.outcomes.outcome(Outcome(uid, kind))
 
 
-def _no_signal(filtered: Sequence[Group], masked: int, failed: int, last_problem: str) -> str:
-    if failed > len(filtered):
-        return f"no signal: {failed} groups failed since the last step, the last one because: {last_problem}"
-    if 2 * masked > len(filtered):
-        return (
-            f"no signal: {masked} groups in a row had no trajectory to train, because all were masked: raise "
-            "rollout.max_tokens, or set reward.truncated to what trains responses that are cut there; where they were "
-            'left out as late, raise staleness.max, or set staleness.late to "train"'
-        )
-    rewards = Counter(round(float(t.reward or 0.0), 4) for group in filtered for t in group.trajectories)
-    histogram = ", ".join(f"{reward:g}: {count}" for reward, count in sorted(rewards.items())[:20])
-    return (
-        f"no signal: {len(filtered)} groups in a row had equal rewards in themselves. Rewards seen: {histogram}. "
-        "Look at samples/ and reward.function, or raise learner.max_filtered_ratio"
+def _no_signal(flat: Sequence[Group], masked: int, failed: int, last_problem: str, *, has_trained: bool) -> str:
+    """Of groups with equal rewards, groups without a token to train, and quarantined ones; the largest part first."""
+    rewards = Counter(round(float(t.reward or 0.0), 4) for group in flat for t in group.trajectories)
+    see = "samples/ and reward.function" if has_trained else "reward.function"
+    parts = [
+        (
+            len(flat),
+            f"had equal rewards in themselves ({_counted(rewards)})",
+            _tell_apart(rewards, see, alone=not failed),
+        ),
+        (
+            masked,
+            "had no trajectory to train, because all were masked",
+            "raise rollout.max_tokens, or set reward.truncated to what trains responses that are cut there; where they "
+            'were left out as late, raise staleness.max, or set staleness.late to "train"',
+        ),
+        (
+            failed,
+            "failed and were quarantined" + (f", the last one because: {last_problem}" if last_problem else ""),
+            "mend what failed (quarantine.jsonl has each with its reason)",
+        ),
+    ]
+    found = sorted((part for part in parts if part[0]), key=lambda part: -part[0])
+    told = "; ".join(f"{count} {words}" for count, words, _ in found)
+    to_do = "; ".join(remedy for _, _, remedy in found)
+    total = sum(count for count, _, _ in found)
+    return f"no signal: none of the last {total} groups could be trained: {told}. To do: {to_do}"
+
+
+def _counted(rewards: Counter[float]) -> str:
+    """Rewards with how often each was given, the most frequent first."""
+    named = [f"{reward:g} ({times} times)" for reward, times in rewards.most_common(REWARDS_SHOWN)]
+    more = len(rewards) - len(named)
+    return f"reward {', '.join(named)}" + (f" and {more} other rewards" if more > 0 else "")
+
+
+def _tell_apart(rewards: Counter[float], see: str, *, alone: bool) -> str:
+    if len(rewards) <= 1:
+        return f"see in {see} why every response gets the same reward"
+    words = (
+        f"see {see}: take prompts that the model answers now well, now badly, a reward with more steps between, or a "
+        "larger rollout.samples_per_prompt"
     )
+    return f"{words}; a larger learner.max_filtered_ratio waits longer for such groups" if alone else words

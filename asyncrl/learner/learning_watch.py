@@ -92,8 +92,9 @@ class LearningWatch:
             return []
         return self._once(
             "mostly filtered",
-            f"{filtered} groups were filtered since the last step, as all rewards in each of them are equal; over "
-            f"{most:g} (learner.max_filtered_ratio times groups_per_step) the run ends. Prompts of medium difficulty "
+            f"{filtered} groups were filtered since the last step, as all rewards in each of them are equal; the run "
+            f"ends once {most:g} (learner.max_filtered_ratio times groups_per_step) are passed, with those that are "
+            "quarantined. Prompts of medium difficulty "
             "(data.path), more rollout.samples_per_prompt or a finer reward.function give a signal",
         )
 

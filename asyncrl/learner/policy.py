@@ -13,6 +13,7 @@ Fails with ConfigError naming model.path when the model cannot be loaded as it s
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,7 +161,20 @@ def load_policy(config: ModelConfig) -> Policy:
     wrong = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if wrong:
         raise ConfigError([f"model.path: {path} lacks {len(wrong)} weights of the model, the first {wrong[0]}"])
+    if broken := _not_finite(model):
+        told = f"{path} holds weights that are not finite (NaN or infinity) in {len(broken)} tensors"
+        raise ConfigError([f"model.path: {told}, the first {broken[0]}: download or copy the model again"])
     return Policy(model.eval())
+
+
+def _not_finite(model: nn.Module) -> list[str]:
+    """Names of the parameters with a number that is none; a model that has one samples and learns nothing."""
+    # A sum would overflow, and a mask for each number would take as much memory again.
+    return [name for name, weights in model.named_parameters() if weights.numel() and not _is_finite(weights.detach())]
+
+
+def _is_finite(weights: Tensor) -> bool:
+    return all(math.isfinite(end.item()) for end in torch.aminmax(weights))
 
 
 def empty_policy(config: ModelConfig) -> Policy:

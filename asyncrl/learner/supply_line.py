@@ -61,6 +61,8 @@ class SupplyLine:
         """Of the prompts that the ledger speaks of; empty until the dataloader has named it."""
         self.seed = -1
         """Of their order."""
+        self.prompts = 0
+        """How many they are."""
         self._call = call
         self._intake = intake
         self._evals = evals
@@ -99,6 +101,7 @@ class SupplyLine:
                     else:
                         break
             self.fingerprint, self.seed, self.limit = resumed.fingerprint, resumed.seed, resumed.limit
+            self.prompts = resumed.prompts
             self._intake.ledger.first_epoch = resumed.first_epoch
             self.supply = Supply(number=-1, exhausted=False, outstanding=0)
             self._restored += 1
@@ -116,6 +119,7 @@ class SupplyLine:
             claims=intake.claims,
             fingerprint=self.fingerprint,
             seed=self.seed,
+            prompts=self.prompts,
             rounds_closed=self._evals.closed,
             rounds_open=self._evals.open,
             finished=stand.finished,

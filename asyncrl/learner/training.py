@@ -27,7 +27,7 @@ from asyncrl.config import Config
 from asyncrl.errors import ActorFailed, AsyncRLError, NonFiniteStep
 from asyncrl.learner.backend import Backend
 from asyncrl.learner.batch import build_step
-from asyncrl.learner.failed_writes import version_failed, why_not_published
+from asyncrl.learner.failed_writes import to_publish, version_failed, why_not_published
 from asyncrl.learner.group_metrics import observe_staleness
 from asyncrl.learner.intake import Intake
 from asyncrl.learner.step_lines import StepLines, TrainedStep
@@ -363,9 +363,8 @@ class Training:
             if until is not None and self._clock.now() >= until:
                 patience = f"{self._patience_s:g} s (checkpoint.room_wait_s)"
                 reason = f"no version could be published for {patience}: {self._not_published}"
-                if self._unpublished:
-                    reason += "; what was trained after the last complete checkpoint is lost"
-                raise ActorFailed(self._name, reason) from error
+                to_do, _ = to_publish(error, self._version_bytes)
+                raise ActorFailed(self._name, f"{reason}; to do: {to_do}, and resume the run") from error
             return None
 
     async def _publish(self) -> dict[str, float]:
@@ -377,7 +376,7 @@ class Training:
         self._version_bytes = made.metrics["weights/publish_bytes"]
         if self._not_published:
             self._not_published = ""
-            self._notify(UNPUBLISHED, f"versions are published again, from {made.version} on; nothing is lost")
+            self._notify(UNPUBLISHED, f"versions are published again, from {made.version} on")
         self._trained_at_version = self._intake.ledger.count("trained")
         self._published(made.version)
         # Harmless before the parameter server has it: the gate counts with what engines serve.

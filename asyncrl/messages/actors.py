@@ -227,6 +227,8 @@ class Notice(Request, frozen=True, kw_only=True):
     """Sentences that hold, and say what to do, while the run goes on; the summary at its end leaves them out."""
     waits_for: Annotated[str, Meta(max_length=LONGEST_KEY)] = ""
     """For what the run waits until a later notice of this key says otherwise."""
+    of: Annotated[str, Meta(max_length=LONGEST_KEY)] = ""
+    """Of which the count is a part, as in "279 calls"."""
 
 
 class ReportFailure(Request, frozen=True, kw_only=True):

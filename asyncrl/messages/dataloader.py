@@ -158,6 +158,8 @@ class Restored(Request, frozen=True, kw_only=True):
     """Of the prompts that the ledger speaks of; empty at the start of a run."""
     seed: int = -1
     """Of their order; -1 at the start of a run."""
+    prompts: Count = 0
+    """How many they are; 0 where that is not known."""
     rounds_closed: list[str] = []
     """Rounds of evaluation that are over, as NAME@ROUND."""
     rounds_open: list[EvalRound] = []
@@ -174,6 +176,8 @@ class Resumed(Message, frozen=True, kw_only=True):
     """Working limit eta_t, in versions."""
     first_epoch: Count = 0
     """As LedgerState.first_epoch, from here on: the ledger takes it over."""
+    prompts: Count = 0
+    """How many there are."""
 
 
 Restored.reply = Resumed

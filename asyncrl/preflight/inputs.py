@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import sys
 import tempfile
 import time
@@ -60,11 +61,20 @@ class Sample(msgspec.Struct, frozen=True):
     row: dict[str, Any]
 
 
+class KnownPrompts(msgspec.Struct, frozen=True):
+    """The training prompts that a run was left with."""
+
+    fingerprint: str
+    count: int = 0
+    """0 where that is not known."""
+
+
 class Order(msgspec.Struct, frozen=True):
     """The question of the parent: ``with_rows`` where the dataloader will be."""
 
     config: str
     with_rows: bool
+    known: KnownPrompts | None = None
 
 
 class Inputs(msgspec.Struct, frozen=True):
@@ -74,22 +84,23 @@ class Inputs(msgspec.Struct, frozen=True):
     samples: list[Sample] = []
 
 
-async def check_inputs(config: Config, *, with_rows: bool = True, limit_s: float = READ_S) -> Inputs:
-    """A finding for the tokenizer, one for the chat template of episodes, and, ``with_rows``, for each set of prompts.
-
-    Never fails.
+async def check_inputs(
+    config: Config, *, with_rows: bool = True, known: KnownPrompts | None = None, limit_s: float = READ_S
+) -> Inputs:
+    """A finding for the tokenizer, one for the chat template of episodes, and, ``with_rows``, one for each set of
+    prompts; it fails where the training prompts are not the ``known``. Never raises.
     """
     sets = _sets(config) if with_rows else {}
     if config.model.path is None and all(
         data.source == "synthetic" and data.size <= CHEAP_ROWS for data in sets.values()
     ):
         # All of it is our own, and cheap.
-        return read_inputs(config, with_rows=with_rows)
+        return read_inputs(config, with_rows=with_rows, known=known)
     keys = ", ".join([MODEL] * (config.model.path is not None) + list(sets))
     fix = "copy these files to a faster disk; the run itself waits longer for them"
     if config.episode.kind != "single":
         limit_s += config.chat.check_timeout_s
-    order = msgspec.msgpack.encode(Order(config_to_json(config), with_rows))
+    order = msgspec.msgpack.encode(Order(config_to_json(config), with_rows, known))
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors:
         given.write(order)
         given.seek(0)
@@ -123,7 +134,7 @@ async def check_inputs(config: Config, *, with_rows: bool = True, limit_s: float
         )
 
 
-def read_inputs(config: Config, *, with_rows: bool) -> Inputs:
+def read_inputs(config: Config, *, with_rows: bool, known: KnownPrompts | None = None) -> Inputs:
     """The same in this process."""
     findings, samples, tokenizer = list[Finding](), list[Sample](), None
     if config.model.path is None or Path(config.model.path).is_dir():
@@ -138,7 +149,8 @@ def read_inputs(config: Config, *, with_rows: bool) -> Inputs:
     # The training prompts last: what the others leave of the time is theirs.
     for key, data in reversed(sets.items()):
         left = max(0.0, end - time.monotonic())
-        checked.append(_check_set(key, data, tokenizer, left / (len(sets) - len(checked))))
+        seconds = left / (len(sets) - len(checked))
+        checked.append(_check_set(key, data, tokenizer, seconds, known if key == "data" else None))
     for key, data in sets.items():
         findings += checked.pop()
         samples += _samples(key, data, tokenizer, SAMPLES if key == "data" else 1)
@@ -171,7 +183,9 @@ def _check_tokenizer(config: Config) -> tuple[Finding, Tokenizer | None]:
     return ok("tokenizer", f"that of {model.path} can be read", key=MODEL), tokenizer
 
 
-def _check_set(key: str, data: DataConfig, tokenizer: Tokenizer | None, seconds: float) -> list[Finding]:
+def _check_set(
+    key: str, data: DataConfig, tokenizer: Tokenizer | None, seconds: float, known: KnownPrompts | None
+) -> list[Finding]:
     """Read and tokenize a set as the dataloader does, for at most about so long."""
     end = time.monotonic() + seconds
     try:
@@ -188,10 +202,10 @@ def _check_set(key: str, data: DataConfig, tokenizer: Tokenizer | None, seconds:
         except NothingUsable as error:
             judged = warn if reading.is_cut else fail
             told = f"{error.told}; not read beyond {reading.place}" if reading.is_cut else error.told
-            return [judged("data", told, error.fix, key=key)]
+            return [judged("data", _of_set(key, told), _of_set(key, error.fix), key=key)]
     except DataError as error:
-        fix = error.fix or f"correct {key}.path, or put the data there on this host"
-        return [fail("data", error.told, fix, key=key)]
+        fix = _of_set(key, error.fix) or f"correct {key}.path, or put the data there on this host"
+        return [fail("data", _of_set(key, error.told), fix, key=key)]
     except ConfigError as error:
         # There is no chat template, or none that can be used.
         told = "; ".join(problem.removeprefix("data.template: ") for problem in error.problems)
@@ -202,9 +216,24 @@ def _check_set(key: str, data: DataConfig, tokenizer: Tokenizer | None, seconds:
     if reading.is_cut or not is_whole:
         until = f"read up to {reading.place} and tokenized up to {prompts.place}"
         told += f"; {until} in {seconds:.2g} s, and the run reads the rest"
+    elif known is not None and known.fingerprint != prompts.fingerprint:
+        return [*found, _changed(key, name, len(prompts), known)]
     elif found:
         return found
     return [*found, ok("data", told, key=key)]
+
+
+def _changed(key: str, name: str, count: int, known: KnownPrompts) -> Finding:
+    was = f"{_rows(known.count)} when the run was left" if known.count else "others when the run was left"
+    if known.count == count:
+        was = "as many when the run was left, but others, or in another order"
+    told = f"the prompts are not those of the run that is resumed: {name} has {_rows(count)} now; it had {was}"
+    return fail("data", told, "put them back, or go on with these by --allow-changed-data", key=key)
+
+
+def _of_set(key: str, text: str) -> str:
+    """With the keys of the training prompts as those of this set."""
+    return re.sub(r"\bdata\.(on_bad_row|prompt_key|max_prompt_tokens)\b", rf"{key}.\1", text)
 
 
 class _Reading:
@@ -256,7 +285,9 @@ def main() -> int:
     # Nothing that is imported or called may write between the answers.
     os.dup2(2, 1)
     order = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Order)
-    data = msgspec.msgpack.encode(read_inputs(config_from_json(order.config), with_rows=order.with_rows))
+    data = msgspec.msgpack.encode(
+        read_inputs(config_from_json(order.config), with_rows=order.with_rows, known=order.known)
+    )
     while data:
         data = data[os.write(answers, data) :]
     sys.stderr.flush()

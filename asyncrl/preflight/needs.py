@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from asyncrl.config import Config
+from asyncrl.disk import in_bytes
 from asyncrl.runtime.supervision import role_of
 
 CHECKPOINT_BYTES = 12
@@ -46,15 +47,20 @@ class Need:
 
     least: int
     wanted: int
+    made_of: tuple[str, ...] = ()
+    """What ``wanted`` consists of, in words."""
+
+    def __add__(self, other: Need) -> Need:
+        return Need(self.least + other.least, self.wanted + other.wanted, self.made_of + other.made_of)
 
 
 def run_dir_need(config: Config, size: ModelSize | None, *, is_head: bool) -> Need:
     """Room for the run folder on one host, without checkpoints."""
-    wanted = RECORDS_BYTES
-    if is_head and size is not None and config.checkpoint.export_at_end:
-        wanted += size.bytes
     # A short run takes next to nothing.
-    return Need(least=0, wanted=wanted)
+    need = Need(0, RECORDS_BYTES, (f"{in_bytes(RECORDS_BYTES)} for logs, metrics and samples of a long run",))
+    if is_head and size is not None and config.checkpoint.export_at_end:
+        need += Need(0, size.bytes, (f"{in_bytes(size.bytes)} for the exported model",))
+    return need
 
 
 def checkpoints_need(config: Config, size: ModelSize | None) -> Need:
@@ -68,8 +74,8 @@ def checkpoints_need(config: Config, size: ModelSize | None) -> Need:
     each = size.parameters * CHECKPOINT_BYTES
     if not checkpoint.every_versions:
         # None but when the run makes way.
-        return Need(least=0, wanted=each)
-    return Need(least=each, wanted=each * kept)
+        return Need(least=0, wanted=each, made_of=(f"{in_bytes(each)} for a checkpoint when the run makes way",))
+    return Need(least=each, wanted=each * kept, made_of=(f"{in_bytes(each)} for each of {kept} checkpoints",))
 
 
 def memory_need(config: Config, actors: Sequence[str], size: ModelSize | None, *, on_gpu: bool) -> int:

@@ -12,10 +12,10 @@ from asyncrl.checkpoint.folder import checkpoint_dir
 from asyncrl.config import Config
 from asyncrl.config.learnable import obstacles
 from asyncrl.preflight.findings import Finding, warn
-from asyncrl.preflight.inputs import Inputs, check_inputs
+from asyncrl.preflight.inputs import Inputs, KnownPrompts, check_inputs
 from asyncrl.preflight.limits import descriptor_limit, judge_descriptors
 from asyncrl.preflight.model import check_model, check_window
-from asyncrl.preflight.needs import ModelSize, Need, checkpoints_need, count, descriptors_need, run_dir_need
+from asyncrl.preflight.needs import ModelSize, checkpoints_need, count, descriptors_need, run_dir_need
 from asyncrl.preflight.playing import check_episode
 from asyncrl.preflight.ports import check_ports, ports_needed
 from asyncrl.preflight.rewarding import RewardTrial
@@ -34,6 +34,8 @@ class Part:
     address: str
     run: Path
     is_head: bool = True
+    known: KnownPrompts | None = None
+    """Those of the run that is resumed."""
 
 
 async def check_part(part: Part) -> tuple[list[Finding], ModelSize | None]:
@@ -46,7 +48,7 @@ async def check_part(part: Part) -> tuple[list[Finding], ModelSize | None]:
         found.append(finding)
     if count(actors, "rollouter") and (window := await asyncio.to_thread(check_window, config)):
         found.append(window)
-    found += await _check_inputs(config, actors)
+    found += await _check_inputs(config, actors, part.known)
     if count(actors, "learner"):
         found += [warn("learning", each.told, each.fix, key=each.key) for each in obstacles(config)]
     port = config.network.controller_port if part.is_head else 0
@@ -56,39 +58,42 @@ async def check_part(part: Part) -> tuple[list[Finding], ModelSize | None]:
     return found, size
 
 
-async def _check_inputs(config: Config, actors: Sequence[str]) -> list[Finding]:
+async def _check_inputs(config: Config, actors: Sequence[str], known: KnownPrompts | None) -> list[Finding]:
     """Look at what the user brings: tokenizer, prompts, the reward function, the code that plays episodes."""
     if not count(actors, "episodes"):
-        return await _check_data(config, actors)
-    found, playing = await asyncio.gather(_check_data(config, actors), check_episode(config))
+        return await _check_data(config, actors, known)
+    found, playing = await asyncio.gather(_check_data(config, actors, known), check_episode(config))
     return [*found, playing]
 
 
-async def _check_data(config: Config, actors: Sequence[str]) -> list[Finding]:
+async def _check_data(config: Config, actors: Sequence[str], known: KnownPrompts | None) -> list[Finding]:
     if not count(actors, "reward") or config.reward.function == "episode":
-        return (await _read_inputs(config, actors)).findings
+        return (await _read_inputs(config, actors, known)).findings
     async with RewardTrial(config) as trial:
-        inputs, problem = await asyncio.gather(_read_inputs(config, actors), trial.start())
+        inputs, problem = await asyncio.gather(_read_inputs(config, actors, known), trial.start())
         # Of an episode it scores a whole conversation, if the episode gives no reward of its own.
         samples = inputs.samples if config.episode.kind == "single" else []
         return [*inputs.findings, problem or await trial.call(samples)]
 
 
-async def _read_inputs(config: Config, actors: Sequence[str]) -> Inputs:
+async def _read_inputs(config: Config, actors: Sequence[str], known: KnownPrompts | None) -> Inputs:
     if not any(count(actors, role) for role in WITH_TOKENIZER):
         return Inputs()
-    return await check_inputs(config, with_rows=bool(count(actors, "dataloader")))
+    return await check_inputs(config, with_rows=bool(count(actors, "dataloader")), known=known)
 
 
 def _check_folders(part: Part, size: ModelSize | None) -> list[Finding]:
-    config, run, found = part.config, part.run.absolute(), list[Finding]()
+    config, run, found, shared = part.config, part.run.absolute(), list[Finding](), False
     need = run_dir_need(config, size, is_head=part.is_head)
     if count(part.actors, "learner") and config.learner.backend != "sim":
         checkpoints, each = checkpoint_dir(config, run).absolute(), checkpoints_need(config, size)
         key = "checkpoint.dir" if config.checkpoint.dir is not None else "run.dir"
         with contextlib.suppress(OSError):
-            if same_disk(run, checkpoints):
-                each = Need(least=each.least + need.least, wanted=each.wanted + need.wanted)
+            if shared := same_disk(run, checkpoints):
+                each += need
         found.append(check_folder("checkpoint_dir", key, checkpoints, each))
-    found.append(check_folder("run_dir", "run.dir", run, need))
+    records = check_folder("run_dir", "run.dir", run, need)
+    # A lack of room on a disk that both are on is told once.
+    if not (shared and records.result == found[0].result == "warn"):
+        found.append(records)
     return found

@@ -2,7 +2,8 @@
 
 So whatever the function does (exit, hang, eat memory, print without end) costs that worker and nothing else. A call
 on one sample may fail by that sample, or by a completion that no model would write. So what fails on each sample of
-a set is an error; what fails on some, or only runs over its time, is a warning.
+a set is an error; what fails on some is a warning. So is a call that runs over its time, unless all do for which there
+was time and reward.on_timeout gives such a response no reward.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from asyncrl.reward.pool import RewardPool
 
 IMPORT_S = 45.0
 """Longest time for importing the function's module; the pool has more, so that this is no error."""
-CALLS_S = 10.0
-"""Longest time for all calls together; reward.timeout_s bounds each of them too."""
+CALLS_S = 12.0
+"""Longest time for all calls together; reward.timeout_s, by default less, bounds each of them too."""
 PLAIN = "I am not sure. The answer is 42."
 """A model might say this to anything."""
 KEY = "reward.function"
@@ -76,23 +77,22 @@ class RewardTrial:
     async def call(self, samples: Sequence[Sample]) -> Finding:
         """Call it on each sample, until the time is over."""
         trials: dict[str, Trial] = {}
+        calls = list(_calls(self._reward, samples, self._n))
         try:
             async with asyncio.timeout(self._calls_s):
-                for sample, completions in _calls(self._reward, samples, self._n):
+                for sample, completions in calls:
                     trial = trials.setdefault(sample.key, Trial())
                     asked = Score(uid="1/0", prompt=sample.prompt, row=sample.row, completions=completions)
                     try:
                         trial.rewards += (await self._pool.score(asked)).rewards
                     except RewardFailed as error:
                         trial.errors.append(f"{error.reason}, on {sample.place}")
-                        if self._pool.counters.timed_out:
-                            break
         except TimeoutError:
             if not any(trial.rewards or trial.errors for trial in trials.values()):
                 told = f"{self._reward.function} was called, and had not answered after {self._calls_s:g} s"
                 fix = f"see that it ends within reward.timeout_s = {self._reward.timeout_s:g}"
                 return warn("reward", told, fix, key=KEY)
-        return judge(self._reward.function, trials, timed_out=bool(self._pool.counters.timed_out))
+        return judge(self._reward, trials, calls=len(calls), timed_out=self._pool.counters.timed_out)
 
 
 def _calls(reward: RewardConfig, samples: Sequence[Sample], n: int) -> Iterator[tuple[Sample, list[Completion]]]:
@@ -108,21 +108,32 @@ def _calls(reward: RewardConfig, samples: Sequence[Sample], n: int) -> Iterator[
             yield from ((sample, [one]) for one in said)
 
 
-def judge(function: str, trials: dict[str, Trial], *, timed_out: bool) -> Finding:
-    """Pure. ``trials`` by the set that their samples are of."""
+def judge(reward: RewardConfig, trials: dict[str, Trial], *, calls: int, timed_out: int) -> Finding:
+    """Pure. ``trials`` by the set that their samples are of; so many ``calls`` were meant, and ``timed_out`` did."""
+    function = reward.function
     errors = [error for trial in trials.values() for error in trial.errors]
     rewards = [reward for trial in trials.values() for reward in trial.rewards]
     broken = [trial for trial in trials.values() if trial.errors and not trial.rewards]
+    faster = "make it faster, raise reward.timeout_s, or give such a response a reward by reward.on_timeout = NUMBER"
+    if timed_out and not rewards:
+        told = f"{function} fails on each of the samples that it was called on: {errors[0]}"
+        if len(errors) < calls:
+            told += f"; there was time for {len(errors)} of {calls} calls"
+        return fail("reward", told, faster, key=KEY)
     if broken and not timed_out:
         told = f"{function} fails on each of the samples that it was called on: {broken[0].errors[0]}"
-        fix = "mend it: an error is never a reward, so nothing would be trained; it gives a number for any completion"
+        fix = "make it return a number for any completion; where it raises or returns none, nothing can be trained"
         return fail("reward", told, fix, key=KEY)
     if errors:
         told = f"{function} fails on {len(errors)} of {len(errors) + len(rewards)} samples: {errors[0]}"
         fix = "see whether it gives a number for any completion: each failure costs a trajectory or its group"
-        if timed_out:
-            fix = "make it faster, or raise reward.timeout_s"
-        return warn("reward", told, fix, key=KEY)
+        return warn("reward", told, faster if timed_out else fix, key=KEY)
+    if timed_out:
+        told = (
+            f"{function} runs longer than {reward.timeout_s:g} s (reward.timeout_s) on {timed_out} of {calls} samples"
+        )
+        then = f"such a response gets the reward {reward.on_timeout:g} (reward.on_timeout)"
+        return warn("reward", f"{told}; {then}", "make it faster, or raise reward.timeout_s", key=KEY)
     if not rewards:
         return ok("reward", f"{function} can be called", key=KEY)
     shown = listed([f"{reward:.4g}" for reward in rewards])

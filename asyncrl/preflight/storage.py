@@ -56,6 +56,7 @@ def judge_room(check: str, key: str, path: Path, free: int, need: Need) -> Findi
     told = f"{path} has {in_bytes(free)} free"
     if need.wanted:
         told += f"; about {in_bytes(need.wanted)} are needed until the end"
+        told += f" ({', '.join(need.made_of)})" if need.made_of else ""
         told += f", and {in_bytes(need.least)} at the least" if need.least else ""
     fix = f"make room, or set {key} to a larger disk"
     if check == "checkpoint_dir":

@@ -41,6 +41,8 @@ class RewardActor(Actor):
         self._pool: RewardPool | JudgePool | None = None
         self._rate = FailureRate(workers=self.config.reward.workers)
         self._faults = Faults(self.config)
+        self._calls = 0
+        """With an outcome."""
 
     async def setup(self) -> None:
         """Start the workers and import the function in each, or check the judge's options. Raises ConfigError."""
@@ -116,11 +118,12 @@ class RewardActor(Actor):
 
     def _note(self, uid: str, fault: Fault | None) -> None:
         """Note the outcome of a task."""
+        self._calls += 1
         if fault is None:
             self._rate.succeeded(uid, self.clock.now())
             return
-        key, text, count = self._faults.add(fault, uid)
-        self.notify(key, text, count=count)
+        key, text, count, then = self._faults.add(fault, uid)
+        self.notify(key, text, count=count, of=f"{self._calls} calls", meanwhile=then)
         broken = self._rate.failed(uid, self.clock.now())
         if broken:
             assert self._pool is not None

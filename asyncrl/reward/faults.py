@@ -47,8 +47,8 @@ class Faults:
         self.first = ""
         """The first fault of all, with its prompt."""
 
-    def add(self, fault: Fault, uid: str) -> tuple[str, str, int]:
-        """Take in a fault of the prompt ``uid``: the key, the text and the count of its notice."""
+    def add(self, fault: Fault, uid: str) -> tuple[str, str, int, str]:
+        """Take in a fault of the prompt ``uid``: of its notice key, text, count, and what follows from it."""
         told = f"{_shortened(fault.text)} (prompt {uid})"
         self.first = self.first or told
         key = fault.kind
@@ -56,7 +56,7 @@ class Faults:
             key, told = OTHERS, f"has failed in further ways, first: {told}"
         seen = self._seen.setdefault(key, _Seen(f"reward function {self._config.reward.function} {told}"))
         seen.count += 1
-        return f"reward: {key}", f"{seen.text}. {self._consequence(fault)}", seen.count
+        return f"reward: {key}", seen.text, seen.count, self._consequence(fault)
 
     def _consequence(self, fault: Fault) -> str:
         rollout, reward = self._config.rollout, self._config.reward

@@ -202,14 +202,17 @@ class Actor:
         """Count a useful event; heartbeats without any are how a stall shows."""
         self._progress += 1
 
-    def notify(self, key: str, text: str, *, count: int = 1, meanwhile: str = "", waits_for: str = "") -> None:
+    def notify(
+        self, key: str, text: str, *, count: int = 1, meanwhile: str = "", waits_for: str = "", of: str = ""
+    ) -> None:
         """Tell the user ``text``, at once and in the summary of the run: what, where, what to do.
 
-        A later notice with the same ``key`` replaces it; ``count`` says how often it has happened. ``meanwhile`` are
-        sentences that hold while the run goes on, and so not in the summary. ``waits_for`` stands in the line of the
-        run's progress until the next notice of this key. To be called in the thread of the event loop.
+        A later notice with the same ``key`` replaces it; ``count`` says how often it has happened, ``of`` what these
+        are a part of, as in "279 calls". ``meanwhile`` are sentences that hold while the run goes on, and so not in the
+        summary. ``waits_for`` stands in the line of the run's progress until the next notice of this key. To be called
+        in the thread of the event loop.
         """
-        if self._notices.add(key, text, count, meanwhile, waits_for):
+        if self._notices.add(key, text, count, meanwhile, waits_for, of):
             self.log.warning(text, notice=key)
         self._noticed.set()
 

@@ -19,7 +19,9 @@ MOST_OVERFLOWING = 1024
 class Notify(Protocol):
     """Tells the user, as Actor.notify does."""
 
-    def __call__(self, key: str, text: str, *, count: int = 1, meanwhile: str = "", waits_for: str = "") -> None: ...
+    def __call__(
+        self, key: str, text: str, *, count: int = 1, meanwhile: str = "", waits_for: str = "", of: str = ""
+    ) -> None: ...
 
 
 class UntoldNotices:
@@ -31,9 +33,9 @@ class UntoldNotices:
         """Keys, the one that has waited longest first."""
         self._more: set[str] = set()
 
-    def add(self, key: str, text: str, count: int, meanwhile: str = "", waits_for: str = "") -> bool:
+    def add(self, key: str, text: str, count: int, meanwhile: str = "", waits_for: str = "", of: str = "") -> bool:
         """Take in a notice; whether its text is new."""
-        notice = sendable(key, text, count, meanwhile, waits_for)
+        notice = sendable(key, text, count, meanwhile, waits_for, of)
         key, text = notice.key, notice.text
         if key not in self._known and len(self._known) >= MOST_KEYS - 1:
             is_new = key not in self._more
@@ -64,7 +66,7 @@ class UntoldNotices:
             self._untold.setdefault(notice.key)
 
 
-def sendable(key: str, text: str, count: int, meanwhile: str = "", waits_for: str = "") -> Notice:
+def sendable(key: str, text: str, count: int, meanwhile: str = "", waits_for: str = "", of: str = "") -> Notice:
     """The notice as the wire takes it: a path may hold bytes that are no text."""
     return Notice(
         key=_cut(key, LONGEST_KEY),
@@ -72,6 +74,7 @@ def sendable(key: str, text: str, count: int, meanwhile: str = "", waits_for: st
         count=count,
         meanwhile=_cut(meanwhile, LONGEST_NOTICE),
         waits_for=_cut(waits_for, LONGEST_KEY),
+        of=_cut(of, LONGEST_KEY),
     )
 
 

@@ -61,13 +61,13 @@ def test_the_template_and_the_system_message_are_applied_before_the_length_is_ta
 
 def test_every_prompt_over_the_limit_is_an_error() -> None:
     prompts = make_set(["12", "34"], max_prompt_tokens=1)
-    with pytest.raises(DataError, match="every prompt is over max_prompt_tokens = 1; the longest has 2"):
+    with pytest.raises(DataError, match="every prompt is over data.max_prompt_tokens = 1; the longest has 2"):
         prompts.tokenize(9)
 
 
 def test_a_prompt_that_does_not_fit_its_template_is_named() -> None:
     prompts = make_set(["fine", [{"role": "user", "content": "x"}]])
-    with pytest.raises(DataError, match=r'd\.jsonl:2: chat messages need template = "chat".*on_bad_row = "skip"'):
+    with pytest.raises(DataError, match=r'd\.jsonl:2: chat messages need template = "chat".*data.on_bad_row = "skip"'):
         prompts.tokenize(9)
 
 

@@ -315,7 +315,9 @@ def test_other_prompts_are_refused_unless_that_is_allowed(tmp_path: Path) -> Non
     async def main() -> None:
         async with running(small_config(**IN_ORDER), tmp_path) as it:
             assert it.actor._tickets is not None
-            with pytest.raises(RemoteError, match=r"the prompts differ: was other .*--allow-changed-data") as caught:
+            with pytest.raises(
+                RemoteError, match=r"the prompts differ: was the fingerprint other .*--allow-changed-data"
+            ) as caught:
                 await it.restore(restored(fingerprint="other", outcomes_number=9))
             assert caught.value.code == "changed"
             with pytest.raises(

@@ -129,7 +129,7 @@ def test_a_bad_line_is_an_error_with_file_and_line(tmp_path: Path, line: str) ->
     error = fails(BAD_LINES[line], path=path)
     assert (error.path, error.line) == (path, 2)
     assert str(error).startswith(f"{path}:2: ")
-    assert 'on_bad_row = "skip"' in str(error)
+    assert 'data.on_bad_row = "skip"' in str(error)
     assert error.exit_code == 78
 
 
@@ -209,7 +209,7 @@ def test_parquet_types_become_what_json_can_hold(tmp_path: Path) -> None:
 def test_bad_parquet(tmp_path: Path) -> None:
     path = str(tmp_path / "a.parquet")
     parquet.write_table(pyarrow.table({"question": ["q"], "answer": ["a"]}), path)
-    fails("has no column 'prompt'; it has 'question', 'answer' .set prompt_key", source="parquet", path=path)
+    fails("has no column 'prompt'; it has 'question', 'answer' .set data.prompt_key", source="parquet", path=path)
     parquet.write_table(pyarrow.table({"prompt": ["x", None]}), path)
     assert fails("not null", source="parquet", path=path).line == 2
     assert load(source="parquet", path=path, on_bad_row="skip").skipped == 1

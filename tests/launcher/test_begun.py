@@ -51,7 +51,6 @@ SIGNS = {
     "an evaluation": _file("metrics.jsonl", '{"kind": "eval"}\n'),
     "a torn line": _file("metrics.jsonl", '{"kind": "upd'),
     "a sample": _file("samples/step_000001.jsonl"),
-    "a quarantined prompt": _file("quarantine.jsonl", "{}\n"),
     "a checkpoint": _file("checkpoints/v00000001/COMPLETE"),
     "an unfinished checkpoint": _file("checkpoints/.v00000001.partial-7/state.json"),
     "a checkpoint that was set aside": _file("checkpoints/damaged-v00000001/state.json"),
@@ -98,6 +97,14 @@ def test_the_next_start_of_the_name_goes_on_there_with_logs_of_its_own(tmp_path,
     assert folder.describe().endswith(f"its logs stay in {failed}/logs/attempt_1")
     # It holds the name from the first moment, before its private folder is there.
     assert create_run_folder(config(tmp_path)).path.name == "trial-2"
+
+
+def test_the_prompts_that_a_failed_start_gave_up_are_kept_with_its_logs(tmp_path, failed):
+    (failed / "quarantine.jsonl").write_text('{"uid": "0-1"}\n')
+    leave_name(failed, None)
+    assert create_run_folder(config(tmp_path)).path == failed
+    assert (failed / "logs" / "attempt_1" / "quarantine.jsonl").read_text() == '{"uid": "0-1"}\n'
+    assert not (failed / "quarantine.jsonl").exists()
 
 
 def test_a_folder_that_is_only_just_made_is_not_taken(tmp_path):

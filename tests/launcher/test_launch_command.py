@@ -13,6 +13,7 @@ from test_resume import write_checkpoint
 from asyncrl.cli import launch
 from asyncrl.config.keys import known_keys
 from asyncrl.config.load import load_config
+from asyncrl.dataloader.sources import load_dataset
 from asyncrl.launcher.folders import create_run_folder
 from asyncrl.runtime.processes import children_of
 
@@ -116,6 +117,9 @@ def test_what_is_cheap_and_certain_is_checked_first(config, tmp_path, capsys):
     assert "model.path: /nowhere is not a folder" in shown
     assert "GPUs: " in shown
     assert "2 problems in the configuration" in shown
+    assert launch.main(argv) == 78
+    shown = capsys.readouterr().err
+    assert "model.path: /nowhere is not a folder" in shown and "--help-config" not in shown
     assert not (tmp_path / "runs").exists()
 
 
@@ -142,17 +146,26 @@ def test_a_dry_run_tells_what_is_in_flight(config, capsys, flags, told):
 
 
 def test_a_dry_run_shows_everything_and_starts_nothing(config, tmp_path, capsys):
-    assert launch.main([config, "--dry-run", "--learner.lr", "0.5", "--learner.lr=1e-3"]) == 0
+    argv = [config, "--dry-run", "--learner.lr", "0.5", "--learner.lr=1e-3"]
+    assert launch.main([*argv, "--json"]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    assert (tree["learner"]["lr"], tree["rollout"]["gpus_per_replica"]) == (0.001, 0)
+    assert launch.main(argv) == 0
     shown = capsys.readouterr().out
-    assert '"lr": 0.001' in shown
-    assert "rollouter/1" in shown
+    assert shown.splitlines()[-1] == f"run folder: {tmp_path}/runs/run"
+    assert '"lr"' not in shown and "rollouter/1" in shown
     assert "8 = learner.groups_per_step 4 x learner.steps_per_version 2" in shown
     assert "16 = (staleness.max 1 + 1) x G" in shown
     assert "16 = rollout.concurrency 8 x rollout.replicas 2" in shown
     checks = [row.split()[:2] for row in shown[shown.index("checks:") :].splitlines()[1:]]
     assert ["ok", "reward"] in checks and ["ok", "data"] in checks and ["ok", "ports"] in checks
-    assert '"gpus_per_replica": 0' in shown
     assert not (tmp_path / "runs").exists()
+    (tmp_path / "runs" / "run").mkdir(parents=True)
+    assert launch.main(argv) == 0
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[-1] == f"run folder: {tmp_path}/runs/run-2"
+    assert f"{tmp_path}/runs/run has" not in shown and f"{tmp_path}/runs/run-2 has" in shown
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run"]
 
 
 REWARD = """
@@ -208,7 +221,8 @@ def left(config, tmp_path):
     """A run that was left with a checkpoint of version 3, step 3."""
     settings = load_config([config], {})
     run = create_run_folder(settings).path
-    write_checkpoint(settings, run, 3)
+    prompts = load_dataset(settings.data)
+    write_checkpoint(settings, run, 3, fingerprint=prompts.fingerprint, prompts=len(prompts.rows))
     (run / "export").mkdir()
     return run
 
@@ -217,6 +231,12 @@ def test_a_dry_run_shows_what_it_would_resume_from(config, left, capsys):
     assert launch.main([config, "--dry-run", "--resume", "auto"]) == 0
     assert f"resuming {left} from version 3, step 3: {left}/checkpoints/v00000003" in capsys.readouterr().out
     assert sorted(entry.name for entry in (left / "logs").iterdir()) == ["attempt_1"]
+
+
+@pytest.mark.parametrize("resume", [[], ["--resume", "auto"], ["--resume=runs/my run"]])
+def test_the_command_that_goes_on_is_without_its_resume(resume):
+    argv = ["my run.toml", *resume, "--learner.steps", "9"]
+    assert launch._without_resume(argv) == "asyncrl-launch 'my run.toml' --learner.steps 9"
 
 
 def test_what_cannot_be_resumed_says_why(config, left, capsys):
@@ -231,14 +251,35 @@ def test_what_cannot_be_resumed_says_why(config, left, capsys):
     assert "state.json" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [
+        ("3", "synthetic has 3 rows now; it had {count:,} rows when the run was left"),
+        ("", "as many when the run was left"),
+    ],
+)
+def test_other_prompts_are_refused_before_anything_starts(config, left, capsys, size, said):
+    settings = load_config([config], {})
+    flags = ["--data.size", size] if size else []
+    if not size:
+        write_checkpoint(settings, left, 4, fingerprint="f", prompts=settings.data.size)
+    before = {path: path.stat().st_mtime_ns for path in left.rglob("*")}
+    for more in ([], ["--dry-run"]):
+        assert launch.main([config, "--resume", "auto", *flags, *more]) == 78
+        shown = capsys.readouterr().err
+        assert said.format(count=settings.data.size) in shown and "--allow-changed-data" in shown, shown
+        assert "--help-config" not in shown
+    assert {path: path.stat().st_mtime_ns for path in left.rglob("*")} == before
+    assert launch.main([config, "--resume", "auto", *flags, "--dry-run", "--allow-changed-data"]) == 0
+
+
 def test_what_may_have_changed_is_part_of_the_configuration(config, left, capsys):
     flags = ["--allow-changed-seed", "--allow-changed-batch", "--allow-changed-data"]
-    argv = [config, "--dry-run", "--resume", "auto", "--run.seed", "7", "--rollout.samples_per_prompt", "2"]
+    argv = [config, "--dry-run", "--json", "--resume", "auto", "--run.seed", "7", "--rollout.samples_per_prompt", "2"]
     assert launch.main([*argv, "--allow-changed-seed"]) == 78
     assert launch.main([*argv, *flags]) == 0
     shown = capsys.readouterr().out
-    tree, _ = json.JSONDecoder().raw_decode(shown)
-    assert tree["resume"]["allow"] == ["data", "seed", "batch"]
+    assert json.loads(shown)["resume"]["allow"] == ["data", "seed", "batch"]
 
 
 @pytest.mark.parametrize("over_hosts", [False, True])

@@ -89,7 +89,7 @@ def test_what_a_learner_goes_on_from_is_told(heard, first, told):
     progress.show(MetricsEvent(line=LINE | {"start": 1, "step": heard}))
     progress.show(RestartEvent(name="learner/0", reason="killed by SIGKILL"))
     progress.show(MetricsEvent(line=LINE | {"start": 2, "step": first}))
-    assert out.getvalue().splitlines()[2].endswith(told)
+    assert out.getvalue().splitlines()[1].endswith(told)
 
 
 def test_the_return_of_an_actor_is_told_once():
@@ -135,8 +135,8 @@ def test_the_line_says_what_the_run_waits_for_as_long_as_it_does(by):
 
 
 def test_plain_lines():
-    out = io.StringIO()
-    progress = Progress(out, steps=10, now=lambda: 0.0)
+    out, err = io.StringIO(), io.StringIO()
+    progress = Progress(out, 10, err, now=lambda: 0.0)
     names = [f"rollouter/{i}" for i in range(8)]
     for left in range(8, -1, -1):
         progress.show(StateEvent(phase="starting", waiting_for=names[:left]))
@@ -156,10 +156,10 @@ def test_plain_lines():
         "starting",
         "running",
         describe_step(LINE, 10, "elapsed 0:00"),
-        "rollouter/1 died (killed by SIGKILL) and is started again",
         "step 3  eval/math 0.250",
         "draining: ending the actors in order",
     ]
+    assert err.getvalue() == "rollouter/1 died (killed by SIGKILL) and is started again\n"
 
 
 def test_a_step_line_tells_what_was_not_trained_when_that_moves():
@@ -218,20 +218,25 @@ BACK_B = "host b (agent/2) is back; fenced, and started again there: rollouter/1
     ],
 )
 def test_a_host_that_is_lost_or_back_is_told_once(states, told):
-    out = io.StringIO()
-    progress = Progress(out, steps=10)
+    out, err, both = io.StringIO(), io.StringIO(), []
+    progress = Progress(out, 10, err)
     for controller, lost in states:
         progress.show(StateEvent(phase="running", lost_hosts=lost, controller=controller))
-    assert [line for line in out.getvalue().splitlines() if line != "running"] == told
+        for stream in (err, out):
+            both += stream.getvalue().splitlines()
+            stream.seek(0)
+            stream.truncate()
+    assert [line for line in both if line != "running"] == told
 
 
 def test_a_lost_host_that_leaves_is_not_said_to_be_back():
-    out = io.StringIO()
-    progress = Progress(out, steps=10)
+    out, err = io.StringIO(), io.StringIO()
+    progress = Progress(out, 10, err)
     for lost, leaving in ((MORE, []), ({"c (agent/3)": ["reward/0"]}, ["agent/2", "rollouter/1", "rollouter/2"])):
         progress.show(StateEvent(phase="running", lost_hosts=lost, leaving=leaving))
     left = "host b (agent/2) leaves the run, which goes on without: rollouter/1, rollouter/2"
-    assert out.getvalue().splitlines() == [LOST_B, LOST_C, "running", left]
+    assert err.getvalue().splitlines() == [LOST_B, LOST_C]
+    assert out.getvalue().splitlines() == ["running", left]
 
 
 def test_a_terminal_has_one_live_line():
@@ -312,6 +317,17 @@ def test_the_summary_tells_what_was_not_trained_and_where_that_stands(run_dir):
     assert rows[1] == "not trained  groups quarantined 2, trajectories dropped 7"
     told = f"quarantine   {run_dir / 'quarantine.jsonl'}; asyncrl-top {run_dir} --explain UID"
     assert [row for row in rows if row.startswith(told)]
+
+
+def test_the_summary_of_a_run_without_a_step_tells_what_was_not_trained(run_dir):
+    figures = {
+        "ledger/filtered": 28.0,
+        "ledger/quarantined": 13.0,
+        "rollout/failed_attempts": 40.0,
+        "learner/step": 0.0,
+    }
+    rows = summarise([], run_dir, run_dir / "logs", steps=4, figures=figures)
+    assert rows[1] == "not trained  groups filtered 28, groups quarantined 13, failed attempts 40"
 
 
 def test_the_summary_tells_who_was_started_again(run_dir):

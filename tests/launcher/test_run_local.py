@@ -289,7 +289,7 @@ def test_a_preempted_run_writes_a_checkpoint_and_can_be_resumed(launched, number
     assert code == 75, shown
     assert "making way: a checkpoint is written, within 60 s; again to end at once" in shown
     how = f"preempted by {cause} with a checkpoint of version 7"
-    assert shown[-1] == f"{how}; the same command with --resume {run.run_dir} goes on"
+    assert shown[-1] == f"{how}; the command that began it with --resume {run.run_dir} goes on"
     assert read_ended(next_attempt(run.run_dir)) is None
     folder = RunFolder(path=run.run_dir, run_id="")
     assert read_ended(folder) == EndedEvent(result="preempted", reason=how, exit_code=75)

@@ -1,5 +1,6 @@
 """Which notices are shown when."""
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,6 +26,15 @@ def test_what_holds_while_the_run_goes_on_is_not_in_the_summary():
     event = NoticeEvent(actor="learner/0", key="k", text="no checkpoint of version 3", count=2, meanwhile="Free some")
     assert notices.take(event, 0.0) == "learner/0: no checkpoint of version 3 (2 times). Free some"
     assert notices.summary() == ["learner/0: no checkpoint of version 3 (2 times)"]
+
+
+def test_a_count_alone_comes_without_what_to_do():
+    notices = ShownNotices()
+    event = NoticeEvent(actor="reward/0", key="k", text="f raised", count=1, meanwhile="Mend it", of="3 calls")
+    assert notices.take(event, 0.0) == "reward/0: f raised. Mend it"
+    later = msgspec.structs.replace(event, count=177, of="279 calls")
+    assert notices.take(later, PACE_S) == "reward/0: f raised (177 of 279 calls)"
+    assert notices.summary() == ["reward/0: f raised (177 of 279 calls)"]
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 5.0), st.integers(1, 3)), min_size=1))

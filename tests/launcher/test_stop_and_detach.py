@@ -37,8 +37,8 @@ def stub(tmp_path):
         run.close()
 
 
-def stop(run_dir):
-    return subprocess.run([*LAUNCH, "--stop", str(run_dir)], capture_output=True, text=True, timeout=120)
+def stop(run_dir, cwd=None):
+    return subprocess.run([*LAUNCH, "--stop", str(run_dir)], capture_output=True, text=True, timeout=120, cwd=cwd)
 
 
 def assert_nothing_is_lost(run_dir, steps):
@@ -89,10 +89,11 @@ def test_a_detached_run_outlives_its_terminal_and_is_stopped_from_another(launch
     assert kept == (
         f"left: the checkpoint of version {left.version}, step {left.step}: {left.path}; no trained step is lost"
     )
-    assert last == f"{how}; the command that began it with --resume {run.run_dir} goes on"
+    began = f"asyncrl-launch {run.folder}/sim.toml --run.dir {run.folder}/runs --detach --learner.steps 4000"
+    assert last == f"{how}; {began} --resume {run.run_dir} goes on"
     wait_until(lambda: not marked(run.folder), "the end of all")
     assert log.read_text().splitlines()[0] == f"run folder: {run.run_dir}"
-    assert log.read_text().splitlines()[-2:] == [kept, f"{how}; the same command with --resume {run.run_dir} goes on"]
+    assert log.read_text().splitlines()[-2:] == [kept, last]
     again = stop(run.run_dir)
     assert again.returncode == 2 and "the run in it has ended" in again.stderr
 
@@ -123,7 +124,9 @@ def test_a_run_whose_launcher_was_killed_is_stopped(stub):
     run.wait_to_show("running")
     run.process.kill()
     run.process.wait()
-    done = stop(run.run_dir)
+    # By its name, as asyncrl-top takes it, beside a folder of that name which is none of a run.
+    (run.folder / run.run_dir.name).mkdir()
+    done = stop(run.run_dir.name, cwd=run.folder)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith(
         "preempted by asyncrl-launch --stop with a checkpoint of version 7; "

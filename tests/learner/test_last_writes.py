@@ -229,7 +229,7 @@ def test_a_model_that_cannot_be_exported_is_in_the_checkpoint(tmp_path, thread) 
     scene.backend.problem = OSError(errno.EIO, "Input/output error", str(tmp_path / "export" / "x"))
     assert scene.play(lambda: None) == (
         f"the model could not be exported to {tmp_path / 'export'}: {tmp_path / 'export' / 'x'}: Input/output error; "
-        f"nothing that was trained is lost: it is in {tmp_path / 'checkpoints' / 'v00000008'}; "
+        f"no trained step is lost: {tmp_path / 'checkpoints' / 'v00000008'} has them all; "
         f"to do: asyncrl-export {tmp_path} {tmp_path / 'export'} --version 8"
     )
     assert scene.left == ["export-earlier"]

@@ -90,7 +90,7 @@ def test_before_a_run_ends_for_want_of_a_signal_it_is_told(filtered, told):
     found = [notice for n in range(1, filtered + 1) for notice in watch.group_came(MIXED, filtered=n)]
     assert [notice.key for notice in found] == told
     if found:
-        assert "40 groups were filtered" in found[0].text and "over 80 (learner.max_filtered_ratio" in found[0].text
+        assert "40 groups were filtered" in found[0].text and "once 80 (learner.max_filtered_ratio" in found[0].text
 
 
 @given(st.lists(st.floats(0.01, 0.99), min_size=1, max_size=30), st.randoms(use_true_random=False))

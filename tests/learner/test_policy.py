@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from learner_cases import VOCABULARY, save_small_model
+from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from asyncrl.config.training import LearnerConfig, ModelConfig
@@ -165,6 +166,18 @@ def test_the_check_does_not_pass_what_is_not_a_number(loaded, monkeypatch) -> No
     monkeypatch.setattr(check, "_score", lambda _policy, _rows: torch.full((sum(check.LENGTHS),), float("nan")))
     scoring = choose_scoring(loaded, LearnerConfig(), seed=0)
     assert (scoring.packed, scoring.chunked) == (False, False)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, value) -> None:
+    folder = save_small_model(tmp_path / "model")
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    name = next(name for name in sorted(weights) if "mlp" in name)
+    weights[name].view(-1)[-1] = value
+    save_file(weights, path, {"format": "pt"})
+    with pytest.raises(ConfigError, match=rf"model\.path: {folder} holds .* in 1 tensors, the first {name}"):
+        load_policy(ModelConfig(path=str(folder)))
 
 
 @pytest.mark.parametrize("load", [load_policy, empty_policy])

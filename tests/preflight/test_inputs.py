@@ -163,7 +163,7 @@ def test_a_prompt_outside_the_vocabulary_names_its_line_the_word_and_the_way_on(
     _, found = read_inputs(config, with_rows=True).findings
     assert found.result == "fail" and f"{tmp_path}/p.jsonl:2: {model}/tokenizer.json cannot encode 'b'" in found.detail
     assert "needs an unk_token that is in the vocabulary" in found.detail
-    assert found.fix == 'mend it, or leave such rows out with on_bad_row = "skip"'
+    assert found.fix == 'mend it, or leave such rows out with data.on_bad_row = "skip"'
     config = config_of(model, source="jsonl", path=str(tmp_path / "p.jsonl"), on_bad_row="skip")
     _, found = read_inputs(config, with_rows=True).findings
     assert (
@@ -214,7 +214,12 @@ def data(tmp_path, lines, **settings):
         ([HELLO] * 56 + ['{"prompt": 7}'], {}, "fail", "data.jsonl:57: prompt must be text or a list"),
         (['{"question": "hello"}'], {}, "fail", "has no column 'prompt'"),
         ([HELLO, '{"prompt": "a long one"}'], {"max_prompt_tokens": 5}, "warn", "1 of 2 prompts have more than"),
-        (['{"prompt": "a long one"}'], {"max_prompt_tokens": 3}, "fail", "every prompt is over max_prompt_tokens = 3"),
+        (
+            ['{"prompt": "a long one"}'],
+            {"max_prompt_tokens": 3},
+            "fail",
+            "every prompt is over data.max_prompt_tokens = 3",
+        ),
         (['{"prompt": [{"role": "user", "content": "x"}]}'], {}, "fail", 'need template = "chat"'),
         ([""], {}, "fail", "holds no row"),
         ([""], {"path": "/nowhere/x.jsonl"}, "fail", "no such file"),

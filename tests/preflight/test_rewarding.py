@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from asyncrl.config.load import validate_config
+from asyncrl.config.training import RewardConfig
 from asyncrl.preflight.inputs import Sample
 from asyncrl.preflight.rewarding import RewardTrial, Trial, judge
 
@@ -89,8 +90,14 @@ def test_the_reward_function_is_found_as_the_pool_does(function, said):
         ("rewards:text", {}, "fail", "returned str '0.5'"),
         ("rewards:picky", {}, "warn", "fails on 2 of 4 samples: raised ValueError: not what I like"),
         ("rewards:leaves", {}, "fail", "ended its worker process (exit code 3), on p.jsonl:1"),
-        ("rewards:sleeps", {"timeout_s": 0.5}, "warn", "ran longer than 0.5 s (reward.timeout_s)"),
-        ("rewards:prints", {"timeout_s": 0.5}, "warn", "ran longer than 0.5 s (reward.timeout_s)"),
+        (
+            "rewards:sleeps",
+            {"timeout_s": 0.2},
+            "fail",
+            "fails on each of the samples that it was called on: ran longer",
+        ),
+        ("rewards:sleeps", {"timeout_s": 0.2, "on_timeout": -1.0}, "warn", "gets the reward -1 (reward.on_timeout)"),
+        ("rewards:prints", {"timeout_s": 0.2}, "fail", "ran longer than 0.2 s (reward.timeout_s)"),
         ("rewards:eats", {"max_memory_bytes": 64 << 20}, "fail", "reward.max_memory_bytes"),
         ("rewards:short", {"per": "group"}, "fail", "returned 1 rewards for a group of 3"),
         ("rewards:whole", {"per": "group"}, "ok", "gives on samples: 3, 3, 3, 3, 3, 3"),
@@ -103,6 +110,11 @@ def test_it_is_called_on_samples(tmp_path, function, settings, result, said):
     assert found.result == result, found
     assert said.format(folder=tmp_path) in found.detail
     assert (found.key, bool(found.fix)) == ("reward.function", result != "ok")
+
+
+def test_where_each_call_is_over_its_time_it_is_said_for_how_many_there_was_time():
+    found = tried(config("rewards:sleeps", timeout_s=0.5), SAMPLES, calls_s=0.9)
+    assert found.result == "fail" and "; there was time for 1 of 4 calls" in found.detail, found
 
 
 def test_the_time_for_all_calls_is_bounded_whatever_the_function_may_take():
@@ -122,11 +134,11 @@ def test_a_module_that_hangs_is_given_up():
         ({"data": Trial([1.0], [])}, False, "ok"),
         ({"data": Trial([1.0], ["bad"])}, False, "warn"),
         ({"data": Trial([], ["bad", "bad"])}, False, "fail"),
-        ({"data": Trial([], ["late"])}, True, "warn"),
+        ({"data": Trial([], ["late"])}, True, "fail"),
         ({"data": Trial([1.0], ["late"])}, True, "warn"),
         # A set of its own, whose rows it cannot judge.
         ({"data": Trial([1.0], []), "eval.held.data": Trial([], ["bad"])}, False, "fail"),
     ],
 )
 def test_what_fails_on_all_samples_of_a_set_is_an_error(trials, timed_out, result):
-    assert judge("m:f", trials, timed_out=timed_out).result == result
+    assert judge(RewardConfig(function="m:f"), trials, calls=4, timed_out=timed_out).result == result

@@ -2,8 +2,11 @@
 
 from disks import fill, small_disk
 
+from asyncrl.config.load import validate_config
 from asyncrl.disk import free_bytes, nearest_folder
-from asyncrl.preflight.needs import Need
+from asyncrl.preflight import part as part_module
+from asyncrl.preflight.needs import ModelSize, Need
+from asyncrl.preflight.part import Part
 from asyncrl.preflight.storage import check_folder, same_disk
 
 
@@ -25,3 +28,13 @@ def test_a_full_disk_is_told_as_such(tmp_path):
         fill(disk)
         found = check_folder("run_dir", "run.dir", disk / "runs", Need(least=0, wanted=0))
     assert found.result == "fail" and f"no space left on {disk}" in found.detail and "make room" in found.fix
+
+
+def test_a_disk_that_is_short_of_room_is_told_once_with_what_takes_it(tmp_path):
+    tree = {"model": {"path": "/m"}, "data": {"source": "synthetic"}, "learner": {"backend": "fsdp2"}}
+    with small_disk(tmp_path / "disk", 1 << 20) as disk:
+        part = Part(config=validate_config(tree), actors=["learner/0"], address="127.0.0.1", run=disk / "runs" / "mine")
+        (found,) = part_module._check_folders(part, ModelSize(parameters=1000, bytes=4000))
+    assert (found.check, found.result) == ("checkpoint_dir", "warn")
+    taken = "11.7 KiB for each of 3 checkpoints, 1.0 GiB for logs, metrics and samples of a long run, 3.9 KiB for the"
+    assert taken in found.detail, found.detail

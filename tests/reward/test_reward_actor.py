@@ -195,7 +195,8 @@ def test_the_user_hears_of_each_kind_of_failure_with_its_place_and_then_counts(t
                     assert await failing(rollouter, text, f"0-{number}") == "reward_failed"
             assert await failing(rollouter, "sleep 99", "0-7") == "reward_failed"
             line = MODULE[: MODULE.index("no judge")].count("\n") + 1
-            told = {notice.key: (notice.count, notice.text) for notice in actor._notices.take()}
+            notices = actor._notices.take()
+            told = {notice.key: (notice.count, f"{notice.text}. {notice.meanwhile}") for notice in notices}
             function, path = "reward function actor_rewards:act", tmp_path / "actor_rewards.py"
             then = "A trajectory is tried 3 times, then it is left out of its group (rollout.on_failed_trajectory)"
             hint = "; reward.on_timeout = NUMBER would give such a response that reward"
@@ -219,6 +220,7 @@ def test_the_user_hears_of_each_kind_of_failure_with_its_place_and_then_counts(t
                     f"{then}{hint}",
                 ),
             }
+            assert [notice.of for notice in notices] == ["10 calls", "11 calls", "12 calls", "13 calls"]
             spent = actor.histograms.taken()["reward/run_s"]
             assert sum(spent.counts) == 13, "the calls that failed are among them"
             assert spent.counts[EDGES["reward/run_s"].index(1.0)] == 1, "one has run until its deadline"

@@ -77,7 +77,7 @@ def test_filtered_groups_are_replaced_and_no_signal_ends_the_run(tmp_path):
     system = System(config, tmp_path / "run")
     with pytest.raises(Exception, match="no signal") as caught:
         asyncio.run(system.run())
-    assert "Rewards seen: " in str(caught.value)
+    assert "had equal rewards in themselves (reward " in str(caught.value)
     assert system.actors["learner/0"]._intake.ledger.count("filtered") > 12
 
 
