@@ -13,6 +13,7 @@ answer, or looks up something else, one time in three that it ought to look on.
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterator
 from string import ascii_lowercase
@@ -28,11 +29,13 @@ NOT_THERE = "none"
 class Table:
     """The tools of an episode: ``tools = ["tools.learn.tool_lookup:Table"]``."""
 
-    def __init__(self, task: Any) -> None:
+    def __init__(self, task: Any, *, latency_s: float = 0.0) -> None:
         self._entries: dict[str, str] = task.row["table"]
+        self._latency_s = latency_s
 
-    def look_up(self, key: str) -> str:
+    async def look_up(self, key: str) -> str:
         """The entry of a key."""
+        await asyncio.sleep(self._latency_s)
         return self._entries.get(key, NOT_THERE)
 
 

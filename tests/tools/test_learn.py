@@ -1,0 +1,109 @@
+"""The recipes of tools/learn: their tasks, demonstrations and labels. No test trains."""
+
+import asyncio
+import random
+from itertools import islice
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tools.learn import guess_number, tool_lookup
+from tools.learn.__main__ import RECIPES, findings, launch_command
+from tools.learn.assets import Assets, draw_rows
+from tools.learn.guess_number import GUESSES, GuessNumber
+from tools.learn.tool_lookup import NOT_THERE, Table
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=lambda recipe: recipe.name)
+def test_what_is_held_out_is_in_no_training_row(recipe):
+    heldout, train = draw_rows(recipe)
+    assert (len(heldout), len(train)) == (recipe.settings.heldout, recipe.settings.train)
+    rows = [repr(sorted(row.items())) for row in [*heldout, *train]]
+    assert len(set(rows)) == len(rows)
+
+
+def played(number, guesses):
+    game = GuessNumber()
+    assert game.reset(SimpleNamespace(row={"prompt": "10-41", "number": number})) == "10-41"
+    return [game.step({"role": "assistant", "content": guess}) for guess in guesses]
+
+
+def test_the_game_answers_each_guess_and_rewards_the_number():
+    assert played(20, ["30", "15", "20"]) == [("<", 0.0, False), (">", 0.0, False), ("=", 1.0, True)]
+    assert played(20, ["30"] * GUESSES)[-1] == ("<", 0.0, True)
+    assert played(20, ["x"]) == [("?", 0.0, True)]
+
+
+@given(st.integers(10, 41))
+def test_halving_what_is_left_always_finds_the_number(number):
+    low, high, guesses = 10, 41, []
+    game = GuessNumber()
+    game.reset(SimpleNamespace(row={"prompt": "10-41", "number": number}))
+    done = False
+    while not done:
+        guesses.append((low + high) // 2)
+        said, reward, done = game.step({"content": str(guesses[-1])})
+        low, high = (low, guesses[-1] - 1) if said == "<" else (guesses[-1] + 1, high)
+    assert reward == 1.0
+
+
+@given(st.integers(0, 1000))
+def test_a_game_of_the_teacher_is_one_that_the_game_allows(seed):
+    source = random.Random(seed)
+    (row,) = islice(guess_number.rows(source), 1)
+    messages = guess_number.demonstrate(row, source)
+    game = GuessNumber()
+    assert messages[0]["content"] == game.reset(SimpleNamespace(row=row))
+    guesses = [message for message in messages if message["role"] == "assistant"]
+    answers = [message["content"] for message in messages[2:] if message["role"] == "user"]
+    assert 1 <= len(guesses) <= GUESSES
+    assert [game.step(guess)[0] for guess in guesses][: len(answers)] == answers
+
+
+def test_a_table_leads_from_key_to_key_to_value():
+    source = random.Random(0)
+    for row in islice(tool_lookup.rows(source), 50):
+        table = Table(SimpleNamespace(row=row))
+        second = asyncio.run(table.look_up(row["prompt"]))
+        assert asyncio.run(table.look_up(second)) == row["answer"]
+        assert asyncio.run(table.look_up("??")) == NOT_THERE
+
+
+def test_only_what_the_assistant_says_is_learned():
+    pytest.importorskip("torch")
+    from tools.learn.chat_model import make_tokenizer
+    from tools.learn.warmup import IGNORED, labelled
+
+    tokenizer, source = make_tokenizer(), random.Random(3)
+    for recipe in RECIPES.values():
+        (row,) = islice(recipe.rows(source), 1)
+        messages = recipe.demonstrate(row, source)
+        ids, labels = labelled(tokenizer, messages, recipe)
+        learned = tokenizer.decode([id for id, label in zip(ids, labels, strict=True) if label != IGNORED])
+        said = [message for message in messages if message["role"] == "assistant"]
+        assert learned.count("<|end|>") == len(said)
+        assert learned.count("<tool_call>") == sum(len(message.get("tool_calls", ())) for message in said)
+        assert all(message["content"] in learned for message in said)
+        assert row["prompt"] not in learned.partition("<tool_call>")[0]
+
+
+def test_a_run_is_told_by_its_first_and_last_version(tmp_path):
+    lines = [
+        {"step": 0, "weights/version": 0, "eval/heldout/mean": 0.25},
+        {"step": 1, "rollout/mixed_version_fraction": 0.2},
+        {"step": 1, "rollout/mixed_version_fraction": 0.4},
+        {"step": 2, "rollout/mixed_version_fraction": 0.6},
+        {"step": 2, "weights/version": 2, "eval/heldout/mean": 0.75},
+    ]
+    assert findings(lines) == {
+        "steps": 2,
+        "mixed_version_fraction": 0.5,
+        "versions": [0, 2],
+        "heldout_before": 0.25,
+        "heldout_after": 0.75,
+    }
+    command = launch_command("guess-number", Assets(tmp_path), ["--run.seed", "1"])
+    assert command[-2:] == ["--run.seed", "1"]
+    assert str(tmp_path / "model") in command
