@@ -194,5 +194,6 @@ def test_frameworks_fork_where_they_rewrite_answers(agents):
     for client in FRAMEWORKS[:3]:
         assert all(sequences == 1 for _, sequences in table[client])
         assert any(turns > 1 for turns, _ in table[client])
+    # smolagents write calls of tools into prose, and put code into other words.
     for client in FRAMEWORKS[3:]:
-        assert any(turns > 1 for turns, _ in table[client])
+        assert any(sequences > 1 for _, sequences in table[client])

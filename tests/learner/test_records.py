@@ -55,7 +55,14 @@ def test_a_conversation_is_written_with_its_messages_turns_and_roles(tmp_path):
     RecordFiles(tmp_path, 1).samples(1, 4, [group])
     (sample,) = lines(tmp_path / "samples" / "step_000001.jsonl")
     single, conversation = sample["trajectories"]
-    own = {"tokens": [0, 1, 2], "spans": [[4, 0, 1, "sampled"], [5, 1, 3, "sampled"]], "turns": []}
+    scores = [each.logprobs.tolist() for each in second.sequences]
+    assert [len(each) for each in scores] == [3, 2]
+    own = {
+        "tokens": [0, 1, 2],
+        "logprobs": scores[0],
+        "spans": [[4, 0, 1, "sampled"], [5, 1, 3, "sampled"]],
+        "turns": [],
+    }
     assert (single["messages"], single["sequences"]) == ([], [own])
     assert conversation["messages"] == second.messages
     assert (conversation["turns"], conversation["forks"], conversation["stage_s"]) == (2, {"cut": 1}, {"engine": 0.5})
@@ -65,6 +72,7 @@ def test_a_conversation_is_written_with_its_messages_turns_and_roles(tmp_path):
         {
             "prompt_ids": [3],
             "tokens": [7, 8, 9, 5],
+            "logprobs": scores[1],
             "spans": [[-1, 0, 1, "repeated"], [-1, 1, 2, "context"], [6, 2, 4, "sampled"]],
             "turns": [[2, 4, 0.5]],
         },
