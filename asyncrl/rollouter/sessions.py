@@ -14,7 +14,7 @@ import asyncio
 import hashlib
 import secrets
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
@@ -39,6 +39,8 @@ from asyncrl.tokenizer import Tokenizer
 
 T = TypeVar("T")
 KEY_BYTES = 16
+MOST_CHARACTERS = 256
+"""Of a token, on average over a context: what has more for each token that there is room for is not even rendered."""
 
 
 class Session:
@@ -185,6 +187,7 @@ class Sessions:
         try:
             if call.prompt is None:
                 messages = normalise_messages(request.messages)
+                self._require_renderable(session, messages)
                 async with session.rendering:
                     prompt = await self._prompt(session, messages, tools, options)
                     most = self._room(session, prompt)
@@ -230,6 +233,15 @@ class Sessions:
             if extension is not None:
                 return conversation.extend(resolved, extension)
         return conversation.branch(resolved, await self._in_thread(renderer.render, messages, tools, options))
+
+    def _require_renderable(self, session: Session, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Encoding tens of megabytes takes minutes of a thread. Raises EpisodeOver."""
+        characters = sum(len(message.get("content") or "") for message in messages)
+        if characters > self._longest * MOST_CHARACTERS:
+            raise session.end_by_length(
+                f"its messages have {characters} characters, and its context with an answer may have {self._longest} "
+                "tokens (episode.max_context_tokens)"
+            )
 
     def _room(self, session: Session, prompt: Prompt) -> int:
         """The longest answer that the run allows. Raises EpisodeOver."""
