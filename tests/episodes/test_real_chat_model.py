@@ -1,7 +1,8 @@
 """SmolLM2-135M-Instruct with its own chat template, through the endpoint on the real vLLM: the verdicts of the check of
 its template, conversations with a tool, and exact log-probs while weights change.
 
-Skipped where ASYNCRL_CHAT_MODEL does not name its folder; ``make chat-model`` fetches it (tools/chat_model.py).
+Skipped where ASYNCRL_CHAT_MODEL does not name its folder; ``make chat-model`` fetches it (tools/smollm2.py)
+and runs this.
 """
 
 import asyncio
