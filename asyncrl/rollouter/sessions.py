@@ -14,7 +14,7 @@ import asyncio
 import hashlib
 import secrets
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeVar
@@ -40,6 +40,8 @@ from asyncrl.tokenizer import Tokenizer
 
 T = TypeVar("T")
 KEY_BYTES = 16
+MOST_CHARACTERS = 256
+"""Of a token, on average over a context: what has more for each token that there is room for is not even rendered."""
 
 
 class Session:
@@ -230,6 +232,7 @@ class Sessions:
             options = self._config.chat.template_options | request.template_options
             if call.prompt is None:
                 messages = normalise_messages(request.messages)
+                self._require_renderable(session, messages)
                 async with session.rendering:
                     prompt = await self._prompt(session, messages, tools, options)
                     most = self._room(session, prompt)
@@ -282,6 +285,16 @@ class Sessions:
         # With our answers as they were given: agents drop the reasoning of theirs.
         ids = await self._in_thread(renderer.render, resolved.messages, tools, options)
         return conversation.branch(resolved, ids)
+
+    def _require_renderable(self, session: Session, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Encoding tens of megabytes takes minutes of a thread. Raises EpisodeOver."""
+        longest = self._config.longest_context(session.ticket.purpose)
+        characters = sum(len(message.get("content") or "") for message in messages)
+        if characters > longest * MOST_CHARACTERS:
+            raise session.end_by_length(
+                f"its messages have {characters} characters, and its context with an answer may have {longest} tokens "
+                "(episode.max_context_tokens)"
+            )
 
     def _room(self, session: Session, prompt: Prompt) -> int:
         """The longest answer that the run allows. Raises EpisodeOver."""

@@ -38,6 +38,27 @@ def test_i1_i7_nothing_is_lost_or_left_over_by_a_run_that_is_broken_again_and_ag
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("episodes", ["function", "command"])
+def test_i1_i7_nothing_is_lost_or_left_over_whatever_of_the_episodes_is_broken(episodes):
+    """I1, I5 and I7: agents, workers and hosts of episodes too, in the middle of turns."""
+    seed = random.randrange(1 << 32)
+    command = ["-m", "tools.chaos", "--episodes", episodes, "--seed", str(seed), "--json", "--faults", "6"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, *command, "--kind", "kill", "--kind", "freeze"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["problems"] == [] and report["episodes"] == episodes
+    assert report["figures"]["trained"] > 50
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("transport", "mode"), [("gloo", "keep"), ("stream", "abort_resume")])
 def test_the_real_vllm_takes_a_version_a_step(capfd, transport, mode):
     """I3 and I4: two rollouters, every update verified in full."""

@@ -20,6 +20,7 @@ from asyncrl.errors import BroadcastFailed, WeightsCorrupt
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.messages.weights import Bucket, BucketLayout, Collective, CollectiveGroup, Manifest
 from asyncrl.rollouter.engines.base import EngineLoad, GenerationRequest
+from asyncrl.rollouter.engines.vllm.adapter import submission_seed
 from asyncrl.rollouter.engines.vllm.engine import VllmEngine
 from asyncrl.weights.broadcast import Broadcast
 from asyncrl.weights.collective.sender import Sender
@@ -210,6 +211,12 @@ def test_a_response_ends_with_its_first_stop_token(served: Served, models: list[
     cut = served.run(collect(served.engine, ask(seed=5, stop_token_ids=[stop, VOCAB - 2])))
     assert (cut.tokens, cut.reason) == (whole.tokens[: first + 1], "stop")
     assert cut.spans[-1].end == len(cut.logprobs) == first + 1
+
+
+def test_a_resume_replays_no_noise_of_the_response() -> None:
+    seeds = [submission_seed(ask(seed=5, held=held)) for held in (0, 1, 2, 1)]
+    assert seeds[0] == 5 and seeds[1] == seeds[3] and len(set(seeds)) == 3
+    assert submission_seed(ask(seed=None, held=3)) is None
 
 
 def test_seeds_repeat_and_differ(served: Served, models: list[Any]) -> None:

@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from session_cases import World
 from tiny_models import Publisher
-from whole import play, whole, worst_error
+from whole import play, vllm_world, whole, worst_error
 
-from asyncrl.rollouter.engines import make_engine
 from tools.learn.chat_model import make_model, make_tokenizer, save
 from tools.learn.recipe import Settings
 
@@ -82,21 +80,12 @@ def test_i4_each_trained_token_of_an_episode_has_the_log_prob_of_the_weights_of_
 
     async def main():
         publisher = Publisher()
-        world = World(
+        world = vllm_world(
             tmp_path,
-            model=folder,
-            engine=lambda config: make_engine(config, "rollouter/0"),
-            publish=lambda version: publisher.publish_model(version, made[version % 2]),
-            rollout={
-                "engine": "vllm",
-                "gpus_per_replica": 0,
-                "max_tokens": MAX_TOKENS,
-                "concurrency": 16,
-                "stream_interval": 4,
-                "vllm": {"cpu_kv_cache_bytes": 64 << 20, "threads": 1, "max_num_seqs": 32},
-            },
+            folder,
+            lambda version: publisher.publish_model(version, made[version % 2]),
+            max_tokens=MAX_TOKENS,
             data={"max_prompt_tokens": 400},
-            episode={"function": "agent:play"},
         )
         async with whole(world, tmp_path):
             updating = asyncio.ensure_future(world.update_every(150))

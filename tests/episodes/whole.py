@@ -21,6 +21,7 @@ from tiny_models import logprobs_of
 from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply, TurnReward, TurnRewarded
 from asyncrl.messages.groups import Trajectory
 from asyncrl.rollouter.account import GroupAccount
+from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.player import EpisodePlayer
 from asyncrl.runtime.actor import Caller, handler
 from asyncrl.runtime.peer import Peer
@@ -62,6 +63,27 @@ async def whole(world: World, run_dir: Path) -> AsyncIterator[Hosted]:
             clock=world.clock,
         )
         yield hosted
+
+
+def vllm_world(folder: Path, model: Path, publish: Any, *, max_tokens: int, **sections: Any) -> World:
+    """A world in which vLLM speaks; agent:play plays."""
+    vllm = {"cpu_kv_cache_bytes": 256 << 20, "threads": 1, "max_num_seqs": 32}
+    return World(
+        folder,
+        model=model,
+        engine=lambda config: make_engine(config, "rollouter/0"),
+        publish=publish,
+        rollout={
+            "engine": "vllm",
+            "gpus_per_replica": 0,
+            "max_tokens": max_tokens,
+            "concurrency": 16,
+            "stream_interval": 4,
+            "vllm": vllm,
+        },
+        episode={"function": "agent:play"},
+        **sections,
+    )
 
 
 def play(world: World, prompt: str, sample: int = 0, **ticket: Any) -> asyncio.Task[Trajectory]:

@@ -1,6 +1,7 @@
 """Sessions: calls of agents, over a real chat template and engine host."""
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
@@ -137,6 +138,22 @@ def test_parallel_calls_have_noise_that_their_order_does_not_change(tmp_path):
         world.account.attempts = 0
         assert await keys(world, ["b", "a"]) == first
         assert first["a"] != first["b"]
+
+    play(tmp_path, main)
+
+
+def test_calls_that_ask_the_same_are_told_apart_by_their_arrival(tmp_path):
+    async def main(world):
+        session = world.open()
+        render, pauses = world.renderer.render, iter([0.1, 0.0])
+
+        def slower_at_first(*asked):
+            time.sleep(next(pauses))
+            return render(*asked)
+
+        world.renderer.render = slower_at_first
+        await asyncio.gather(*(world.chat(session.key, [user("hi")], call=name) for name in ("first", "second")))
+        assert [session.calls[name].key.rpartition("/")[2] for name in ("first", "second")] == ["1", "2"]
 
     play(tmp_path, main)
 

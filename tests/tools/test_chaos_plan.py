@@ -19,6 +19,9 @@ def test_every_role_is_a_victim():
         *("learner/0", "learner/1", "rollouter/0", "rollouter/1", "engine_core/0", "engine_core/1"),
     ]
     assert not any(name.startswith("engine_core") for name in victims(2, 2, cores=False))
+    plain = victims(2, 2, cores=False)
+    assert victims(2, 2, cores=False, episodes="function") == [*plain, "episodes/0", "episodes/1", "episode_worker"]
+    assert victims(2, 2, cores=False, episodes="command") == [*plain, "episodes/0", "episodes/1", "agent"]
 
 
 @given(seeds, st.integers(0, 120), st.integers(0, 6))

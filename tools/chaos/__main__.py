@@ -3,12 +3,14 @@
     python -m tools.chaos --faults 40
     python -m tools.chaos --faults 20 --everything 5 --seed 7 --json
     python -m tools.chaos --engine vllm --faults 20
+    python -m tools.chaos --episodes command --faults 20
 
 Every process of the run but launcher, guard and node agent is killed (SIGKILL), frozen for good, for a while, or for
-a moment (SIGSTOP); its disk is filled for a while; its network is cut for a while, and all its connections are reset.
-With ``--everything`` all its processes, those included, end at once, some of them in the middle of a checkpoint, and it
-goes on by ``--resume auto``. At the end: training came to its last step with exit code 0, every prompt has exactly one
-outcome and none is lost, and no process, port, shared memory or temporary file is left.
+a moment (SIGSTOP), those that play episodes (``--episodes``) included; its disk is filled for a while; its network is
+cut for a while, and all its connections are reset. With ``--everything`` all its processes, also the first three, end
+at once, some of them in the middle of a checkpoint, and it goes on by ``--resume auto``. At the end: training came to
+its last step with exit code 0, every prompt has exactly one outcome and none is lost, and no process, port, shared
+memory or temporary file is left.
 
 The seed is printed. Exit code 0 only when nothing was lost, repeated or left over. With ``--json`` the last line of
 stdout is one JSON object, and everything else goes to stderr.
@@ -30,7 +32,7 @@ from typing import Any, TextIO
 
 from tools.chaos.audit import Expected, Findings, Problem, audit, read_lines
 from tools.chaos.faults import Striker, Struck
-from tools.chaos.plan import ON_MACHINE, ON_PROCESSES, Fault, Kind, draw, steps_of_run, victims
+from tools.chaos.plan import ON_MACHINE, ON_PROCESSES, Episodes, Fault, Kind, draw, steps_of_run, victims
 from tools.chaos.score import rows
 from tools.chaos.settings import (
     DISK_MIB,
@@ -42,6 +44,7 @@ from tools.chaos.settings import (
     expected,
     sim_tree,
     vllm_tree,
+    with_episodes,
 )
 from tools.chaos.torment import NotRecovered, torment
 from tools.chaos.world import World, enter
@@ -58,7 +61,10 @@ VLLM_STEPS = 50
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    chosen = _parser().parse_args(arguments)
+    parser = _parser()
+    chosen = parser.parse_args(arguments)
+    if chosen.episodes and chosen.engine != "sim":
+        parser.error("--episodes is for the simulated engine")
     out = sys.stderr if chosen.json else sys.stdout
     seed = random.randrange(1 << 32) if chosen.seed is None else chosen.seed
     with tempfile.TemporaryDirectory(prefix="asyncrl-chaos-") as name:
@@ -66,7 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         world = World(folder, DISK_MIB[chosen.engine])
         try:
             kinds = tuple(kind for kind in chosen.kind or ALL if kind in ON_PROCESSES or kind in world.kinds)
-            report = go(chosen.engine, chosen.faults, chosen.everything, kinds, seed, folder, world, out)
+            report = go(
+                chosen.engine, chosen.episodes, chosen.faults, chosen.everything, kinds, seed, folder, world, out
+            )
         finally:
             if chosen.keep and world.alone:
                 # Its disk goes with this process.
@@ -79,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def go(
     engine: str,
+    episodes: Episodes,
     count: int,
     everything: int,
     kinds: Sequence[Kind],
@@ -89,9 +98,10 @@ def go(
 ) -> dict[str, Any]:
     """One round; what became of it, in the words of the JSON object."""
     silence_s = SIM_SILENCE_S if engine == "sim" else VLLM_SILENCE_S
-    struck_at = victims(REPLICAS, RANKS, cores=False) if engine == "sim" else victims(1, RANKS, cores=True)
+    sim = engine == "sim"
+    struck_at = victims(REPLICAS if sim else 1, RANKS, cores=not sim, episodes=episodes)
     faults = draw(seed, count, struck_at, kinds, everything=everything, silence_s=silence_s)
-    tree, promised = _configuration(engine, seed, faults, folder)
+    tree, promised = _configuration(engine, episodes, seed, faults, folder)
     print(f"seed {seed}: {len(faults)} faults, {promised.steps} steps", file=out)
     skipped = [kind for kind in ON_MACHINE if kind not in world.kinds]
     if skipped:
@@ -131,6 +141,7 @@ def go(
         run.close()
     report = {
         "engine": engine,
+        "episodes": episodes,
         "seed": seed,
         "seconds": round(time.monotonic() - began, 1),
         "skipped": skipped,
@@ -149,13 +160,15 @@ def go(
     return report
 
 
-def _configuration(engine: str, seed: int, faults: Sequence[Fault], folder: Path) -> tuple[dict[str, Any], Expected]:
+def _configuration(
+    engine: str, episodes: Episodes, seed: int, faults: Sequence[Fault], folder: Path
+) -> tuple[dict[str, Any], Expected]:
     steps = steps_of_run(faults)
     if engine == "sim":
         data = folder / "data.jsonl"
         made = list(rows(SIM_PROMPTS))
         data.write_text("".join(json.dumps(row) + "\n" for row in made))
-        tree = sim_tree(seed, steps, data)
+        tree = with_episodes(sim_tree(seed, steps, data), episodes)
         return tree, expected(tree, SIM_PROMPTS, [row["kind"] for row in made])
     from tools.quickstart.__main__ import CACHE
     from tools.quickstart.assets import ensure_assets
@@ -224,6 +237,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--engine", choices=("sim", "vllm"), default="sim", help="simulated, or the quickstart's training"
+    )
+    parser.add_argument(
+        "--episodes", choices=("function", "command"), help="simulated agents play, so (a prompt has one response)"
     )
     parser.add_argument("--faults", type=int, default=40, metavar="N", help="faults in one run (40)")
     parser.add_argument("--everything", type=int, default=0, metavar="K", help="ends of all processes at once (0)")

@@ -15,9 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tools.chaos.plan import Fault
+from tools.chaos.settings import PROGRAM
 from tools.chaos.world import World
 from tools.live_run import LiveRun, UpdatePhases
 
+TITLES = {"reward_worker": "asyncrl reward worker", "episode_worker": "asyncrl episodes worker", "agent": PROGRAM}
+"""Of the processes of which there are several."""
 CHECKPOINT_WAIT_S = 20.0
 """Longest wait for a checkpoint to be under way."""
 
@@ -85,9 +88,9 @@ class Striker:
     def pids(self, victim: str) -> list[int]:
         """The process that ``victim`` is just now; none while there is none."""
         role, _, index = victim.partition("/")
-        if role == "reward_worker":
-            workers = self._run.titled("asyncrl reward worker")
-            return [self._randomness.choice(workers)] if workers else []
+        if role in TITLES:
+            found = self._run.titled(TITLES[role])
+            return [self._randomness.choice(found)] if found else []
         if role == "engine_core":
             return self._run.engine_cores(f"rollouter/{index}")
         pid = self._run.pid(victim)

@@ -16,6 +16,8 @@ ON_PROCESSES: tuple[Kind, ...] = ("kill", "freeze", "stall", "delay")
 """SIGKILL; SIGSTOP for good; SIGSTOP for about as long as supervision takes to notice; SIGSTOP for a moment."""
 ON_MACHINE: tuple[Kind, ...] = ("disk", "cut", "reset")
 """No room in the run's folder for a while; no loopback network for a while; every connection reset at once."""
+Episodes = Literal["function", "command"] | None
+"""How a run's episodes are played; None: a prompt has one response."""
 MACHINE_CARDS = 3
 """Of each kind that strikes the machine, for one of each kind and victim."""
 STEPS_PER_FAULT = 6
@@ -30,7 +32,8 @@ class Fault:
 
     kind: Kind
     victim: str
-    """An actor, an engine core (engine_core/N), a worker of the reward pool (reward_worker), or empty: the machine."""
+    """An actor, an engine core (engine_core/N), a worker of the reward pool (reward_worker) or of an episode host
+    (episode_worker), a program that plays an episode (agent), or empty: the machine."""
     after_step: int
     """It comes once this many steps were trained"""
     after_s: float
@@ -45,8 +48,12 @@ class Fault:
         return f"{self.kind} {self.victim}".rstrip() + lasts
 
 
-def victims(replicas: int, ranks: int, *, cores: bool) -> list[str]:
-    """Every process of a run that may be struck alone; ``cores``: engines have processes of their own."""
+def victims(replicas: int, ranks: int, *, cores: bool, episodes: Episodes = None) -> list[str]:
+    """Every process of a run that may be struck alone.
+
+    ``cores``: engines have processes of their own; ``episodes``: how they are played.
+    """
+    played_by = {None: [], "function": ["episode_worker"], "command": ["agent"]}[episodes]
     return [
         "controller/0",
         "dataloader/0",
@@ -56,6 +63,8 @@ def victims(replicas: int, ranks: int, *, cores: bool) -> list[str]:
         *(f"learner/{rank}" for rank in range(ranks)),
         *(f"rollouter/{index}" for index in range(replicas)),
         *(f"engine_core/{index}" for index in range(replicas if cores else 0)),
+        *(f"episodes/{index}" for index in range(replicas if episodes else 0)),
+        *played_by,
     ]
 
 

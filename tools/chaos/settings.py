@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
 from tools.chaos.audit import Expected
+from tools.chaos.plan import Episodes
 from tools.chaos.score import KINDS
 from tools.quickstart.__main__ import CONFIG
 from tools.quickstart.assets import Assets
 
+PROGRAM = str(Path(__file__).with_name("agent.py"))
 SIM_SILENCE_S = 3.0
 VLLM_SILENCE_S = 20.0
 SIM_PROMPTS = 300
@@ -65,6 +68,22 @@ def sim_tree(seed: int, steps: int, data: Path) -> dict[str, Any]:
         "supervision": {**_SUPERVISION, "silence_s": SIM_SILENCE_S, "start_timeout_s": 60.0},
         "log": {"level": "debug"},
     }
+
+
+def with_episodes(tree: dict[str, Any], episodes: Episodes) -> dict[str, Any]:
+    """The same run, each of whose trajectories is an episode of the agent's."""
+    if episodes is None:
+        return tree
+    agent = {"function": "tools.chaos.agent:play"} if episodes == "function" else {"command": [sys.executable, PROGRAM]}
+    limits = {
+        "max_context_tokens": 2048,
+        "start_timeout_s": 10.0,
+        "turn_timeout_s": 5.0,
+        "timeout_s": 60.0,
+        "close_timeout_s": 2.0,
+        "stall_timeout_s": SIM_SILENCE_S,
+    }
+    return tree | {"episode": agent | limits, "data": tree["data"] | {"max_prompt_tokens": 64}}
 
 
 def vllm_tree(seed: int, steps: int, assets: Assets) -> dict[str, Any]:
