@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import socket
 import sys
 import threading
@@ -50,6 +51,8 @@ from asyncrl.runtime.workers.user_code import NotCallable, describe, kind_of
 from asyncrl.runtime.workers.worker import NO_SOCKET_EXIT, end, find_modules_here, stay_alone
 
 STOPPED = "it was stopped"
+CHAT_PLACE = re.compile(r"\$\[1\]\.")
+"""Where a call lies in its frame."""
 
 
 class Session:
@@ -106,7 +109,7 @@ class Worker:
         self._setup, self._player, self._writer = setup, player, writer
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._loop.set_task_factory(_owned_task)
-        self._encoder = msgspec.msgpack.Encoder()
+        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Asked)
         self._sessions: dict[str, Session] = {}
         self._episodes: dict[str, asyncio.Task[None]] = {}
 
@@ -128,14 +131,31 @@ class Worker:
                     self._episodes[key].cancel()
 
     def ask(self, chat: Chat) -> None:
-        """Send a call of the policy. Raises ChatRefused for one that is too large."""
-        body = self._encoder.encode(Asked(chat))
+        """Send a call of the policy. Raises ChatRefused for one that is too large, or that the host could not read."""
+        try:
+            body = self._encoder.encode(Asked(chat))
+        except Exception as error:
+            raise ChatRefused(self._unsendable(chat), f"cannot be sent: {error}") from error
         if len(body) > self._setup.max_request_bytes:
             raise ChatRefused(
                 "messages",
                 f"are {len(body)} bytes, {self._setup.max_request_bytes} are allowed (episode.max_request_bytes)",
             )
+        try:
+            self._decoder.decode(body)
+        except msgspec.ValidationError as error:
+            problem, _, place = str(error).partition(" - at ")
+            raise ChatRefused(CHAT_PLACE.sub("", place).strip("`") or "messages", problem) from error
         self._write(body)
+
+    def _unsendable(self, chat: Chat) -> str:
+        """The first field that cannot be encoded."""
+        for name, value in msgspec.structs.asdict(chat).items():
+            try:
+                self._encoder.encode(value)
+            except Exception:
+                return name
+        return "messages"
 
     def send(self, message: ToHost) -> None:
         """To the host, from the event loop."""
@@ -171,7 +191,11 @@ class Worker:
 
     def _over(self, ended: Ended) -> None:
         del self._sessions[ended.session], self._episodes[ended.session]
-        if len(body := self._encoder.encode(ended)) > SMALL_BYTES:
+        try:
+            body = self._encoder.encode(ended)
+        except Exception as error:
+            body = self._encoder.encode(Ended(ended.session, error=f"ended in what cannot be told: {describe(error)}"))
+        if len(body) > SMALL_BYTES:
             body = self._encoder.encode(Ended(ended.session, error=f"returned components of {len(body)} bytes in all"))
         self._write(body)
 

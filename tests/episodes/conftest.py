@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 PLAYS = '''
-import asyncio, ctypes, os, subprocess, sys, threading, time
+import asyncio, ctypes, json, os, subprocess, sys, threading, time
 
 from asyncrl.episodes import Client, EpisodeOver, Task
 
@@ -24,6 +24,19 @@ async def play(task: Task, client: Client, **options):
         return {"a": 1, "b": 0.5}
     if words[0] == "odd":
         return "good"
+    if words[0] == "malformed":
+        field, value = words[1], json.loads(words[2])
+        if field == "messages":
+            await client.chat([{"role": "user", "content": {"text": chr(0xD83D), "object": object()}[value]}])
+        else:
+            await client.chat([{"role": "user", "content": "x"}], **{field: value})
+    if words[0] == "surrogate":
+        if words[1] == "raise":
+            raise ValueError("file \\udcff.txt")
+        if words[1] == "print":
+            print("half \\ud83d", end="")
+            return 1.0
+        return {"part \\ud83d": 1.0}
     if words[0] == "raise":
         raise ValueError("no luck")
     if words[0] == "leave":

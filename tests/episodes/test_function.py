@@ -253,6 +253,49 @@ def test_a_request_beyond_the_limit_is_refused_and_a_large_one_goes_through(tmp_
     run(body)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "refused"),
+    [
+        ("max_tokens 0", "max_tokens: Expected `int` >= 1"),
+        ("max_tokens 1.5", "max_tokens: Expected `int | null`, got `float`"),
+        ("stop [1]", "stop[0]: Expected `str`, got `int`"),
+        ('messages "text"', "messages: cannot be sent: 'utf-8' codec can't encode"),
+        ('messages "object"', "messages: cannot be sent: Encoding objects of type object is unsupported"),
+    ],
+)
+def test_a_malformed_call_is_refused_to_its_sender_alone(tmp_path: Path, prompt: str, refused: str) -> None:
+    async def body() -> None:
+        async with hosting(config_with(**PLAY, workers=1), tmp_path) as host:
+            beside = host.run("wait", uid="0-2")
+            done = await host.play(f"malformed {prompt}")
+            assert done.error.startswith(f"raised ChatRefused: {refused}")
+            assert (done.blame, beside.done(), host.rollouter.chats) == ("episode", False, [])
+            beside.cancel()
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "text"),
+    [
+        ("raise", r"raised ValueError: file \\udcff\.txt \(.*", []),
+        ("print", "", ["half \\ud83d"]),
+        ("return", "ended in what cannot be told: UnicodeEncodeError: .*", []),
+    ],
+)
+def test_text_that_cannot_be_encoded_ends_its_episode_all_the_same(
+    tmp_path: Path, how: str, error: str, text: list[str]
+) -> None:
+    async def body() -> None:
+        async with hosting(config_with(**PLAY, workers=1), tmp_path) as host:
+            printed = host.watch_output()
+            done = await host.play(f"surrogate {how}", timeout=20)
+            assert re.fullmatch(error, done.error)
+            assert [each for _, each, _ in printed] == text
+
+    run(body)
+
+
 def test_output_is_told_apart_and_bounded(tmp_path: Path) -> None:
     async def body() -> None:
         async with hosting(config_with(**PLAY, workers=1, max_output_bytes=100_000), tmp_path) as host:
