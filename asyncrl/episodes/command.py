@@ -138,6 +138,7 @@ class Programs:
             return playing
         program = self._running[session.key] = Program(session, playing, process)
         playing.on_stop = lambda: self._stop(program)
+        session.begin()
         return playing
 
     async def watch(self) -> None:

@@ -73,6 +73,13 @@ class Asked(msgspec.Struct, frozen=True, array_like=True, tag="asked"):
     chat: Chat
 
 
+class GaveUp(msgspec.Struct, frozen=True, array_like=True, tag="gave_up"):
+    """Nobody waits for the answer to an Asked any more; there is none."""
+
+    session: str
+    call: str
+
+
 class Rewarded(msgspec.Struct, frozen=True, array_like=True, tag="rewarded"):
     """A turn is credited."""
 
@@ -116,4 +123,4 @@ class Alive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
 
 
 ToWorker = Setup | Play | Answered | Denied | Stop
-ToHost = Ready | Asked | Rewarded | Printed | Noted | Ended | Alive
+ToHost = Ready | Asked | GaveUp | Rewarded | Printed | Noted | Ended | Alive

@@ -29,6 +29,7 @@ from asyncrl.episodes.frames import (
     Asked,
     Denied,
     Ended,
+    GaveUp,
     Noted,
     Play,
     Printed,
@@ -72,7 +73,11 @@ class Session:
         answer = self._waiting[chat.call] = asyncio.get_running_loop().create_future()
         try:
             self._worker.ask(chat)
-            reply: ChatReply = await answer
+            try:
+                reply: ChatReply = await answer
+            except asyncio.CancelledError:
+                self._worker.send(GaveUp(self.key, chat.call))
+                raise
             return reply
         finally:
             del self._waiting[chat.call]

@@ -27,6 +27,7 @@ from asyncrl.episodes.frames import (
     Asked,
     Denied,
     Ended,
+    GaveUp,
     Noted,
     Play,
     Printed,
@@ -92,7 +93,8 @@ class Workers:
         self._lone: list[Slot] = []
         self._waiting: deque[Open] = deque()
         self._suspects = Suspects()
-        self._answers: set[asyncio.Task[None]] = set()
+        self._answers: dict[tuple[str, str], asyncio.Task[None]] = {}
+        """Calls of the policy under way, by session and name."""
         self._started: asyncio.Future[None] = loop.create_future()
         self._end: asyncio.Future[None] = loop.create_future()
         self._all_ended = asyncio.Event()
@@ -189,7 +191,7 @@ class Workers:
         return Slot(StateLedger(time.monotonic, "player"), lone=lone)
 
     def _launch(self, slot: Slot) -> None:
-        slot.restart = None
+        slot.restart, slot.launched = None, self._loop.time()
         if self._end.done():
             return
         try:
@@ -266,10 +268,15 @@ class Workers:
             self._on_output(uids.pop() if len(uids) == 1 else "", text, dropped)
 
     def _look_at_all(self) -> None:
-        """Kill whoever stands still, has taken too much, or has an episode that does not end."""
+        """Kill whoever stands still, has taken too much, does not begin, or has an episode that does not end."""
         now, since, self._looked = self._loop.time(), self._looked, self._loop.time()
         for slot in [*self._slots, *self._lone]:
-            if slot.process is None or slot.process.ended or not slot.is_ready:
+            if slot.process is None or slot.process.ended:
+                continue
+            if not slot.is_ready:
+                if now - slot.launched > self._start_timeout_s:
+                    what = ", ".join(self._setup.code)
+                    slot.process.kill(f"was not ready within {self._start_timeout_s:g} s of importing {what}")
                 continue
             slot.silent_s = silence(slot.silent_s, heard=slot.heard, since=since, now=now, pause_s=self._pause_s)
             fault = find_fault(slot, self._config, now)
@@ -317,6 +324,7 @@ class Workers:
         if slot.ledger.state != "playing":
             slot.ledger.enter("playing")
         self._send(slot, Play(session.key, session.task.fields()))
+        session.begin()
 
     def _send(self, slot: Slot, message: ToWorker) -> None:
         if slot.process is not None:
@@ -348,8 +356,10 @@ class Workers:
                 self._ready(slot, problems)
             case Asked(chat) if (opened := slot.open.get(chat.session)) is not None and not opened.stopped:
                 answer = self._loop.create_task(self._answer(slot, opened.session, chat))
-                self._answers.add(answer)
-                answer.add_done_callback(self._answered)
+                self._answers[chat.session, chat.call] = answer
+                answer.add_done_callback(partial(self._answered, (chat.session, chat.call)))
+            case GaveUp(key, call) if (asked := self._answers.get((key, call))) is not None:
+                asked.cancel()
             case Rewarded(key, node, value) if (opened := slot.open.get(key)) is not None and not opened.stopped:
                 opened.session.credit(node, value)
             case Printed(key, text, dropped):
@@ -406,9 +416,10 @@ class Workers:
             self.counts.tool_errors += 1
             self._on_fault(f"{tool} {kind}", f"tool {tool} raised {error}; the policy was told")
 
-    def _answered(self, answer: asyncio.Task[None]) -> None:
+    def _answered(self, name: tuple[str, str], answer: asyncio.Task[None]) -> None:
         """What nobody expected ends the actor."""
-        self._answers.discard(answer)
+        if self._answers.get(name) is answer:
+            del self._answers[name]
         if not answer.cancelled() and (error := answer.exception()) is not None and not self._end.done():
             self._end.set_exception(error)
 

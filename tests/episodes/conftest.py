@@ -5,7 +5,12 @@ import pytest
 PLAYS = '''
 import asyncio, ctypes, json, os, subprocess, sys, threading, time
 
+import pydantic
+
 from asyncrl.episodes import Client, EpisodeOver, Task
+
+if os.path.exists("hang"):
+    time.sleep(1000)
 
 
 async def play(task: Task, client: Client, **options):
@@ -30,6 +35,12 @@ async def play(task: Task, client: Client, **options):
             await client.chat([{"role": "user", "content": {"text": chr(0xD83D), "object": object()}[value]}])
         else:
             await client.chat([{"role": "user", "content": "x"}], **{field: value})
+    if words[0] == "give-up":
+        asking = asyncio.create_task(client.chat([{"role": "user", "content": "slow"}]))
+        while not os.path.exists("asked"):
+            await asyncio.sleep(0.01)
+        asking.cancel()
+        return float(len((await client.chat([{"role": "user", "content": "again"}])).content))
     if words[0] == "surrogate":
         if words[1] == "raise":
             raise ValueError("file \\udcff.txt")
@@ -154,6 +165,11 @@ def add(a: int, b: int = 1) -> int:
         b (int): the second
     """
     return a + b
+
+
+def check(key: str) -> str:
+    """Check a key."""
+    return str(pydantic.TypeAdapter(int).validate_python(key))
 
 
 async def look_up(key: str) -> dict:

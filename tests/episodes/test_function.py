@@ -296,6 +296,54 @@ def test_text_that_cannot_be_encoded_ends_its_episode_all_the_same(
     run(body)
 
 
+def test_a_call_that_the_code_gives_up_is_given_up(tmp_path: Path) -> None:
+    async def body() -> None:
+        rollouter = Rollouter(waits, "abc")
+        async with hosting(config_with(**PLAY, workers=1), tmp_path, rollouter) as host:
+            playing = host.run("give-up")
+            await until(lambda: len(rollouter.chats) == 1)
+            (tmp_path / "asked").touch()
+            assert (await playing).reward == 3.0
+            await until(lambda: rollouter.cancelled == 1)
+            (tmp_path / "asked").unlink()
+
+    run(body)
+
+
+def test_the_rollouter_is_told_when_a_worker_begins_with_an_episode(tmp_path: Path) -> None:
+    async def body() -> None:
+        rollouter = Rollouter("a")
+        async with hosting(config_with(**PLAY, workers=1), tmp_path, rollouter) as host:
+            playing = host.run("wait", session="a" * 32)
+            await until(lambda: rollouter.began == ["a" * 32])
+            (slot,) = host.slots()
+            slot.is_ready = False
+            waiting = host.run("components", session="b" * 32)
+            await until(lambda: host.figure("waiting") == 1)
+            assert rollouter.began == ["a" * 32]
+            slot.is_ready = True
+            host.actor._players._assign()  # type: ignore[union-attr]
+            assert (await waiting).reward == 1.5
+            await until(lambda: rollouter.began == ["a" * 32, "b" * 32])
+            playing.cancel()
+
+    run(body)
+
+
+def test_a_replaced_worker_that_never_gets_ready_is_killed_and_tried_again(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with hosting(config_with(**PLAY, workers=1), tmp_path) as host:
+            host.actor._players._start_timeout_s = 3.0  # type: ignore[union-attr]
+            (tmp_path / "hang").touch()
+            assert (await host.play("exit")).blame == "host"
+            playing = host.run("reply", uid="0-2", timeout=40)
+            await until(lambda: host.figure("workers_killed") == 1)
+            (tmp_path / "hang").unlink()
+            assert (await playing).reward == 3.0
+
+    run(body)
+
+
 def test_output_is_told_apart_and_bounded(tmp_path: Path) -> None:
     async def body() -> None:
         async with hosting(config_with(**PLAY, workers=1, max_output_bytes=100_000), tmp_path) as host:
