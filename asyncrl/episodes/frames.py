@@ -116,6 +116,8 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
     components: dict[str, float] = {}
     error: str = ""
     kind: str = ""
+    left: int = 0
+    """Tasks that it has left behind and that did not end by being cancelled."""
 
 
 class Alive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):

@@ -1,8 +1,8 @@
 """A worker process of the episode host: ``python -m asyncrl.episodes.worker FD``.
 
 Runs many episodes at a time as tasks of one event loop; plain code runs in threads. Invariant: what an episode raises,
-prints and starts stays its own; its tasks have ended before it is said to have. A worker ends when the socket FD does,
-or its parent.
+prints and starts stays its own; its tasks have ended before it is said to have, but for those that do not end by being
+cancelled, which the host is told of. A worker ends when the socket FD does, or its parent.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class Worker:
         client = Client(session, session=key, model=self._setup.model, base_url=self._setup.base_url)
         ended = await self._outcome(key, session, printer, self._player(task, client))
         session.end("the user's code has ended")
-        await self._end_tasks(session)
+        ended = msgspec.structs.replace(ended, left=await self._end_tasks(session))
         printer.flush()
         # Behind what was sent by others for this episode.
         self._loop.call_soon(self._over, ended)
@@ -228,13 +228,15 @@ class Worker:
             current.set(None)
             _session.set(None)
 
-    async def _end_tasks(self, session: Session) -> None:
-        """Those that the episode has left behind; one that does not end is left to itself."""
+    async def _end_tasks(self, session: Session) -> int:
+        """End those that the episode has left behind. One that does not is left to itself; gives how many."""
         left = [task for task in session.tasks if not task.done()]
         for task in left:
             task.cancel()
-        if left:
-            await asyncio.wait(left, timeout=self._setup.close_timeout_s)
+        if not left:
+            return 0
+        _, deaf = await asyncio.wait(left, timeout=self._setup.close_timeout_s)
+        return len(deaf)
 
 
 def _owned_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **kwargs: Any) -> asyncio.Task[Any]:

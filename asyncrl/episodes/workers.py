@@ -10,6 +10,7 @@ more.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -47,6 +48,7 @@ from asyncrl.messages.monitor import ResourceRecord
 from asyncrl.monitor.states import StateLedger
 from asyncrl.runtime.workers.memory import resident_bytes
 from asyncrl.runtime.workers.process import REAP_INTERVAL_S, WorkerProcess, kill_living
+from asyncrl.runtime.workers.secrets import without_secrets
 
 BEATS = 8
 """A worker says that it is alive so often in the shorter of episode.stall_timeout_s and close_timeout_s."""
@@ -61,7 +63,8 @@ FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.2, 10.0
 
 class Workers:
     """``config.workers`` processes. ``on_output`` gets uid, text and bytes dropped; ``on_fault`` the kind and the text
-    of what a tool raised. ``start``, then ``play`` any number of times, then ``close``, all in the main thread.
+    of what a tool raised; ``secret`` names a variable that workers do not inherit, beside those of
+    runtime/workers/secrets.py. ``start``, then ``play`` any number of times, then ``close``, all in the main thread.
     """
 
     def __init__(
@@ -71,10 +74,11 @@ class Workers:
         model: str,
         base_url: str,
         start_timeout_s: float,
+        secret: str = "",
         on_output: Callable[[str, str, int], None] = lambda uid, text, dropped: None,
         on_fault: Callable[[str, str], None] = lambda kind, text: None,
     ) -> None:
-        self._config, self._start_timeout_s = config, start_timeout_s
+        self._config, self._start_timeout_s, self._secret = config, start_timeout_s, secret
         self._on_output, self._on_fault = on_output, on_fault
         self._loop = loop = asyncio.get_running_loop()
         self._setup = Setup(
@@ -201,6 +205,7 @@ class Workers:
                 max_frame_bytes=self._config.max_request_bytes + SMALL_BYTES,
                 max_output_bytes=self._config.max_output_bytes,
                 memory_key=MEMORY_KEY,
+                env=without_secrets(os.environ, self._secret),
                 on_output=lambda process: self._printed(slot, process),
                 on_frame=lambda _, frame: self._take(slot, self._decoder.decode(frame)),
                 on_end=lambda process, reason: self._ended(slot, process, reason),
@@ -407,6 +412,12 @@ class Workers:
             slot.ledger.enter("idle")
         if ended.error and not opened.playing.done():
             self._on_fault(ended.kind, f"{ended.error} (prompt {opened.session.task.uid})")
+        if ended.left:
+            self._on_fault(
+                "tasks that do not end",
+                f"left tasks behind that did not end within {self._setup.close_timeout_s:g} s of being cancelled, "
+                f"{ended.left} of them, and go on in their worker (prompt {opened.session.task.uid})",
+            )
         self._over(opened, EpisodeDone(reward=ended.reward, components=ended.components, error=ended.error))
 
     def _note(self, tool: str, error: str, kind: str, mistaken: bool) -> None:

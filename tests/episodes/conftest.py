@@ -99,6 +99,18 @@ async def play(task: Task, client: Client, **options):
     if words[0] == "leak":
         tasks = [asyncio.create_task(asyncio.sleep(1000)) for _ in range(3)]
         return 1
+    if words[0] == "deaf-task":
+        async def deaf():
+            while True:
+                try:
+                    await asyncio.sleep(0.01)
+                except asyncio.CancelledError:
+                    pass
+        asyncio.create_task(deaf())
+        await asyncio.sleep(0)
+        return 1
+    if words[0] == "environment":
+        return float("TEST_API_KEY" in os.environ)
     if words[0] == "tasks":
         # Those of other episodes that go on.
         return sum(not each.done() for each in asyncio.all_tasks() if "sleep" in repr(each.get_coro())) + 1

@@ -2,6 +2,7 @@ import asyncio
 import os
 import re
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -340,6 +341,40 @@ def test_a_replaced_worker_that_never_gets_ready_is_killed_and_tried_again(tmp_p
             await until(lambda: host.figure("workers_killed") == 1)
             (tmp_path / "hang").unlink()
             assert (await playing).reward == 3.0
+
+    run(body)
+
+
+def test_tasks_left_behind_that_do_not_end_are_told_of(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with hosting(config_with(**PLAY, workers=1, close_timeout_s=1.0), tmp_path) as host:
+            assert (await host.play("deaf-task")).reward == 1.0
+            ((_, text),) = host.notices().values()
+            assert "left tasks behind that did not end within 0.5 s of being cancelled, 1 of them" in text
+
+    run(body)
+
+
+def test_workers_do_not_inherit_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_API_KEY", "secret")
+
+    async def body() -> None:
+        async with hosting(config_with(**PLAY, workers=1), tmp_path) as host:
+            assert (await host.play("environment")).reward == 0.0
+
+    run(body)
+
+
+def test_a_host_without_the_endpoints_library_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "asyncrl.episodes.endpoint", None)
+
+    async def body() -> None:
+        with pytest.raises(BaseExceptionGroup) as caught:
+            async with hosting(config_with(**PLAY), tmp_path):
+                pass
+        assert caught.group_contains(ConfigError, match=r"pip install 'asyncrl\[episodes\]'")
 
     run(body)
 

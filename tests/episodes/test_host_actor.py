@@ -9,7 +9,6 @@ import aiohttp
 import pytest
 import structlog
 from hosted import Rollouter, config_with, hosting, is_over, refuses, until, waits, worker_pids
-
 from structlog.testing import capture_logs
 
 from asyncrl.episodes import actor as actor_module
