@@ -9,20 +9,24 @@ time with its place. The actor fails when the user's code cannot be had, or no w
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter, OrderedDict
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from asyncrl.episodes.command import Programs
-from asyncrl.episodes.endpoint import Endpoint
 from asyncrl.episodes.session import OnDelta, Session
 from asyncrl.episodes.workers import Workers
-from asyncrl.errors import EpisodeOver
+from asyncrl.errors import ConfigError, EpisodeOver
 from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply, EpisodeDone, RunEpisode
 from asyncrl.messages.monitor import AwaitRecord, Heartbeat, ResourceRecord
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.runtime.awaits import most_telling
+
+if TYPE_CHECKING:
+    from asyncrl.episodes.endpoint import Endpoint
 
 START_SHARE = 0.8
 """Of the time that an actor has for its start, what the workers may take, so that its own error comes first."""
@@ -39,6 +43,7 @@ LONGEST_TEXT = 600
 """Characters of a failure."""
 OTHERS = "others"
 ENDED = "it has ended"
+KEY = re.compile(r"(?<![0-9a-f])[0-9a-f]{32,64}(?![0-9a-f])")
 
 
 class EpisodesActor(Actor):
@@ -61,17 +66,26 @@ class EpisodesActor(Actor):
     async def setup(self) -> None:
         """Start the endpoint and the workers, and import the user's code in each. Raises ConfigError."""
         config = self.config.episode
+        try:
+            from asyncrl.episodes.endpoint import Endpoint
+        except ImportError as error:
+            told = f"the endpoint of episodes cannot be had ({error}); pip install 'asyncrl[episodes]' on this host"
+            raise ConfigError([told]) from error
         self._http = Endpoint(self, max_request_bytes=config.max_request_bytes, notify=self.notify, log=self.log)
         url = await self._http.start()
+        secret = str(self.config.reward.options.get("api_key_env", ""))
         self.tasks.create_task(self._http.watch(), name="watch_endpoint")
         if config.kind == "command":
-            self._players = Programs(config, base_url=f"{url}/v1", on_output=self._printed, on_fault=self._fault)
+            self._players = Programs(
+                config, base_url=f"{url}/v1", secret=secret, on_output=self._printed, on_fault=self._fault
+            )
         else:
             self._players = Workers(
                 config,
                 model=self.model,
                 base_url=f"{url}/v1",
                 start_timeout_s=START_SHARE * self.config.supervision.start_timeout_s,
+                secret=secret,
                 on_output=self._printed,
                 on_fault=self._fault,
             )
@@ -147,7 +161,9 @@ class EpisodesActor(Actor):
             done = await self._players.play(session)
             fault = await session.settle()
             self.histograms.observe("episodes/play_s", self.clock.now() - began)
-            return EpisodeDone(error=fault, blame="host") if fault and not done.error else done
+            if fault and not done.error:
+                return EpisodeDone(error=fault, blame="host")
+            return msgspec.structs.replace(done, error=self._masked(done.error)) if done.error else done
         finally:
             session.end(ENDED)
             del self._sessions[session.key]
@@ -185,18 +201,22 @@ class EpisodesActor(Actor):
     # --- what the user hears ---
 
     def _printed(self, uid: str, text: str, dropped: int) -> None:
-        self.log.info("printed", uid=uid, text=text, dropped_bytes=dropped)
+        self.log.info("printed", uid=uid, text=self._masked(text), dropped_bytes=dropped)
 
     def _fault(self, kind: str, text: str) -> None:
         """A failure of the user's code."""
         if kind not in self._first and len(self._first) >= MOST_KINDS - 1:
             kind, text = OTHERS, f"fails in further ways, first: {text}"
-        line = " ".join(text.split())
+        line = " ".join(self._masked(text).split())
         if len(line) > LONGEST_TEXT:
             line = f"{line[: LONGEST_TEXT // 2]} ... {line[-LONGEST_TEXT // 2 :]}"
         self._faults[kind] += 1
         told = self._first.setdefault(kind, line)
         self.notify(f"episode: {kind}", f"episode ({self._named()}): {told}", count=self._faults[kind])
+
+    def _masked(self, text: str) -> str:
+        """Without the keys of sessions."""
+        return KEY.sub(lambda found: "(key of the episode)" if self.knows(found[0]) else found[0], text)
 
     def _named(self) -> str:
         config = self.config.episode

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-import sys
 from collections.abc import Callable
 
 import msgspec
 
 from asyncrl.episodes.dialects.dialect import Body
 from asyncrl.errors import ChatRefused
+from asyncrl.outcome import BadOutcome, read_number
 
 LARGE_BODY = 256 << 10
 """Bytes from which on a body is read in a thread."""
@@ -46,16 +46,19 @@ def reward_of(body: Body, node_of_call: Callable[[int], int | None]) -> tuple[fl
     for name in body.keys() - {"value", "completion"}:
         raise ChatRefused(name, "is not a field that is known here")
     value, completion = body.get("value"), body.get("completion")
-    # The comparison also holds back NaN, and integers that no float can be.
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise ChatRefused("value", "must be a finite number")
+    try:
+        reward = read_number(value, "is")
+    except BadOutcome as error:
+        raise ChatRefused("value", str(error)) from None
     if completion is None:
-        return float(value), None
+        return reward, None
     found = COMPLETION.fullmatch(completion) if isinstance(completion, str) else None
     node = None if found is None else node_of_call(int(found[2])) if found[1] else int(found[2])
     if node is None:
         raise ChatRefused("completion", f"{completion!r} is not the id of an answer of this episode")
-    return float(value), node
+    return reward, node
 
 
 def _decoded_in_parts(raw: bytearray) -> Body:

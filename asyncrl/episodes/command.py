@@ -2,8 +2,8 @@
 
 Its exit ends the episode: with 0 it has ended well, and the last line of its standard output is the reward, if that is
 a finite number or a JSON object of components. Invariant: when an episode has ended nothing of the program is left; the
-same holds when this process has died (runtime/workers/keeper.py). Its environment has nothing of the run but the key of
-its own session.
+same holds when this process has died (runtime/workers/keeper.py). Its environment has neither what is the run's own nor
+the secrets of the user (runtime/workers/secrets.py), but for the key of its own session.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from asyncrl.outcome import BadOutcome, Outcome, read_outcome
 from asyncrl.runtime.supervision import describe_exit
 from asyncrl.runtime.workers.memory import family, proportional_bytes, resident_bytes
 from asyncrl.runtime.workers.process import REAP_INTERVAL_S, WorkerProcess, kill_living
+from asyncrl.runtime.workers.secrets import without_secrets
 
 TAIL_BYTES = 1 << 12
 LAST_LINES = 5
@@ -38,21 +39,21 @@ GATHER_S = 0.05
 """For so long output is gathered."""
 CLOSE_TIMEOUT_S = 5.0
 MOST_ANSWER_BYTES = 1 << 20
-SECRETS = ("WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_TOKEN")
-"""Of the run, whose environment a program inherits otherwise."""
 OURS = "ASYNCRL_"
+LARGEST_TASK = 64 << 10
+"""Bytes of a task in the environment, where the kernel allows 128 KiB for one variable."""
 
 
-def environment(inherited: Mapping[str, str], task: Task, *, base_url: str, key: str) -> dict[str, str]:
-    """What a program is told. Pure."""
-    env = {name: value for name, value in inherited.items() if name not in SECRETS and not name.startswith(OURS)}
-    told = {**task.fields(), "episode_id": task.episode_id}
-    return env | {
-        "OPENAI_BASE_URL": base_url,
-        "OPENAI_API_BASE": base_url,
-        "OPENAI_API_KEY": key,
-        "ASYNCRL_TASK": json.dumps(told, default=str),
-    }
+def environment(inherited: Mapping[str, str], task: str, *, base_url: str, key: str) -> dict[str, str]:
+    """What a program is told, with ``task`` where it fits. Pure."""
+    env = {name: value for name, value in inherited.items() if not name.startswith(OURS)}
+    env |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_BASE": base_url, "OPENAI_API_KEY": key}
+    return env | ({"ASYNCRL_TASK": task} if len(task.encode()) <= LARGEST_TASK else {})
+
+
+def described(task: Task) -> str:
+    """A task as JSON. Pure."""
+    return json.dumps({**task.fields(), "episode_id": task.episode_id}, default=str)
 
 
 def outcome_of(line: str) -> Outcome | None:
@@ -93,10 +94,11 @@ class Programs:
         config: EpisodeConfig,
         *,
         base_url: str,
+        secret: str = "",
         on_output: Callable[[str, str, int], None] = lambda uid, text, dropped: None,
         on_fault: Callable[[str, str], None] = lambda kind, text: None,
     ) -> None:
-        self._config, self._base_url = config, base_url
+        self._config, self._base_url, self._secret = config, base_url, secret
         self._on_output, self._on_fault = on_output, on_fault
         self._loop = asyncio.get_running_loop()
         self._running: dict[str, Program] = {}
@@ -114,10 +116,11 @@ class Programs:
         """Run the program. When the future is cancelled it gets SIGTERM, and after close_timeout_s SIGKILL with all
         else."""
         playing = Playing(loop=self._loop)
-        task = session.task
+        task, inherited = described(session.task), without_secrets(os.environ, self._secret)
         setup = {
             "argv": self._config.command,
-            "env": environment(os.environ, task, base_url=self._base_url, key=session.key),
+            "env": environment(inherited, task, base_url=self._base_url, key=session.key),
+            "files": {"ASYNCRL_TASK_FILE": task},
         }
         try:
             process = WorkerProcess(
@@ -127,6 +130,7 @@ class Programs:
                 max_output_bytes=self._config.max_output_bytes,
                 memory_key="episode.max_memory_bytes",
                 own_session=True,
+                env=inherited,
                 tail_bytes=TAIL_BYTES,
                 on_output=lambda process: self._printed(session.key),
                 on_frame=lambda _, frame: self._told(session.key, json.loads(frame)),
@@ -138,6 +142,7 @@ class Programs:
             return playing
         program = self._running[session.key] = Program(session, playing, process)
         playing.on_stop = lambda: self._stop(program)
+        session.begin()
         return playing
 
     async def watch(self) -> None:

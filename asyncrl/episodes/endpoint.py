@@ -27,7 +27,7 @@ from asyncrl.episodes.dialects.chat_completions import ChatCompletions
 from asyncrl.episodes.dialects.dialect import Asked, Body, Dialect, Failure
 from asyncrl.episodes.dialects.messages import Messages
 from asyncrl.episodes.dialects.responses import Responses
-from asyncrl.errors import ChatRefused, EpisodeOver
+from asyncrl.errors import ChatRefused, EpisodeOver, WireError
 from asyncrl.runtime.notices import Notify
 
 LOOPBACK = "127.0.0.1"
@@ -122,6 +122,10 @@ class Endpoint:
         except Cut as cut:
             self.counts[f"cut/{cut.reason}"] += 1
             raise self._aborted(request) from None
+        except WireError:
+            self._log.exception("a request of an episode failed", path=request.path)
+            failure = Failure(status=500, message="the rollouter could not be asked")
+            return await self._send(request, dialect.failure(failure), failure.status)
         except ConnectionError:
             raise
         except Exception:

@@ -73,6 +73,13 @@ class Asked(msgspec.Struct, frozen=True, array_like=True, tag="asked"):
     chat: Chat
 
 
+class GaveUp(msgspec.Struct, frozen=True, array_like=True, tag="gave_up"):
+    """Nobody waits for the answer to an Asked any more; there is none."""
+
+    session: str
+    call: str
+
+
 class Rewarded(msgspec.Struct, frozen=True, array_like=True, tag="rewarded"):
     """A turn is credited."""
 
@@ -109,6 +116,8 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
     components: dict[str, float] = {}
     error: str = ""
     kind: str = ""
+    left: int = 0
+    """Tasks that it has left behind and that did not end by being cancelled."""
 
 
 class Alive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
@@ -116,4 +125,4 @@ class Alive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
 
 
 ToWorker = Setup | Play | Answered | Denied | Stop
-ToHost = Ready | Asked | Rewarded | Printed | Noted | Ended | Alive
+ToHost = Ready | Asked | GaveUp | Rewarded | Printed | Noted | Ended | Alive

@@ -26,7 +26,8 @@ class Printer:
 
     def write(self, text: str) -> None:
         """Take in text."""
-        size = len(text.encode(errors="replace"))
+        data = text.encode(errors="backslashreplace")
+        text, size = data.decode(), len(data)
         if size > self._left:
             self._dropped += size
             return

@@ -12,11 +12,22 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from asyncrl.episodes.task import Task
-from asyncrl.errors import ChatRefused, EpisodeOver, ProtocolError, RemoteError
+from asyncrl.errors import ChatRefused, EpisodeOver, InvalidRequest, ProtocolError, RemoteError
 from asyncrl.messages import Message, Request
-from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply, EpisodeDone, RunEpisode, TurnReward, TurnRewarded
+from asyncrl.messages.episodes import (
+    Chat,
+    ChatDelta,
+    ChatReply,
+    EpisodeBegan,
+    EpisodeDone,
+    RunEpisode,
+    TurnReward,
+    TurnRewarded,
+)
 
 OnDelta = Callable[[ChatDelta], None]
+TELL_AGAIN_S = 0.1
+"""Until a cast is tried again whose rollouter was not connected."""
 
 
 class Rollouter(Protocol):
@@ -26,6 +37,9 @@ class Rollouter(Protocol):
 
     def call(self, request: Request, timeout: float | None = None) -> asyncio.Future[Any]:
         """As Peer.call."""
+
+    def cast(self, message: Message) -> bool:
+        """As Peer.cast."""
 
 
 class Playing(asyncio.Future[EpisodeDone]):
@@ -80,6 +94,11 @@ class Session:
         """Seconds since when only the user's code goes on; 0 while the policy is asked. Callable from any thread."""
         return 0.0 if self._calls else time.monotonic() - self._quiet_since
 
+    def begin(self) -> None:
+        """Tell the rollouter that the user's code has begun."""
+        if not self._over and not self._rollouter.cast(EpisodeBegan(session=self.key)):
+            self._loop.call_later(TELL_AGAIN_S, self.begin)
+
     async def chat(self, chat: Chat, on_delta: OnDelta = lambda delta: None) -> ChatReply:
         """Ask the policy. Raises EpisodeOver, ChatRefused, and OSError where the rollouter cannot answer."""
         if chat.stream:
@@ -100,7 +119,7 @@ class Session:
             on_delta(delta)
 
     async def turn_reward(self, node: int | None, value: float) -> int:
-        """Credit a turn; returns its node. Raises EpisodeOver, OSError."""
+        """Credit a turn; returns its node. Raises EpisodeOver, ChatRefused, OSError."""
         reply = await self._ask(TurnReward(session=self.key, node=node, value=value))
         assert isinstance(reply, TurnRewarded)
         return reply.node
@@ -140,17 +159,19 @@ class Session:
                 raise EpisodeOver(over) from None
             raise
         except RemoteError as error:
-            raise _as_raised(error) from error
+            raise _as_raised(error, "completion" if isinstance(request, TurnReward) else "messages") from error
         finally:
             self._calls.discard(call)
             self._quiet_since = time.monotonic()
 
 
-def _as_raised(error: RemoteError) -> Exception:
-    """What the rollouter has raised."""
+def _as_raised(error: RemoteError, field: str) -> Exception:
+    """What the rollouter has raised; ``field`` is that of an invalid request."""
     if error.code == EpisodeOver.code:
         return EpisodeOver(error.message.removeprefix(str(EpisodeOver(""))))
     if error.code == ChatRefused.code:
         field, _, problem = error.message.partition(": ")
         return ChatRefused(field, problem)
+    if error.code == InvalidRequest.code:
+        return ChatRefused(field, error.message)
     return error

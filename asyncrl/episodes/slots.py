@@ -28,6 +28,8 @@ class Slot:
     ledger: StateLedger
     lone: bool = False
     process: WorkerProcess | None = None
+    launched: float = 0.0
+    """When its process was started."""
     is_ready: bool = False
     open: dict[str, Open] = field(default_factory=dict)
     heard: float = 0.0

@@ -8,6 +8,7 @@ and told to the user.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import re
@@ -16,7 +17,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from asyncrl.episodes.calling import call, is_async
+from asyncrl.episodes.calling import call
 from asyncrl.episodes.client import Client
 from asyncrl.episodes.function import Player
 from asyncrl.episodes.task import Task
@@ -29,13 +30,22 @@ Note = Callable[[str, Exception | None, bool], None]
 """Told of each call of a tool: its name, what it raised, and whether that is the fault of the policy."""
 
 
+class WrongArguments(ValueError):
+    """The policy has called a tool with arguments that it does not take."""
+
+
 class Tool:
     """A tool as the policy sees it, and its call. Raises pydantic's errors for a function that has no schema."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        self.name, self._is_async = name, is_async(function)
-        function_type: Any = function
-        self._adapter: TypeAdapter[Any] = TypeAdapter(function_type)
+        self.name, self._function = name, function
+
+        def given(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            return args, kwargs
+
+        # Validates the arguments and does not call: what the tool itself raises is not the policy's.
+        arguments_of: Any = functools.update_wrapper(given, function)
+        self._adapter: TypeAdapter[Any] = TypeAdapter(arguments_of)
         text, parameters = inspect.getdoc(function) or "", self._adapter.json_schema()
         for parameter, about in _ARGUMENT.findall(text):
             if parameter in parameters["properties"]:
@@ -46,11 +56,12 @@ class Tool:
         }
 
     async def call(self, arguments: str) -> str:
-        """Its result as text; what it raises goes through, pydantic's ValidationError for wrong arguments among it."""
-        if self._is_async:
-            value = await self._adapter.validate_json(arguments)
-        else:
-            value = await call(self._adapter.validate_json, arguments)
+        """Its result as text. Raises WrongArguments, and what the tool does."""
+        try:
+            args, kwargs = self._adapter.validate_json(arguments)
+        except ValidationError as error:
+            raise WrongArguments(str(error)) from error
+        value = await call(self._function, *args, **kwargs)
         return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
@@ -93,7 +104,7 @@ async def _result(tools: dict[str, Tool], called: ToolCall, note: Note) -> str:
     except EpisodeOver:
         raise
     except Exception as error:
-        mistaken = isinstance(error, ValidationError) or called.name not in tools
+        mistaken = isinstance(error, WrongArguments) or called.name not in tools
         note(called.name, error, mistaken)
         return f"error: {error}" if mistaken else f"error: {type(error).__name__}: {error}"
     note(called.name, None, False)

@@ -1,8 +1,8 @@
 """A worker process of the episode host: ``python -m asyncrl.episodes.worker FD``.
 
 Runs many episodes at a time as tasks of one event loop; plain code runs in threads. Invariant: what an episode raises,
-prints and starts stays its own; its tasks have ended before it is said to have. A worker ends when the socket FD does,
-or its parent.
+prints and starts stays its own; its tasks have ended before it is said to have, but for those that do not end by being
+cancelled, which the host is told of. A worker ends when the socket FD does, or its parent.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import socket
 import sys
 import threading
@@ -28,6 +29,7 @@ from asyncrl.episodes.frames import (
     Asked,
     Denied,
     Ended,
+    GaveUp,
     Noted,
     Play,
     Printed,
@@ -50,6 +52,8 @@ from asyncrl.runtime.workers.user_code import NotCallable, describe, kind_of
 from asyncrl.runtime.workers.worker import NO_SOCKET_EXIT, end, find_modules_here, stay_alone
 
 STOPPED = "it was stopped"
+CHAT_PLACE = re.compile(r"\$\[1\]\.")
+"""Where a call lies in its frame."""
 
 
 class Session:
@@ -69,7 +73,11 @@ class Session:
         answer = self._waiting[chat.call] = asyncio.get_running_loop().create_future()
         try:
             self._worker.ask(chat)
-            reply: ChatReply = await answer
+            try:
+                reply: ChatReply = await answer
+            except asyncio.CancelledError:
+                self._worker.send(GaveUp(self.key, chat.call))
+                raise
             return reply
         finally:
             del self._waiting[chat.call]
@@ -106,7 +114,7 @@ class Worker:
         self._setup, self._player, self._writer = setup, player, writer
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._loop.set_task_factory(_owned_task)
-        self._encoder = msgspec.msgpack.Encoder()
+        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Asked)
         self._sessions: dict[str, Session] = {}
         self._episodes: dict[str, asyncio.Task[None]] = {}
 
@@ -128,14 +136,31 @@ class Worker:
                     self._episodes[key].cancel()
 
     def ask(self, chat: Chat) -> None:
-        """Send a call of the policy. Raises ChatRefused for one that is too large."""
-        body = self._encoder.encode(Asked(chat))
+        """Send a call of the policy. Raises ChatRefused for one that is too large, or that the host could not read."""
+        try:
+            body = self._encoder.encode(Asked(chat))
+        except Exception as error:
+            raise ChatRefused(self._unsendable(chat), f"cannot be sent: {error}") from error
         if len(body) > self._setup.max_request_bytes:
             raise ChatRefused(
                 "messages",
                 f"are {len(body)} bytes, {self._setup.max_request_bytes} are allowed (episode.max_request_bytes)",
             )
+        try:
+            self._decoder.decode(body)
+        except msgspec.ValidationError as error:
+            problem, _, place = str(error).partition(" - at ")
+            raise ChatRefused(CHAT_PLACE.sub("", place).strip("`") or "messages", problem) from error
         self._write(body)
+
+    def _unsendable(self, chat: Chat) -> str:
+        """The first field that cannot be encoded."""
+        for name, value in msgspec.structs.asdict(chat).items():
+            try:
+                self._encoder.encode(value)
+            except Exception:
+                return name
+        return "messages"
 
     def send(self, message: ToHost) -> None:
         """To the host, from the event loop."""
@@ -164,14 +189,18 @@ class Worker:
         client = Client(session, session=key, model=self._setup.model, base_url=self._setup.base_url)
         ended = await self._outcome(key, session, printer, self._player(task, client))
         session.end("the user's code has ended")
-        await self._end_tasks(session)
+        ended = msgspec.structs.replace(ended, left=await self._end_tasks(session))
         printer.flush()
         # Behind what was sent by others for this episode.
         self._loop.call_soon(self._over, ended)
 
     def _over(self, ended: Ended) -> None:
         del self._sessions[ended.session], self._episodes[ended.session]
-        if len(body := self._encoder.encode(ended)) > SMALL_BYTES:
+        try:
+            body = self._encoder.encode(ended)
+        except Exception as error:
+            body = self._encoder.encode(Ended(ended.session, error=f"ended in what cannot be told: {describe(error)}"))
+        if len(body) > SMALL_BYTES:
             body = self._encoder.encode(Ended(ended.session, error=f"returned components of {len(body)} bytes in all"))
         self._write(body)
 
@@ -199,13 +228,15 @@ class Worker:
             current.set(None)
             _session.set(None)
 
-    async def _end_tasks(self, session: Session) -> None:
-        """Those that the episode has left behind; one that does not end is left to itself."""
+    async def _end_tasks(self, session: Session) -> int:
+        """End those that the episode has left behind. One that does not is left to itself; gives how many."""
         left = [task for task in session.tasks if not task.done()]
         for task in left:
             task.cancel()
-        if left:
-            await asyncio.wait(left, timeout=self._setup.close_timeout_s)
+        if not left:
+            return 0
+        _, deaf = await asyncio.wait(left, timeout=self._setup.close_timeout_s)
+        return len(deaf)
 
 
 def _owned_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **kwargs: Any) -> asyncio.Task[Any]:

@@ -10,6 +10,7 @@ more.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from asyncrl.episodes.frames import (
     Asked,
     Denied,
     Ended,
+    GaveUp,
     Noted,
     Play,
     Printed,
@@ -46,6 +48,7 @@ from asyncrl.messages.monitor import ResourceRecord
 from asyncrl.monitor.states import StateLedger
 from asyncrl.runtime.workers.memory import resident_bytes
 from asyncrl.runtime.workers.process import REAP_INTERVAL_S, WorkerProcess, kill_living
+from asyncrl.runtime.workers.secrets import without_secrets
 
 BEATS = 8
 """A worker says that it is alive so often in the shorter of episode.stall_timeout_s and close_timeout_s."""
@@ -60,7 +63,8 @@ FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.2, 10.0
 
 class Workers:
     """``config.workers`` processes. ``on_output`` gets uid, text and bytes dropped; ``on_fault`` the kind and the text
-    of what a tool raised. ``start``, then ``play`` any number of times, then ``close``, all in the main thread.
+    of what a tool raised; ``secret`` names a variable that workers do not inherit, beside those of
+    runtime/workers/secrets.py. ``start``, then ``play`` any number of times, then ``close``, all in the main thread.
     """
 
     def __init__(
@@ -70,10 +74,11 @@ class Workers:
         model: str,
         base_url: str,
         start_timeout_s: float,
+        secret: str = "",
         on_output: Callable[[str, str, int], None] = lambda uid, text, dropped: None,
         on_fault: Callable[[str, str], None] = lambda kind, text: None,
     ) -> None:
-        self._config, self._start_timeout_s = config, start_timeout_s
+        self._config, self._start_timeout_s, self._secret = config, start_timeout_s, secret
         self._on_output, self._on_fault = on_output, on_fault
         self._loop = loop = asyncio.get_running_loop()
         self._setup = Setup(
@@ -92,7 +97,8 @@ class Workers:
         self._lone: list[Slot] = []
         self._waiting: deque[Open] = deque()
         self._suspects = Suspects()
-        self._answers: set[asyncio.Task[None]] = set()
+        self._answers: dict[tuple[str, str], asyncio.Task[None]] = {}
+        """Calls of the policy under way, by session and name."""
         self._started: asyncio.Future[None] = loop.create_future()
         self._end: asyncio.Future[None] = loop.create_future()
         self._all_ended = asyncio.Event()
@@ -189,7 +195,7 @@ class Workers:
         return Slot(StateLedger(time.monotonic, "player"), lone=lone)
 
     def _launch(self, slot: Slot) -> None:
-        slot.restart = None
+        slot.restart, slot.launched = None, self._loop.time()
         if self._end.done():
             return
         try:
@@ -199,6 +205,7 @@ class Workers:
                 max_frame_bytes=self._config.max_request_bytes + SMALL_BYTES,
                 max_output_bytes=self._config.max_output_bytes,
                 memory_key=MEMORY_KEY,
+                env=without_secrets(os.environ, self._secret),
                 on_output=lambda process: self._printed(slot, process),
                 on_frame=lambda _, frame: self._take(slot, self._decoder.decode(frame)),
                 on_end=lambda process, reason: self._ended(slot, process, reason),
@@ -266,10 +273,15 @@ class Workers:
             self._on_output(uids.pop() if len(uids) == 1 else "", text, dropped)
 
     def _look_at_all(self) -> None:
-        """Kill whoever stands still, has taken too much, or has an episode that does not end."""
+        """Kill whoever stands still, has taken too much, does not begin, or has an episode that does not end."""
         now, since, self._looked = self._loop.time(), self._looked, self._loop.time()
         for slot in [*self._slots, *self._lone]:
-            if slot.process is None or slot.process.ended or not slot.is_ready:
+            if slot.process is None or slot.process.ended:
+                continue
+            if not slot.is_ready:
+                if now - slot.launched > self._start_timeout_s:
+                    what = ", ".join(self._setup.code)
+                    slot.process.kill(f"was not ready within {self._start_timeout_s:g} s of importing {what}")
                 continue
             slot.silent_s = silence(slot.silent_s, heard=slot.heard, since=since, now=now, pause_s=self._pause_s)
             fault = find_fault(slot, self._config, now)
@@ -317,6 +329,7 @@ class Workers:
         if slot.ledger.state != "playing":
             slot.ledger.enter("playing")
         self._send(slot, Play(session.key, session.task.fields()))
+        session.begin()
 
     def _send(self, slot: Slot, message: ToWorker) -> None:
         if slot.process is not None:
@@ -348,8 +361,10 @@ class Workers:
                 self._ready(slot, problems)
             case Asked(chat) if (opened := slot.open.get(chat.session)) is not None and not opened.stopped:
                 answer = self._loop.create_task(self._answer(slot, opened.session, chat))
-                self._answers.add(answer)
-                answer.add_done_callback(self._answered)
+                self._answers[chat.session, chat.call] = answer
+                answer.add_done_callback(partial(self._answered, (chat.session, chat.call)))
+            case GaveUp(key, call) if (asked := self._answers.get((key, call))) is not None:
+                asked.cancel()
             case Rewarded(key, node, value) if (opened := slot.open.get(key)) is not None and not opened.stopped:
                 opened.session.credit(node, value)
             case Printed(key, text, dropped):
@@ -397,6 +412,12 @@ class Workers:
             slot.ledger.enter("idle")
         if ended.error and not opened.playing.done():
             self._on_fault(ended.kind, f"{ended.error} (prompt {opened.session.task.uid})")
+        if ended.left:
+            self._on_fault(
+                "tasks that do not end",
+                f"left tasks behind that did not end within {self._setup.close_timeout_s:g} s of being cancelled, "
+                f"{ended.left} of them, and go on in their worker (prompt {opened.session.task.uid})",
+            )
         self._over(opened, EpisodeDone(reward=ended.reward, components=ended.components, error=ended.error))
 
     def _note(self, tool: str, error: str, kind: str, mistaken: bool) -> None:
@@ -406,9 +427,10 @@ class Workers:
             self.counts.tool_errors += 1
             self._on_fault(f"{tool} {kind}", f"tool {tool} raised {error}; the policy was told")
 
-    def _answered(self, answer: asyncio.Task[None]) -> None:
+    def _answered(self, name: tuple[str, str], answer: asyncio.Task[None]) -> None:
         """What nobody expected ends the actor."""
-        self._answers.discard(answer)
+        if self._answers.get(name) is answer:
+            del self._answers[name]
         if not answer.cancelled() and (error := answer.exception()) is not None and not self._end.done():
             self._end.set_exception(error)
 

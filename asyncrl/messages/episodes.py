@@ -58,6 +58,15 @@ class EpisodeDone(Message, frozen=True, kw_only=True):
 RunEpisode.reply = EpisodeDone
 
 
+class EpisodeBegan(Message, frozen=True, kw_only=True):
+    """Episode host to rollouter: a worker or a program has begun with the episode. Until then it has waited for one.
+
+    It may be lost; the first Chat of the session says the same.
+    """
+
+    session: SessionKey
+
+
 class Chat(Request, frozen=True, kw_only=True):
     """Episode host to rollouter: the assistant's next message. A repeat of a call joins it, or is given what it gave.
 

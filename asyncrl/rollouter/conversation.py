@@ -18,7 +18,6 @@ reward for what was not answered or that is not finite.
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from asyncrl.messages import FinishReason
 from asyncrl.messages.episodes import ToolCall
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.messages.groups import VersionSpan
+from asyncrl.outcome import LARGEST
 from asyncrl.rollouter.message_tree import MessageTree, Point, digest, is_answer, message_digest, minted_id
 from asyncrl.rollouter.nodes import Node, depth_first, shared_prefix
 from asyncrl.rollouter.sequences import past_rewards, sequences_of
@@ -287,8 +287,8 @@ class Conversation:
         Raises InvalidRequest, EpisodeOver.
         """
         self._require_open()
-        if not math.isfinite(value):
-            raise InvalidRequest(f"the reward of a turn is {value}; it must be a finite number")
+        if not abs(value) <= LARGEST:
+            raise InvalidRequest(f"the reward of a turn is {value:g}; a number of up to {LARGEST:g} is expected")
         if node is None:
             newest = self._newest()
             if newest is None:

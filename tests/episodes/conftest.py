@@ -3,9 +3,14 @@ from pathlib import Path
 import pytest
 
 PLAYS = '''
-import asyncio, ctypes, os, subprocess, sys, threading, time
+import asyncio, ctypes, json, os, subprocess, sys, threading, time
+
+import pydantic
 
 from asyncrl.episodes import Client, EpisodeOver, Task
+
+if os.path.exists("hang"):
+    time.sleep(1000)
 
 
 async def play(task: Task, client: Client, **options):
@@ -24,6 +29,25 @@ async def play(task: Task, client: Client, **options):
         return {"a": 1, "b": 0.5}
     if words[0] == "odd":
         return "good"
+    if words[0] == "malformed":
+        field, value = words[1], json.loads(words[2])
+        if field == "messages":
+            await client.chat([{"role": "user", "content": {"text": chr(0xD83D), "object": object()}[value]}])
+        else:
+            await client.chat([{"role": "user", "content": "x"}], **{field: value})
+    if words[0] == "give-up":
+        asking = asyncio.create_task(client.chat([{"role": "user", "content": "slow"}]))
+        while not os.path.exists("asked"):
+            await asyncio.sleep(0.01)
+        asking.cancel()
+        return float(len((await client.chat([{"role": "user", "content": "again"}])).content))
+    if words[0] == "surrogate":
+        if words[1] == "raise":
+            raise ValueError("file \\udcff.txt")
+        if words[1] == "print":
+            print("half \\ud83d", end="")
+            return 1.0
+        return {"part \\ud83d": 1.0}
     if words[0] == "raise":
         raise ValueError("no luck")
     if words[0] == "leave":
@@ -75,6 +99,18 @@ async def play(task: Task, client: Client, **options):
     if words[0] == "leak":
         tasks = [asyncio.create_task(asyncio.sleep(1000)) for _ in range(3)]
         return 1
+    if words[0] == "deaf-task":
+        async def deaf():
+            while True:
+                try:
+                    await asyncio.sleep(0.01)
+                except asyncio.CancelledError:
+                    pass
+        asyncio.create_task(deaf())
+        await asyncio.sleep(0)
+        return 1
+    if words[0] == "environment":
+        return float("TEST_API_KEY" in os.environ)
     if words[0] == "tasks":
         # Those of other episodes that go on.
         return sum(not each.done() for each in asyncio.all_tasks() if "sleep" in repr(each.get_coro())) + 1
@@ -141,6 +177,11 @@ def add(a: int, b: int = 1) -> int:
         b (int): the second
     """
     return a + b
+
+
+def check(key: str) -> str:
+    """Check a key."""
+    return str(pydantic.TypeAdapter(int).validate_python(key))
 
 
 async def look_up(key: str) -> dict:

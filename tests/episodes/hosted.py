@@ -23,6 +23,7 @@ from asyncrl.messages.episodes import (
     Chat,
     ChatDelta,
     ChatReply,
+    EpisodeBegan,
     EpisodeDone,
     RunEpisode,
     ToolCall,
@@ -45,6 +46,7 @@ class Rollouter:
         self.chats: list[Chat] = []
         self.rewards: list[tuple[str, int | None, float]] = []
         self.order: list[str] = []
+        self.began: list[str] = []
         self.cancelled = 0
         self.host: Peer | None = None
         self.refusal: Exception | None = None
@@ -83,6 +85,10 @@ class Rollouter:
         self.order.append("reward")
         self.rewards.append((request.session, request.node, request.value))
         return TurnRewarded(node=request.node if request.node is not None else 0)
+
+    @handler
+    def episode_began(self, request: EpisodeBegan, caller: Caller) -> None:
+        self.began.append(request.session)
 
     def delta(self, request: Chat, offset: int, text: str) -> None:
         assert self.host is not None

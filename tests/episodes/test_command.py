@@ -10,20 +10,33 @@ from typing import Any
 
 import psutil
 import pytest
+import structlog
 import uvloop
 from hosted import Hosted, config_with, hosting, until
+from structlog.testing import capture_logs
 
-from asyncrl.episodes.command import environment, outcome_of
+from asyncrl.episodes.command import described, environment, outcome_of
 from asyncrl.episodes.task import Task
+from asyncrl.runtime.workers.secrets import without_secrets
 
 SECONDS = f"1000.{secrets.randbelow(10**9):09d}"
 """For which what a program starts sleeps; by it the processes of this run are known."""
 PROGRAM = """
 import json, os, signal, subprocess, sys, time
-task = json.loads(os.environ["ASYNCRL_TASK"])
+with open(os.environ["ASYNCRL_TASK_FILE"]) as file:
+    task = json.load(file)
 words = task["prompt"].split()
 if words[0] == "env":
     print(json.dumps({"seed": task["seed"], "sample": task["sample"], "row": int(task["row"]["answer"])}))
+if words[0] == "file":
+    path = os.environ["ASYNCRL_TASK_FILE"]
+    print(path)
+    fits = "ASYNCRL_TASK" in os.environ
+    assert not fits or json.loads(os.environ["ASYNCRL_TASK"]) == task
+    print(json.dumps({"fits": fits + 0, "mode": os.stat(path).st_mode & 0o777, "size": len(task["row"]["answer"])}))
+if words[0] == "key":
+    print("key", os.environ["OPENAI_API_KEY"], "f" * 32)
+    sys.exit(1)
 if words[0] == "number":
     print("thinking"); print(words[1]); print("warned", file=sys.stderr)
 if words[0] == "silent":
@@ -127,6 +140,35 @@ def test_a_program_ends_its_episode_by_its_exit(tmp_path: Path) -> None:
             assert "SIGSEGV" in (await host.play("killed")).error
             assert [count for count, _ in host.notices().values()] == [1, 1]
             assert host.figure("failed") == 2
+
+    run(body)
+
+
+@pytest.mark.parametrize(("size", "fits"), [(1000, 1.0), (100_000, 0.0), (3_000_000, 0.0)])
+def test_a_task_of_any_size_is_in_a_file_that_goes_with_the_program(tmp_path: Path, size: int, fits: float) -> None:
+    async def body() -> None:
+        async with hosting(command(), tmp_path) as host:
+            printed = host.watch_output()
+            done = await host.play("file", row={"answer": "x" * size})
+            assert done.components == {"fits": fits, "mode": 0o600, "size": size}
+            paths.extend("".join(text for _, text, _ in printed).splitlines()[:1])
+
+    paths: list[str] = []
+    run(body)
+    assert [Path(path).exists() for path in paths] == [False]
+
+
+def test_the_key_of_an_episode_is_in_no_log_and_no_error(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with hosting(command(), tmp_path) as host:
+            with capture_logs() as logs:
+                host.actor.log = structlog.get_logger()
+                done = await host.play("key", session="cd" * 16)
+            told = f"key (key of the episode) {'f' * 32}"
+            assert done.error.endswith(told)
+            assert [each["text"] for each in logs if each["event"] == "printed"] == [f"{told}\n"]
+            ((_, text),) = host.notices().values()
+            assert told in text
 
     run(body)
 
@@ -268,11 +310,16 @@ def test_a_program_inherits_nothing_of_the_run_but_its_own_key() -> None:
         "ASYNCRL_PRIVATE": "secret",
         "WANDB_API_KEY": "secret",
         "HF_TOKEN": "secret",
+        "Github_Token": "secret",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "DB_PASSWORD": "secret",
+        "JUDGE": "secret",
         "OPENAI_API_KEY": "secret",
         "OPENAI_BASE_URL": "https://elsewhere",
     }
     task = Task(prompt="p", messages=[], row={"a": 1}, seed=7, uid="0-1", sample=2, attempt=1)
-    env = environment(inherited, task, base_url="http://127.0.0.1:1/v1", key="abc")
+    clean = without_secrets(inherited, "JUDGE")
+    env = environment(clean, described(task), base_url="http://127.0.0.1:1/v1", key="abc")
     told = json.loads(env.pop("ASYNCRL_TASK"))
     assert env == {
         "PATH": "/bin",

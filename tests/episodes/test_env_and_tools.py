@@ -98,6 +98,18 @@ def test_tools_are_called_until_the_policy_calls_none(tmp_path: Path) -> None:
     run(body)
 
 
+def test_what_fails_to_validate_inside_a_tool_is_the_tools_error(tmp_path: Path) -> None:
+    async def body() -> None:
+        rollouter = Rollouter([("check", '{"key": "silver"}')], "done")
+        async with hosting(config_with(tools=["plays:check"], workers=1), tmp_path, rollouter) as host:
+            assert await host.play() == EpisodeDone()
+            assert "error: ValidationError: 1 validation error" in rollouter.chats[-1].messages[-1]["content"]
+            counts = {name: host.figure(name) for name in ("tool_calls", "tool_errors", "tool_mistakes")}
+            assert counts == {"tool_calls": 1, "tool_errors": 1, "tool_mistakes": 0}
+
+    run(body)
+
+
 @pytest.mark.parametrize(
     ("kind", "code", "options", "problems"),
     [

@@ -2,6 +2,7 @@ import asyncio
 import os
 import re
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,131 @@ def test_a_request_beyond_the_limit_is_refused_and_a_large_one_goes_through(tmp_
             assert len(rollouter.chats[0].messages[0]["content"]) == 50_000_000
             assert (await host.play("big 70000000")).reward == -1.0
             assert len(rollouter.chats) == 1
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "refused"),
+    [
+        ("max_tokens 0", "max_tokens: Expected `int` >= 1"),
+        ("max_tokens 1.5", "max_tokens: Expected `int | null`, got `float`"),
+        ("stop [1]", "stop[0]: Expected `str`, got `int`"),
+        ('messages "text"', "messages: cannot be sent: 'utf-8' codec can't encode"),
+        ('messages "object"', "messages: cannot be sent: Encoding objects of type object is unsupported"),
+    ],
+)
+def test_a_malformed_call_is_refused_to_its_sender_alone(tmp_path: Path, prompt: str, refused: str) -> None:
+    async def body() -> None:
+        async with hosting(config_with(**PLAY, workers=1), tmp_path) as host:
+            beside = host.run("wait", uid="0-2")
+            done = await host.play(f"malformed {prompt}")
+            assert done.error.startswith(f"raised ChatRefused: {refused}")
+            assert (done.blame, beside.done(), host.rollouter.chats) == ("episode", False, [])
+            beside.cancel()
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "text"),
+    [
+        ("raise", r"raised ValueError: file \\udcff\.txt \(.*", []),
+        ("print", "", ["half \\ud83d"]),
+        ("return", "ended in what cannot be told: UnicodeEncodeError: .*", []),
+    ],
+)
+def test_text_that_cannot_be_encoded_ends_its_episode_all_the_same(
+    tmp_path: Path, how: str, error: str, text: list[str]
+) -> None:
+    async def body() -> None:
+        async with hosting(config_with(**PLAY, workers=1), tmp_path) as host:
+            printed = host.watch_output()
+            done = await host.play(f"surrogate {how}", timeout=20)
+            assert re.fullmatch(error, done.error)
+            assert [each for _, each, _ in printed] == text
+
+    run(body)
+
+
+def test_a_call_that_the_code_gives_up_is_given_up(tmp_path: Path) -> None:
+    async def body() -> None:
+        rollouter = Rollouter(waits, "abc")
+        async with hosting(config_with(**PLAY, workers=1), tmp_path, rollouter) as host:
+            playing = host.run("give-up")
+            await until(lambda: len(rollouter.chats) == 1)
+            (tmp_path / "asked").touch()
+            assert (await playing).reward == 3.0
+            await until(lambda: rollouter.cancelled == 1)
+            (tmp_path / "asked").unlink()
+
+    run(body)
+
+
+def test_the_rollouter_is_told_when_a_worker_begins_with_an_episode(tmp_path: Path) -> None:
+    async def body() -> None:
+        rollouter = Rollouter("a")
+        async with hosting(config_with(**PLAY, workers=1), tmp_path, rollouter) as host:
+            playing = host.run("wait", session="a" * 32)
+            await until(lambda: rollouter.began == ["a" * 32])
+            (slot,) = host.slots()
+            slot.is_ready = False
+            waiting = host.run("components", session="b" * 32)
+            await until(lambda: host.figure("waiting") == 1)
+            assert rollouter.began == ["a" * 32]
+            slot.is_ready = True
+            host.actor._players._assign()  # type: ignore[union-attr]
+            assert (await waiting).reward == 1.5
+            await until(lambda: rollouter.began == ["a" * 32, "b" * 32])
+            playing.cancel()
+
+    run(body)
+
+
+def test_a_replaced_worker_that_never_gets_ready_is_killed_and_tried_again(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with hosting(config_with(**PLAY, workers=1), tmp_path) as host:
+            host.actor._players._start_timeout_s = 3.0  # type: ignore[union-attr]
+            (tmp_path / "hang").touch()
+            assert (await host.play("exit")).blame == "host"
+            playing = host.run("reply", uid="0-2", timeout=40)
+            await until(lambda: host.figure("workers_killed") == 1)
+            (tmp_path / "hang").unlink()
+            assert (await playing).reward == 3.0
+
+    run(body)
+
+
+def test_tasks_left_behind_that_do_not_end_are_told_of(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with hosting(config_with(**PLAY, workers=1, close_timeout_s=1.0), tmp_path) as host:
+            assert (await host.play("deaf-task")).reward == 1.0
+            ((_, text),) = host.notices().values()
+            assert "left tasks behind that did not end within 0.5 s of being cancelled, 1 of them" in text
+
+    run(body)
+
+
+def test_workers_do_not_inherit_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_API_KEY", "secret")
+
+    async def body() -> None:
+        async with hosting(config_with(**PLAY, workers=1), tmp_path) as host:
+            assert (await host.play("environment")).reward == 0.0
+
+    run(body)
+
+
+def test_a_host_without_the_endpoints_library_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "asyncrl.episodes.endpoint", None)
+
+    async def body() -> None:
+        with pytest.raises(BaseExceptionGroup) as caught:
+            async with hosting(config_with(**PLAY), tmp_path):
+                pass
+        assert caught.group_contains(ConfigError, match=r"pip install 'asyncrl\[episodes\]'")
 
     run(body)
 

@@ -7,10 +7,13 @@ from typing import Any
 
 import aiohttp
 import pytest
+import structlog
 from hosted import Rollouter, config_with, hosting, is_over, refuses, until, waits, worker_pids
+from structlog.testing import capture_logs
 
 from asyncrl.episodes import actor as actor_module
 from asyncrl.episodes.actor import ACTOR, EpisodesActor
+from asyncrl.errors import InvalidRequest
 from asyncrl.messages.episodes import Chat, EpisodeDone
 from asyncrl.runtime.actor import Actor
 
@@ -195,6 +198,41 @@ def test_the_reward_of_a_turn_that_cannot_be_noted_fails_the_episode(tmp_path: P
             # Who asks for a reward behind the end has not lost any.
             rollouter.refusal = is_over("time")
             assert await host.play("turns 1") == EpisodeDone()
+
+    run(body)
+
+
+def test_a_reward_over_http_keeps_to_the_bounds_of_all_rewards_and_names_a_given_answer(tmp_path: Path) -> None:
+    async def credit(url: str, key: str, **body: Any) -> tuple[int, Any]:
+        headers = {"Authorization": f"Bearer {key}"}
+        async with (
+            aiohttp.ClientSession() as client,
+            client.post(f"{url}/asyncrl/reward", json=body, headers=headers) as answer,
+        ):
+            return answer.status, (await answer.json(content_type=None)).get("error", {})
+
+    async def body() -> None:
+        rollouter = Rollouter("a")
+        async with hosting(config_with(function="plays:play"), tmp_path, rollouter) as host:
+            url = host.actor._players._setup.base_url  # type: ignore[union-attr]
+            key = "f" * 32
+            playing = host.run("wait", session=key)
+            await until(lambda: host.figure("open") == 1)
+            status, error = await credit(url, key, value=1e300)
+            assert (status, error["param"]) == (400, "value")
+            assert "a number of a magnitude up to 1e+18 is expected" in error["message"]
+            assert rollouter.rewards == []
+            rollouter.refusal = InvalidRequest("a reward is for turn 7; the policy has given 2 answers")
+            status, error = await credit(url, key, value=1, completion="chatcmpl-7")
+            assert (status, error["param"]) == (400, "completion")
+            assert "the policy has given 2 answers" in error["message"]
+            rollouter.refusal = RuntimeError("no room")
+            with capture_logs() as logs:
+                host.actor._http._log = structlog.get_logger()  # type: ignore[union-attr]
+                status, error = await credit(url, key, value=1)
+            assert (status, error["message"]) == (500, "the rollouter could not be asked")
+            assert [each["event"] for each in logs] == ["a request of an episode failed"]
+            playing.cancel()
 
     run(body)
 

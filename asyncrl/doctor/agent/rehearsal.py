@@ -237,6 +237,10 @@ class Rehearsal:
         """As Peer.call."""
         return asyncio.ensure_future(self._answer(request))
 
+    def cast(self, message: Message) -> bool:
+        """As Peer.cast; nobody waits for the beginning."""
+        return True
+
     async def _answer(self, request: Request) -> Message:
         self._moments.setdefault("first call", self._clock.now())
         if isinstance(request, TurnReward):

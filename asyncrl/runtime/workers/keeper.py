@@ -1,11 +1,12 @@
 """Keeps one program of the user: ``python -m asyncrl.runtime.workers.keeper FD``.
 
-The first frame from FD is JSON: argv and env of the program. The keeper is a subreaper, in a session of its own:
-whatever the program starts, and however that lets go of it, is a descendant of the keeper, which kills all of it when
-the program ends, when the actor hangs up, or when it has died. Should the keeper be killed itself, the program is with
-it. A frame ``terminate`` asks the program to end (SIGTERM to its process group). One frame goes back, JSON: the exit
-code, the last line of the standard output, processor seconds; or why the program cannot be started. Its output is the
-keeper's own. Standard library alone, for there is one for each program.
+The first frame from FD is JSON: argv and env of the program, and ``files``: texts by the variables that name them, each
+in a file that the owner alone can read and that goes when the program ends. The keeper is a subreaper, in a session of
+its own: whatever the program starts, and however that lets go of it, is a descendant of the keeper, which kills all of
+it when the program ends, when the actor hangs up, or when it has died. Should the keeper be killed itself, the program
+is with it. A frame ``terminate`` asks the program to end (SIGTERM to its process group). One frame goes back, JSON: the
+exit code, the last line of the standard output, processor seconds; or why the program cannot be started. Its output is
+the keeper's own. Standard library alone, for there is one for each program.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from typing import Any
 
 from asyncrl.runtime.processes import become_subreaper, die_with_parent, end_children
@@ -47,11 +49,22 @@ def main() -> None:
                 return
             for body in frames.feed(data):
                 setup = json.loads(body)
+        paths: list[str] = []
         try:
+            for variable, text in setup["files"].items():
+                # Readable by its owner alone.
+                file, path = tempfile.mkstemp(prefix="asyncrl-")
+                paths.append(path)
+                setup["env"][variable] = path
+                with open(file, "w") as opened:
+                    opened.write(text)
             told = _keep(connection, frames, setup)
         except OSError as error:
             told = {"error": f"cannot be started: {error}"}
         end_children(END_S)
+        for path in paths:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
         with contextlib.suppress(OSError):
             connection.sendall(framed(json.dumps(told).encode()))
 

@@ -15,7 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 import psutil
@@ -38,7 +38,8 @@ class WorkerProcess:
     ``on_frame`` gets the body of each frame that it sends, at most ``max_frame_bytes``, and raises ValueError for one
     that is not understood, which ends the process; ``on_end`` gets what became of it, in words, where ``memory_key`` is
     the key of the configuration that limits its memory. ``output`` is what it prints, ``max_output_bytes`` of it a
-    call and the last ``tail_bytes`` of all, and drained by this object; ``on_output`` says that there is more.
+    call and the last ``tail_bytes`` of all, and drained by this object; ``on_output`` says that there is more. ``env``
+    is its environment, in place of that of this process.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class WorkerProcess:
         memory_key: str,
         own_session: bool = False,
         tail_bytes: int = 0,
+        env: Mapping[str, str] | None = None,
         on_output: Callable[[WorkerProcess], None],
         on_frame: Callable[[WorkerProcess, bytes | bytearray], None],
         on_end: Callable[[WorkerProcess, str], None],
@@ -74,7 +76,7 @@ class WorkerProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=self.output.write_fd,
                     stderr=self.output.write_fd,
-                    env={**os.environ, **ONE_THREAD},
+                    env={**(os.environ if env is None else env), **ONE_THREAD},
                     pass_fds=[theirs.fileno()],
                     # Of its own, so that nothing that it starts and lets go of is missed at the end. Its session stays
                     # the actor's, by which the node agent finds what a killed actor leaves behind, unless it sees to

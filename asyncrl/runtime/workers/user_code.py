@@ -113,12 +113,17 @@ def describe(error: BaseException) -> str:
     except Exception:
         text = "(its text cannot be had)"
     place = _place(error)
-    return f"{type(error).__name__}{': ' if text else ''}{text[:2000]}{f' ({place})' if place else ''}"
+    return encodable(f"{type(error).__name__}{': ' if text else ''}{text[:2000]}{f' ({place})' if place else ''}")
 
 
 def kind_of(error: BaseException) -> str:
     """An exception without its text: type and place."""
-    return f"{type(error).__name__} {_place(error)}".strip()
+    return encodable(f"{type(error).__name__} {_place(error)}".strip())
+
+
+def encodable(text: str) -> str:
+    """The text as UTF-8 can hold it: lone surrogates, as of file names that are no text, are escaped."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _place(error: BaseException) -> str:
