@@ -186,6 +186,7 @@ class World:
 
         async def play():
             self.ran.append(request)
+            self.sessions.began(request.session, host)
             try:
                 return await self.agent(self, request.session)
             finally:

@@ -21,7 +21,7 @@ from asyncrl.chat.renderer import make_renderer
 from asyncrl.config.rollout import AUTO_START
 from asyncrl.errors import DeadlineExceeded, InvalidRequest, PeerRestarted, RemoteError, WireError
 from asyncrl.messages.dataloader import Lease, Leased, ReturnTickets
-from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply, RunEpisode, TurnReward, TurnRewarded
+from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply, EpisodeBegan, RunEpisode, TurnReward, TurnRewarded
 from asyncrl.messages.groups import Group, Ticket, Trajectory
 from asyncrl.messages.learner import RolloutStats, UpdateTimes
 from asyncrl.messages.monitor import ResourceRecord
@@ -427,6 +427,11 @@ class Rollouter(Actor):
         reply = await self._sessions.chat(request, caller.name)
         self.counters.add("rollout/calls")
         return reply
+
+    @handler
+    def episode_began(self, request: EpisodeBegan, caller: Caller) -> None:
+        """The user's code of a session has begun."""
+        self._sessions.began(request.session, caller.name)
 
     @handler
     def turn_reward(self, request: TurnReward, caller: Caller) -> TurnRewarded:

@@ -130,6 +130,8 @@ class EpisodePlayer:
             expired = watch.result()
             if session.is_orphan:
                 return EpisodeDone(error=f"{session.host} has died", blame="host")
+            if expired is not None and expired.stage == "host":
+                return EpisodeDone(error=expired.text, blame="host")
             if expired is not None and expired.outcome is None:
                 raise EpisodeFailed(expired.text, "start" if expired.stage == "start" else "turn")
             return EpisodeDone()

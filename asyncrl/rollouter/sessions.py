@@ -162,6 +162,13 @@ class Sessions:
         self.figures.spent(session.stages.seconds(self._clock.now()))
         del self._sessions[session.key]
 
+    def began(self, key: str, host: str) -> None:
+        """The user's code of a session has begun."""
+        session = self._sessions.get(key)
+        if session is not None and session.host == host:
+            session.stages.begin(self._clock.now())
+            session.changed.set()
+
     def host_died(self, host: str) -> None:
         """What it was playing is over."""
         for session in self._sessions.values():

@@ -2,7 +2,7 @@
 
     start -> (calls of the policy | user's code)* -> close -> score -> ended
 
-It starts until it first calls the policy. While any call is under way it is with the policy, else with the user's
+It starts until it first calls the policy; before its host says that the user's code has begun, no time is the agent's. While any call is under way it is with the policy, else with the user's
 code: the deadlines ``start``, ``turn`` and ``episode`` run with the latter alone, so that no wait for an engine is the
 agent's fault. Where a limit ends it (turns, length, time) it is over: that is an outcome. Further calls are refused,
 and ``close`` runs, whatever calls are under way. A start or a turn that takes too long is a failure.
@@ -22,7 +22,7 @@ from asyncrl.config.episode import EpisodeConfig
 from asyncrl.errors import EpisodeOver
 from asyncrl.messages import FinishReason
 
-Stage = Literal["start", "turn", "episode", "close"]
+Stage = Literal["host", "start", "turn", "episode", "close"]
 Phase = Literal["queue", "engine", "paused"]
 """Where a call is: waiting for a slot or the engine's own queue; being sampled; held while weights change."""
 
@@ -61,11 +61,20 @@ class Stages:
         """Seconds with the user's code before ``_entered``."""
         self._after = "start"
         """The state once no call is under way."""
+        self._begun = False
         self._closing: float | None = None
+
+    def begin(self, now: float) -> None:
+        """The user's code has begun: from now on its own time counts."""
+        self._tick(now)
+        if not self._begun and self.state == "start":
+            self._seconds["start"] = self._now - self._entered
+            self._entered = self._now
+        self._begun = True
 
     def call(self, call: str, now: float) -> None:
         """A call of the policy arrives, and waits for the engine. Raises EpisodeOver; the episode is over then."""
-        self._tick(now)
+        self.begin(now)
         if self._over is None and self.turns + len(self._calls) >= self._config.max_turns:
             self.end_by("turns", f"it has had its {self._config.max_turns} turns (episode.max_turns)", now)
         if self._over is not None:
@@ -140,6 +149,9 @@ class Stages:
             return Expired(stage=stage, outcome="time", text=text)
         if stage == "close":
             outcome, text = self.outcome, self._close_text()
+        elif stage == "host":
+            outcome = None
+            text = f"host: no worker began with it within {config.timeout_s:g} s (episode.timeout_s)"
         elif stage == "start":
             outcome = None
             text = (
@@ -183,6 +195,8 @@ class Stages:
             return (self._closing + config.close_timeout_s, "close") if self.state == "close" else None
         if self._over is not None or self._calls:
             return None
+        if not self._begun:
+            return self._entered + config.timeout_s, "host"
         stage: Stage = "start" if self.state == "start" else "turn"
         limit = config.start_timeout_s if stage == "start" else config.turn_timeout_s
         episode = self._entered + config.timeout_s - self._users

@@ -18,6 +18,7 @@ CONFIG = EpisodeConfig(
 def played(*events, config=CONFIG):
     """Stages after events, from time 0."""
     stages = Stages(config, 0.0)
+    stages.begin(0.0)
     for event in events:
         happens(stages, *event)
     return stages
@@ -153,6 +154,7 @@ def test_news_of_a_call_after_the_end_changes_nothing():
 
 def test_states_as_they_are_shown():
     stages = Stages(CONFIG, 0.0)
+    stages.begin(0.0)
     shown = []
     for event in [
         (1, "call", "a"),
@@ -201,6 +203,7 @@ def test_fractions_add_up_to_its_life_and_policy_time_is_nobody_elses(steps, tur
     """Against a clock that is kept beside it."""
     config = CONFIG.model_copy(update={"max_turns": turns})
     stages, now, users, calls = Stages(config, 0.0), 0.0, 0.0, {}
+    stages.begin(0.0)
     over = ended = False
     end = None
     for what, number, wait in steps:
@@ -250,3 +253,19 @@ def test_fractions_add_up_to_its_life_and_policy_time_is_nobody_elses(steps, tur
             assert sum(s for state, s in stages.seconds(at).items() if state not in policy) == pytest.approx(users)
             assert (stages.next_deadline is None) == bool(calls)
     assert end is None or stages.state == "ended"
+
+
+def test_no_time_is_the_agents_before_its_host_says_that_it_has_begun():
+    config = EpisodeConfig(function="p:f", start_timeout_s=1.0, timeout_s=5.0)
+    stages = Stages(config, 0.0)
+    assert stages.next_deadline == 5.0
+    assert stages.expire(4.0) is None
+    stages.begin(4.0)
+    assert stages.next_deadline == 5.0, "the start's, counted from the beginning"
+    stages.call("a", 4.5)
+    stages.answered("a", 6.0)
+    assert stages.next_deadline == 6.0 + 4.5, "the episode's, less half a second of the start"
+    assert sum(stages.seconds(7.0).values()) == 7.0
+    found = Stages(config, 0.0).expire(5.0)
+    assert (found.stage, found.outcome) == ("host", None)
+    assert "episode.timeout_s" in found.text
