@@ -288,7 +288,7 @@ class Conversation:
         """
         self._require_open()
         if not abs(value) <= LARGEST:
-            raise InvalidRequest(f"the reward of a turn is {value:g}; a number of up to {LARGEST:g} is expected")
+            raise InvalidRequest(f"the reward of a turn is {value:g}; a finite number up to {LARGEST:g} is expected")
         if node is None:
             newest = self._newest()
             if newest is None:

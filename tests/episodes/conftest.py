@@ -40,7 +40,8 @@ async def play(task: Task, client: Client, **options):
         while not os.path.exists("asked"):
             await asyncio.sleep(0.01)
         asking.cancel()
-        return float(len((await client.chat([{"role": "user", "content": "again"}])).content))
+        await client.chat([{"role": "user", "content": "again"}])
+        await asyncio.sleep(1000)
     if words[0] == "surrogate":
         if words[1] == "raise":
             raise ValueError("file \\udcff.txt")

@@ -304,9 +304,10 @@ def test_a_call_that_the_code_gives_up_is_given_up(tmp_path: Path) -> None:
             playing = host.run("give-up")
             await until(lambda: len(rollouter.chats) == 1)
             (tmp_path / "asked").touch()
-            assert (await playing).reward == 3.0
-            await until(lambda: rollouter.cancelled == 1)
+            await until(lambda: len(rollouter.chats) == 2 and rollouter.cancelled == 1)
             (tmp_path / "asked").unlink()
+            assert host.figure("open") == 1
+            playing.cancel()
 
     run(body)
 

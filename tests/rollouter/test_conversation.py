@@ -460,6 +460,8 @@ def test_the_newest_trained_turn_is_credited_unless_another_is_named(player):
         conversation.reward(2, 1.0)
     with pytest.raises(InvalidRequest, match="finite"):
         conversation.reward(None, float("nan"))
+    with pytest.raises(InvalidRequest, match="finite number up to 1e.18"):
+        conversation.reward(None, 1e300)
 
 
 def test_a_sealed_conversation_never_changes(player):
