@@ -2,10 +2,11 @@
 
     start -> (calls of the policy | user's code)* -> close -> score -> ended
 
-It starts until it first calls the policy; before its host says that the user's code has begun, no time is the agent's. While any call is under way it is with the policy, else with the user's
-code: the deadlines ``start``, ``turn`` and ``episode`` run with the latter alone, so that no wait for an engine is the
-agent's fault. Where a limit ends it (turns, length, time) it is over: that is an outcome. Further calls are refused,
-and ``close`` runs, whatever calls are under way. A start or a turn that takes too long is a failure.
+It starts until it first calls the policy; before its host says that the user's code has begun, no time is the agent's.
+While any call is under way it is with the policy, else with the user's code: the deadlines ``start``, ``turn`` and
+``episode`` run with the latter alone, so that no wait for an engine is the agent's fault. Where a limit ends it (turns,
+length, time) it is over: that is an outcome. Further calls are refused, and ``close`` runs, whatever calls are under
+way. A start or a turn that takes too long is a failure.
 
 Invariant: at each moment it is in exactly one state, so its seconds by state add up to its life. Raises EpisodeOver
 where a call comes too late. Times that go backwards count as standing still, and news of a call that is no longer

@@ -35,7 +35,16 @@ from asyncrl.episodes.session import Session as Playing
 from asyncrl.episodes.workers import Workers
 from asyncrl.errors import ChatRefused, ConfigError, DeadlineExceeded, EpisodeWorkersEnded
 from asyncrl.messages import Message, Request
-from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply, EpisodeDone, RunEpisode, TurnReward, TurnRewarded
+from asyncrl.messages.episodes import (
+    Chat,
+    ChatDelta,
+    ChatReply,
+    EpisodeBegan,
+    EpisodeDone,
+    RunEpisode,
+    TurnReward,
+    TurnRewarded,
+)
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.messages.groups import Ticket
 from asyncrl.monitor.metrics import Figures, Histograms
@@ -238,7 +247,9 @@ class Rehearsal:
         return asyncio.ensure_future(self._answer(request))
 
     def cast(self, message: Message) -> bool:
-        """As Peer.cast; nobody waits for the beginning."""
+        """As Peer.cast."""
+        if isinstance(message, EpisodeBegan):
+            self._sessions.began(message.session, HOST)
         return True
 
     async def _answer(self, request: Request) -> Message:
