@@ -243,6 +243,7 @@ class Conversation:
             parent=prompt.parent,
             added=added,
             begin=begin,
+            shared=prompt.shared,
             length=len(prompt.ids) + len(tokens),
             logprobs=scores,
             spans=tuple(spans),

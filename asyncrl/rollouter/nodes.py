@@ -31,6 +31,8 @@ class Node:
     """The answer that its context goes on from, token by token."""
     added: np.ndarray
     begin: int
+    shared: int
+    """Tokens that its prompt began with and an earlier call had, too."""
     length: int
     """Tokens of the path up to its end."""
     logprobs: np.ndarray

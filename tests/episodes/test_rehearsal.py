@@ -29,7 +29,7 @@ class Client:
 
 
 def task(seed=7, sample=0, attempt=0):
-    return Task(prompt="p", row={}, seed=seed, uid="0-1", sample=sample, attempt=attempt)
+    return Task(prompt="p", messages=[], row={}, seed=seed, uid="0-1", sample=sample, attempt=attempt)
 
 
 def played(given=None, most=1000, **options):

@@ -18,7 +18,7 @@ from hosted import Hosted, hosting
 from session_cases import HOST, World
 from tiny_models import logprobs_of
 
-from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply, TurnReward, TurnRewarded
+from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply, EpisodeBegan, TurnReward, TurnRewarded
 from asyncrl.messages.groups import Trajectory
 from asyncrl.rollouter.account import GroupAccount
 from asyncrl.rollouter.engines import make_engine
@@ -43,6 +43,10 @@ class Seat:
     def turn_reward(self, request: TurnReward, caller: Caller) -> TurnRewarded:
         session = self.world.sessions.find(request.session, caller.name)
         return TurnRewarded(node=session.conversation.reward(request.node, request.value))
+
+    @handler
+    def episode_began(self, request: EpisodeBegan, caller: Caller) -> None:
+        self.world.sessions.began(request.session, caller.name)
 
     def tell(self, session: Any, call: str, offset: int, text: str) -> None:
         assert self.host is not None

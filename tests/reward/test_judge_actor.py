@@ -43,16 +43,17 @@ def test_a_judge_serves_rollouters_and_tells_its_figures(tmp_path):
     async def body():
         async with judge_server(right) as server, serving(judged_by(server, tries=1), tmp_path) as (actor, rollouter):
             notices = []
-            actor.notify = lambda key, text, count=1: notices.append((key, text, count))
+            actor.notify = lambda key, text, **more: notices.append((key, text, more))
             calls = [rollouter.call(request(0.0, 1.0, uid=f"0-{at}")) for at in range(20)]
             assert [found.rewards for found in await asyncio.gather(*calls)] == [[0.0, 1.0]] * 20
             server.script = [status(500, "overloaded")]
             with pytest.raises(RemoteError, match="relative_judge: unjudged: http") as caught:
                 await rollouter.call(request(0.5, 1.0, uid="0-77"))
             assert (caught.value.code, caught.value.retryable) == ("reward_failed", True)
-            [(key, text, count)] = notices
-            assert (key, count) == ("reward: unjudged (status 500)", 1)
-            assert "overloaded (prompt 0-77). A group is tried" in text
+            [(key, text, more)] = notices
+            assert (key, more["count"]) == ("reward: unjudged (status 500)", 1)
+            assert "overloaded (prompt 0-77)" in text
+            assert "A group is tried" in more["meanwhile"]
             said = actor.heartbeat(1, 0.0)
             counts = {"judge/requests": 21, "judge/unjudged": 1, "judge/prompt_tokens": 2000, "reward/scored": 20}
             assert counts.items() <= said.counters.items()

@@ -304,7 +304,6 @@ class Rehearsal:
         assert session is not None
         conversation = session.conversation
         figures = conversation.counts()
-        shared = {call.reply.node: call.prompt.shared for call in session.calls.values() if call.reply and call.prompt}
         refused = {name.partition("/")[2]: text for name, text in self._told.items() if name.startswith("refused/")}
         for field, text in self._refused.items():
             if not any(text in told for told in refused.values()):
@@ -319,7 +318,7 @@ class Rehearsal:
                     cause=node.cause,
                     goes_on=node.parent is not None,
                     context_tokens=node.length - len(node.ids),
-                    new_tokens=node.length - len(node.ids) - shared.get(node.id, 0),
+                    new_tokens=node.length - len(node.ids) - node.shared,
                     sampled_tokens=len(node.ids),
                     calls=[call.name for call in node.tool_calls],
                     trained=node.trained,
