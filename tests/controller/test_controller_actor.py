@@ -337,7 +337,14 @@ def test_notices_are_passed_on_to_who_follows_the_lines_and_metrics_cannot_pass_
     async def scenario(cluster):
         await cluster.all_ready()
         agent, learner = cluster.caller(), cluster.caller("learner/0")
-        said = {"key": "disk", "text": "no space left", "count": 2, "meanwhile": "Free some", "waits_for": "room"}
+        said = {
+            "key": "disk",
+            "text": "no space left",
+            "count": 2,
+            "meanwhile": "Free some",
+            "waits_for": "room",
+            "of": "",
+        }
         await learner.call(Notice(**said))
         learner.cast(MetricsLine(line={"kind": "notice", "step": 1}))
         learner.cast(MetricsLine(line={"kind": "train", "step": 1}))

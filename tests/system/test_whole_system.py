@@ -115,7 +115,7 @@ def test_a_run_whose_responses_are_all_masked_ends_and_says_why(tmp_path):
         reward={"truncated": "mask"},
         learner={"max_filtered_ratio": 2.0},
     )
-    with pytest.raises(Exception, match="no trajectory to train, because all were masked: raise rollout.max_tokens"):
+    with pytest.raises(Exception, match="because all were masked. To do: raise rollout.max_tokens"):
         asyncio.run(System(config, tmp_path / "run").run())
 
 
