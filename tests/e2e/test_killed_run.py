@@ -60,9 +60,11 @@ def tokens(run_dir):
     for path in (run_dir / "samples").iterdir():
         for line in map(json.loads, path.read_text().splitlines()):
             if line["start"] == starts[line["step"]]:
-                found.setdefault(line["step"], []).append(
-                    (line["uid"], [(t["sequences"], t["reward"]) for t in line["trajectories"]])
-                )
+                # Versions differ: a run that goes on publishes under numbers that were never used.
+                sampled = [
+                    ([(s["tokens"], s["logprobs"]) for s in t["sequences"]], t["reward"]) for t in line["trajectories"]
+                ]
+                found.setdefault(line["step"], []).append((line["uid"], sampled))
     return found
 
 
