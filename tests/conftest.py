@@ -10,8 +10,10 @@ it, the others come last of all.
 
 import os
 import resource
+from collections.abc import Iterator
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 
 os.environ["ASYNCRL_STRICT_METRICS"] = "1"
@@ -30,3 +32,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         order = {name: at for at, name in enumerate(LONGEST_FOLDERS)}
         items.sort(key=lambda item: (item.path.stem == LAST, order.get(item.path.parent.name, len(order))))
+
+
+@pytest.fixture(autouse=True)
+def logs_as_they_were() -> Iterator[None]:
+    """A test that sets up logs, or captures them, leaves nothing of it to the next."""
+    yield
+    structlog.reset_defaults()

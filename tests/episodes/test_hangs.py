@@ -146,7 +146,7 @@ def test_a_call_after_the_end_reaches_nobody(tmp_path):
 
 
 def test_a_tool_result_of_50_mb_ends_the_episode_as_too_long(tmp_path):
-    found = hang(tmp_path, "big", row={"size": 50 << 20})
+    found = hang(tmp_path, "big", row={"size": 50 << 20}, turn_timeout_s=60.0, stall_timeout_s=60.0)
     # The refusal of its call has ended it, so its conversation is scored as one that was cut.
     assert (found.finish_reason, found.reward, found.text) == ("length", None, "Hello.")
 
