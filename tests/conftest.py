@@ -16,6 +16,8 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
+from asyncrl.monitor import logging
+
 os.environ["ASYNCRL_STRICT_METRICS"] = "1"
 
 _MOST_DESCRIPTORS = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -35,7 +37,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def logs_as_they_were() -> Iterator[None]:
+def logs_as_they_were(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A test that sets up logs, or captures them, leaves nothing of it to the next."""
+    monkeypatch.setattr(logging, "_level", None)
+    monkeypatch.setattr(logging, "_listener", None)
     yield
     structlog.reset_defaults()
