@@ -38,6 +38,7 @@ wrong, where, and what to do. Wrong input is a ValueError; our own broken invari
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 STOPPED_EXIT_CODE = 143
@@ -232,20 +233,28 @@ class BroadcastFailed(AsyncRLError, ConnectionError):
 
 
 class NonFiniteStep(AsyncRLError, ArithmeticError):
-    """The loss or the gradient norm of a step is not finite; the weights were left as they were.
+    """The loss or the gradient norm of an update is not finite; it left the weights as they were.
 
     ``what`` is "loss" or "gradient norm", ``step`` counts from 1, ``uids`` are the prompt groups it came from: those
-    with a non-finite loss, or all of the step's where only the gradient was. A rank that does not know them has none.
+    with a non-finite loss, or all of the update's where only the gradient was. A rank that does not know them has none.
+    ``trained`` are the groups of the step's updates before it, which were taken, and ``metrics`` theirs.
     """
 
     restartable = False
 
-    def __init__(self, what: str, *, step: int, uids: list[str]) -> None:
-        self.what, self.step, self.uids = what, step, uids
+    def __init__(
+        self,
+        what: str,
+        *,
+        step: int,
+        uids: list[str],
+        trained: Sequence[str] = (),
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        self.what, self.step, self.uids, self.trained, self.metrics = what, step, uids, list(trained), metrics or {}
         named = ", ".join(uids[:8]) + (f" and {len(uids) - 8} more" if len(uids) > 8 else "")
-        super().__init__(
-            f"the {what} of step {step} is not finite; no step was taken" + (f" (groups {named})" if uids else "")
-        )
+        taken = f"only its updates before were taken, of {len(trained)} groups" if trained else "no step was taken"
+        super().__init__(f"the {what} of step {step} is not finite; {taken}" + (f" (groups {named})" if uids else ""))
 
 
 class RewardFailed(AsyncRLError, RuntimeError):

@@ -29,7 +29,7 @@ from asyncrl.dataloader.order import EpochOrder
 from asyncrl.dataloader.prompts import PromptSet
 from asyncrl.dataloader.sources import load_dataset
 from asyncrl.errors import ConfigError
-from asyncrl.learner.batch import build_step, has_signal
+from asyncrl.learner.algorithm.batch import build_step, has_signal
 from asyncrl.learner.records import RecordFiles
 from asyncrl.learner.trainer import Trainer
 from asyncrl.messages.groups import Group, Ticket, Trajectory

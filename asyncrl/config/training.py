@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from asyncrl.config.algorithm import CorrectionConfig, KLConfig
 from asyncrl.config.section import Fraction, NonNegative, Positive, Seconds, Section
 
 
@@ -146,10 +147,26 @@ class LearnerConfig(Section):
     """Weight decay of AdamW."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Clip of the global gradient norm."""
+    updates_per_batch: Positive = 1
+    """Optimizer updates of a step, each from its share of the step's groups; from the second on the weights of the
+    first are the proximal policy."""
+    loss: str = "decoupled"
+    """decoupled, bypass, gspo, cispo, dppo, reinforce or distill (docs/algorithms.md), or MODULE:FUNCTION of your
+    own."""
+    loss_options: dict[str, Any] = {}
+    """Keyword arguments of the loss."""
+    correction: CorrectionConfig = CorrectionConfig()
+    """What multiplies the loss of tokens that other weights have sampled."""
     tis_cap: Annotated[float, Field(ge=1)] = 2.0
-    """Cap C of the truncated importance weight min(pi_theta / pi_behaviour, C) of the decoupled loss."""
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """Advantage estimator."""
+    """Cap C of the truncated importance weight min(rho, C)."""
+    kl: KLConfig = KLConfig()
+    """The divergence from the policy that the run began with."""
+    entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the entropy, nats, that is added to the objective of each token."""
+    advantage: str = "grpo"
+    """grpo, dr_grpo, rloo or reinforce (docs/algorithms.md), or MODULE:FUNCTION of your own."""
+    advantage_options: dict[str, Any] = {}
+    """Keyword arguments of the advantage."""
     aggregation: Literal["token", "sequence", "constant"] = "token"
     """Denominator of the loss: loss tokens, trajectories (mean over each one's tokens), or trajectories times
     max_tokens."""

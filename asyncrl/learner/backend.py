@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Protocol
 
 from asyncrl.config import Config
-from asyncrl.learner.batch import StepPlan
+from asyncrl.learner.algorithm.batch import StepPlan
 from asyncrl.learner.publication import OnSealed, Publication
 from asyncrl.messages.weights import Probe
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from asyncrl.config.training import LearnerConfig
-from asyncrl.learner.batch import has_signal
+from asyncrl.learner.algorithm.batch import has_signal
 from asyncrl.learner.buffer import GroupBuffer, in_order
 from asyncrl.learner.group_check import check_group
 from asyncrl.learner.outcomes import OutcomeQueue
@@ -165,11 +165,16 @@ class Intake:
             self._conclude(uid, "filtered")
         self._in_training = {}
 
-    def spoil_step(self, uids: Collection[str], reason: str) -> None:
-        """The step was not taken because of these groups: they are quarantined, the others may be trained again."""
+    def spoil_step(self, uids: Collection[str], reason: str, *, trained: Collection[str] = ()) -> None:
+        """An update was not taken because of these groups: they are quarantined.
+
+        What updates before it have ``trained`` stays in the step; all others may be trained again.
+        """
         groups, self._in_training = self._in_training, {}
         for uid, group in groups.items():
-            if uid in uids:
+            if uid in trained:
+                self._in_training[uid] = group
+            elif uid in uids:
                 self._quarantine(Quarantined(uid, reason, group))
             else:
                 self.buffer.add(group)

@@ -57,6 +57,8 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.chunked = chunked
+        self.entropy_gradient = False
+        """Whether entropies have a gradient."""
         self._attention: str = model.config._attn_implementation
 
     def use_attention(self, packed: bool) -> None:
@@ -76,23 +78,25 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Log-prob of each target under the logits divided by ``temperature``, and the entropy there.
 
-        Arguments as in Row. Returns two float32 [N], nats; the entropy has no gradient.
+        Arguments as in Row. Returns two float32 [N], nats.
         """
         arguments: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
         if self.model.config._attn_implementation == attention.NAME:
             arguments["sequence_lengths"] = lengths
         if not self.chunked:
             logits = self.model(**arguments).logits[0, predict]
-            return score_logits(logits, targets, temperature)
+            return score_logits(logits, targets, temperature, entropy_gradient=self.entropy_gradient)
         hidden = self.model.base_model(**arguments).last_hidden_state[0, predict]
         head = self.model.get_output_embeddings()
         size = max(1, CHUNK_BYTES // (4 * head.weight.shape[0]))
         scores = []
         for h, t in zip(torch.split(hidden, size), torch.split(targets, size), strict=True):
             if torch.is_grad_enabled():
-                scores.append(checkpoint(_score_hidden, head, h, t, temperature, use_reentrant=False))
+                scores.append(
+                    checkpoint(_score_hidden, head, h, t, temperature, self.entropy_gradient, use_reentrant=False)
+                )
             else:
-                scores.append(_score_hidden(head, h, t, temperature))
+                scores.append(_score_hidden(head, h, t, temperature, False))
         return torch.cat([s[0] for s in scores]), torch.cat([s[1] for s in scores])
 
     def score(self, row: Row, temperature: float) -> tuple[Tensor, Tensor]:
@@ -115,16 +119,23 @@ class Policy(nn.Module):
         return list(layers.values()) or max(lists, key=len, default=[])
 
 
-def _score_hidden(head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    return score_logits(head(hidden), targets, temperature)
+def _score_hidden(
+    head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    return score_logits(head(hidden), targets, temperature, entropy_gradient=entropy_gradient)
 
 
-def score_logits(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """log softmax(logits / temperature) at the targets, and -sum p log p. [N, V], [N] -> two float32 [N]."""
+def score_logits(
+    logits: Tensor, targets: Tensor, temperature: float, *, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
+    """log softmax(logits / temperature) at the targets, and -sum p log p. [N, V], [N] -> two float32 [N].
+
+    The entropy has a gradient where it is asked for, at the price of one more [N, V] in the backward pass.
+    """
     logits = logits.float() / temperature
     normaliser = torch.logsumexp(logits, dim=-1)
     logprobs = logits.gather(-1, targets[:, None])[:, 0] - normaliser
-    with torch.no_grad():
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropies = torch.special.entr((logits - normaliser[:, None]).exp()).sum(dim=-1)
     return logprobs, entropies
 

@@ -16,7 +16,7 @@ import msgspec
 from asyncrl.checkpoint.durable import refused, sync_folder, write_file
 from asyncrl.checkpoint.trainer_contents import CONTENTS, TrainerContents, read_trainer_contents
 from asyncrl.config import Config
-from asyncrl.learner.batch import StepPlan
+from asyncrl.learner.algorithm.batch import StepPlan
 from asyncrl.learner.publication import OnSealed, Publication
 from asyncrl.learner.schedule import learning_rate
 from asyncrl.messages.weights import Manifest, Probe

@@ -1,10 +1,10 @@
 """One rank of the learner: FSDP2 on torch.distributed (the ``fsdp2`` backend; its interface is in
 backend.py).
 
-Rank 0 plans and gives commands (train, score the probe, gather, save, stop); the other ranks follow. In a step every
-rank runs the same number of micro-batches over its share of the batch; one collective then gathers everyone's
-sums, from which each rank computes the same loss, gradient norm and metrics, and takes or refuses the same
-step.
+Rank 0 plans and gives commands (train, score the probe, gather, save, stop); the other ranks follow. In an
+update every rank runs the same number of micro-batches over its share of the batch; one collective then gathers
+everyone's sums, from which each rank computes the same loss, gradient norm and metrics, and takes or refuses the same
+update.
 
 It keeps: the gradient does not depend on how the batch was cut. The denominator is the step's, and local
 losses are multiplied by the world size against FSDP's mean. A step with a non-finite loss or gradient norm
@@ -16,7 +16,6 @@ Fails as backend.py says.
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -29,23 +28,21 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.tensor import DTensor
 
 from asyncrl.checkpoint.durable import refused
 from asyncrl.config import Config
 from asyncrl.errors import CheckpointError, DamagedCheckpoint, NonFiniteStep
-from asyncrl.learner.batch import MicroBatch, StepPlan
+from asyncrl.learner.algorithm.batch import MicroBatch, StepPlan
 from asyncrl.learner.checkpoint import dcp
 from asyncrl.learner.checkpoint.saver import Saver
 from asyncrl.learner.export import export
-from asyncrl.learner.losses import TokenSums, decoupled_loss, token_sums
 from asyncrl.learner.parallel import Ranks, open_store, pack_parcel, unpack_parcel
-from asyncrl.learner.policy import Policy, make_row, model_folder
+from asyncrl.learner.policy import Policy, model_folder
 from asyncrl.learner.probe import probe_length, score_probe
 from asyncrl.learner.publication import OnSealed, Publication
 from asyncrl.learner.publish import gather_buckets, publish
-from asyncrl.learner.schedule import learning_rate
 from asyncrl.learner.sharding import build_policy, choose_device, compute_dtype, prepare_device
+from asyncrl.learner.updates import StepResult, Updates, UpdateShape
 from asyncrl.learner.utilisation import mfu
 from asyncrl.messages.weights import Probe
 
@@ -55,11 +52,9 @@ class Train(msgspec.Struct, frozen=True, tag=True):
 
     parcel_bytes: list[int]
     """For each rank."""
-    denominator: float
+    updates: list[UpdateShape]
     temperature: float
     fresh: bool
-    sequences: int
-    """Of the whole step."""
 
 
 class Gather(msgspec.Struct, frozen=True, tag=True):
@@ -130,32 +125,42 @@ class Trainer:
         self.on_gpu = device.type == "cuda"
         self._dtype = compute_dtype(self._learner, device)
         self._policy, scoring = build_policy(self._config, self._ranks, self._dtype)
+        reference = None
         self.packed = scoring.packed
         self._parameters = list(self._policy.parameters())
         self._optimizer = make_optimizer(self._policy, self._config)
+        self._updates = Updates(
+            self._policy, reference, self._optimizer, self._ranks, self._learner, lambda name: self.on_phase(name)
+        )
         self._saver = Saver(self._ranks)
 
     def train(self, plan: StepPlan) -> dict[str, float]:
-        if not plan.sequences:
+        if not plan.updates:
             # Momentum alone would move the weights. No other rank hears of it.
             return {}
-        parcels = [pack_parcel(b"", _arrays(rank)) for rank in plan.ranks]
+        of_ranks = [
+            [batch for update in plan.updates for batch in update.ranks[rank]] for rank in range(self._learner.ranks)
+        ]
+        parcels = [pack_parcel(b"", _arrays(batches)) for batches in of_ranks]
         command = Train(
             parcel_bytes=[len(parcel) for parcel in parcels],
-            denominator=plan.denominator,
+            updates=[
+                UpdateShape(len(update.ranks[0]), update.denominator, len(update.sequences)) for update in plan.updates
+            ],
             temperature=plan.temperature,
             fresh=plan.fresh,
-            sequences=len(plan.sequences),
         )
         ranks = self._tell(command)
         ranks.scatter(parcels, 0, f"the batch of step {self.steps + 1}")
-        began = time.monotonic()
-        try:
-            found = self._step(command, plan.ranks[0])
-            return found | self._utilisation(plan.tokens, time.monotonic() - began)
-        except _NotFinite as error:
-            uids = [plan.sequences[i].uid for i in error.sequences]
-            raise NonFiniteStep(error.what, step=self.steps + 1, uids=list(dict.fromkeys(uids)) or plan.uids) from None
+        began, step = time.monotonic(), self.steps + 1
+        result = self._step(command, of_ranks[0])
+        metrics = result.metrics | self._utilisation(plan.tokens, time.monotonic() - began)
+        if result.refused is None:
+            return metrics
+        update = plan.updates[result.refused.update]
+        uids = list(dict.fromkeys(update.sequences[i].uid for i in result.refused.sequences))
+        trained = [uid for before in plan.updates[: result.refused.update] for uid in before.uids]
+        raise NonFiniteStep(result.refused.what, step=step, uids=uids or update.uids, trained=trained, metrics=metrics)
 
     def _utilisation(self, tokens: int, seconds: float) -> dict[str, float]:
         if not self.on_gpu:
@@ -221,10 +226,10 @@ class Trainer:
             command = _COMMANDS.decode(body)
             if isinstance(command, Train):
                 parcel = ranks.scatter(None, command.parcel_bytes[self._rank], f"the batch of step {self.steps + 1}")
-                try:
-                    self._step(command, _micro_batches(parcel))
-                except _NotFinite as error:
-                    raise NonFiniteStep(error.what, step=self.steps + 1, uids=[]) from None
+                step = self.steps + 1
+                result = self._step(command, _micro_batches(parcel))
+                if result.refused is not None:
+                    raise NonFiniteStep(result.refused.what, step=step, uids=[])
             elif isinstance(command, Gather):
                 with self._phase("gather"):
                     for _ in self._gather():
@@ -302,85 +307,17 @@ class Trainer:
                 device=ranks.device,
             )
 
-    def _step(self, command: Train, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """This rank's part of an optimizer step. Raises _NotFinite, on all ranks alike."""
-        with self._phase("forward and backward"):
-            return self._step_phases(command, micro_batches)
-
-    def _step_phases(self, command: Train, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-        ranks = self._ranks
-        assert ranks is not None
-        with ranks.waiting(f"step {self.steps + 1}"):
-            done = [self._accumulate(command, micro_batch) for micro_batch in micro_batches]
-            loss = torch.stack([d[0] for d in done]).double().sum()
-            sums = torch.stack([d[1] for d in done])
-            local = [_local(p.grad) for p in self._parameters if p.grad is not None]
-            square = torch.nn.utils.get_total_norm(local).double().square()
-            totals = TokenSums()
-            for row in sums.tolist():
-                totals.add(TokenSums(*row))
-            ours = [float(loss), float(square), *(getattr(totals, item.name) for item in fields(totals))]
-            self.on_phase("sums of all ranks")
-            everyone = ranks.all_gather(ours, f"the sums of step {self.steps + 1}")
-        totals = TokenSums()
-        for row in everyone[:, 2:].tolist():
-            totals.add(TokenSums(*row))
-        self.on_phase("optimizer")
-        total_loss, norm = math.fsum(everyone[:, 0]), math.sqrt(math.fsum(everyone[:, 1]))
+    def _step(self, command: Train, batches: Sequence[MicroBatch]) -> StepResult:
+        """This rank's part of a step; the same result on all ranks."""
         try:
-            if not math.isfinite(total_loss):
-                bad = self._not_finite(command, micro_batches, [d[2] for d in done])
-                raise _NotFinite("loss", bad)
-            if not math.isfinite(norm):
-                raise _NotFinite("gradient norm", [])
-            if norm > self._learner.max_grad_norm:
-                for gradient in local:
-                    gradient.mul_(self._learner.max_grad_norm / norm)
-            rate = learning_rate(self.steps + 1, self._learner)
-            for group in self._optimizer.param_groups:
-                group["lr"] = rate
-            self._optimizer.step()
+            result = self._updates.step(
+                self.steps + 1, command.updates, batches, temperature=command.temperature, fresh=command.fresh
+            )
         finally:
-            self._optimizer.zero_grad()
-        self.steps += 1
-        return {"loss/policy": total_loss, "policy/grad_norm": norm, "learner/lr": rate} | totals.metrics()
-
-    def _accumulate(self, command: Train, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Forward and backward of a micro-batch: its share of the loss, the fields of TokenSums, and the
-        log-probs.
-        """
-        assert self._ranks is not None
-        device = self._ranks.device
-        row = make_row(batch.input_ids, batch.lengths, batch.predict, batch.targets, device)
-        behaviour, advantages, weights, staleness = (
-            torch.from_numpy(values).to(device)
-            for values in (batch.behaviour, batch.advantages, batch.weights, batch.staleness)
-        )
-        logprobs, entropies = self._policy.score(row, command.temperature)
-        cap = self._learner.tis_cap
-        loss = decoupled_loss(logprobs, behaviour, advantages, weights, denominator=command.denominator, cap=cap)
-        torch.autograd.backward(loss * self._learner.ranks)
-        fresh = (staleness == 0) & command.fresh
-        sums = token_sums(logprobs, behaviour, entropies, weights, fresh, cap=cap)
-        return loss.detach(), sums, logprobs.detach()
-
-    def _not_finite(self, command: Train, micro_batches: Sequence[MicroBatch], logprobs: Sequence[Tensor]) -> list[int]:
-        """All ranks together: the sequences of the step with a token whose loss is not finite, ascending."""
-        assert self._ranks is not None
-        flags = np.zeros(command.sequences)
-        for batch, values in zip(micro_batches, logprobs, strict=True):
-            bad = ~np.isfinite(values.cpu().numpy() - batch.behaviour + batch.advantages)
-            member = np.searchsorted(np.cumsum(batch.lengths), batch.predict[bad], side="right")
-            indices = batch.sequences[member]
-            flags[indices[indices >= 0]] = 1.0
-        everyone = self._ranks.all_gather(flags.tolist(), "the search for what is not finite")
-        return [int(i) for i in np.flatnonzero(everyone.any(axis=0))]
-
-
-class _NotFinite(Exception):
-    def __init__(self, what: str, sequences: list[int]) -> None:
-        super().__init__(what)
-        self.what, self.sequences = what, sequences
+            self.on_phase("")
+        if result.refused is None or result.refused.update:
+            self.steps += 1
+        return result
 
 
 def make_optimizer(policy: Policy, config: Config) -> torch.optim.AdamW:
@@ -395,10 +332,6 @@ def make_optimizer(policy: Policy, config: Config) -> torch.optim.AdamW:
         betas=config.learner.betas,
         fused=True,
     )
-
-
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _arrays(micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:

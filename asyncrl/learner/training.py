@@ -25,8 +25,8 @@ from structlog.typing import FilteringBoundLogger
 
 from asyncrl.config import Config
 from asyncrl.errors import ActorFailed, AsyncRLError, NonFiniteStep
+from asyncrl.learner.algorithm.batch import build_step
 from asyncrl.learner.backend import Backend
-from asyncrl.learner.batch import build_step
 from asyncrl.learner.failed_writes import to_publish, version_failed, why_not_published
 from asyncrl.learner.group_metrics import observe_staleness
 from asyncrl.learner.intake import Intake
@@ -225,11 +225,15 @@ class Training:
         except NonFiniteStep as error:
             if learner.on_nonfinite != "skip":
                 raise
-            self._log.error("step was not taken", error=str(error))
+            self._log.error("update was not taken", error=str(error))
             self._counters.add("learner/skipped_steps")
-            intake.spoil_step(error.uids, f"the {error.what} of step {self.step + 1} is not finite")
-            self.supply.changed()
-            return None
+            reason = f"the {error.what} of step {self.step + 1} is not finite"
+            intake.spoil_step(error.uids, reason, trained=error.trained)
+            if not error.trained:
+                self.supply.changed()
+                return None
+            trained = dict(error.metrics)
+            groups = [group for group in groups if group.ticket.uid in error.trained]
         train_ended = self._clock.now()
         self._track.leave()
         lengths = intake.end_step()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from learner_cases import make_config, make_group, make_sequence, make_trajectory, random_groups
 
 from asyncrl.config.training import StalenessConfig
-from asyncrl.learner.batch import build_step, has_signal
+from asyncrl.learner.algorithm.batch import build_step, has_signal
 from asyncrl.messages.groups import Group, Trajectory, Turn, VersionSpan
 from asyncrl.trajectories import sampled_tokens
 
@@ -421,7 +421,7 @@ def test_turns_that_differ_are_a_signal_where_trajectories_are_equal() -> None:
 
 def test_planning_does_not_import_torch() -> None:
     code = (
-        "import sys, asyncrl.learner.backend, asyncrl.learner.sim, asyncrl.learner.batch;"
+        "import sys, asyncrl.learner.backend, asyncrl.learner.sim, asyncrl.learner.algorithm.batch;"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

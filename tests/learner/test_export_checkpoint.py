@@ -17,7 +17,7 @@ from asyncrl.checkpoint.state import CheckpointState, Geometry
 from asyncrl.cli.export import main
 from asyncrl.config.load import config_to_json
 from asyncrl.config.training import DataConfig
-from asyncrl.learner.batch import build_step
+from asyncrl.learner.algorithm.batch import build_step
 from asyncrl.messages.groups import LedgerState
 
 

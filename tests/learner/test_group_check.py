@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from learner_cases import make_config, make_group, make_sequence, make_trajectory, random_groups
 
-from asyncrl.learner.batch import build_step
+from asyncrl.learner.algorithm.batch import build_step
 from asyncrl.learner.group_check import check_group
 from asyncrl.messages.groups import Group, Turn, VersionSpan
 

@@ -1,92 +1,134 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from algorithm_cases import REFERENCES, by_sequence, make_batch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from asyncrl.learner.aggregation import step_denominator, token_weight
-from asyncrl.learner.losses import TokenSums, decoupled_loss, token_sums
+from asyncrl.config.training import LearnerConfig
+from asyncrl.errors import ConfigError
+from asyncrl.learner.algorithm.aggregation import step_denominator, token_weight
+from asyncrl.learner.algorithm.losses import BUILT_IN, find_loss, supervised
+from asyncrl.learner.algorithm.token_batch import TokenBatch
 
-CAP = 2.0
-
-
-def _case(seed: int, n: int = 200) -> dict[str, torch.Tensor]:
-    random = torch.Generator().manual_seed(seed)
-    logprobs = -3 * torch.rand(n, generator=random)
-    return {
-        "logprobs": logprobs,
-        "behaviour": logprobs + 0.7 * torch.randn(n, generator=random),
-        "advantages": torch.randn(n, generator=random),
-        "weights": torch.rand(n, generator=random) + 0.1,
-    }
-
-
-def test_loss_and_gradient_are_those_of_the_formula() -> None:
-    case = _case(0)
-    logprobs = case["logprobs"].requires_grad_()
-    loss = decoupled_loss(logprobs, *list(case.values())[1:], denominator=37.0, cap=CAP)
-    loss.backward()
-    theta, mu, a, w = (t.detach().double().tolist() for t in case.values())
-    importance = [min(math.exp(p - q), CAP) for p, q in zip(theta, mu, strict=True)]
-    terms = [-wi * ri * ai / 37.0 for wi, ri, ai in zip(w, importance, a, strict=True)]
-    assert float(loss.detach()) == pytest.approx(sum(terms), rel=1e-5)
-    # d/dlogpi of pi/sg(pi) is 1: the gradient at each token is its own term.
-    np.testing.assert_allclose(logprobs.grad.double().numpy(), terms, rtol=1e-5, atol=1e-8)
+OPTIONS = [
+    ("decoupled", {}),
+    ("decoupled", {"clip_low": 0.1, "clip_high": 0.5}),
+    ("bypass", {}),
+    ("bypass", {"clip_low": 0.1, "clip_high": 0.5}),
+    ("gspo", {}),
+    ("gspo", {"clip_low": 0.3, "clip_high": 0.1}),
+    ("cispo", {}),
+    ("cispo", {"clip_low": 0.2, "clip_high": 0.28}),
+    ("dppo", {}),
+    ("dppo", {"threshold": 0.05}),
+    ("reinforce", {}),
+    ("reinforce", {"clamp": 1.5}),
+    ("distill", {}),
+    ("distill", {"reward": 0.7}),
+]
 
 
-def test_an_absurd_ratio_stays_finite() -> None:
-    logprobs = torch.tensor([0.0, -1e4], requires_grad=True)
-    behaviour = torch.tensor([-1e4, 0.0])
-    ones = torch.ones(2)
-    loss = decoupled_loss(logprobs, behaviour, ones, ones, denominator=1.0, cap=CAP)
-    assert float(loss.detach()) == pytest.approx(-2.0, abs=1e-6)
-    sums = TokenSums(*token_sums(logprobs, behaviour, ones, ones, ones > 0, cap=CAP).tolist())
-    assert all(math.isfinite(value) for value in sums.metrics().values())
+def test_each_built_in_loss_is_written_down_a_second_time() -> None:
+    assert set(BUILT_IN) == set(REFERENCES) == {name for name, _ in OPTIONS}
 
 
-def test_a_log_prob_that_is_no_number_is_not_hidden() -> None:
-    nan = torch.tensor([float("nan")])
-    one = torch.ones(1)
-    assert math.isnan(decoupled_loss(nan, -one, one, one, denominator=1.0, cap=CAP))
-    assert math.isnan(decoupled_loss(-one, nan, one, one, denominator=1.0, cap=CAP))
+@pytest.mark.parametrize(("name", "options"), OPTIONS)
+@given(seed=st.integers(0, 2**32 - 1), drift=st.sampled_from([0.0, 0.1, 1.0]))
+def test_a_loss_and_its_gradient_are_those_of_the_formula(name, options, seed, drift) -> None:
+    batch = make_batch(seed, drift=drift)
+    loss, _ = find_loss(LearnerConfig(loss=name, loss_options=options))
+    values, _ = loss(batch=batch)
+    values.sum().backward()
+    expected = [REFERENCES[name](tokens, **options) for tokens in by_sequence(batch)]
+    np.testing.assert_allclose(values.detach(), np.concatenate([e[0] for e in expected]), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(batch.logprobs.grad, np.concatenate([e[1] for e in expected]), rtol=1e-9, atol=1e-12)
 
 
-def test_statistics_against_a_float64_reference() -> None:
-    case = _case(1)
-    random = torch.Generator().manual_seed(2)
-    entropies = torch.rand(200, generator=random)
-    weights, fresh = case["weights"].clone(), torch.rand(200, generator=random) < 0.3
-    weights[:20] = 0.0
-    total = TokenSums()
-    for part in (slice(0, 70), slice(70, 200)):
-        values = token_sums(
-            case["logprobs"][part], case["behaviour"][part], entropies[part], weights[part], fresh[part], cap=CAP
-        )
-        total.add(TokenSums(*values.tolist()))
-    metrics = total.metrics()
-    keep = weights.numpy() > 0
-    d = (case["logprobs"].double() - case["behaviour"].double()).numpy()[keep]
-    r, new = np.exp(d), fresh.numpy()[keep]
-    k3 = r - 1 - d
-    assert metrics == pytest.approx(
-        {
-            "policy/entropy": entropies.double().numpy()[keep].mean(),
-            "policy/ess": r.sum() ** 2 / (len(r) * (r**2).sum()),
-            "policy/behaviour_kl": k3.mean(),
-            "policy/tis_clipped_fraction": (r > CAP).mean(),
-            "policy/ratio_max": r.max(),
-            "policy/engine_kl": k3[new].mean(),
-            "policy/engine_kl_tokens": new.sum(),
-        },
-        rel=1e-6,
-    )
+@pytest.mark.parametrize("name", ["decoupled", "bypass", "dppo", "reinforce", "cispo"])
+def test_on_policy_every_ratio_loss_has_the_gradient_of_the_policy_gradient(name) -> None:
+    batch = make_batch(3)
+    same = batch.logprobs.detach()
+    values, _ = BUILT_IN[name](batch=replace(batch, behaviour=same, proximal=same))
+    values.sum().backward()
+    torch.testing.assert_close(batch.logprobs.grad, -batch.advantages)
 
 
-def test_no_number_without_tokens() -> None:
-    assert TokenSums().metrics() == {}
-    assert "policy/engine_kl" not in TokenSums(count=1, ratio=1, ratio_squared=1).metrics()
+def test_sums_count_tokens_with_a_weight_alone() -> None:
+    batch = make_batch(5, drift=2.0)
+    for name, count in (("bypass", _outside(batch, 0.2, 0.2)), ("cispo", _above(batch, 5.0))):
+        assert int(BUILT_IN[name](batch=batch)[1]["clipped_fraction"]) == count > 0
+
+
+def _outside(batch: TokenBatch, low: float, high: float) -> int:
+    found = 0
+    for tokens in by_sequence(batch):
+        for t in tokens:
+            ratio = math.exp(t["logprobs"] - t["behaviour"])
+            acts = ratio > 1 + high if t["advantages"] > 0 else ratio < 1 - low
+            found += acts and t["weights"] > 0
+    return found
+
+
+def _above(batch: TokenBatch, cap: float) -> int:
+    every = [t for tokens in by_sequence(batch) for t in tokens]
+    return sum(math.exp(t["logprobs"] - t["behaviour"]) > cap and t["weights"] > 0 for t in every)
+
+
+def test_supervised_is_the_negative_log_likelihood() -> None:
+    batch = make_batch(7)
+    values, sums = supervised(batch)
+    values.sum().backward()
+    assert values.tolist() == (-batch.logprobs).tolist()
+    assert set(batch.logprobs.grad.tolist()) == {-1.0}
+    assert sums == {}
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_an_absurd_ratio_stays_finite(name) -> None:
+    batch = make_batch(1, dtype=torch.float32)
+    far = replace(batch, behaviour=batch.behaviour - 1e4, proximal=batch.proximal - 1e4)
+    values, _ = BUILT_IN[name](batch=far)
+    values.sum().backward()
+    assert torch.isfinite(values).all()
+    assert torch.isfinite(batch.logprobs.grad).all()
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_log_prob_that_is_no_number_is_not_hidden(name) -> None:
+    batch = make_batch(1)
+    logprobs = batch.logprobs.detach().clone()
+    logprobs[0] = math.nan
+    values, _ = BUILT_IN[name](batch=replace(batch, logprobs=logprobs.requires_grad_()))
+    assert math.isnan(values.detach()[0])
+
+
+def test_a_loss_of_the_users_own_is_found_with_its_options_and_traits() -> None:
+    config = LearnerConfig(loss="losses_of_a_user:squared", loss_options={"scale": 3.0})
+    loss, traits = find_loss(config)
+    batch = make_batch(2)
+    torch.testing.assert_close(loss(batch=batch)[0], 3.0 * batch.logprobs**2)
+    assert (traits.entropy_gradient, traits.corrects) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "said"),
+    [
+        ("decuopled", {}, r"learner\.loss: there is no built-in loss 'decuopled'; did you mean decoupled"),
+        ("decoupled", {"clip": 1.0}, r"learner\.loss_options\.clip: decoupled takes no such option"),
+        ("losses_of_a_user:nothing", {}, r"learner\.loss: module losses_of_a_user .* has no 'nothing'"),
+        ("losses_of_a_user:scaleless", {}, r"learner\.loss_options\.scale: is required by losses_of_a_user:scaleless"),
+        ("losses_of_a_user:odd", {}, r"learner\.loss: losses_of_a_user:odd does not take 'batch'"),
+    ],
+)
+def test_a_loss_that_cannot_be_had_is_named_with_its_key(loss, options, said) -> None:
+    with pytest.raises(ConfigError, match=said):
+        find_loss(LearnerConfig(loss=loss, loss_options=options))
 
 
 @pytest.mark.parametrize(

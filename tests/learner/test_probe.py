@@ -13,7 +13,7 @@ from learner_cases import VOCABULARY, RankPool, make_config, random_groups, run_
 from segment_reading import read_manifest
 from torch.distributed.tensor import DTensor
 
-from asyncrl.learner.batch import build_step
+from asyncrl.learner.algorithm.batch import build_step
 from asyncrl.learner.probe import LENGTH, SEQUENCES, draw_probe, probe_length
 
 

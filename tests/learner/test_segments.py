@@ -122,7 +122,7 @@ def test_the_simulated_learner_publishes_and_counts(tmp_path: Path) -> None:
         [(spec, view)] = read_manifest(first.manifest)
         assert (spec.dtype, len(view)) == ("uint8", 1000)
         assert first.manifest.buckets[0].checksum != second.manifest.buckets[0].checksum
-    from asyncrl.learner.batch import build_step
+    from asyncrl.learner.algorithm.batch import build_step
 
     groups = random_groups(1, 1)
     plan = build_step(groups, version=0, config=config, world_size=1, packed=trainer.packed)

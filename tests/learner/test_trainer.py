@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from segment_reading import read_manifest
 
 from asyncrl.errors import NonFiniteStep
-from asyncrl.learner.batch import build_step, rewards_of
+from asyncrl.learner.algorithm.batch import build_step, rewards_of
 
 STEPS = 3
 TRAINED = [

@@ -16,7 +16,11 @@ A masked trajectory (cut by a limit under ``reward.truncated = "mask"``) counts 
 in no loss, no denominator and no statistic of the policy; so do tokens staler than ``staleness.max`` under
 ``staleness.late = "mask"``.
 
-Fails with ValueError for a group that ``check_group`` would have refused.
+A step has one update or several, each from its share of the groups: advantages are taken over the whole step, and each
+update has the denominator of its own tokens.
+
+Fails with ValueError for a group that ``check_group`` would have refused, and ConfigError where the user's advantage
+fails.
 """
 
 from __future__ import annotations
@@ -27,14 +31,23 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncrl.config import Config
-from asyncrl.learner.advantages import turn_advantages
-from asyncrl.learner.aggregation import step_denominator, token_weight
+from asyncrl.errors import ConfigError
+from asyncrl.learner.algorithm.advantages import Advantages, ScoredGroup, find_advantage
+from asyncrl.learner.algorithm.aggregation import step_denominator, token_weight
+from asyncrl.learner.algorithm.packing import pack
 from asyncrl.learner.group_check import check_group
 from asyncrl.learner.group_metrics import reward_metrics, rewards_of, rollout_metrics, staleness_metrics
-from asyncrl.learner.packing import pack
 from asyncrl.messages.groups import Group, Trajectory
 from asyncrl.messages.groups import Sequence as TokenSequence
-from asyncrl.trajectories import is_truncated, past_rewards, sampled_positions, sampled_spans, sampled_versions
+from asyncrl.runtime.workers.user_code import describe
+from asyncrl.trajectories import (
+    is_truncated,
+    past_rewards,
+    sampled_positions,
+    sampled_spans,
+    sampled_tokens,
+    sampled_versions,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +59,7 @@ class MicroBatch:
     lengths: np.ndarray
     """int32 [S], sums to T: the sequences, one after the other. Positions restart at 0 in each."""
     sequences: np.ndarray
-    """int32 [S]: index of each in ``StepPlan.sequences``; -1 for a filler."""
+    """int32 [S]: index of each in ``UpdatePlan.sequences``; -1 for a filler."""
     predict: np.ndarray
     """int32 [N], ascending: positions in the row whose next token has a loss."""
     targets: np.ndarray
@@ -74,15 +87,28 @@ class SequenceId:
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan:
-    """One optimizer step. Every rank has the same number of micro-batches."""
+class UpdatePlan:
+    """One update of the weights. Every rank has the same number of micro-batches."""
 
     ranks: list[list[MicroBatch]]
     """[world size][micro-batches]."""
     denominator: float
-    """What the sum of weighted token losses over the whole step is divided by."""
+    """What the sum of weighted token losses over the whole update is divided by."""
     sequences: list[SequenceId]
     """Every sequence that has a loss, in the order of groups and trajectories."""
+
+    @property
+    def uids(self) -> list[str]:
+        """The prompt groups that have a loss, in order."""
+        return list(dict.fromkeys(sequence.uid for sequence in self.sequences))
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: its updates, in order."""
+
+    updates: list[UpdatePlan]
+    """Those with a loss; none where nothing has one."""
     temperature: float
     """Logits are divided by it."""
     fresh: bool
@@ -93,9 +119,9 @@ class StepPlan:
     """Group-level metrics (group_metrics.py)."""
 
     @property
-    def uids(self) -> list[str]:
-        """The prompt groups that have a loss, in order."""
-        return list(dict.fromkeys(sequence.uid for sequence in self.sequences))
+    def sequences(self) -> list[SequenceId]:
+        """Those of all updates."""
+        return [sequence for update in self.updates for sequence in update.sequences]
 
 
 def has_signal(group: Group, tolerance: float) -> bool:
@@ -130,41 +156,74 @@ def build_step(
     sequence in a row of its own.
     """
     learner = config.learner
-    masking = config.reward.truncated == "mask"
-    oldest = version - config.staleness.max if config.staleness.late == "mask" else None
-    sequences: list[_Sequence] = []
-    weights: list[float] = []
-    loss_tokens: list[int] = []
     for group in groups:
         if problem := check_group(group):
             raise ValueError(f"group {group.ticket.uid} cannot be trained: {problem}")
-        past = [_past(trajectory) for trajectory in group.trajectories]
-        advantages = turn_advantages(learner.advantage, rewards_of(group), past)
-        for trajectory, of_turns in zip(group.trajectories, advantages, strict=True):
-            if masking and is_truncated(trajectory):
-                continue
-            trained = _trained_sequences(group, trajectory, of_turns, version, oldest)
-            if trained:
-                loss_tokens.append(sum(len(sequence.predict) for sequence in trained))
-                weights += [token_weight(learner.aggregation, loss_tokens[-1])] * len(trained)
-                sequences += trained
-    rows = pack(
-        [len(sequence.input_ids) for sequence in sequences],
-        budget=learner.tokens_per_microbatch,
-        world_size=world_size,
-        packed=packed,
-    )
+    masking = config.reward.truncated == "mask"
+    oldest = version - config.staleness.max if config.staleness.late == "mask" else None
+    updates: list[UpdatePlan] = []
+    tokens = 0
+    advantages = _advantages(groups, config)
+    for share in np.array_split(np.arange(len(groups)), learner.updates_per_batch):
+        sequences: list[_Sequence] = []
+        weights: list[float] = []
+        loss_tokens: list[int] = []
+        for group, of_group in ((groups[i], advantages[i]) for i in share):
+            for trajectory, of_turns in zip(group.trajectories, of_group, strict=True):
+                if masking and is_truncated(trajectory):
+                    continue
+                trained = _trained_sequences(group, trajectory, of_turns, version, oldest)
+                if trained:
+                    loss_tokens.append(sum(len(sequence.predict) for sequence in trained))
+                    weights += [token_weight(learner.aggregation, loss_tokens[-1])] * len(trained)
+                    sequences += trained
+        if sequences:
+            lengths = [len(sequence.input_ids) for sequence in sequences]
+            tokens += sum(lengths)
+            rows = pack(lengths, budget=learner.tokens_per_microbatch, world_size=world_size, packed=packed)
+            updates.append(
+                UpdatePlan(
+                    ranks=[[_micro_batch(sequences, weights, row) for row in rank] for rank in rows],
+                    denominator=step_denominator(learner.aggregation, loss_tokens, config.rollout.max_tokens),
+                    sequences=[s.id for s in sequences],
+                )
+            )
     return StepPlan(
-        ranks=[[_micro_batch(sequences, weights, row) for row in rank] for rank in rows],
-        denominator=step_denominator(learner.aggregation, loss_tokens, config.rollout.max_tokens),
-        sequences=[s.id for s in sequences],
+        updates=updates,
         temperature=config.rollout.temperature,
         fresh=fresh,
-        tokens=sum(len(s.input_ids) for s in sequences),
+        tokens=tokens,
         metrics=reward_metrics(groups, filtered, learner.signal_tolerance)
         | rollout_metrics(groups, filtered)
         | staleness_metrics(groups, version=version, config=config.staleness),
     )
+
+
+def scored_group(group: Group) -> ScoredGroup:
+    """What an advantage may know of a group."""
+    trajectories = group.trajectories
+    names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.components)
+    return ScoredGroup(
+        uid=group.ticket.uid,
+        rewards=rewards_of(group),
+        past=[_past(trajectory) for trajectory in trajectories],
+        lengths=np.array([sampled_tokens(trajectory) for trajectory in trajectories], np.int64),
+        components={
+            name: np.array([trajectory.components.get(name, np.nan) for trajectory in trajectories], np.float64)
+            for name in names
+        },
+    )
+
+
+def _advantages(groups: Sequence[Group], config: Config) -> Advantages:
+    if not groups:
+        return []
+    try:
+        return find_advantage(config.learner)([scored_group(group) for group in groups])
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError([f"learner.advantage: {config.learner.advantage} failed: {describe(error)}"]) from error
 
 
 def _past(trajectory: Trajectory) -> np.ndarray:

@@ -1,0 +1,49 @@
+"""The loss of the policy and all that is added to it or multiplied with it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from asyncrl.config.section import Section
+
+Estimator = Literal["k1", "k2", "k3"]
+AboveZero = Annotated[float, Field(gt=0)]
+
+
+class RejectConfig(Section):
+    """Sequences that are left out because the policy has moved too far from the one that sampled them."""
+
+    estimator: Estimator = "k3"
+    """Of a token's divergence: -log rho, (log rho)^2 / 2, or rho - 1 - log rho."""
+    over: Literal["mean", "sum", "max"] = "mean"
+    """How the tokens of a sequence become one number."""
+    limit: AboveZero = 0.01
+    """Largest absolute value at which a sequence is trained, nats."""
+
+
+class CorrectionConfig(Section):
+    """What multiplies the loss of a token because weights other than those trained have sampled it: rho is the ratio of
+    its probabilities under the weights that the step began with and under those that sampled it."""
+
+    weight: Literal["auto", "token", "sequence", "none"] = "auto"
+    """min(rho, learner.tis_cap) of the token or of its sequence; auto is token, and none with a loss that takes its
+    ratio against the engine's log-probs already."""
+    mask: tuple[AboveZero, AboveZero] | None = Field(default=None, strict=False)
+    """Tokens with rho outside of these two bounds have no gradient."""
+    reject: RejectConfig | None = None
+    """Sequences that have no gradient; none by default."""
+
+
+class KLConfig(Section):
+    """The divergence from a frozen reference, the policy that the run began with."""
+
+    coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """Its weight; 0 is without, and then no reference is loaded."""
+    estimator: Estimator = "k3"
+    """log r, (log r)^2 / 2 or 1/r - 1 + log r, with r the ratio of the policy's probability to the reference's."""
+    place: Literal["loss", "reward"] = "loss"
+    """Added to the loss of each token, or subtracted from the reward of its trajectory before advantages are taken."""
+    path: str | None = None
+    """Folder of the reference; by default model.path."""

@@ -1,0 +1,159 @@
+"""The advantages that ``learner.advantage`` names: each a function of the step's groups, from the rewards of their
+trajectories to one advantage for each turn.
+
+Masked trajectories are included: they belong to the baseline. Every token of a turn has its turn's advantage. Rewards
+of a group that are all equal give zeros, but for ``reinforce``.
+
+The credit of turns: the return of turn t of trajectory i is r_i - past_it, its reward to go (the policy gradient
+theorem: rewards that an action cannot have brought about have no part in its gradient; Sutton and others, 2000). It is
+held against the baseline of its trajectory. Where nothing is past, a turn has its trajectory's advantage.
+
+A function of the user's own, named by MODULE:FUNCTION, returns for each group either float64 [n], one advantage for
+each trajectory, or n arrays [turns].
+
+Fails with ValueError for a group of fewer than two, a reward that is not finite, or a result of another shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from asyncrl.config.training import LearnerConfig
+from asyncrl.learner.algorithm.named import find_function
+
+STD_EPSILON = 1e-6
+"""Added to the standard deviation of GRPO: bounds the advantage of a group whose rewards all but agree."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredGroup:
+    """What is known of the n trajectories of a prompt when their advantages are taken."""
+
+    uid: str
+    rewards: np.ndarray
+    """float64 [n]."""
+    past: Sequence[np.ndarray]
+    """float64 [turns] for each: what the episode had earned before the turn began."""
+    lengths: np.ndarray
+    """int64 [n]: sampled tokens."""
+    components: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """float64 [n] for each component of the reward; NaN where a trajectory has none."""
+
+
+Advantages = list[list[np.ndarray]]
+"""For each group and trajectory float64 [turns]."""
+Advantage = Callable[[Sequence[ScoredGroup]], Advantages]
+
+
+def grpo(groups: Sequence[ScoredGroup]) -> Advantages:
+    """A_it = (r_i - past_it - mean(r)) / (s + 1e-6).
+
+    DeepSeekMath (arXiv 2402.03300, section 4.1.2). s is the larger of std(r), with n - 1 (the paper does not say which;
+    the sample's is what verl and TRL take), and of the spread of the turns, sqrt(sum over i of the mean over t of (r_i
+    - past_it - mean(r))^2 / (n - 1)), which is std(r) where nothing is past: the process supervision of GRPO takes the
+    deviation of all rewards likewise (section 4.1.3). Where trajectories all but agree and their turns do not, std(r)
+    alone would blow these up a million times.
+    """
+    return [_scaled(_returns(group), _std(_centred(group))) for group in groups]
+
+
+def dr_grpo(groups: Sequence[ScoredGroup]) -> Advantages:
+    """A_it = r_i - past_it - mean(r): without the standard deviation, which favours very easy and very hard prompts.
+
+    Dr. GRPO (arXiv 2503.20783, section 3.2).
+    """
+    return [_returns(group) for group in groups]
+
+
+def rloo(groups: Sequence[ScoredGroup]) -> Advantages:
+    """A_it = n / (n - 1) * (r_i - mean(r)) - past_it, which is r_i - mean of the other n - 1 rewards where nothing is
+    past.
+
+    REINFORCE leave-one-out (arXiv 2402.14740, section 3.3).
+    """
+    return [
+        [
+            centred * (len(group.rewards) / (len(group.rewards) - 1)) - turns
+            for centred, turns in zip(_centred(group), group.past, strict=True)
+        ]
+        for group in groups
+    ]
+
+
+def reinforce(groups: Sequence[ScoredGroup]) -> Advantages:
+    """A_it = r_i - past_it - mean of all rewards of the step: REINFORCE with the batch's mean for a baseline.
+
+    Williams 1992, section 4; the batch's mean for all prompts as in REINFORCE++ (arXiv 2501.03262), without its
+    division by the standard deviation. Groups may have a single trajectory.
+    """
+    baseline = float(np.mean(np.concatenate([_finite(group) for group in groups])))
+    return [
+        [reward - baseline - turns for reward, turns in zip(group.rewards, group.past, strict=True)] for group in groups
+    ]
+
+
+BUILT_IN: dict[str, Advantage] = {f.__name__: f for f in (grpo, dr_grpo, rloo, reinforce)}
+
+
+def find_advantage(config: LearnerConfig) -> Advantage:
+    """The advantage of a run, which may raise ValueError. Raises ConfigError."""
+    function = find_function("learner.advantage", config.advantage, __name__, "groups", config.advantage_options)
+
+    def checked(groups: Sequence[ScoredGroup]) -> Advantages:
+        found = function(groups=groups)
+        if len(found) != len(groups):
+            raise ValueError(f"{config.advantage} returned advantages of {len(found)} groups, of {len(groups)} given")
+        return [_by_turn(config.advantage, group, values) for group, values in zip(groups, found, strict=True)]
+
+    return checked
+
+
+def _by_turn(name: str, group: ScoredGroup, values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    if len(values) != len(group.rewards):
+        told = f"{len(values)} advantages for the {len(group.rewards)} trajectories of group {group.uid}"
+        raise ValueError(f"{name} returned {told}")
+    found = []
+    for value, turns in zip(values, group.past, strict=True):
+        each = np.asarray(value, dtype=np.float64)
+        if each.shape not in ((), turns.shape):
+            told = f"shape {each.shape} for a trajectory of {len(turns)} turns in group {group.uid}"
+            raise ValueError(f"{name} returned an advantage of {told}; it is one number, or one for each turn")
+        if not np.isfinite(each).all():
+            raise ValueError(f"{name} returned an advantage that is not finite for group {group.uid}")
+        found.append(np.broadcast_to(each, turns.shape))
+    return found
+
+
+def _returns(group: ScoredGroup) -> list[np.ndarray]:
+    return [centred - turns for centred, turns in zip(_centred(group), group.past, strict=True)]
+
+
+def _scaled(returns: list[np.ndarray], std: float) -> list[np.ndarray]:
+    squares = np.array([np.mean(turns**2) if len(turns) else 0.0 for turns in returns])
+    spread = max(std, float(np.sqrt(squares.sum() / (len(returns) - 1))))
+    return [turns / (spread + STD_EPSILON) for turns in returns]
+
+
+def _std(centred: np.ndarray) -> float:
+    return float(np.sqrt(np.sum(centred**2) / (len(centred) - 1)))
+
+
+def _centred(group: ScoredGroup) -> np.ndarray:
+    values = _finite(group)
+    if len(values) < 2:
+        raise ValueError(f"group {group.uid} has {len(values)} trajectories; this advantage needs at least 2")
+    if np.all(values == values[0]):
+        # The mean of equal numbers may differ from them in the last bit.
+        return np.zeros_like(values)
+    centred: np.ndarray = values - values.mean()
+    return centred
+
+
+def _finite(group: ScoredGroup) -> np.ndarray:
+    values = np.asarray(group.rewards, dtype=np.float64)
+    if not np.isfinite(values).all():
+        raise ValueError(f"rewards must be finite, got {values.tolist()} in group {group.uid}")
+    return values

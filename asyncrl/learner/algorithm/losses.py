@@ -1,0 +1,171 @@
+"""The losses that ``learner.loss`` names: each a function of a TokenBatch and its options.
+
+A loss returns its token losses, float32 [N] with a gradient, and named sums over tokens, scalars without one, that
+appear as ``loss/NAME``, divided by the number of tokens. What is done with token losses is not its business: they are
+multiplied by the correction (corrections.py) where the loss does not correct itself, weighted, summed and divided by
+the step's denominator (objective.py).
+
+A loss of the user's own is such a function too, named by MODULE:FUNCTION. ``traits`` says what it needs beyond the
+batch.
+
+pi, pi_prox and pi_b are the probabilities of the sampled token under the weights that are trained, those before the
+first update from the batch, and the engine's; A is the advantage; sg stops the gradient.
+
+Sources: PPO arXiv 1707.06347; decoupled PPO arXiv 2505.24298; asymmetric clip (DAPO) arXiv 2503.14476; GSPO arXiv
+2507.18071; CISPO arXiv 2506.13585; DPPO arXiv 2602.04879; truncated weights (IMPALA) arXiv 1802.01561; on-policy
+distillation (GKD, reverse KL on the student's samples) arXiv 2306.13649.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from asyncrl.config.training import LearnerConfig
+from asyncrl.learner.algorithm.named import find_function
+from asyncrl.learner.algorithm.token_batch import TokenBatch, log_ratio
+
+TokenLosses = tuple[Tensor, dict[str, Tensor]]
+"""Token losses [N], and named sums."""
+
+
+class Loss(Protocol):
+    """What ``learner.loss`` names."""
+
+    def __call__(self, batch: TokenBatch) -> TokenLosses:
+        """The token losses and named sums of a micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What a loss needs, and what must not be added to it."""
+
+    corrects: bool = False
+    """It takes its ratio against the engine's own log-probs. A correction on top would correct twice."""
+    entropy_gradient: bool = False
+    """Its batch's entropies have a gradient."""
+    reference: bool = False
+    """Its batch has the reference's log-probs."""
+    teacher: bool = False
+    """Its batch has the teacher's log-probs."""
+
+
+_Function = TypeVar("_Function", bound=Callable[..., TokenLosses])
+
+
+def traits(
+    *, corrects: bool = False, entropy_gradient: bool = False, reference: bool = False, teacher: bool = False
+) -> Callable[[_Function], _Function]:
+    """Decorate a loss with what it needs; one without has none of it."""
+
+    def mark(function: _Function) -> _Function:
+        function.traits = Traits(corrects, entropy_gradient, reference, teacher)  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def find_loss(config: LearnerConfig) -> tuple[Loss, Traits]:
+    """The loss of a run, with its options filled in, and its traits. Raises ConfigError."""
+    loss = find_function("learner.loss", config.loss, __name__, "batch", config.loss_options)
+    return loss, getattr(loss.func, "traits", Traits())
+
+
+def decoupled(batch: TokenBatch, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLosses:
+    """Decoupled PPO: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi / pi_prox.
+
+    With one update from a batch r is 1 and its gradient that of log pi: no clip acts. Times the correction
+    min(pi_prox / pi_b, C) it is AReaL's objective (eq. 5). ``clip_high`` above ``clip_low`` is DAPO's asymmetric clip.
+    """
+    return _clipped(batch, log_ratio(batch.logprobs, batch.proximal).exp(), clip_low, clip_high)
+
+
+@traits(corrects=True)
+def bypass(batch: TokenBatch, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLosses:
+    """PPO against the engine: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi / pi_b."""
+    return _clipped(batch, log_ratio(batch.logprobs, batch.behaviour).exp(), clip_low, clip_high)
+
+
+@traits(corrects=True)
+def gspo(batch: TokenBatch, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLosses:
+    """Group sequence policy optimization: -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A).
+
+    s is the sequence's ratio, exp of the mean over its tokens of log(pi / pi_b), in the token form of the paper (eq.
+    13, 14): in value s, with the gradient of s * log pi at each token, so that turns may have advantages of their own.
+    Belongs with ``learner.aggregation = "sequence"``.
+    """
+    sequence_log_ratio = batch.mean_by_sequence(log_ratio(batch.logprobs.detach(), batch.behaviour))
+    ratio = (sequence_log_ratio + batch.logprobs - batch.logprobs.detach()).exp()
+    return _clipped(batch, ratio, clip_low, clip_high)
+
+
+@traits(corrects=True)
+def cispo(batch: TokenBatch, *, clip_low: float = 1.0, clip_high: float = 4.0) -> TokenLosses:
+    """Clipped importance-sampling policy optimization: -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi.
+
+    r = pi / pi_b.
+    Every token keeps its gradient; only its weight is clipped. A ``clip_low`` of 1 leaves the lower side open.
+    """
+    ratio = log_ratio(batch.logprobs.detach(), batch.behaviour).exp()
+    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    return -clipped * batch.advantages * batch.logprobs, {"clipped_fraction": _count(batch, clipped != ratio)}
+
+
+@traits(corrects=True)
+def dppo(batch: TokenBatch, *, threshold: float = 0.2) -> TokenLosses:
+    """Divergence PPO with the binary total variation: -m A r, r = pi / pi_b.
+
+    m is 0 where |pi - pi_b| > ``threshold`` and the gradient would lead further away (A > 0 and pi > pi_b, or A < 0
+    and pi < pi_b), else 1: a bound on probabilities, where PPO bounds their ratio.
+    """
+    ratio = log_ratio(batch.logprobs, batch.behaviour).exp()
+    away = (batch.logprobs.detach().exp() - batch.behaviour.exp()) * batch.advantages.sign()
+    outside = away > threshold
+    losses = -torch.where(outside, 0.0, batch.advantages * ratio)
+    return losses, {"clipped_fraction": _count(batch, outside)}
+
+
+@traits(corrects=True)
+def reinforce(batch: TokenBatch, *, clamp: float = 1.02) -> TokenLosses:
+    """REINFORCE with a clamped weight: -sg(min(pi / pi_b, clamp)) A log pi."""
+    ratio = log_ratio(batch.logprobs.detach(), batch.behaviour).exp()
+    losses = -ratio.clamp(max=clamp) * batch.advantages * batch.logprobs
+    return losses, {"clipped_fraction": _count(batch, ratio > clamp)}
+
+
+@traits(teacher=True)
+def distill(batch: TokenBatch, *, reward: float = 0.0) -> TokenLosses:
+    """On-policy distillation: reverse KL to the teacher at each sampled token, -sg(D) pi / sg(pi).
+
+    D = log pi_teacher - log pi + reward * A: its mean over the student's samples is minus the KL, and the token's own
+    term is its advantage. ``reward`` 0 leaves rewards out.
+    """
+    assert batch.teacher is not None
+    gap = batch.teacher - batch.logprobs.detach()
+    # exp(0), whose gradient is that of log pi.
+    policy = (batch.logprobs - batch.logprobs.detach()).exp()
+    return -(gap + reward * batch.advantages) * policy, {"teacher_kl": -(gap * (batch.weights > 0)).sum()}
+
+
+BUILT_IN: dict[str, Loss] = {f.__name__: f for f in (decoupled, bypass, gspo, cispo, dppo, reinforce, distill)}
+
+
+def supervised(batch: TokenBatch) -> TokenLosses:
+    """Negative log-likelihood, -log pi, of tokens that somebody else wrote: those of ``[sft]``."""
+    return -batch.logprobs, {}
+
+
+def _clipped(batch: TokenBatch, ratio: Tensor, low: float, high: float) -> TokenLosses:
+    plain = ratio * batch.advantages
+    bounded = ratio.clamp(1.0 - low, 1.0 + high) * batch.advantages
+    # Where both are equal the first: a minimum would halve its gradient between them.
+    acts = bounded < plain
+    return -torch.where(acts, bounded, plain), {"clipped_fraction": _count(batch, acts)}
+
+
+def _count(batch: TokenBatch, tokens: Tensor) -> Tensor:
+    return (tokens & (batch.weights > 0)).sum()

@@ -1,0 +1,77 @@
+"""What is minimised: the loss of a token with its correction, the divergence from the reference, the entropy bonus.
+
+    objective = factor * loss + kl.coefficient * KL - entropy_bonus * H
+
+for each token; weighted, summed and divided by the denominator of the step, so that the objectives of micro-batches
+add up to the step's. The factor (corrections.py) is 1 for a loss that corrects itself. It keeps: ``named`` gives sums,
+which add up over micro-batches and ranks as well.
+
+Fails with ConfigError where a loss cannot be found, does not take its options, or would be corrected twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from asyncrl.config.training import LearnerConfig
+from asyncrl.errors import ConfigError
+from asyncrl.learner.algorithm.corrections import correction
+from asyncrl.learner.algorithm.kl import kl_losses
+from asyncrl.learner.algorithm.losses import TokenLosses, find_loss
+from asyncrl.learner.algorithm.token_batch import TokenBatch
+from asyncrl.runtime.workers.user_code import describe
+
+
+class Objective:
+    """The objective of a run."""
+
+    def __init__(self, config: LearnerConfig) -> None:
+        self._name = config.loss
+        self._loss, self.traits = find_loss(config)
+        weight = config.correction.weight
+        if self.traits.corrects and weight not in ("auto", "none"):
+            problem = f'is "{weight}", but the loss {config.loss} corrects itself'
+            raise ConfigError(
+                [f"learner.correction.weight: {problem}: its ratio is against the engine's log-probs; set it to none"]
+            )
+        if weight == "auto":
+            weight = "none" if self.traits.corrects else "token"
+        self._correction = config.correction.model_copy(update={"weight": weight})
+        self._kl = config.kl
+        self._cap, self._entropy_bonus = config.tis_cap, config.entropy_bonus
+
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        """Whether a batch's entropies must have a gradient."""
+        return self.traits.entropy_gradient or self._entropy_bonus > 0
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a batch must have the reference's log-probs."""
+        return self.traits.reference or self._kl.coefficient > 0
+
+    def __call__(self, batch: TokenBatch, denominator: float) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The micro-batch's share of the objective, a scalar with a gradient, and named sums over its tokens."""
+        values, sums = self._token_losses(batch)
+        factor, corrected = correction(batch, self._correction, self._cap)
+        total = factor * values
+        sums = {**sums, **corrected}
+        if self._kl.coefficient and self._kl.place == "loss":
+            divergence = kl_losses(batch, self._kl.estimator, self._cap)
+            total = total + self._kl.coefficient * divergence
+            sums["reference_kl"] = (divergence.detach() * (batch.weights > 0)).sum()
+        if self._entropy_bonus:
+            total = total - self._entropy_bonus * batch.entropies
+        return (batch.weights * total).sum() / denominator, sums
+
+    def _token_losses(self, batch: TokenBatch) -> TokenLosses:
+        try:
+            values, sums = self._loss(batch=batch)
+        except Exception as error:
+            raise ConfigError([f"learner.loss: {self._name} failed: {describe(error)}"]) from error
+        if values.shape != batch.logprobs.shape:
+            told = f"{tuple(values.shape)} for {len(batch.logprobs)} tokens"
+            raise ConfigError([f"learner.loss: {self._name} returned losses of shape {told}; it must be one for each"])
+        return values, sums

@@ -1,0 +1,84 @@
+"""The statistics of a step's tokens: how far the policy has moved from the one that sampled them.
+
+Sums, so that those of micro-batches and ranks add up; ``TokenSums.metrics`` divides at the end. A token of weight 0 (a
+filler) is in none of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from asyncrl.learner.algorithm.token_batch import TokenBatch, log_ratio
+
+
+@dataclass
+class TokenSums:
+    """Sums over loss tokens; r = pi_theta / pi_behaviour, not truncated. In the order of token_sums."""
+
+    count: float = 0.0
+    ratio: float = 0.0
+    ratio_squared: float = 0.0
+    kl: float = 0.0
+    """Of r - 1 - log r."""
+    clipped: float = 0.0
+    """Tokens with r > C."""
+    entropy: float = 0.0
+    fresh_count: float = 0.0
+    """Tokens sampled by the very weights that are being trained."""
+    fresh_kl: float = 0.0
+    ratio_max: float = 0.0
+    """The largest r, not a sum."""
+
+    def add(self, other: TokenSums) -> None:
+        """Put two disjoint sets of tokens together."""
+        for item in fields(self):
+            ours, theirs = getattr(self, item.name), getattr(other, item.name)
+            setattr(self, item.name, max(ours, theirs) if item.name == "ratio_max" else ours + theirs)
+
+    def metrics(self) -> dict[str, float]:
+        """The means; empty without tokens.
+
+        ``policy/behaviour_kl``: KL(behaviour || theta) by the k3 estimator mean(r - 1 - log r)
+        (http://joschu.net/blog/kl-approx.html). ``policy/ess``: (sum r)^2 / (n sum r^2), the effective share
+        of the sample, 1 on policy (Kong 1992). ``policy/engine_kl``: the same KL on the tokens of equal
+        weights: how far engine and trainer drift apart; with its count, and absent without such tokens.
+        """
+        if not self.count:
+            return {}
+        found = {
+            "policy/entropy": self.entropy / self.count,
+            "policy/ess": self.ratio**2 / (self.count * self.ratio_squared),
+            "policy/behaviour_kl": self.kl / self.count,
+            "policy/tis_clipped_fraction": self.clipped / self.count,
+            "policy/ratio_max": self.ratio_max,
+        }
+        if self.fresh_count:
+            found["policy/engine_kl"] = self.fresh_kl / self.fresh_count
+            found["policy/engine_kl_tokens"] = self.fresh_count
+        return found
+
+
+def token_sums(batch: TokenBatch, *, fresh: bool, cap: float) -> Tensor:
+    """The fields of TokenSums for a micro-batch, float64, left on the device.
+
+    ``fresh``: whether the newest published weights are the ones that are trained.
+    """
+    r = log_ratio(batch.logprobs.detach(), batch.behaviour).double()
+    ratio = r.exp()
+    kl = ratio - 1.0 - r
+    real = (batch.weights > 0).double()
+    new = real * (batch.staleness == 0) * fresh
+    rows = [
+        real,
+        real * ratio,
+        real * ratio**2,
+        real * kl,
+        real * (ratio > cap),
+        real * batch.entropies.detach().double(),
+        new,
+        new * kl,
+    ]
+    return torch.cat([torch.stack(rows).sum(dim=1), (real * ratio).max().reshape(1)])

@@ -1,0 +1,275 @@
+"""What a rank does in a step: scoring passes, then updates of the weights.
+
+    score     log-probs without a gradient, by the reference where the objective asks for them, and by the weights as
+              they are, the proximal policy, where more than one update follows
+    update    forward and backward of each micro-batch, one exchange of sums among the ranks, the optimizer
+
+It keeps: the gradient does not depend on how the batch was cut, since the denominator is the update's over all ranks
+and local losses are multiplied by the world size against FSDP's mean; from the sums every rank computes the same loss,
+gradient norm and metrics, and takes or refuses the same update; a refused update changes nothing, and no other follows
+it.
+
+Fails with ConfigError when the user's loss raises.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from asyncrl.config.training import LearnerConfig
+from asyncrl.learner.algorithm.batch import MicroBatch
+from asyncrl.learner.algorithm.objective import Objective
+from asyncrl.learner.algorithm.statistics import TokenSums, token_sums
+from asyncrl.learner.algorithm.token_batch import TokenBatch
+from asyncrl.learner.parallel import Ranks
+from asyncrl.learner.policy import Policy, Row, make_row
+from asyncrl.learner.schedule import learning_rate
+
+
+class UpdateShape(msgspec.Struct, frozen=True):
+    """What all ranks know of an update."""
+
+    micro_batches: int
+    """Of each rank."""
+    denominator: float
+    sequences: int
+    """Of all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """An update that was not taken."""
+
+    what: str
+    """The loss, or the gradient norm."""
+    update: int
+    """Counted from 0."""
+    sequences: list[int]
+    """Those of the update with a loss that is not finite, ascending; none where only the gradient was."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The updates that were taken, and the one that was not."""
+
+    metrics: dict[str, float]
+    refused: Refused | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """float32 [N] each, of a micro-batch."""
+
+    proximal: Tensor | None
+    reference: Tensor | None
+
+
+class Updates:
+    """A rank's part of every step."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        reference: Policy | None,
+        optimizer: torch.optim.Optimizer,
+        ranks: Ranks,
+        config: LearnerConfig,
+        on_phase: Callable[[str], None],
+    ) -> None:
+        self._policy, self._reference, self._optimizer, self._ranks = policy, reference, optimizer, ranks
+        self._config, self._on_phase = config, on_phase
+        self._objective = Objective(config)
+        self._parameters = list(policy.parameters())
+        policy.entropy_gradient = self._objective.needs_entropy_gradient
+
+    def step(
+        self,
+        step: int,
+        shapes: Sequence[UpdateShape],
+        batches: Sequence[MicroBatch],
+        *,
+        temperature: float,
+        fresh: bool,
+    ) -> StepResult:
+        """Step ``step``, counted from 1: this rank's micro-batches, one update's after the other's."""
+        rows = [self._row(batch) for batch in batches]
+        scored = self._score(rows, temperature, several=len(shapes) > 1)
+        metrics: list[dict[str, float]] = []
+        start = 0
+        for number, shape in enumerate(shapes):
+            mine = slice(start, start := start + shape.micro_batches)
+            members = list(zip(batches[mine], rows[mine], scored[mine], strict=True))
+            found = self._update(
+                f"step {step}",
+                shape,
+                members,
+                rate=learning_rate(step, self._config),
+                temperature=temperature,
+                fresh=fresh and not number,
+                first=not number,
+            )
+            if isinstance(found, dict):
+                metrics.append(found)
+            else:
+                what, sequences = found
+                return StepResult(_mean(metrics), Refused(what, number, sequences))
+        return StepResult(_mean(metrics), None)
+
+    def _row(self, batch: MicroBatch) -> Row:
+        return make_row(batch.input_ids, batch.lengths, batch.predict, batch.targets, self._ranks.device)
+
+    def _score(self, rows: Sequence[Row], temperature: float, *, several: bool) -> list[_Scored]:
+        def by(policy: Policy | None, name: str) -> list[Tensor | None]:
+            if policy is None:
+                return [None] * len(rows)
+            with torch.no_grad(), self._ranks.waiting(name):
+                self._on_phase(name)
+                return [policy.score(row, temperature)[0] for row in rows]
+
+        proximal = by(self._policy if several else None, "scoring by the proximal policy")
+        reference = by(self._reference, "scoring by the reference")
+        return [_Scored(*both) for both in zip(proximal, reference, strict=True)]
+
+    def _update(
+        self,
+        name: str,
+        shape: UpdateShape,
+        members: Sequence[tuple[MicroBatch, Row, _Scored]],
+        *,
+        rate: float,
+        temperature: float,
+        fresh: bool,
+        first: bool,
+    ) -> dict[str, float] | tuple[str, list[int]]:
+        """The metrics of an update, or what was not finite and in which sequences."""
+        self._on_phase("forward and backward")
+        with self._ranks.waiting(name):
+            done = [
+                self._accumulate(*member, shape.denominator, temperature=temperature, fresh=fresh, first=first)
+                for member in members
+            ]
+            loss = torch.stack([d.loss for d in done]).double().sum()
+            statistics = torch.stack([d.statistics for d in done])
+            names = list(done[0].named)
+            named = [float(torch.stack([d.named[each] for d in done]).double().sum()) for each in names]
+            local = [_local(p.grad) for p in self._parameters if p.grad is not None]
+            square = torch.nn.utils.get_total_norm(local).double().square()
+            ours = _totals(statistics.tolist())
+            self._on_phase("sums of all ranks")
+            values = [float(loss), float(square), *named, *(getattr(ours, item.name) for item in fields(ours))]
+            everyone = self._ranks.all_gather(values, f"the sums of {name}")
+        totals = _totals(everyone[:, 2 + len(names) :].tolist())
+        self._on_phase("optimizer")
+        total_loss, norm = math.fsum(everyone[:, 0]), math.sqrt(math.fsum(everyone[:, 1]))
+        try:
+            if not math.isfinite(total_loss):
+                return "loss", self._not_finite(shape, [m[0] for m in members], [d.logprobs for d in done])
+            if not math.isfinite(norm):
+                return "gradient norm", []
+            if norm > self._config.max_grad_norm:
+                for gradient in local:
+                    gradient.mul_(self._config.max_grad_norm / norm)
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate
+            self._optimizer.step()
+        finally:
+            self._optimizer.zero_grad()
+        found = {"loss/policy": total_loss, "policy/grad_norm": norm, "learner/lr": rate} | totals.metrics()
+        for at, each in enumerate(names, start=2):
+            found[f"loss/{each}"] = math.fsum(everyone[:, at]) / max(1.0, totals.count)
+        return found
+
+    def _accumulate(
+        self,
+        batch: MicroBatch,
+        row: Row,
+        scored: _Scored,
+        denominator: float,
+        *,
+        temperature: float,
+        fresh: bool,
+        first: bool,
+    ) -> _Accumulated:
+        logprobs, entropies = self._policy.score(row, temperature)
+        tokens = self._token_batch(batch, scored, logprobs, entropies, first=first)
+        loss, named = self._objective(tokens, denominator)
+        torch.autograd.backward(loss * self._ranks.world_size)
+        statistics = token_sums(tokens, fresh=fresh, cap=self._config.tis_cap)
+        return _Accumulated(loss.detach(), statistics, dict(named), logprobs.detach())
+
+    def _token_batch(
+        self, batch: MicroBatch, scored: _Scored, logprobs: Tensor, entropies: Tensor, *, first: bool
+    ) -> TokenBatch:
+        def put(values: np.ndarray) -> Tensor:
+            return torch.from_numpy(values).to(self._ranks.device)
+
+        segments = np.searchsorted(np.cumsum(batch.lengths), batch.predict, side="right")
+        return TokenBatch(
+            logprobs=logprobs,
+            entropies=entropies,
+            behaviour=put(batch.behaviour),
+            proximal=logprobs.detach() if first or scored.proximal is None else scored.proximal,
+            advantages=put(batch.advantages),
+            weights=put(batch.weights),
+            segments=put(segments),
+            sequences=len(batch.lengths),
+            staleness=put(batch.staleness),
+            reference=scored.reference,
+        )
+
+    def _not_finite(self, shape: UpdateShape, batches: Sequence[MicroBatch], logprobs: Sequence[Tensor]) -> list[int]:
+        """All ranks together: the sequences of the update with a token whose loss is not finite, ascending."""
+        flags = np.zeros(shape.sequences)
+        for batch, values in zip(batches, logprobs, strict=True):
+            bad = ~np.isfinite(values.cpu().numpy() - batch.behaviour + batch.advantages)
+            member = np.searchsorted(np.cumsum(batch.lengths), batch.predict[bad], side="right")
+            indices = batch.sequences[member]
+            flags[indices[indices >= 0]] = 1.0
+        everyone = self._ranks.all_gather(flags.tolist(), "the search for what is not finite")
+        return [int(i) for i in np.flatnonzero(everyone.any(axis=0))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Accumulated:
+    """What remains of a micro-batch when its gradient has been added."""
+
+    loss: Tensor
+    statistics: Tensor
+    """The fields of TokenSums."""
+    named: dict[str, Tensor]
+    logprobs: Tensor
+
+
+def _totals(rows: list[list[float]]) -> TokenSums:
+    totals = TokenSums()
+    for row in rows:
+        totals.add(TokenSums(*row))
+    return totals
+
+
+def _mean(updates: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The metrics of a step: of one update as they are, of several their means, counts added and extremes kept."""
+    if len(updates) <= 1:
+        return dict(*updates)
+    found = {}
+    for name in dict.fromkeys(name for update in updates for name in update):
+        values = [update[name] for update in updates if name in update]
+        if name == "policy/engine_kl_tokens":
+            found[name] = math.fsum(values)
+        elif name == "policy/ratio_max":
+            found[name] = max(values)
+        else:
+            found[name] = math.fsum(values) / len(values)
+    return found
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

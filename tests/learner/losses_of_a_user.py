@@ -1,0 +1,30 @@
+"""What a user might name in learner.loss and learner.advantage."""
+
+from __future__ import annotations
+
+from asyncrl.learner.algorithm.losses import traits
+
+
+@traits(entropy_gradient=True)
+def squared(batch, *, scale=1.0):
+    return scale * batch.logprobs**2, {"squares": (batch.logprobs.detach() ** 2).sum()}
+
+
+def scaleless(batch, *, scale):
+    return scale * batch.logprobs, {}
+
+
+def odd(tokens=None):
+    return tokens, {}
+
+
+def raises(batch):
+    raise ZeroDivisionError("a user's fault")
+
+
+def too_few(batch):
+    return batch.logprobs[:1], {}
+
+
+def first_is_best(groups):
+    return [[1.0, *[0.0] * (len(group.rewards) - 1)] for group in groups]
