@@ -43,7 +43,6 @@ class KLConfig(Section):
     """Its weight; 0 is without, and then no reference is loaded."""
     estimator: Estimator = "k3"
     """log r, (log r)^2 / 2 or 1/r - 1 + log r, with r the ratio of the policy's probability to the reference's."""
-    place: Literal["loss", "reward"] = "loss"
-    """Added to the loss of each token, or subtracted from the reward of its trajectory before advantages are taken."""
     path: str | None = None
-    """Folder of the reference; by default model.path."""
+    """Folder of the reference; by default model.path. Scored by the learner, whose devices hold it while it scores and
+    no longer."""

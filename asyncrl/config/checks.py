@@ -81,6 +81,12 @@ def cross_check(config: Config) -> list[tuple[str, str]]:
                 f"is {places}, less than one prompt group needs (samples_per_prompt = {rollout.samples_per_prompt})",
             )
         )
+    if learner.updates_per_batch > learner.groups_per_step:
+        told = f"is {learner.updates_per_batch}, more than there are groups (learner.groups_per_step = "
+        found.append(("learner.updates_per_batch", f"{told}{learner.groups_per_step})"))
+    if learner.advantage == "reinforce" and learner.dynamic_sampling:
+        told = "leaves out groups of equal rewards, which the advantage reinforce learns from; set it to false"
+        found.append(("learner.dynamic_sampling", told))
     found += _episode_problems(config)
     if rollout.engine == "reference" and rollout.concurrency == "auto":
         told = "auto goes by the engine's KV cache, and the reference engine has none; give a number"

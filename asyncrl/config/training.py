@@ -163,6 +163,9 @@ class LearnerConfig(Section):
     """The divergence from the policy that the run began with."""
     entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the entropy, nats, that is added to the objective of each token."""
+    teacher: str | None = None
+    """Folder of the teacher of loss = "distill": a causal LM with the policy's tokenizer, scored as the reference
+    is."""
     advantage: str = "grpo"
     """grpo, dr_grpo, rloo or reinforce (docs/algorithms.md), or MODULE:FUNCTION of your own."""
     advantage_options: dict[str, Any] = {}

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from asyncrl.config import Config
-from asyncrl.config.training import LearnerConfig
+from asyncrl.config.training import LearnerConfig, ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.check import Scoring, choose_scoring
 from asyncrl.learner.parallel import Ranks
@@ -63,6 +63,32 @@ def prepare_device(device: torch.device, config: LearnerConfig) -> None:
 
 def build_policy(config: Config, ranks: Ranks, dtype: torch.dtype) -> tuple[Policy, Scoring]:
     """All ranks together: the sharded policy and how it scores. Raises ConfigError on all ranks."""
+    policy, scoring = _load(config.model, config, ranks)
+    if ranks.rank == 0:
+        for warning in scoring.warnings:
+            _LOG.warning("start-up check: %s", warning)
+    shard(policy, ranks, config.learner, dtype)
+    return policy, scoring
+
+
+def build_frozen(key: str, path: str, config: Config, ranks: Ranks, dtype: torch.dtype, *, packed: bool) -> Policy:
+    """All ranks together: a model that only scores, named by the value ``path`` of ``key``.
+
+    Its shards stay in host memory, and a layer is on the device while it computes. ``packed``: whether it must score
+    packed rows. Raises ConfigError on all ranks.
+    """
+    model = config.model.model_copy(update={"path": path})
+    policy, scoring = _load(model, config, ranks)
+    if packed and not scoring.packed:
+        raise ConfigError([f'{key}: {path} cannot score several sequences a row; set learner.packing to "off"'])
+    policy.requires_grad_(False)
+    offload = CPUOffloadPolicy() if ranks.device.type == "cuda" else OffloadPolicy()
+    shard(policy, ranks, config.learner, dtype, offload)
+    return policy
+
+
+def _load(model: ModelConfig, config: Config, ranks: Ranks) -> tuple[Policy, Scoring]:
+    """The whole model on rank 0, without memory on the others, and how it scores on all."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -71,10 +97,10 @@ def build_policy(config: Config, ranks: Ranks, dtype: torch.dtype) -> tuple[Poli
     problem: str | None = None
     try:
         if ranks.rank == 0:
-            policy = load_policy(config.model)
+            policy = load_policy(model)
             scoring = choose_scoring(policy, config.learner, seed=config.run.seed)
         else:
-            policy = empty_policy(config.model)
+            policy = empty_policy(model)
     except ConfigError as error:
         problem = "\n".join(error.problems)
     problems = ranks.agree(problem, "loading the model")
@@ -84,14 +110,16 @@ def build_policy(config: Config, ranks: Ranks, dtype: torch.dtype) -> tuple[Poli
     data = msgspec.msgpack.encode(scoring) if scoring is not None else None
     scoring = msgspec.msgpack.decode(ranks.broadcast_bytes(data, "the way of scoring"), type=Scoring)
     scoring.apply(policy)
-    if ranks.rank == 0:
-        for warning in scoring.warnings:
-            _LOG.warning("start-up check: %s", warning)
-    shard(policy, ranks, config.learner, dtype)
     return policy, scoring
 
 
-def shard(policy: Policy, ranks: Ranks, config: LearnerConfig, dtype: torch.dtype) -> None:
+def shard(
+    policy: Policy,
+    ranks: Ranks,
+    config: LearnerConfig,
+    dtype: torch.dtype,
+    offload: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - it is constant
+) -> None:
     """All ranks together: cut ``policy`` up in place. Rank 0's holds the weights, the others' may be on meta."""
     mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
     whole: dict[str, Tensor] = {n: p.detach() for n, p in policy.named_parameters()} if ranks.rank == 0 else {}
@@ -105,8 +133,8 @@ def shard(policy: Policy, ranks: Ranks, config: LearnerConfig, dtype: torch.dtyp
             layer.forward = torch.compile(layer.forward, dynamic=True)
         if config.activation_checkpointing:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
+        fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=offload)
     if ranks.world_size > 1:
         with ranks.waiting("handing out the weights"):
             _hand_out(policy, whole, ranks, mesh)

@@ -33,6 +33,7 @@ from asyncrl.checkpoint.durable import refused
 from asyncrl.config import Config
 from asyncrl.errors import CheckpointError, DamagedCheckpoint, NonFiniteStep
 from asyncrl.learner.algorithm.batch import MicroBatch, StepPlan
+from asyncrl.learner.algorithm.objective import Objective
 from asyncrl.learner.checkpoint import dcp
 from asyncrl.learner.checkpoint.saver import Saver
 from asyncrl.learner.export import export
@@ -41,8 +42,8 @@ from asyncrl.learner.policy import Policy, model_folder
 from asyncrl.learner.probe import probe_length, score_probe
 from asyncrl.learner.publication import OnSealed, Publication
 from asyncrl.learner.publish import gather_buckets, publish
-from asyncrl.learner.sharding import build_policy, choose_device, compute_dtype, prepare_device
-from asyncrl.learner.updates import StepResult, Updates, UpdateShape
+from asyncrl.learner.sharding import build_frozen, build_policy, choose_device, compute_dtype, prepare_device
+from asyncrl.learner.updates import Scorers, StepResult, Updates, UpdateShape
 from asyncrl.learner.utilisation import mfu
 from asyncrl.messages.weights import Probe
 
@@ -125,14 +126,32 @@ class Trainer:
         self.on_gpu = device.type == "cuda"
         self._dtype = compute_dtype(self._learner, device)
         self._policy, scoring = build_policy(self._config, self._ranks, self._dtype)
-        reference = None
         self.packed = scoring.packed
         self._parameters = list(self._policy.parameters())
         self._optimizer = make_optimizer(self._policy, self._config)
+        objective = Objective(self._learner)
         self._updates = Updates(
-            self._policy, reference, self._optimizer, self._ranks, self._learner, lambda name: self.on_phase(name)
+            self._policy,
+            self._scorers(objective),
+            self._optimizer,
+            self._ranks,
+            objective,
+            self._learner,
+            lambda name: self.on_phase(name),
         )
         self._saver = Saver(self._ranks)
+
+    def _scorers(self, objective: Objective) -> Scorers:
+        def frozen(key: str, path: str | None) -> Policy:
+            assert self._ranks is not None
+            assert path is not None
+            return build_frozen(key, path, self._config, self._ranks, self._dtype, packed=self.packed)
+
+        kl, teacher = self._learner.kl, self._learner.teacher
+        return Scorers(
+            frozen("learner.kl.path", kl.path or self._config.model.path) if objective.needs_reference else None,
+            frozen("learner.teacher", teacher) if objective.traits.teacher else None,
+        )
 
     def train(self, plan: StepPlan) -> dict[str, float]:
         if not plan.updates:

@@ -1,7 +1,7 @@
 """What a rank does in a step: scoring passes, then updates of the weights.
 
-    score     log-probs without a gradient, by the reference where the objective asks for them, and by the weights as
-              they are, the proximal policy, where more than one update follows
+    score     log-probs without a gradient: by the reference and the teacher where the objective asks for them, and by
+              the weights as they are, the proximal policy, where more than one update follows
     update    forward and backward of each micro-batch, one exchange of sums among the ranks, the optimizer
 
 It keeps: the gradient does not depend on how the batch was cut, since the denominator is the update's over all ranks
@@ -70,6 +70,15 @@ class _Scored:
 
     proximal: Tensor | None
     reference: Tensor | None
+    teacher: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Scorers:
+    """Frozen models, where the objective asks for them."""
+
+    reference: Policy | None = None
+    teacher: Policy | None = None
 
 
 class Updates:
@@ -78,15 +87,16 @@ class Updates:
     def __init__(
         self,
         policy: Policy,
-        reference: Policy | None,
+        scorers: Scorers,
         optimizer: torch.optim.Optimizer,
         ranks: Ranks,
+        objective: Objective,
         config: LearnerConfig,
         on_phase: Callable[[str], None],
     ) -> None:
-        self._policy, self._reference, self._optimizer, self._ranks = policy, reference, optimizer, ranks
+        self._policy, self._scorers, self._optimizer, self._ranks = policy, scorers, optimizer, ranks
         self._config, self._on_phase = config, on_phase
-        self._objective = Objective(config)
+        self._objective = objective
         self._parameters = list(policy.parameters())
         policy.entropy_gradient = self._objective.needs_entropy_gradient
 
@@ -135,8 +145,9 @@ class Updates:
                 return [policy.score(row, temperature)[0] for row in rows]
 
         proximal = by(self._policy if several else None, "scoring by the proximal policy")
-        reference = by(self._reference, "scoring by the reference")
-        return [_Scored(*both) for both in zip(proximal, reference, strict=True)]
+        reference = by(self._scorers.reference, "scoring by the reference")
+        teacher = by(self._scorers.teacher, "scoring by the teacher")
+        return [_Scored(*each) for each in zip(proximal, reference, teacher, strict=True)]
 
     def _update(
         self,
@@ -223,6 +234,7 @@ class Updates:
             sequences=len(batch.lengths),
             staleness=put(batch.staleness),
             reference=scored.reference,
+            teacher=scored.teacher,
         )
 
     def _not_finite(self, shape: UpdateShape, batches: Sequence[MicroBatch], logprobs: Sequence[Tensor]) -> list[int]:

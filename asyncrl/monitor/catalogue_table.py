@@ -389,7 +389,8 @@ METRICS: tuple[Metric, ...] = (
     *_all(
         "line",
         "train",
-        ("loss/policy", "nats", "policy loss of the step, by learner.aggregation"),
+        ("loss/policy", "nats", "objective of the step, by learner.aggregation"),
+        ("loss/*", "", "mean over trained tokens of a sum that the loss names, as clipped_fraction"),
         ("policy/grad_norm", "", "before the clip"),
         ("policy/entropy", "nats", "mean over trained tokens"),
         ("policy/ess", "share", "effective share of the sample under the importance ratios, 1 on policy"),

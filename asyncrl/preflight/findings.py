@@ -20,6 +20,7 @@ CHECKS = (
         "chat",
         "data",
         "reward",
+        "algorithm",
         "learning",
         "episode",
         "sinks",

@@ -11,6 +11,7 @@ from pathlib import Path
 from asyncrl.checkpoint.folder import checkpoint_dir
 from asyncrl.config import Config
 from asyncrl.config.learnable import obstacles
+from asyncrl.preflight.algorithm import check_algorithm
 from asyncrl.preflight.findings import Finding, warn
 from asyncrl.preflight.inputs import Inputs, KnownPrompts, check_inputs
 from asyncrl.preflight.limits import descriptor_limit, judge_descriptors
@@ -48,7 +49,10 @@ async def check_part(part: Part) -> tuple[list[Finding], ModelSize | None]:
         found.append(finding)
     if count(actors, "rollouter") and (window := await asyncio.to_thread(check_window, config)):
         found.append(window)
-    found += await _check_inputs(config, actors, part.known)
+    inputs, algorithm = await asyncio.gather(
+        _check_inputs(config, actors, part.known), _check_algorithm(config, actors)
+    )
+    found += [*inputs, *algorithm]
     if count(actors, "learner"):
         found += [warn("learning", each.told, each.fix, key=each.key) for each in obstacles(config)]
     port = config.network.controller_port if part.is_head else 0
@@ -56,6 +60,11 @@ async def check_part(part: Part) -> tuple[list[Finding], ModelSize | None]:
     found += await asyncio.to_thread(_check_folders, part, size)
     found.append(judge_descriptors(descriptor_limit(), descriptors_need(config, size)))
     return found, size
+
+
+async def _check_algorithm(config: Config, actors: Sequence[str]) -> list[Finding]:
+    finding = await check_algorithm(config) if count(actors, "learner") else None
+    return [finding] if finding is not None else []
 
 
 async def _check_inputs(config: Config, actors: Sequence[str], known: KnownPrompts | None) -> list[Finding]:

@@ -15,6 +15,7 @@ import numpy as np
 from asyncrl.config import Config
 from asyncrl.config.rollout import RolloutConfig, WeightsConfig
 from asyncrl.config.training import LearnerConfig, ModelConfig, RewardConfig
+from asyncrl.learner.algorithm.batch import StepPlan, UpdatePlan
 from asyncrl.messages.groups import Group, Sequence, Ticket, TokenRole, Trajectory, VersionSpan
 
 VOCABULARY = 48
@@ -64,6 +65,12 @@ def make_config(model: Path | None = None, *, ranks: int = 1, budget: int = 64, 
         weights=WeightsConfig(bucket_bytes=bucket_bytes),
         learner=LearnerConfig(ranks=ranks, tokens_per_microbatch=budget, **(defaults | learner)),
     )
+
+
+def only(plan: StepPlan) -> UpdatePlan:
+    """The one update of a step."""
+    (update,) = plan.updates
+    return update
 
 
 ROLES: dict[str, TokenRole] = {"s": "sampled", "c": "context", "r": "repeated"}

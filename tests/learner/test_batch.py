@@ -11,9 +11,10 @@ import pytest
 from harness import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learner_cases import make_config, make_group, make_sequence, make_trajectory, random_groups
+from learner_cases import make_config, make_group, make_sequence, make_trajectory, only, random_groups
 
 from asyncrl.config.training import StalenessConfig
+from asyncrl.errors import ConfigError
 from asyncrl.learner.algorithm.batch import build_step, has_signal
 from asyncrl.messages.groups import Group, Trajectory, Turn, VersionSpan
 from asyncrl.trajectories import sampled_tokens
@@ -32,7 +33,7 @@ def _two_rows():
 
 def test_a_micro_batch_predicts_each_loss_token_from_the_position_before_it() -> None:
     plan = build_step([_two_rows()], version=5, config=make_config(advantage="dr_grpo"), world_size=1, packed=True)
-    [[batch]] = plan.ranks
+    [[batch]] = only(plan).ranks
     assert batch.input_ids.tolist() == [1, 2, 10, 11, 1, 2]
     assert batch.lengths.tolist() == [4, 2]
     assert batch.sequences.tolist() == [0, 1]
@@ -42,7 +43,7 @@ def test_a_micro_batch_predicts_each_loss_token_from_the_position_before_it() ->
     assert batch.advantages.tolist() == [0.5, 0.5, -0.5]
     assert batch.weights.tolist() == [1.0, 1.0, 1.0]
     assert batch.staleness.tolist() == [2, -1, 0]
-    assert plan.denominator == 3.0
+    assert only(plan).denominator == 3.0
     assert plan.temperature == 0.8
     assert plan.tokens == 6
     assert [(s.uid, s.sample) for s in plan.sequences] == [("0-0", 0), ("0-0", 1)]
@@ -63,7 +64,7 @@ def test_the_step_does_not_depend_on_how_it_is_cut(seed, world_size, budget, pac
     def tokens(config, world_size, packed):
         plan = build_step(groups, version=2, config=config, world_size=world_size, packed=packed)
         found = []
-        for batch in (batch for rank in plan.ranks for batch in rank):
+        for batch in (batch for rank in only(plan).ranks for batch in rank):
             ends = np.cumsum(batch.lengths)
             member = np.searchsorted(ends, batch.predict, side="right")
             inside = batch.predict - (ends - batch.lengths)[member]
@@ -78,7 +79,7 @@ def test_the_step_does_not_depend_on_how_it_is_cut(seed, world_size, budget, pac
             )
             found += [row for row in rows if row[0] >= 0]
             assert (batch.weights[batch.sequences[member] < 0] == 0).all()
-        return sorted(found), plan.denominator, plan.metrics
+        return sorted(found), only(plan).denominator, plan.metrics
 
     base = tokens(make_config(budget=10_000, aggregation=aggregation), 1, True)
     assert tokens(make_config(budget=budget, aggregation=aggregation), world_size, packed) == base
@@ -98,21 +99,19 @@ def test_a_masked_trajectory_counts_in_the_baseline_and_in_nothing_else() -> Non
         world_size=1,
         packed=True,
     )
-    [[batch]] = plan.ranks
+    [[batch]] = only(plan).ranks
     assert batch.advantages.tolist() == [-0.5, -0.5]
-    assert plan.denominator == 2.0
+    assert only(plan).denominator == 2.0
     assert [s.sample for s in plan.sequences] == [1]
     assert plan.metrics["rollout/truncated_fraction"] == 0.5
 
 
-def test_a_step_with_nothing_to_train_is_all_filler() -> None:
+def test_a_step_with_nothing_to_train_has_no_update() -> None:
     cut = [make_trajectory([7], reward=float(i), finish_reason="length") for i in range(2)]
     plan = build_step(
         [make_group(0, [1], cut)], version=0, config=make_config(truncated="mask"), world_size=2, packed=True
     )
-    assert [len(rank) for rank in plan.ranks] == [1, 1]
-    assert all(batch.weights.tolist() == [0.0] for rank in plan.ranks for batch in rank)
-    assert plan.denominator == 1.0
+    assert plan.updates == []
 
 
 def test_metrics_of_a_step() -> None:
@@ -210,12 +209,12 @@ def test_each_sampled_token_is_trained_in_the_sequence_where_it_is_sampled() -> 
         world_size=1,
         packed=True,
     )
-    [[batch]] = plan.ranks
+    [[batch]] = only(plan).ranks
     assert batch.input_ids.tolist() == [1, 2, 10, 11, 12, 7, 10, 30, 1, 2]
     assert batch.targets.tolist() == [10, 12, 13, 31, 20]
     assert batch.predict.tolist() == [1, 3, 4, 7, 9]
     assert batch.weights.tolist() == [0.25] * 4 + [1.0]
-    assert plan.denominator == 2.0
+    assert only(plan).denominator == 2.0
     assert [(s.sample, s.sequence) for s in plan.sequences] == [(0, 0), (0, 1), (1, 0)]
     assert plan.metrics["rollout/length_mean"] == 2.5
 
@@ -234,10 +233,10 @@ def test_what_has_no_loss_is_not_computed() -> None:
     )
     config = make_config(advantage="dr_grpo", aggregation="constant")
     plan = build_step([group], version=0, config=config, world_size=1, packed=True)
-    [[batch]] = plan.ranks
+    [[batch]] = only(plan).ranks
     assert batch.input_ids.tolist() == [1]
     assert (batch.targets.tolist(), batch.advantages.tolist()) == ([10], [0.5])
-    assert (plan.denominator, plan.tokens) == (32.0, 1)
+    assert (only(plan).denominator, plan.tokens) == (32.0, 1)
     assert [(s.sample, s.sequence) for s in plan.sequences] == [(0, 0)]
 
 
@@ -335,7 +334,7 @@ def _brute_force(group: Group, answers: list[list[dict[str, Any]]], config: Any,
 
 
 def _computed(plan: Any) -> Iterator[tuple]:
-    for batch in (batch for rank in plan.ranks for batch in rank):
+    for batch in (batch for update in plan.updates for rank in update.ranks for batch in rank):
         ends = np.cumsum(batch.lengths)
         for i, position in enumerate(batch.predict):
             member = int(np.searchsorted(ends, position, side="right"))
@@ -372,7 +371,31 @@ def test_what_is_trained_is_what_a_loop_over_the_answers_would_train(
     np.testing.assert_allclose([row[4:] for row in found], [row[4:] for row in expected], rtol=1e-5, atol=1e-6)
     units = {sequence.sample for sequence in plan.sequences}
     denominators = {"token": len(expected), "sequence": len(units), "constant": 32 * len(units)}
-    assert plan.denominator == (denominators[aggregation] if expected else 1.0)
+    assert [update.denominator for update in plan.updates] == ([denominators[aggregation]] if expected else [])
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 2))
+@settings(max_examples=50)
+def test_updates_share_the_groups_and_the_baseline_of_the_step(seed, updates, world_size) -> None:
+    """Each token is in one update, with the advantage that it has in a step of a single update."""
+    groups = random_groups(seed)
+    config = make_config(advantage="reinforce")
+    several = config.model_copy(update={"learner": config.learner.model_copy(update={"updates_per_batch": updates})})
+    whole, plan = (
+        build_step(groups, version=2, config=c, world_size=world_size, packed=True) for c in (config, several)
+    )
+    assert sorted(_computed(plan)) == sorted(_computed(whole))
+    assert sum(update.denominator for update in plan.updates) == only(whole).denominator
+    assert plan.sequences == only(whole).sequences
+    assert (plan.tokens, plan.metrics) == (whole.tokens, whole.metrics)
+    uids = [update.uids for update in plan.updates]
+    assert len({uid for each in uids for uid in each}) == sum(map(len, uids))
+
+
+def test_a_users_advantage_that_fails_is_named() -> None:
+    config = make_config(advantage="losses_of_a_user:odd_advantage")
+    with pytest.raises(ConfigError, match=r"learner\.advantage: losses_of_a_user:odd_advantage failed: KeyError"):
+        build_step([_two_rows()], version=5, config=config, world_size=1, packed=True)
 
 
 # --- lateness ---
@@ -384,10 +407,10 @@ def test_late_tokens_are_left_out_and_their_reward_stays() -> None:
     config = make_config(advantage="dr_grpo", aggregation="sequence")
     config = config.model_copy(update={"staleness": StalenessConfig(max=1, late="mask")})
     plan = build_step([make_group(0, [9], [mixed, old])], version=3, config=config, world_size=1, packed=True)
-    [[batch]] = plan.ranks
+    [[batch]] = only(plan).ranks
     assert batch.input_ids.tolist() == [9, 1, 2]
     assert (batch.targets.tolist(), batch.staleness.tolist()) == ([2, 3], [1, 0])
-    assert (batch.weights.tolist(), plan.denominator) == ([0.5, 0.5], 1.0)
+    assert (batch.weights.tolist(), only(plan).denominator) == ([0.5, 0.5], 1.0)
     assert batch.advantages.tolist() == [0.5, 0.5]
     names = ("late_groups", "late_fraction", "masked_tokens", "token_mean", "token_max")
     assert [plan.metrics[f"staleness/{name}"] for name in names] == pytest.approx([1.0, 3 / 5, 3.0, 0.5, 1.0])

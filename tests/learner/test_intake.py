@@ -96,6 +96,17 @@ def test_a_step_that_is_not_finite_costs_only_the_groups_to_blame():
     assert (intake.claims, reported(intake)) == (["0-0"], [Outcome("0-1", "quarantined")])
 
 
+def test_what_earlier_updates_of_a_step_have_trained_stays_trained():
+    intake = Intake(LearnerConfig(groups_per_step=3))
+    for i in range(3):
+        intake.deliver(group(i))
+    intake.begin_step()
+    intake.spoil_step(["0-1"], "not finite", trained=["0-0"])
+    intake.end_step()
+    assert intake.buffer.uids == ["0-2"]
+    assert sorted(reported(intake), key=lambda o: o.uid) == [Outcome("0-0", "trained"), Outcome("0-1", "quarantined")]
+
+
 def test_the_groups_of_a_step_without_a_token_are_filtered_and_count_until_the_next_step():
     intake = Intake(LearnerConfig(groups_per_step=2, max_filtered_ratio=2.0))
     intake.deliver(group(0, rewards=(1.0, 1.0)))

@@ -3,7 +3,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,7 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from learner_cases import RankPool, make_config, random_groups, run_alone, save_small_model
+from learner_cases import make_config, only, random_groups, save_small_model
 from safetensors.torch import load_file
 from segment_reading import read_manifest
 
@@ -36,25 +35,6 @@ def folder(tmp_path_factory) -> Path:
     return save_small_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture
-def run(request) -> Callable[..., tuple[Any, list[Any]]]:
-    """Runs a case on as many ranks as its config says."""
-
-    def play(config, main, *arguments):
-        if config.learner.ranks == 1:
-            return run_alone(config, main, *arguments), []
-        return request.getfixturevalue("pair").run(config, main, *arguments)
-
-    return play
-
-
 def _plan(backend, config, step: int):
     groups = random_groups(step, 4)
     return build_step(groups, version=0, config=config, world_size=config.learner.ranks, packed=backend.packed)
@@ -72,7 +52,7 @@ def _train(backend, config) -> tuple[list[dict[str, float]], dict[str, np.ndarra
     plans = [_plan(backend, config, step) for step in range(STEPS)]
     metrics = [backend.train(plan) for plan in plans]
     with backend.publish(1) as publication:
-        return metrics, _weights(publication), [len(plan.ranks[0]) for plan in plans]
+        return metrics, _weights(publication), [len(only(plan).ranks[0]) for plan in plans]
 
 
 def _reference(folder: Path) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
@@ -196,7 +176,7 @@ def _poisoned(backend, config, what: str) -> tuple[str, list[str], bool, list[st
     plan = _plan(backend, config, 1)
     before = [p.detach().clone() for p in backend._parameters]
     steps = backend.steps
-    victim = plan.ranks[-1][-1]
+    victim = only(plan).ranks[-1][-1]
     assert victim.sequences[0] >= 0
     if what == "loss":
         victim.behaviour[0] = np.nan
@@ -204,8 +184,8 @@ def _poisoned(backend, config, what: str) -> tuple[str, list[str], bool, list[st
     else:
         # Finite as a loss, too large for float32 on its way back.
         victim.advantages[:] = 3e38 / len(victim.advantages)
-        plan = dataclasses.replace(plan, denominator=4.0)
-        uids = plan.uids
+        plan = dataclasses.replace(plan, updates=[dataclasses.replace(only(plan), denominator=4.0)])
+        uids = only(plan).uids
     with pytest.raises(NonFiniteStep) as caught:
         backend.train(plan)
     unchanged = all(

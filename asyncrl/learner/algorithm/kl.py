@@ -1,9 +1,9 @@
-"""The divergence from a frozen reference, in the loss or in the reward.
+"""The divergence from a frozen reference, as a part of the loss.
 
 With x = log(pi_ref / pi), the estimators of KL(pi || pi_ref) on a token sampled from pi are k1 = -x, k2 = x^2 / 2 and
 k3 = exp(x) - 1 - x (http://joschu.net/blog/kl-approx.html).
 
-In the loss the gradient of an estimator is not that of the divergence, and tokens are not sampled from pi. Both are put
+The gradient of an estimator is not that of the divergence, and tokens are not sampled from pi. Both are put
 right by the importance weight w = min(pi / pi_behaviour, cap): k1 and k3 are multiplied by w with its gradient, k2 by
 sg(w). Where w is below the cap, each then has the gradient of the divergence in the mean, w * k1 * grad log pi (for k1
 with w * grad log pi besides, whose mean is 0). k3: DeepSeek-V3.2 (arXiv 2512.02556, section 3.1).

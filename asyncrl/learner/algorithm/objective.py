@@ -36,6 +36,10 @@ class Objective:
             raise ConfigError(
                 [f"learner.correction.weight: {problem}: its ratio is against the engine's log-probs; set it to none"]
             )
+        if self.traits.teacher and config.teacher is None:
+            raise ConfigError([f"learner.teacher: the loss {config.loss} needs one; name the folder of its model"])
+        if config.teacher is not None and not self.traits.teacher:
+            raise ConfigError([f"learner.teacher: the loss {config.loss} asks for none; leave it out"])
         if weight == "auto":
             weight = "none" if self.traits.corrects else "token"
         self._correction = config.correction.model_copy(update={"weight": weight})
@@ -58,7 +62,7 @@ class Objective:
         factor, corrected = correction(batch, self._correction, self._cap)
         total = factor * values
         sums = {**sums, **corrected}
-        if self._kl.coefficient and self._kl.place == "loss":
+        if self._kl.coefficient:
             divergence = kl_losses(batch, self._kl.estimator, self._cap)
             total = total + self._kl.coefficient * divergence
             sums["reference_kl"] = (divergence.detach() * (batch.weights > 0)).sum()

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from asyncrl.config import Config
+from asyncrl.config.training import LearnerConfig
+from asyncrl.preflight.algorithm import check_algorithm
+
+MODULE = """
+import os, sys
+
+print("importing")
+
+def mine(batch, *, scale=1.0):
+    return -scale * batch.advantages * batch.logprobs, {}
+
+def wrong(batch):
+    return batch.weights[:1], {}
+
+def constant(batch):
+    return batch.advantages, {}
+
+def flat(groups):
+    return [[0.0] * len(group.rewards) for group in groups]
+
+def short(groups):
+    return []
+"""
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "users_algorithm.py").write_text(MODULE)
+    (tmp_path / "leaves.py").write_text("import os\nos._exit(3)\n")
+    (tmp_path / "hangs.py").write_text("import time\ntime.sleep(1000)\n")
+
+
+def check(limit_s=120.0, **learner):
+    config = Config.model_construct(**(dict(Config()) | {"learner": LearnerConfig(**learner)}))
+    return asyncio.run(check_algorithm(config, limit_s=limit_s))
+
+
+def test_a_configuration_without_keys_is_not_tried():
+    assert check() is None
+    assert check(backend="sim", loss="nothing") is None
+
+
+def test_what_can_be_called_is_found():
+    finding = check(loss="users_algorithm:mine", loss_options={"scale": 2.0}, advantage="users_algorithm:flat")
+    assert (finding.result, finding.detail) == ("ok", "users_algorithm:mine with users_algorithm:flat can be called")
+
+
+@pytest.mark.parametrize(
+    ("learner", "said"),
+    [
+        ({"loss": "bypas"}, "learner.loss: there is no built-in loss 'bypas'; did you mean bypass?"),
+        ({"loss": "users_algorithm:wrong"}, "learner.loss: users_algorithm:wrong returned losses of shape (1,) for 5"),
+        ({"loss": "users_algorithm:constant"}, "learner.loss: users_algorithm:constant has no gradient"),
+        ({"advantage": "users_algorithm:short"}, "learner.advantage: users_algorithm:short failed on made-up groups"),
+        ({"loss": "leaves:mine"}, "the process that tries them ended"),
+        ({"loss": "distill"}, "learner.teacher: the loss distill needs one"),
+        ({"teacher": "folder"}, "learner.teacher: the loss decoupled asks for none"),
+        (
+            {"loss": "gspo", "correction": {"weight": "token"}},
+            'learner.correction.weight: is "token", but the loss gspo',
+        ),
+    ],
+)
+def test_what_cannot_be_called_is_named(learner, said):
+    finding = check(**learner)
+    assert finding.result == "fail"
+    assert said in finding.detail
+
+
+def test_a_module_that_hangs_when_it_is_imported_is_a_warning():
+    finding = check(limit_s=3.0, loss="hangs:mine")
+    assert finding.result == "warn"
+    assert "were not tried within 3 s" in finding.detail
