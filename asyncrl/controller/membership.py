@@ -122,7 +122,8 @@ class Membership:
             raise InvalidRequest("; ".join(problems))
         given: list[Guest | Departure] = [*self.guests.values(), *self.departures.values()]
         names = [*taken, *(name for host in given for name in (host.agent, *host.actors))]
-        agent, rollouter = _next_index(AGENT, names), _next_index(ROLLOUTER, names)
+        # An episode host has the number of the rollouter that it is beside, and others have numbers too.
+        agent, rollouter = _next_index(AGENT, names), max(_next_index(role, names) for role in (ROLLOUTER, EPISODES))
         self.number += 1
         found = []
         for host in request.hosts:
