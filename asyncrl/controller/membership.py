@@ -3,11 +3,11 @@
     Join ──► joining ──an actor is ready──► serving ──Leave──► leaving ──its agent says so──► left
                 └── not ready in time, or given up ──────────────┘
 
-Only hosts with nothing but rollouters and episode hosts leave, and those that come have rollouters. Invariants: a name is given once in
-a run; a host is known by one name and one address at a time; who has joined counts as one of the run from when it is
-ready for the first time, so that a host that cannot serve harms nobody; a host is let go only while another rollouter
-serves; what has left is dead for good. Whatever changes gives ``members`` a larger number, and ``recall`` makes of
-``describe`` what it was.
+Only hosts with nothing but rollouters and episode hosts leave, and those that come have rollouters. Invariants: a name
+is given once in a run; a host is known by one name and one address at a time; who has joined counts as one of the run
+from when it is ready for the first time, so that a host that cannot serve harms nobody; a host is let go only while
+another rollouter serves; what has left is dead for good. Whatever changes gives ``members`` a larger number, and
+``recall`` makes of ``describe`` what it was.
 
 Fails with InvalidRequest, which says what is asked in vain and why. Pure: the caller brings the time (s).
 """

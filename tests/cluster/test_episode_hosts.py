@@ -9,9 +9,9 @@ from cluster.test_join_leave import Run
 
 FLAGS = (
     "--rollout.replicas=1",
-    "--rollout.episodes=6",
+    "--rollout.episodes=16",
     "--episode.function=asyncrl.episodes.rehearsal:play",
-    "--episode.options={turns = 3.0, tool_s = 0.2, observation = 40.0}",
+    "--episode.options={turns = 3.0, tool_s = 0.2, tool_sigma = 0.3, observation = 40.0}",
     "--episode.workers=1",
     "--episode.max_context_tokens=2048",
     "--data.template=chat",
@@ -34,7 +34,7 @@ def test_hosts_without_a_rollouter_play_episodes_die_and_are_lost(cluster, tmp_p
         ["episodes/1", "b", "CPU"],
         ["episodes/2", "c", "CPU"],
     ]
-    run = Run(cluster, folder, 60, *FLAGS, hosts=HOSTS)
+    run = Run(cluster, folder, 30, *FLAGS, hosts=HOSTS)
     run.wait_to_show("step 4/")
     os.kill(process(cluster["b"], "asyncrl episodes/1"), signal.SIGKILL)
     run.wait_to_show("episodes/1 is ready again")
@@ -59,7 +59,7 @@ def test_a_host_that_plays_episodes_leaves(cluster, tmp_path):
     """I1: nothing new is begun there, and what is begun is finished."""
     folder = tmp_path / "alone"
     folder.mkdir()
-    run = Run(cluster, folder, 60, *FLAGS, hosts=HOSTS)
+    run = Run(cluster, folder, 30, *FLAGS, hosts=HOSTS)
     run.wait_to_show("step 4/")
     code, shown = run.leave("c").end()
     assert code == 0, shown
