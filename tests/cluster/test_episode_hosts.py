@@ -61,7 +61,7 @@ def test_a_host_that_plays_episodes_leaves(cluster, tmp_path):
     folder.mkdir()
     run = Run(cluster, folder, 30, *FLAGS, hosts=HOSTS)
     run.wait_to_show("step 4/")
-    code, shown = run.leave("c").end()
+    code, shown = run.leave("c", "--within", "60").end()
     assert code == 0, shown
     assert shown[-1] == "c has left the run: episodes/2 have ended, and the run goes on without them"
     run.wait_for_step(4)
