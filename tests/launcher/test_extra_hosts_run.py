@@ -83,7 +83,8 @@ class Run:
 
     def lines(self, actor):
         text = (self.run_dir / "logs" / "attempt_1" / f"{actor.replace('/', '-')}.log").read_text()
-        return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+        # The last may not be whole so far.
+        return [json.loads(line) for line in text.split("\n")[:-1] if line.startswith("{")]
 
     def samples(self):
         """What befell each sample, as [what, facts ...] in order."""
@@ -157,13 +158,15 @@ def test_what_a_host_that_stands_still_was_given_is_late_and_played_elsewhere(la
     run.wait_for_step(3)
     pid = run.actor(EXTRA)
     os.kill(pid, signal.SIGSTOP)
-    run.wait_for_step(6)
+
+    def late():
+        return [sample for sample in run.samples() if EXTRA in dict(failures(sample))]
+
+    wait_until(late, "what is late")
     os.kill(pid, signal.SIGCONT)
     run.is_exact()
     assert EXTRA + " died" not in run.out.read_text()
-    late = [sample for sample in run.samples() if EXTRA in dict(failures(sample))]
-    assert late
-    for sample in late:
+    for sample in late():
         played = [event[2] for event in sample if event[0] == "episode"]
         assert played[played.index(EXTRA) + 1] in ("episodes/0", "episodes/1"), sample
         assert sample[-1][0] in ("ended", "scored"), sample
