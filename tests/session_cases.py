@@ -105,7 +105,7 @@ class World:
     """Sessions and a player. ``say`` gives the answer to a prompt; ``agent(session key)`` plays an episode.
 
     With ``model``, a folder, a real ``engine`` can speak: ``engine(config)`` makes it, and ``publish(version)`` gives
-    the manifest of a version's weights.
+    the manifest of a version's weights. ``choose`` gives the host of an episode.
     """
 
     def __init__(
@@ -119,6 +119,7 @@ class World:
         engine=None,
         publish=None,
         stops=None,
+        choose=lambda **_: HOST,
         **sections,
     ):
         template, eos = FAMILIES[family]
@@ -132,7 +133,7 @@ class World:
         self.tokenizer = load_tokenizer(str(model))
         self.renderer = make_renderer(self.config, self.tokenizer)
         self.say, self.agent, self.publish = say, agent, publish
-        self.submitted, self.deltas, self.ran, self.ended = [], [], [], []
+        self.submitted, self.deltas, self.ran, self.hosts, self.ended = [], [], [], [], []
         self.spoken, self.pause_after = 0, None
         self.calls = 0
         self.clock = LoopClock()
@@ -165,7 +166,7 @@ class World:
             self.config,
             self.sessions,
             run=self.run,
-            hosts=lambda: HOST,
+            host=choose,
             failed=lambda *told: self.failures.append(told),
             clock=self.clock,
         )
@@ -186,6 +187,7 @@ class World:
 
         async def play():
             self.ran.append(request)
+            self.hosts.append(host)
             self.sessions.began(request.session, host)
             try:
                 return await self.agent(self, request.session)

@@ -219,7 +219,7 @@ def _prepare(
     from asyncrl.launcher.checks import check_head, errors_of, warnings_of
     from asyncrl.launcher.date import with_date
     from asyncrl.launcher.hosts import local_host
-    from asyncrl.launcher.placement import place, with_gpus
+    from asyncrl.launcher.placement import place, with_episode_hosts, with_gpus
 
     config, resumption = load_config(given.configs, _with_allowed(given, overrides)), None
     if given.resume is not None:
@@ -233,6 +233,7 @@ def _prepare(
     hosts = [local_host()]
     try:
         config = with_gpus(config, hosts)
+        config = with_episode_hosts(config, hosts)
         placed = place(config, hosts)
     except ConfigError as error:
         problems = error.problems

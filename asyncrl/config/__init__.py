@@ -117,6 +117,11 @@ class Config(Section):
         return self.rollout.episodes or EPISODES_PER_CALL * concurrency
 
     @property
+    def most_episodes(self) -> int:
+        """Most episodes that a rollouter ever plays at a time; an episode host for all rollouters takes as many."""
+        return self.episodes_open(self.rollout.concurrency_bounds[1])
+
+    @property
     def groups_per_version(self) -> int:
         """G, the prompt groups trained for each published version."""
         return self.learner.groups_per_step * self.learner.steps_per_version
@@ -140,7 +145,14 @@ class Config(Section):
                 f"episodes/{replica}"
                 for replica in range(self.rollout.replicas if self.episode.kind != "single" else 0)
             ),
+            *self.extra_episode_hosts,
         )
+
+    @property
+    def extra_episode_hosts(self) -> tuple[str, ...]:
+        """The episode hosts that no rollouter is beside, as ROLE/INDEX; none before the launcher has seen the hosts."""
+        first = self.rollout.replicas
+        return tuple(f"episodes/{first + extra}" for extra in range(self.episode.extra_hosts or 0))
 
     @property
     def curve(self) -> bool:

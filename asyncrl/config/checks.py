@@ -45,6 +45,9 @@ def _episode_problems(config: Config) -> list[tuple[str, str]]:
         if rollout.episodes is not None:
             told = "is for episodes; set episode.function, env, tools or command, or leave it out"
             found.append(("rollout.episodes", told))
+        if episode.extra_hosts is not None:
+            told = "is for episodes; set episode.function, env, tools or command, or leave it out"
+            found.append(("episode.extra_hosts", told))
         if episode.options:
             found.append(("episode.options", "are for episode.function, env or tools, and none of them is set"))
         return found
@@ -71,7 +74,7 @@ def cross_check(config: Config) -> list[tuple[str, str]]:
     if rollout.engine == "sim" and learner.backend != "sim":
         found.append(("learner.backend", 'what the sim engine makes up must not train a model; set it to "sim"'))
     # A place of the engine is taken for a call of it alone; an episode has it only meanwhile.
-    places, key = config.episodes_open(rollout.concurrency_bounds[1]), "rollout.concurrency"
+    places, key = config.most_episodes, "rollout.concurrency"
     if config.episode.kind != "single":
         key = "rollout.episodes"
     if rollout.samples_per_prompt > places:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from asyncrl.config.section import Positive, Seconds, Section
+from asyncrl.config.section import NonNegative, Positive, Seconds, Section
 
 EpisodeKind = Literal["single", "function", "env", "tools", "command"]
 OWN_TOOL_PARSERS = ("auto", "json", "none")
@@ -30,6 +30,9 @@ class EpisodeConfig(Section):
     """Keyword arguments of the function, or of the constructor of the env or of the tools' classes."""
     workers: Positive = 2
     """Processes of each episode host that run episodes; each runs many at a time."""
+    extra_hosts: NonNegative | None = None
+    """Hosts with CPUs alone that play episodes for all rollouters, each in one more actor; by default every host of the
+    run that has neither GPUs nor a rollouter nor a rank of the learner."""
     max_turns: Positive = 32
     """Answers of the policy in an episode, after which it is over and scored as truncated."""
     max_context_tokens: Positive | None = None

@@ -3,11 +3,11 @@
     Join ──► joining ──an actor is ready──► serving ──Leave──► leaving ──its agent says so──► left
                 └── not ready in time, or given up ──────────────┘
 
-Only hosts with nothing but rollouters, and episode hosts beside them, come and go. Invariants: a name is given once in
-a run; a host is known by one name and one address at a time; who has joined counts as one of the run from when it is
-ready for the first time, so that a host that cannot serve harms nobody; a host is let go only while another rollouter
-serves; what has left is dead for good. Whatever changes gives ``members`` a larger number, and ``recall`` makes of
-``describe`` what it was.
+Only hosts with nothing but rollouters and episode hosts leave, and those that come have rollouters. Invariants: a name
+is given once in a run; a host is known by one name and one address at a time; who has joined counts as one of the run
+from when it is ready for the first time, so that a host that cannot serve harms nobody; a host is let go only while
+another rollouter serves; what has left is dead for good. Whatever changes gives ``members`` a larger number, and
+``recall`` makes of ``describe`` what it was.
 
 Fails with InvalidRequest, which says what is asked in vain and why. Pure: the caller brings the time (s).
 """
@@ -122,7 +122,8 @@ class Membership:
             raise InvalidRequest("; ".join(problems))
         given: list[Guest | Departure] = [*self.guests.values(), *self.departures.values()]
         names = [*taken, *(name for host in given for name in (host.agent, *host.actors))]
-        agent, rollouter = _next_index(AGENT, names), _next_index(ROLLOUTER, names)
+        # An episode host has the number of the rollouter that it is beside, and others have numbers too.
+        agent, rollouter = _next_index(AGENT, names), max(_next_index(role, names) for role in (ROLLOUTER, EPISODES))
         self.number += 1
         found = []
         for host in request.hosts:

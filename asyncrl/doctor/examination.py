@@ -47,7 +47,7 @@ from asyncrl.errors import ConfigError, UsageError
 from asyncrl.launcher.addresses import by_interface, by_route, interface_of, usable
 from asyncrl.launcher.hostfile import HostLine
 from asyncrl.launcher.hostspec import RouteQuery, Routes
-from asyncrl.launcher.placement import Host, Placed, place, with_gpus
+from asyncrl.launcher.placement import Host, Placed, place, with_episode_hosts, with_gpus
 from asyncrl.launcher.start import StartCommand
 from asyncrl.preflight.findings import Finding, fail, in_order, ok, on_host, warn
 from asyncrl.runtime.supervision import role_of
@@ -219,6 +219,7 @@ class Examination:
             hosts.append(Host(name=name, cpus=each.facts.cpus, gpus=gpus, address=self._addresses.get(name, "")))
         try:
             self.config = with_gpus(self.config, hosts)
+            self.config = with_episode_hosts(self.config, hosts)
             self._placed = place(self.config, hosts)
         except ConfigError as error:
             self._found += [

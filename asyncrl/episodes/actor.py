@@ -1,4 +1,7 @@
-"""The episode host: runs users' episodes for the rollouter beside it, and brings their calls of the policy to it.
+"""The episode host: runs users' episodes for rollouters, and brings their calls of the policy to them.
+
+It plays for the rollouter beside it; one of ``episode.extra_hosts`` plays for whichever asks, as many episodes as a
+rollouter may play, and refuses more.
 
 Invariant: each RunEpisode is answered with what came of the episode, in its code or in the end of its worker; one that
 is cancelled, whose deadline is over, or whose rollouter is dead has nothing left that runs. A session's key opens its
@@ -19,7 +22,7 @@ import msgspec
 from asyncrl.episodes.command import Programs
 from asyncrl.episodes.session import OnDelta, Session
 from asyncrl.episodes.workers import Workers
-from asyncrl.errors import ConfigError, EpisodeOver
+from asyncrl.errors import ConfigError, EpisodeHostFull, EpisodeOver
 from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply, EpisodeDone, RunEpisode
 from asyncrl.messages.monitor import AwaitRecord, Heartbeat, ResourceRecord
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
@@ -60,6 +63,8 @@ class EpisodesActor(Actor):
         """Why the sessions that have ended have, by key, the newest last."""
         self._faults: Counter[str] = Counter()
         self._first: dict[str, str] = {}
+        self._most = self.config.most_episodes if self.name in self.config.extra_episode_hosts else None
+        """Episodes that may be open at a time; None where the one rollouter sees to it."""
         self._players: Workers | Programs | None = None
         self._http: Endpoint | None = None
 
@@ -152,8 +157,10 @@ class EpisodesActor(Actor):
 
     @handler
     async def run_episode(self, request: RunEpisode, caller: Caller) -> EpisodeDone:
-        """Play an episode to its end. Cancelling it ends the episode."""
+        """Play an episode to its end. Cancelling it ends the episode. Raises EpisodeHostFull."""
         assert self._players is not None
+        if self._most is not None and len(self._sessions) >= self._most:
+            raise EpisodeHostFull(self._most)
         session = Session(request, self.peer(caller.name), caller.deadline)
         self._sessions[session.key] = session
         began = self.clock.now()

@@ -3,9 +3,11 @@
 The first host is the head: the controller, the dataloader, the learner's rank 0 and the parameter server beside it are
 there. The learner's ranks fill the GPUs of the first hosts, as far as leaves room for the engines; ranks of a host
 follow one another. An engine never spans hosts; each goes where most GPUs are free, and an episode host beside it. What
-computes on CPUs, ranks as well as engines, goes where it gets most cores, so such runs are spread evenly. The reward
-pool goes to the host with most cores free, counting one for each actor there. Where hosts are equal the earlier one is
-taken, and replicas are numbered in the order of the hosts.
+computes on CPUs, ranks as well as engines, goes where it gets most cores, so such runs are spread evenly. Where there
+are episodes, each host with neither GPUs (``slots=0`` says so of one that has some) nor rank nor engine has an episode
+host as well, or the first ``episode.extra_hosts`` of them. The reward pool goes to the host with most cores free,
+counting one for each actor there. Where hosts are equal the earlier one is taken, and replicas are numbered in the
+order of the hosts.
 
 On each host GPUs go to the learner's ranks first, in order, then to the engines; no GPU is shared. Every learner rank
 of a host sees all the learner's GPUs there and takes one of its own, as under torchrun; an engine sees its own alone;
@@ -61,7 +63,7 @@ class Placed:
 def place(config: Config, hosts: Sequence[Host]) -> list[Placed]:
     """Place every actor of a run, the controller first. ``hosts`` have different names, the head is the first of them.
 
-    ``config`` is that of ``with_gpus``. Raises ConfigError.
+    ``config`` is that of ``with_gpus`` and ``with_episode_hosts``. Raises ConfigError.
     """
     assert hosts
     assert len({host.name for host in hosts}) == len(hosts)
@@ -85,6 +87,9 @@ def place(config: Config, hosts: Sequence[Host]) -> list[Placed]:
             beside = f"episodes/{first_replica + local}"
             placed[beside] = Placed(name=beside, host=host.name, env=_environment(1, ()))
         first_rank, first_replica = first_rank + ranks[index], first_replica + replicas[index]
+    extra = _episode_hosts(hosts, ranks, replicas)[: len(config.extra_episode_hosts)]
+    for name, host in zip(config.extra_episode_hosts, extra, strict=True):
+        placed[name] = Placed(name=name, host=host.name, env=_environment(1, ()))
     for name in config.actors:
         if name not in placed:
             host = _reward_host(config, hosts, ranks, replicas) if role_of(name) == "reward" else hosts[0]
@@ -100,6 +105,31 @@ def with_gpus(config: Config, hosts: Sequence[Host]) -> Config:
     on_gpu = config.rollout.engine == "vllm" and any(host.gpus for host in hosts)
     tree["rollout"]["gpus_per_replica"] = 1 if on_gpu else 0
     return validate_config(tree)
+
+
+def with_episode_hosts(config: Config, hosts: Sequence[Host]) -> Config:
+    """The same with the number of hosts that play episodes beside those of the rollouters: all that can, where the user
+    does not say. ``config`` is that of ``with_gpus``. Raises ConfigError.
+    """
+    wanted = config.episode.extra_hosts
+    if config.episode.kind == "single" or wanted == 0:
+        return config
+    able = _episode_hosts(hosts, *_counts(config, hosts))
+    if wanted is None and not able:
+        return config
+    if wanted is None:
+        tree = config.model_dump(mode="json")
+        tree["episode"]["extra_hosts"] = len(able)
+        return validate_config(tree)
+    if wanted > len(able):
+        named = f": {', '.join(host.name for host in able[:MOST_HOSTS_NAMED])}" if able else ""
+        told = (
+            f"episode.extra_hosts: is {wanted}, and {len(able)} of {len(hosts)} hosts have neither GPUs nor a "
+            f"rollouter nor a rank of the learner{named}; name more of them (slots=0 in the hostfile keeps GPUs out "
+            "of a run), or leave it out to take those that there are"
+        )
+        raise ConfigError([told])
+    return config
 
 
 def replicas_of(config: Config, host: Host) -> int:
@@ -231,11 +261,22 @@ def _refusal(config: Config, hosts: Sequence[Host], ranks: int, each: int) -> Co
     return ConfigError([told])
 
 
+def _episode_hosts(hosts: Sequence[Host], ranks: Sequence[int], replicas: Sequence[int]) -> list[Host]:
+    """The hosts that can play episodes for rollouters elsewhere."""
+    return [
+        host for host, *computing in zip(hosts, ranks, replicas, strict=True) if not host.gpus and not any(computing)
+    ]
+
+
 def _reward_host(config: Config, hosts: Sequence[Host], ranks: Sequence[int], replicas: Sequence[int]) -> Host:
     """The host with most cores free, counting one for each actor there."""
     on_head = sum(role_of(name) not in ("learner", "rollouter", "reward", "episodes") for name in config.actors)
     each = 1 if config.episode.kind == "single" else 2
-    free = [host.cpus - ranks[i] - each * replicas[i] - (on_head if i == 0 else 0) for i, host in enumerate(hosts)]
+    extra = _episode_hosts(hosts, ranks, replicas)[: len(config.extra_episode_hosts)]
+    free = [
+        host.cpus - ranks[i] - each * replicas[i] - (host in extra) - (on_head if i == 0 else 0)
+        for i, host in enumerate(hosts)
+    ]
     return hosts[free.index(max(free))]
 
 

@@ -50,7 +50,7 @@ from asyncrl.launcher.interrupts import undone_by_signals
 from asyncrl.launcher.link import agent_name
 from asyncrl.launcher.local import ACTOR_ARGV, GUARD_ARGV, agent_spec, begin, show_end, start_guard
 from asyncrl.launcher.member import Member
-from asyncrl.launcher.placement import INTERFACE_VARIABLES, Host, Placed, place, with_gpus
+from asyncrl.launcher.placement import INTERFACE_VARIABLES, Host, Placed, place, with_episode_hosts, with_gpus
 from asyncrl.launcher.plan import plan_rows
 from asyncrl.launcher.progress import Progress
 from asyncrl.launcher.reach import Reached
@@ -198,6 +198,7 @@ class _Launch:
         problems = []
         try:
             self.config = with_gpus(self.config, self.hosts)
+            self.config = with_episode_hosts(self.config, self.hosts)
             self.placed = place(self.config, self.hosts)
         except ConfigError as error:
             problems = error.problems

@@ -21,7 +21,7 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError, HostFailed, UsageError
 from asyncrl.launcher.choice import find_candidates
 from asyncrl.launcher.hostfile import HostLine
-from asyncrl.launcher.placement import Host, place
+from asyncrl.launcher.placement import Host, place, with_episode_hosts
 from asyncrl.launcher.resume import AUTO
 from asyncrl.launcher.start import SlurmStart
 from asyncrl.runtime.supervision import role_of
@@ -166,7 +166,7 @@ def _placed(config: Config, nodes: int, gpus: int) -> list[int] | None:
     """The processes of each of so many nodes with so many GPUs each; None if the run has no place there."""
     hosts = [Host(name=str(node), cpus=1, gpus=tuple(map(str, range(gpus)))) for node in range(nodes)]
     try:
-        placed = place(config, hosts)
+        placed = place(with_episode_hosts(config, hosts), hosts)
     except ConfigError:
         return None
     names = [actor.host for actor in placed]

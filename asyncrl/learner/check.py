@@ -80,7 +80,7 @@ def choose_scoring(policy: Policy, config: LearnerConfig, *, seed: int) -> Scori
         else:
             what = f"log-probs of a packed row differ from those of single sequences ({found[False]})"
             if config.packing == "required":
-                raise ConfigError([f'learner.algorithm.packing: is "required", but with this model {what}'])
+                raise ConfigError([f'learner.packing: is "required", but with this model {what}'])
             warnings.append(f"{what}; each row holds one sequence")
         if not scoring.packed_attention and scoring.packed:
             warnings.append(f"own attention over packed rows cannot be used ({found[True]}); transformers' is slower")

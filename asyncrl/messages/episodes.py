@@ -19,7 +19,8 @@ SessionKey = Annotated[str, Meta(min_length=32, max_length=64, pattern="^[0-9a-f
 class RunEpisode(Request, frozen=True, kw_only=True):
     """Rollouter to episode host: play one task. Cancelling the call ends the episode and all that it has started.
 
-    Not to be repeated at another incarnation of the host: the conversation would go on where another has begun.
+    Not to be repeated at another incarnation of the host: the conversation would go on where another has begun. Refused
+    with EpisodeHostFull by a host for all rollouters that plays as many as it may.
     """
 
     reply: ClassVar[type[Message]]

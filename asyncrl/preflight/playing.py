@@ -26,7 +26,7 @@ async def check_episode(config: Config, *, import_s: float = IMPORT_S) -> Findin
     """Whether the configured episode can be played."""
     episode = config.episode
     if importlib.util.find_spec("aiohttp") is None:
-        fix = "pip install 'asyncrl[episodes]', on each host with rollouters"
+        fix = "pip install 'asyncrl[episodes]', on each host that plays episodes"
         return fail("episode", "the endpoint of episodes needs aiohttp, which is not installed", fix)
     key = f"episode.{episode.kind}"
     if episode.kind == "command":

@@ -34,6 +34,8 @@ class SampleAccount:
         self.left_out = 0
         self.attempts = 0
         """Episodes that were begun for it."""
+        self.host = ""
+        """Episode host of the newest of them."""
         self.failed_attempts = 0
         self.elapsed = elapsed
 
@@ -45,6 +47,7 @@ class SampleAccount:
         """An attempt begins at an episode host."""
         self.note("episode", self.attempts, host)
         self.attempts += 1
+        self.host = host
 
     def credited(self, turn: int, value: float) -> None:
         """A turn got a reward."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -36,6 +36,7 @@ from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.engines import engine_parsers, make_engine
 from asyncrl.rollouter.episode_faults import EpisodeFaults
 from asyncrl.rollouter.episode_figures import EpisodeFigures, Failure
+from asyncrl.rollouter.episode_hosts import choose, shares
 from asyncrl.rollouter.generation import PolicyCall, single_turn
 from asyncrl.rollouter.groups import GroupRunner
 from asyncrl.rollouter.player import EpisodePlayer
@@ -155,6 +156,9 @@ class Rollouter(Actor):
             stop_ids=self._stops.token_ids,
             engine_parsers=engine_parsers(self.config),
         )
+        for host in (self._beside, *self.config.extra_episode_hosts):
+            # Only those are taken that answer.
+            self.peer(host).connect()
         self._sessions = Sessions(
             self.config,
             renderer=renderer,
@@ -170,7 +174,7 @@ class Rollouter(Actor):
             self.config,
             self._sessions,
             run=self._run_episode,
-            hosts=lambda: f"episodes/{self.name.partition('/')[2]}",
+            host=self._choose_host,
             failed=self._episode_failed,
             clock=self.clock,
         )
@@ -398,9 +402,7 @@ class Rollouter(Actor):
         reward, rollout = self.config.reward, self.config.rollout
         replicas = sum(name.startswith("rollouter/") for name in self.roster.actors)
         # The longest that an honest queue can take: everything in flight ahead of this one, at its full time.
-        queue = (
-            self.config.episodes_open(rollout.concurrency_bounds[1]) * max(replicas, rollout.replicas) / reward.workers
-        )
+        queue = self.config.most_episodes * max(replicas, rollout.replicas) / reward.workers
         began = self.clock.now()
         self._scoring += len(request.completions)
         try:
@@ -448,6 +450,22 @@ class Rollouter(Actor):
         """Of an episode host its episodes: they are begun anew."""
         if self._player is not None:
             self._sessions.host_died(name)
+
+    @property
+    def _beside(self) -> str:
+        """The episode host beside this rollouter."""
+        return f"episodes/{self.name.partition('/')[2]}"
+
+    def _choose_host(self, *, prefer: str, avoid: Collection[str]) -> str:
+        """Where an episode is played."""
+        state, actors, room = self.run_state, self.roster.actors, self._open.size
+        shared = [host for host in self.config.extra_episode_hosts if host in actors]
+        going = {*(each.name for each in state.condemned), *(each.name for each in state.leaving)}
+        living = {host for host in (self._beside, *shared) if self.peer(host).ready and host not in going}
+        rollouters = [name for name in actors if name.startswith("rollouter/")]
+        # Before it is known as ready, one that has just joined is none of them.
+        shared_out = shares(self.name, rollouters, shared, room) if self.name in rollouters else {}
+        return choose(self._beside, shared_out, self._sessions.at, room=room, living=living, prefer=prefer, avoid=avoid)
 
     def _run_episode(self, host: str, request: RunEpisode, timeout: float) -> CallFuture:
         return self.peer(host).call(request, timeout=timeout)

@@ -2,7 +2,9 @@
 
 An episode ends by itself, by a deadline or limit of its own (stages.py), or with its host. A limit is an outcome, and
 what was sampled until then is a trajectory like any other. Whatever the user's code does wrong fails the attempt; the
-death of a host or of a worker fails nobody's: the episode is begun anew, with a session of its own.
+death of a host or of a worker fails nobody's: the episode is begun anew, with a session of its own. After the death of
+a worker that is at the same host, which knows who was in it (episodes/suspects.py); after all else at another, if there
+is one.
 
 Invariant: nothing of an attempt outlives it; its session is sealed, and its host told to end it. Fails with
 EpisodeFailed for the attempt, with TrajectoryFailed for good.
@@ -13,10 +15,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, Protocol
 
 from asyncrl.config import Config
-from asyncrl.errors import DeadlineExceeded, PeerRestarted, RemoteError
+from asyncrl.errors import DeadlineExceeded, EpisodeHostFull, PeerRestarted, RemoteError
 from asyncrl.messages.episodes import EpisodeDone, RunEpisode
 from asyncrl.messages.groups import Ticket, Trajectory
 from asyncrl.rollouter.account import SampleAccount
@@ -34,6 +36,19 @@ NO_REWARD = (
 )
 LONGEST_AWAY_S = 10.0
 """Longest pause before an episode host is asked again."""
+RETURNS = 2
+"""So often an episode comes back to a host whose worker has died under it: the next time it is alone there."""
+
+
+class ChooseHost(Protocol):
+    """Gives the host for an episode."""
+
+    def __call__(self, *, prefer: str, avoid: Collection[str]) -> str:
+        """``prefer``, if it can be; else one that is not to be avoided, if there is one."""
+
+
+class HostAway(Exception):
+    """An episode host has died, or does not begin; the text says which, or why."""
 
 
 class EpisodeFailed(Exception):
@@ -45,8 +60,8 @@ class EpisodeFailed(Exception):
 
 
 class EpisodePlayer:
-    """Plays episodes. ``run`` asks a session's host to play it; ``failed`` is told the cause, the reason and the uid of
-    an attempt that has failed by the user's code.
+    """Plays episodes. ``host`` chooses where, and ``run`` asks that host; ``failed`` is told the cause, the reason and
+    the uid of an attempt that has failed by the user's code.
     """
 
     def __init__(
@@ -55,36 +70,48 @@ class EpisodePlayer:
         sessions: Sessions,
         *,
         run: Callable[[str, RunEpisode, float], asyncio.Future[EpisodeDone]],
-        hosts: Callable[[], str],
+        host: ChooseHost,
         failed: Callable[[Failure, str, str], None] = lambda failure, text, uid: None,
         clock: Clock,
     ) -> None:
         self._config = config
         self._sessions = sessions
         self._run = run
-        self._hosts = hosts
+        self._host = host
         self._failed = failed
         self._clock = clock
 
     async def play(self, ticket: Ticket, account: SampleAccount) -> Trajectory:
         """One attempt that counts. Raises EpisodeFailed, TrajectoryFailed."""
         pause = self._config.rollout.retry_backoff_s
+        # Where an earlier attempt failed, as by a deadline that a host that stands still has missed.
+        prefer, avoid, deaths = "", {account.host}, 0
         while True:
+            host = self._host(prefer=prefer, avoid=avoid)
+            prefer = ""
+            avoid.add(host)
             try:
-                found = await self._attempt(ticket, account)
+                found = await self._attempt(ticket, account, host)
                 if isinstance(found, Trajectory):
                     return found
                 account.failed(f"episode: {found}; begun anew, no attempt is counted")
+                deaths += 1
+                prefer = host if deaths <= RETURNS else ""
+            except HostAway as away:
+                account.failed(f"episode: {away}; begun anew, no attempt is counted")
             except (DeadlineExceeded, PeerRestarted, RemoteError) as error:
+                if _is_full(error):
+                    account.failed(f"episode: {host} is full; begun elsewhere, no attempt is counted")
+                    continue
                 if isinstance(error, RemoteError) and not error.retryable:
                     raise
                 account.failed(f"episode host is away: {error}")
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_AWAY_S)
 
-    async def _attempt(self, ticket: Ticket, account: SampleAccount) -> Trajectory | str:
-        """The trajectory, or why its host could not play it."""
-        session, figures = self._sessions.open(ticket, account, self._hosts()), self._sessions.figures
+    async def _attempt(self, ticket: Ticket, account: SampleAccount, host: str) -> Trajectory | str:
+        """The trajectory, or why a worker of its host could not play it. Raises HostAway too."""
+        session, figures = self._sessions.open(ticket, account, host), self._sessions.figures
         try:
             done = await self._played(session)
             if session.failure is not None:
@@ -100,14 +127,15 @@ class EpisodePlayer:
             figures.failed(error.failure)
             self._failed(error.failure, str(error), ticket.uid)
             raise
-        except (DeadlineExceeded, PeerRestarted, RemoteError):
-            figures.failed("host")
+        except (HostAway, DeadlineExceeded, PeerRestarted, RemoteError) as error:
+            if not _is_full(error):
+                figures.failed("host")
             raise
         finally:
             self._sessions.seal(session, "it has ended")
 
     async def _played(self, session: Session) -> EpisodeDone:
-        """Until it has ended, by itself or by a deadline."""
+        """Until it has ended, by itself or by a deadline. Raises HostAway, and what a call does."""
         ticket = session.ticket
         request = RunEpisode(
             session=session.key,
@@ -129,9 +157,9 @@ class EpisodePlayer:
                 return call.result()
             expired = watch.result()
             if session.is_orphan:
-                return EpisodeDone(error=f"{session.host} has died", blame="host")
+                raise HostAway(f"{session.host} has died")
             if expired is not None and expired.stage == "host":
-                return EpisodeDone(error=expired.text, blame="host")
+                raise HostAway(expired.text)
             if expired is not None and expired.outcome is None:
                 raise EpisodeFailed(expired.text, "start" if expired.stage == "start" else "turn")
             return EpisodeDone()
@@ -189,6 +217,10 @@ class EpisodePlayer:
             forks=counts.forks,
             stage_s=stage_s,
         )
+
+
+def _is_full(error: Exception) -> bool:
+    return isinstance(error, RemoteError) and error.code == EpisodeHostFull.code
 
 
 def first_messages(config: Config, ticket: Ticket) -> list[dict[str, Any]]:

@@ -147,12 +147,15 @@ class Sessions:
         self._clock = clock
         self._threads = ThreadPoolExecutor(max(1, config.chat.render_threads), "render")
         self._sessions: dict[str, Session] = {}
+        self.at: Counter[str] = Counter()
+        """Sessions by their host."""
 
     def open(self, ticket: Ticket, account: SampleAccount, host: str) -> Session:
         """Begin an attempt, to be played at the episode host ``host``."""
         session = Session(ticket, account, host, self._config, self._clock)
         account.began_episode(host)
         self._sessions[session.key] = session
+        self.at[host] += 1
         return session
 
     def seal(self, session: Session, reason: str) -> None:
@@ -161,6 +164,7 @@ class Sessions:
         session.stages.end(self._clock.now())
         self.figures.spent(session.stages.seconds(self._clock.now()))
         del self._sessions[session.key]
+        self.at[session.host] -= 1
 
     def began(self, key: str, host: str) -> None:
         """The user's code of a session has begun."""

@@ -66,6 +66,18 @@ def test_a_host_of_a_run_with_episodes_has_a_host_for_them_beside_each_rollouter
         join(Membership(curve=True), new("c", 2, episodes=True))
 
 
+def test_a_rollouter_that_joins_has_no_number_of_an_episode_host_that_is_there():
+    """One on a host with CPUs alone goes on counting after those beside rollouters."""
+    membership = Membership(curve=False)
+    (guest,) = membership.join(
+        Join(ask="x" * 16, hosts=[new("c", 1, episodes=True)]),
+        [],
+        ["rollouter/0", "rollouter/1", "episodes/0", "episodes/1", "episodes/2", "episodes/3"],
+        0.0,
+    )
+    assert guest.actors == ["rollouter/4", "episodes/4"]
+
+
 def test_an_episode_host_that_serves_lets_no_rollouter_go():
     with pytest.raises(NobodyServes):
         leave(Membership(curve=True), "far", serving=["rollouter/1", "episodes/0", "episodes/1"])

@@ -1,4 +1,4 @@
-"""The examples of docs/episodes.md, played as they stand."""
+"""The examples of docs/episodes.md, played as they stand: those that need nothing but asyncrl and the OpenAI client."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 from asyncrl.cli import doctor
 
 PAGE = (Path(__file__).parents[2] / "docs" / "episodes.md").read_text()
-EXAMPLES = re.findall(r"```python\n# (\w+\.py)\n(.*?)```\n\n```toml\n(.*?)```", PAGE, re.DOTALL)
+EXAMPLES = re.findall(r"```python\n# (\w+\.py)\n((?:(?!```).)*)```\n\n```toml\n(.*?)```", PAGE, re.DOTALL)
 SIMULATED = ["--data.source", "synthetic", "--rollout.engine", "sim", "--learner.backend", "sim"]
 TURNS = {"guess.py": 8, "game.py": 3, "library.py": 2, "agent.py": 2}
 

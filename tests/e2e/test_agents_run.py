@@ -30,6 +30,7 @@ POSITIONS = 16_384
 """smolagents begin with 10,000 characters, each a token of this model."""
 TOLERANCE = 1e-4
 STEPS = 4
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 FRAMEWORKS = ["openai-agents", "openai-agents-streamed", "langgraph", "smolagents-tools", "smolagents-code"]
 
 
@@ -179,7 +180,6 @@ def agents(tmp_path):
     return trained
 
 
-@pytest.mark.slow
 def test_the_bare_client_never_forks(agents):
     table = agents(["openai", "openai-async", "openai-stream"], sys.executable)
     for pairs in table.values():
@@ -187,7 +187,6 @@ def test_the_bare_client_never_forks(agents):
         assert any(turns > 1 for turns, _ in pairs)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not AGENTS_PYTHON, reason="ASYNCRL_AGENTS_PYTHON names no interpreter with frameworks")
 def test_frameworks_fork_where_they_rewrite_answers(agents):
     table = agents(FRAMEWORKS, AGENTS_PYTHON)

@@ -183,7 +183,9 @@ def listening() -> set[int]:
 
 
 @asynccontextmanager
-async def hosting(config: Config, run_dir: Path, rollouter: Rollouter | None = None) -> AsyncIterator[Hosted]:
+async def hosting(
+    config: Config, run_dir: Path, rollouter: Rollouter | None = None, *, name: str = "episodes/0"
+) -> AsyncIterator[Hosted]:
     """Afterwards neither a process nor a port nor a file is left."""
     rollouter = rollouter or Rollouter()
     before, ports = {process.pid for process in below()}, listening()
@@ -191,7 +193,7 @@ async def hosting(config: Config, run_dir: Path, rollouter: Rollouter | None = N
     credentials = Credentials(RUN_ID, SECRET)
     context = ActorContext(
         config=config,
-        name="episodes/0",
+        name=name,
         incarnation=1,
         run_dir=run_dir,
         transport=ZmqTransport(credentials, max_message_bytes=1 << 30),
@@ -204,8 +206,8 @@ async def hosting(config: Config, run_dir: Path, rollouter: Rollouter | None = N
         life = tasks.create_task(actor.main())
         await until(lambda: actor.ready or life.done())
         net.serve(rollouter, "rollouter/0")
-        net.register(ActorRecord(name="episodes/0", incarnation=1, address=actor.address))
-        peer = rollouter.host = net.client("episodes/0", "rollouter/0")
+        net.register(ActorRecord(name=name, incarnation=1, address=actor.address))
+        peer = rollouter.host = net.client(name, "rollouter/0")
         yield Hosted(actor, rollouter, peer, net)
         actor.begin_drain()
     assert [process for process in below() if process.pid not in before] == []

@@ -11,10 +11,12 @@ import structlog
 from hosted import Rollouter, config_with, hosting, is_over, refuses, until, waits, worker_pids
 from structlog.testing import capture_logs
 
+from asyncrl.config.load import validate_config
 from asyncrl.episodes import actor as actor_module
 from asyncrl.episodes.actor import ACTOR, EpisodesActor
-from asyncrl.errors import InvalidRequest
-from asyncrl.messages.episodes import Chat, EpisodeDone
+from asyncrl.errors import EpisodeHostFull, InvalidRequest, RemoteError
+from asyncrl.messages.actors import Dead
+from asyncrl.messages.episodes import Chat, EpisodeDone, RunEpisode
 from asyncrl.runtime.actor import Actor
 
 HTTP = """
@@ -167,8 +169,6 @@ def test_episodes_of_a_dead_rollouter_end(tmp_path: Path, how: str) -> None:
                 successor = host.net.client("episodes/0", "rollouter/0", incarnation=2)
                 assert (await successor.call(_request("components"))).reward == 1.5
             else:
-                from asyncrl.messages.actors import Dead
-
                 host.actor.fence([Dead("rollouter/0", 1)])
             await until(lambda: host.figure("open") == 0)
             assert host.figure("stopped") == 2
@@ -180,11 +180,40 @@ def test_episodes_of_a_dead_rollouter_end(tmp_path: Path, how: str) -> None:
 
 
 def _request(prompt: str) -> Any:
-    from asyncrl.messages.episodes import RunEpisode
-
     return RunEpisode(
         session="d" * 32, uid="0-9", sample=0, attempt=0, purpose="train", prompt=prompt, messages=[], row={}, seed=0
     )
+
+
+def test_a_host_for_all_plays_for_whoever_asks_as_many_as_a_rollouter_may_have(tmp_path: Path) -> None:
+    """Each episode asks the rollouter that it belongs to, and what is too much is refused."""
+    tree = config_with(function="plays:play", extra_hosts=1).model_dump(mode="json")
+    tree["rollout"] |= {"replicas": 2, "samples_per_prompt": 2, "episodes": 3}
+
+    async def body() -> None:
+        async with hosting(validate_config(tree), tmp_path, name="episodes/2") as host:
+            second = Rollouter()
+            host.net.serve(second, "rollouter/1")
+            peer = host.net.client("episodes/2", "rollouter/1")
+            assert (await peer.call(_request("reply"))).reward == 3.0
+            assert (len(host.rollouter.chats), [chat.session for chat in second.chats]) == (0, ["d" * 32])
+            calls = [host.run("wait", uid=f"0-{number}") for number in range(3)]
+            await until(lambda: host.figure("open") == 3)
+            with pytest.raises(RemoteError, match="3 episodes are open here") as refused:
+                await peer.call(_request("reply"))
+            assert (refused.value.code, refused.value.retryable) == (EpisodeHostFull.code, True)
+            calls.pop().cancel()
+            await until(lambda: host.figure("open") == 2)
+            assert (await peer.call(_request("reply"))).reward == 3.0
+            # Of a rollouter that dies nothing is left; others' go on.
+            waiting = peer.call(_request("wait"))
+            await until(lambda: host.figure("open") == 3)
+            host.actor.fence([Dead("rollouter/0", 1)])
+            await until(lambda: host.figure("open") == 1)
+            for call in (*calls, waiting):
+                call.cancel()
+
+    run(body)
 
 
 def test_the_reward_of_a_turn_that_cannot_be_noted_fails_the_episode(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ async def whole(world: World, run_dir: Path) -> AsyncIterator[Hosted]:
             world.config,
             world.sessions,
             run=lambda host, request, timeout: hosted.peer.call(request, timeout=timeout),
-            hosts=lambda: HOST,
+            host=lambda **_: HOST,
             clock=world.clock,
         )
         yield hosted

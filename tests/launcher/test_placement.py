@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config.load import validate_config
 from asyncrl.errors import ConfigError
-from asyncrl.launcher.placement import Host, describe, place, place_replicas, with_gpus
+from asyncrl.launcher.placement import Host, describe, place, place_replicas, with_episode_hosts, with_gpus
 
 
 def config(ranks=1, replicas=1, gpus_per_replica=1, device="auto", threads=0, sim=False, learner_threads=0, **tables):
@@ -281,6 +281,78 @@ def test_an_episode_host_is_beside_each_rollouter():
     assert placed["reward/0"].host == "b"
     assert row(place(config(1, 3, 1), hosts_of(2, 2, cpus=[9, 7])), "reward") == "b"
     assert row(place(config(1, 3, 1, episode={"function": "p:f"}), hosts_of(2, 2, cpus=[9, 7])), "reward") == "a"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "replicas", "each", "device", "extra", "found"),
+    [
+        # Neither GPUs nor a part in what computes.
+        ((2, 2, 0, 0), 3, 1, "auto", None, "a b b c d"),
+        ((2, 2, 0, 0), 3, 1, "auto", 1, "a b b c"),
+        ((2, 2, 0, 0), 3, 1, "auto", 0, "a b b"),
+        ((2, 2), 3, 1, "auto", None, "a b b"),
+        # GPUs that nobody uses are for something else, and slots=0 says that there are none.
+        ((2, 2, 2), 1, 1, "auto", None, "b"),
+        # The head has the learner.
+        ((0, 2, 0), 2, 1, "cpu", None, "b b c"),
+        ((0, 0), 1, 0, "cpu", None, "b"),
+        ((0, 0, 0), 1, 0, "cpu", None, "b c"),
+        ((0,), 1, 0, "cpu", None, "a"),
+    ],
+)
+def test_hosts_with_cpus_alone_play_episodes(gpus, replicas, each, device, extra, found):
+    hosts = hosts_of(*gpus)
+    playing = config(1, replicas, each, device, episode={"function": "p:f", "extra_hosts": extra})
+    settled = with_episode_hosts(playing, hosts)
+    assert with_episode_hosts(settled, hosts) == settled
+    placed = place(settled, hosts)
+    assert row(placed, "episodes") == found
+    assert [actor.name for actor in placed] == list(settled.actors)
+    for actor in by_name(placed), by_name(place(settled, hosts)):
+        names = settled.extra_episode_hosts
+        assert all((actor[name].gpus, actor[name].env["OMP_NUM_THREADS"]) == ((), "1") for name in names)
+    text = "\n".join(describe(settled, placed))
+    assert all(name in text for name in settled.extra_episode_hosts)
+
+
+def test_an_extra_episode_host_takes_a_core_from_the_reward_pools_host():
+    hosts = hosts_of(2, 0, cpus=[11, 6])
+    for extra, reward in (0, "b"), (None, "a"):
+        asked = config(episode={"function": "p:f", "extra_hosts": extra})
+        assert row(place(with_episode_hosts(asked, hosts), hosts), "reward") == reward
+
+
+def test_more_extra_episode_hosts_than_there_can_be_are_refused():
+    for gpus, said in (
+        ((2,), "is 2, and 0 of 1 hosts have neither GPUs nor a rollouter nor a rank of the learner; name more"),
+        ((2, 0, 3), "is 2, and 1 of 3 hosts have neither GPUs nor a rollouter nor a rank of the learner: b; name more"),
+    ):
+        with pytest.raises(ConfigError, match=r"episode\.extra_hosts: " + said):
+            with_episode_hosts(config(episode={"function": "p:f", "extra_hosts": 2}), hosts_of(*gpus))
+    with pytest.raises(ConfigError, match=r"episode\.extra_hosts: is for episodes"):
+        config(episode={"extra_hosts": 1})
+
+
+@given(
+    gpus=st.lists(st.integers(0, 3), min_size=1, max_size=5),
+    replicas=st.integers(1, 4),
+    each=st.integers(0, 1),
+    device=st.sampled_from(["auto", "cpu"]),
+)
+def test_every_host_with_cpus_alone_has_one_episode_host_and_no_other_has_more(gpus, replicas, each, device):
+    hosts = hosts_of(*gpus)
+    try:
+        settled = with_episode_hosts(config(1, replicas, each, device, episode={"function": "p:f"}), hosts)
+    except ConfigError:
+        return
+    placed = place(settled, hosts)
+    at = {
+        role: [actor.host for actor in placed if actor.name.startswith(role + "/")]
+        for role in ("learner", "rollouter", "episodes")
+    }
+    for host in hosts:
+        alone = not host.gpus and host.name not in (*at["learner"], *at["rollouter"])
+        assert at["episodes"].count(host.name) == at["rollouter"].count(host.name) + alone
 
 
 def test_hosts_that_join_have_both():

@@ -378,7 +378,7 @@ def test_what_is_trained_is_what_a_loop_over_the_answers_would_train(
 @settings(max_examples=50)
 def test_updates_share_the_groups_and_the_baseline_of_the_step(seed, updates, world_size) -> None:
     """Each token is in one update, with the advantage that it has in a step of a single update."""
-    groups = random_groups(seed)
+    groups = random_groups(seed, 4)
     config = make_config(advantage="reinforce")
     several = config.model_copy(update={"learner": config.learner.model_copy(update={"updates_per_batch": updates})})
     whole, plan = (

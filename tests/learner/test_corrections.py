@@ -143,6 +143,7 @@ def test_the_objective_is_the_weighted_sum_of_its_parts(name, weight) -> None:
     batch = make_batch(11)
     config = LearnerConfig(
         loss=name,
+        teacher="folder" if name == "distill" else None,
         tis_cap=CAP,
         correction=CorrectionConfig(weight=weight),
         kl={"coefficient": 0.3, "estimator": "k3"},

@@ -9,7 +9,7 @@ from inprocess import sim_config
 from session_cases import HOST, World, said, user
 from test_messages import make_group
 
-from asyncrl.errors import EpisodeOver, PeerRestarted
+from asyncrl.errors import EpisodeHostFull, EpisodeOver, PeerRestarted, RemoteError
 from asyncrl.messages.episodes import EpisodeDone
 from asyncrl.rollouter.generation import TrajectoryFailed
 from asyncrl.rollouter.player import EpisodeFailed, first_messages, task_seed, total_reward
@@ -262,3 +262,100 @@ async def limited(world, key):
     with contextlib.suppress(EpisodeOver):
         await two_turns(world, key)
     return EpisodeDone()
+
+
+OTHER = "episodes/1"
+
+
+def elsewhere(log):
+    """Chooses the first host of two that is not to be avoided, and notes what it was asked."""
+
+    def choose(*, prefer, avoid):
+        log.append((prefer, sorted(avoid - {""})))
+        return prefer or next((host for host in (OTHER, HOST) if host not in avoid), HOST)
+
+    return choose
+
+
+async def one_turn(world, key):
+    await world.chat(key, [user("hi")], host=world.hosts[-1])
+    return EpisodeDone(reward=1.0)
+
+
+@pytest.mark.parametrize("how", ["dies", "restarts", "never begins"])
+def test_an_episode_whose_host_is_away_is_begun_at_another(tmp_path, how):
+    async def agent(world, key):
+        if world.hosts[-1] == HOST:
+            return await one_turn(world, key)
+        if how == "restarts":
+            raise PeerRestarted(OTHER, "RunEpisode")
+        if how == "dies":
+            asyncio.get_running_loop().call_soon(world.sessions.host_died, OTHER)
+        await asyncio.Event().wait()
+
+    asked = []
+    options = {"rollout": {"retry_backoff_s": 0.01}, "choose": elsewhere(asked)}
+    if how == "never begins":
+        options["episode"] = {"timeout_s": 0.2}
+
+    async def run():
+        async with asyncio.timeout(WAIT_S), World(tmp_path, agent=agent, **options) as world:
+            if how == "never begins":
+                world.sessions.began = lambda key, host: None
+            return await world.player.play(world.ticket, world.account), world
+
+    trajectory, world = asyncio.run(run())
+    assert (trajectory.reward, world.account.failed_attempts) == (1.0, 0)
+    assert (world.hosts, asked) == ([OTHER, HOST], [("", []), ("", [OTHER])])
+    assert +world.sessions.at == {}
+    assert world.counters["rollout/episodes_failed/host"] == 1
+
+
+def test_an_episode_that_may_have_ended_its_worker_comes_back_until_it_was_alone(tmp_path):
+    """Its host alone knows how often it was in such a death."""
+
+    async def agent(world, key):
+        if world.hosts[-1] == HOST:
+            return await one_turn(world, key)
+        return EpisodeDone(error="the worker was killed", blame="host")
+
+    asked = []
+    trajectory, world = played(tmp_path, agent, rollout={"retry_backoff_s": 0.01}, choose=elsewhere(asked))
+    assert trajectory.reward == 1.0
+    assert world.hosts == [OTHER, OTHER, OTHER, HOST]
+    assert [prefer for prefer, _ in asked] == ["", OTHER, OTHER, ""]
+
+
+def test_an_episode_goes_elsewhere_at_once_where_a_host_is_full(tmp_path):
+    async def agent(world, key):
+        if world.hosts[-1] == HOST:
+            return await one_turn(world, key)
+        raise RemoteError(OTHER, EpisodeHostFull.code, "4 episodes are open here", retryable=True)
+
+    # A pause would be longer than the test may take.
+    pause = {"retry_backoff_s": 2 * WAIT_S}
+    trajectory, world = played(tmp_path, agent, rollout=pause, choose=elsewhere([]))
+    assert (trajectory.reward, world.hosts) == (1.0, [OTHER, HOST])
+    assert "rollout/episodes_failed/host" not in world.counters
+
+
+def test_an_attempt_that_failed_is_repeated_at_another_host(tmp_path):
+    """A deadline may have been missed because the host stands still."""
+
+    async def agent(world, key):
+        if world.hosts[-1] == HOST:
+            return await one_turn(world, key)
+        await asyncio.Event().wait()
+
+    async def run():
+        limits = {"start_timeout_s": 0.2}
+        async with (
+            asyncio.timeout(WAIT_S),
+            World(tmp_path, agent=agent, choose=elsewhere([]), episode=limits) as world,
+        ):
+            with pytest.raises(EpisodeFailed, match="start: "):
+                await world.player.play(world.ticket, world.account)
+            return await world.player.play(world.ticket, world.account), world.hosts
+
+    trajectory, hosts = asyncio.run(run())
+    assert (trajectory.reward, hosts) == (1.0, [OTHER, HOST])

@@ -27,25 +27,23 @@ def test_what_is_held_out_is_in_no_training_row(recipe):
 def played(number, guesses):
     game = GuessNumber()
     assert game.reset(SimpleNamespace(row={"prompt": "10-41", "number": number})) == "10-41"
-    return [game.step({"role": "assistant", "content": guess}) for guess in guesses]
+    return [asyncio.run(game.step({"role": "assistant", "content": guess})) for guess in guesses]
 
 
 def test_the_game_answers_each_guess_and_rewards_the_number():
-    assert played(20, ["30", "15", "20"]) == [("<", 0.0, False), (">", 0.0, False), ("=", 1.0, True)]
-    assert played(20, ["30"] * GUESSES)[-1] == ("<", 0.0, True)
+    assert played(20, ["30", "15", "20"]) == [("10-29", 0.0, False), ("16-29", 0.0, False), ("=", 1.0, True)]
+    assert played(20, ["15", "12", "99"]) == [("16-41", 0.0, False)] * 3
+    assert played(20, ["30"] * GUESSES)[-1] == ("10-29", 0.0, True)
     assert played(20, ["x"]) == [("?", 0.0, True)]
 
 
 @given(st.integers(10, 41))
 def test_halving_what_is_left_always_finds_the_number(number):
-    low, high, guesses = 10, 41, []
-    game = GuessNumber()
-    game.reset(SimpleNamespace(row={"prompt": "10-41", "number": number}))
-    done = False
+    game, done = GuessNumber(), False
+    said = game.reset(SimpleNamespace(row={"prompt": "10-41", "number": number}))
     while not done:
-        guesses.append((low + high) // 2)
-        said, reward, done = game.step({"content": str(guesses[-1])})
-        low, high = (low, guesses[-1] - 1) if said == "<" else (guesses[-1] + 1, high)
+        low, high = map(int, said.split("-"))
+        said, reward, done = asyncio.run(game.step({"content": str((low + high) // 2)}))
     assert reward == 1.0
 
 
@@ -59,7 +57,7 @@ def test_a_game_of_the_teacher_is_one_that_the_game_allows(seed):
     guesses = [message for message in messages if message["role"] == "assistant"]
     answers = [message["content"] for message in messages[2:] if message["role"] == "user"]
     assert 1 <= len(guesses) <= GUESSES
-    assert [game.step(guess)[0] for guess in guesses][: len(answers)] == answers
+    assert [asyncio.run(game.step(guess))[0] for guess in guesses][: len(answers)] == answers
 
 
 def test_a_table_leads_from_key_to_key_to_value():

@@ -132,7 +132,7 @@ async def rehearse(config: Config, *, with_data: bool) -> Played:
     try:
         async with rehearsal.hosting(sessions):
             await rehearsal.play(
-                EpisodePlayer(config, sessions, run=rehearsal.run, hosts=lambda: HOST, clock=clock), ticket
+                EpisodePlayer(config, sessions, run=rehearsal.run, host=lambda **_: HOST, clock=clock), ticket
             )
     finally:
         sessions.close()
