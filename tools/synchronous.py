@@ -29,7 +29,8 @@ from asyncrl.dataloader.order import EpochOrder
 from asyncrl.dataloader.prompts import PromptSet
 from asyncrl.dataloader.sources import load_dataset
 from asyncrl.errors import ConfigError
-from asyncrl.learner.algorithm.batch import build_step, has_signal
+from asyncrl.learner.algorithm.batch import build_step
+from asyncrl.learner.algorithm.signal import has_signal
 from asyncrl.learner.records import RecordFiles
 from asyncrl.learner.trainer import Trainer
 from asyncrl.messages.groups import Group, Ticket, Trajectory
@@ -74,7 +75,7 @@ def train(config: Config, runner: asyncio.Runner, engine: Engine, trainer: Train
                 for response, outcome in zip(responses, scorer(task), strict=True):
                     response.reward, response.components = outcome
             group = Group(ticket=ticket, trajectories=responses)
-            signal = not learner.dynamic_sampling or has_signal(group, learner.signal_tolerance)
+            signal = not learner.dynamic_sampling or has_signal(group, learner)
             (batch if signal else filtered).append(group)
             if len(filtered) > learner.max_filtered_ratio * learner.groups_per_step:
                 raise RuntimeError(f"no signal in {len(filtered)} groups of version {version}")

@@ -175,6 +175,9 @@ class LearnerConfig(Section):
     max_tokens."""
     dynamic_sampling: bool = True
     """Groups whose rewards are all equal, and those of their turns too, are filtered, counted and replaced."""
+    signal: str = "reward"
+    """By what dynamic_sampling judges: the reward as it was before the overlong penalty, or a component of it by
+    name."""
     max_filtered_ratio: Annotated[float, Field(gt=0)] = 20.0
     """Groups filtered or quarantined between two steps, in steps' worth, past which the run ends with "no signal"."""
     max_quarantined_fraction: Annotated[float, Field(gt=0, le=1)] = 0.1

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from asyncrl.config.training import LearnerConfig
-from asyncrl.learner.algorithm.batch import has_signal
+from asyncrl.errors import ConfigError
+from asyncrl.learner.algorithm.signal import has_signal
 from asyncrl.learner.buffer import GroupBuffer, in_order
 from asyncrl.learner.group_check import check_group
 from asyncrl.learner.outcomes import OutcomeQueue
@@ -81,6 +82,8 @@ class Intake:
         self._begun: tuple[list[Group], int, int] = ([], 0, 0)
         """Groups filtered, masked and quarantined before the step that is in training."""
         self._last_problem = ""
+        self._misnamed = ""
+        """Why no signal can be found in the groups at all."""
         self._in_training: dict[str, Group] = {}
         self._came: dict[str, float] = {}
         """When the buffered groups that were delivered to this learner were."""
@@ -182,6 +185,8 @@ class Intake:
     def problem(self) -> str | None:
         """Why the run cannot go on like this, or None."""
         learner = self._learner
+        if self._misnamed:
+            return self._misnamed
         if len(self.filtered) + self._failed > learner.max_filtered_ratio * learner.groups_per_step:
             flat = [group for group in self.filtered if self._is_flat(group)]
             has_trained = self.ledger.count("trained") > 0
@@ -206,8 +211,12 @@ class Intake:
         return None
 
     def _is_flat(self, group: Group) -> bool:
-        """Whether it is filtered because all its rewards are equal."""
-        return self._learner.dynamic_sampling and not has_signal(group, self._learner.signal_tolerance)
+        """Whether it is filtered because it tells nothing apart."""
+        try:
+            return self._learner.dynamic_sampling and not has_signal(group, self._learner)
+        except ConfigError as error:
+            self._misnamed = "; ".join(error.problems)
+            return False
 
     def snapshot(self) -> Snapshot:
         """As it stands between two steps."""

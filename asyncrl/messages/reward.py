@@ -10,6 +10,8 @@ from asyncrl.messages import Count, FinishReason, Message, Request, Uid
 
 TIMED_OUT_COMPONENT = "timed_out"
 """The one component of a reward that the function did not give: that of reward.on_timeout."""
+PENALTY_COMPONENT = "overlong_penalty"
+"""What ``reward.truncated = "penalty"`` has added to a reward, 0 or less."""
 
 
 class Completion(Struct, gc=False, frozen=True, kw_only=True):

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asyncrl.config.training import OverlongPenalty
-from asyncrl.messages.reward import TIMED_OUT_COMPONENT, Completion, Score, Scores
-
-PENALTY_COMPONENT = "overlong_penalty"
+from asyncrl.messages.reward import PENALTY_COMPONENT, TIMED_OUT_COMPONENT, Completion, Score, Scores
 
 
 def overlong_penalty(tokens: int, *, max_tokens: int, margin_tokens: int, scale: float) -> float:

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_cases import make_config, make_group, make_sequence, make_trajectory, only, random_groups
 
-from asyncrl.config.training import StalenessConfig
+from asyncrl.config.training import LearnerConfig, StalenessConfig
 from asyncrl.errors import ConfigError
-from asyncrl.learner.algorithm.batch import build_step, has_signal
+from asyncrl.learner.algorithm.batch import build_step
+from asyncrl.learner.algorithm.signal import has_signal
 from asyncrl.messages.groups import Group, Trajectory, Turn, VersionSpan
 from asyncrl.trajectories import sampled_tokens
 
@@ -114,6 +115,34 @@ def test_a_step_with_nothing_to_train_has_no_update() -> None:
     assert plan.updates == []
 
 
+def test_one_right_answer_that_is_a_little_long_is_no_signal() -> None:
+    """A group of right answers, and one with rewards that differ only by the overlong penalty."""
+
+    def group(*components: dict[str, float]) -> Group:
+        return make_group(0, [1], [make_trajectory([7], reward=sum(c.values()), components=c) for c in components])
+
+    right = {"accuracy": 1.0}
+    long = right | {"overlong_penalty": -0.1}
+    assert not has_signal(group(right, long), LearnerConfig())
+    assert has_signal(group({"accuracy": 0.0}, long), LearnerConfig())
+
+
+def test_the_signal_may_be_a_component() -> None:
+    def group(*components: dict[str, float]) -> Group:
+        return make_group(0, [1], [make_trajectory([7], reward=sum(c.values()), components=c) for c in components])
+
+    config = LearnerConfig(signal="accuracy")
+    assert not has_signal(group({"accuracy": 1.0, "style": 0.3}, {"accuracy": 1.0, "style": 0.9}), config)
+    assert has_signal(group({"accuracy": 1.0, "style": 0.5}, {"accuracy": 0.0, "style": 0.5}), config)
+    # One that ran over its time has a reward alone.
+    assert has_signal(group({"accuracy": 1.0}, {"timed_out": 0.0}), config)
+    assert not has_signal(group({"timed_out": 0.0}, {"timed_out": 0.0}), config)
+    with pytest.raises(ConfigError, match=r'learner\.signal: is "accuracy", but the rewards of group 0-0 have compone'):
+        has_signal(group({"acuracy": 1.0}, {"style": 0.0}), config)
+    with pytest.raises(ConfigError, match="have no components"):
+        has_signal(group({}, {}), config)
+
+
 def test_metrics_of_a_step() -> None:
     trained = make_group(
         0,
@@ -189,9 +218,9 @@ def test_signal() -> None:
     def group(*rewards: float):
         return make_group(0, [1], [make_trajectory([1], reward=r) for r in rewards])
 
-    assert not has_signal(group(0.5, 0.5), 1e-6)
-    assert not has_signal(group(0.5, 0.5 + 1e-7), 1e-6)
-    assert has_signal(group(0.5, 0.5, 0.6), 1e-6)
+    assert not has_signal(group(0.5, 0.5), LearnerConfig())
+    assert not has_signal(group(0.5, 0.5 + 1e-7), LearnerConfig())
+    assert has_signal(group(0.5, 0.5, 0.6), LearnerConfig())
 
 
 # --- sequences ---
@@ -435,11 +464,11 @@ def test_turns_that_differ_are_a_signal_where_trajectories_are_equal() -> None:
         trajectories = [make_trajectory([1] * len(pasts), reward=1.0, turns=turns) for _ in range(2)]
         return make_group(0, [1], trajectories)
 
-    assert has_signal(group(0.0, 0.5), 1e-6)
-    assert not has_signal(group(0.0, 0.0), 1e-6)
-    assert not has_signal(group(0.0, 1e-7), 1e-6)
+    assert has_signal(group(0.0, 0.5), LearnerConfig())
+    assert not has_signal(group(0.0, 0.0), LearnerConfig())
+    assert not has_signal(group(0.0, 1e-7), LearnerConfig())
     # As two agents that play side by side: nothing is told apart.
-    assert not has_signal(group(0.5, 0.5), 1e-6)
+    assert not has_signal(group(0.5, 0.5), LearnerConfig())
 
 
 def test_planning_does_not_import_torch() -> None:

@@ -87,6 +87,12 @@ def test_what_the_dataloader_rejects_is_quarantined_unless_it_is_here():
     assert reported(intake) == [Outcome("0-2", "quarantined")]
 
 
+def test_a_signal_that_no_reward_has_ends_the_run():
+    intake = Intake(LearnerConfig(signal="accuracy"))
+    intake.deliver(group(0, rewards=(1.0, 0.0)))
+    assert 'learner.signal: is "accuracy", but the rewards of group 0-0 have no components' in (intake.problem() or "")
+
+
 def test_a_step_that_is_not_finite_costs_only_the_groups_to_blame():
     intake = Intake(LEARNER)
     for i in (0, 1):

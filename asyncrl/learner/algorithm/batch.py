@@ -35,6 +35,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.learner.algorithm.advantages import Advantages, ScoredGroup, find_advantage
 from asyncrl.learner.algorithm.aggregation import step_denominator, token_weight
 from asyncrl.learner.algorithm.packing import pack
+from asyncrl.learner.algorithm.signal import turns_past
 from asyncrl.learner.group_check import check_group
 from asyncrl.learner.group_metrics import reward_metrics, rewards_of, rollout_metrics, staleness_metrics
 from asyncrl.messages.groups import Group, Trajectory
@@ -124,20 +125,6 @@ class StepPlan:
         return [sequence for update in self.updates for sequence in update.sequences]
 
 
-def has_signal(group: Group, tolerance: float) -> bool:
-    """Whether the rewards of the group, or the returns of its turns, differ by more than ``tolerance``; without it no
-    estimator tells anything apart.
-    """
-    rewards = rewards_of(group)
-    if rewards.max() - rewards.min() > tolerance:
-        return True
-    past = [_past(trajectory) for trajectory in group.trajectories]
-    if not any(turns.any() for turns in past):
-        return False
-    returns = np.concatenate([reward - turns for reward, turns in zip(rewards, past, strict=True)])
-    return bool(returns.max() - returns.min() > tolerance)
-
-
 def build_step(
     groups: Sequence[Group],
     *,
@@ -206,7 +193,7 @@ def scored_group(group: Group) -> ScoredGroup:
     return ScoredGroup(
         uid=group.ticket.uid,
         rewards=rewards_of(group),
-        past=[_past(trajectory) for trajectory in trajectories],
+        past=[turns_past(trajectory) for trajectory in trajectories],
         lengths=np.array([sampled_tokens(trajectory) for trajectory in trajectories], np.int64),
         components={
             name: np.array([trajectory.components.get(name, np.nan) for trajectory in trajectories], np.float64)
@@ -224,11 +211,6 @@ def _advantages(groups: Sequence[Group], config: Config) -> Advantages:
         raise
     except Exception as error:
         raise ConfigError([f"learner.advantage: {config.learner.advantage} failed: {describe(error)}"]) from error
-
-
-def _past(trajectory: Trajectory) -> np.ndarray:
-    """float64 [turns], over all of its sequences."""
-    return np.concatenate([past_rewards(sequence)[0] for sequence in trajectory.sequences])
 
 
 def _trained_sequences(
