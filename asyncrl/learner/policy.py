@@ -20,14 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from asyncrl.config.training import ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner import attention
-
-CHUNK_BYTES = 256 << 20
-"""Size of the float32 logits of one chunk."""
+from asyncrl.learner.head import score_hidden, score_logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +85,9 @@ class Policy(nn.Module):
             return score_logits(logits, targets, temperature, entropy_gradient=self.entropy_gradient)
         hidden = self.model.base_model(**arguments).last_hidden_state[0, predict]
         head = self.model.get_output_embeddings()
-        size = max(1, CHUNK_BYTES // (4 * head.weight.shape[0]))
-        scores = []
-        for h, t in zip(torch.split(hidden, size), torch.split(targets, size), strict=True):
-            if torch.is_grad_enabled():
-                scores.append(
-                    checkpoint(_score_hidden, head, h, t, temperature, self.entropy_gradient, use_reentrant=False)
-                )
-            else:
-                scores.append(_score_hidden(head, h, t, temperature, False))
-        return torch.cat([s[0] for s in scores]), torch.cat([s[1] for s in scores])
+        return score_hidden(
+            hidden, head.weight, head.bias, targets, temperature, entropy_gradient=self.entropy_gradient
+        )
 
     def score(self, row: Row, temperature: float) -> tuple[Tensor, Tensor]:
         """``forward`` of a row."""
@@ -117,27 +107,6 @@ class Policy(nn.Module):
                 layers[name] = module
         lists = [list(m) for m in self.model.modules() if isinstance(m, nn.ModuleList)]
         return list(layers.values()) or max(lists, key=len, default=[])
-
-
-def _score_hidden(
-    head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
-) -> tuple[Tensor, Tensor]:
-    return score_logits(head(hidden), targets, temperature, entropy_gradient=entropy_gradient)
-
-
-def score_logits(
-    logits: Tensor, targets: Tensor, temperature: float, *, entropy_gradient: bool = False
-) -> tuple[Tensor, Tensor]:
-    """log softmax(logits / temperature) at the targets, and -sum p log p. [N, V], [N] -> two float32 [N].
-
-    The entropy has a gradient where it is asked for, at the price of one more [N, V] in the backward pass.
-    """
-    logits = logits.float() / temperature
-    normaliser = torch.logsumexp(logits, dim=-1)
-    logprobs = logits.gather(-1, targets[:, None])[:, 0] - normaliser
-    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        entropies = torch.special.entr((logits - normaliser[:, None]).exp()).sum(dim=-1)
-    return logprobs, entropies
 
 
 def make_row(input_ids: Any, lengths: Any, predict: Any, targets: Any, device: torch.device) -> Row:

@@ -12,9 +12,10 @@ from torch.nn import functional
 
 from asyncrl.config.training import LearnerConfig, ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.learner import check, policy
+from asyncrl.learner import check, head
 from asyncrl.learner.check import Scoring, choose_scoring
-from asyncrl.learner.policy import Policy, empty_policy, load_policy, make_row, score_logits
+from asyncrl.learner.head import score_logits
+from asyncrl.learner.policy import Policy, empty_policy, load_policy, make_row
 
 LENGTHS = [9, 1, 30, 4]
 CPU = torch.device("cpu")
@@ -62,7 +63,7 @@ def test_a_packed_row_scores_as_its_sequences_alone(
         folder = save_small_model(tmp_path, use_sliding_window=True, sliding_window=8, max_window_layers=1)
     loaded = load_policy(ModelConfig(path=str(folder)))
     # Chunks of 7 positions: several, the last one shorter.
-    monkeypatch.setattr(policy, "CHUNK_BYTES", 4 * VOCABULARY * 7)
+    monkeypatch.setattr(head, "CHUNK_BYTES", 4 * VOCABULARY * 7)
     sequences = _sequences()
     with torch.no_grad():
         scores, entropies = _reference(loaded.model, sequences, 0.7)
@@ -75,7 +76,7 @@ def test_a_packed_row_scores_as_its_sequences_alone(
 
 @pytest.mark.parametrize("own_attention", [True, False])
 def test_the_gradient_through_chunks_is_that_of_the_models_own_logits(own_attention, loaded, monkeypatch) -> None:
-    monkeypatch.setattr(policy, "CHUNK_BYTES", 4 * VOCABULARY * 7)
+    monkeypatch.setattr(head, "CHUNK_BYTES", 4 * VOCABULARY * 7)
     sequences = _sequences(1)
     _reference(loaded.model, sequences, 0.7)[0].sum().backward()
     expected = {name: p.grad.clone() for name, p in loaded.named_parameters()}

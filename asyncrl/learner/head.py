@@ -1,0 +1,100 @@
+"""Log-probs and entropies from hidden states, without the logits of all positions at once.
+
+The head is applied to chunks of positions, in the forward pass and again in the backward pass. It keeps: the gradient
+of the head's weights is summed over chunks in float32, whatever the compute type, so that it does not get worse with
+their number.
+
+Fails as torch does when a chunk's logits do not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+CHUNK_BYTES = 256 << 20
+"""Size of the float32 logits of one chunk."""
+
+
+def score_logits(
+    logits: Tensor, targets: Tensor, temperature: float, *, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
+    """log softmax(logits / temperature) at the targets, and -sum p log p. [N, V], [N] -> two float32 [N].
+
+    The entropy has a gradient where it is asked for, at the price of one more [N, V] in the backward pass.
+    """
+    logits = logits.float() / temperature
+    normaliser = torch.logsumexp(logits, dim=-1)
+    logprobs = logits.gather(-1, targets[:, None])[:, 0] - normaliser
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        entropies = torch.special.entr((logits - normaliser[:, None]).exp()).sum(dim=-1)
+    return logprobs, entropies
+
+
+def score_hidden(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    *,
+    entropy_gradient: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """``score_logits`` of ``hidden @ weight.T + bias``: [N, H], [V, H], [V] or None, [N] -> two float32 [N]."""
+    size = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
+    scores: tuple[Tensor, Tensor] = _ScoreHidden.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, targets, temperature, entropy_gradient, size
+    )
+    return scores
+
+
+class _ScoreHidden(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        entropy_gradient: bool,
+        size: int,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.temperature, ctx.entropy_gradient, ctx.size = temperature, entropy_gradient, size
+        logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
+        entropies = torch.empty_like(logprobs)
+        for chunk in _chunks(len(hidden), size):
+            logits = F.linear(hidden[chunk], weight, bias)
+            logprobs[chunk], entropies[chunk] = score_logits(logits, targets[chunk], temperature)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets = ctx.saved_tensors
+        of_hidden = torch.empty_like(hidden)
+        # Each chunk's own gradient is of the compute type; only their sum is not.
+        sums = [torch.zeros_like(p, dtype=torch.float32) for p in (weight, bias) if p is not None]
+        outputs = slice(None) if ctx.entropy_gradient else slice(1)
+        for chunk in _chunks(len(hidden), ctx.size):
+            with torch.enable_grad():
+                inputs = [p.detach().requires_grad_() for p in (hidden[chunk], weight, bias) if p is not None]
+                scores = score_logits(
+                    F.linear(*inputs), targets[chunk], ctx.temperature, entropy_gradient=ctx.entropy_gradient
+                )
+            found = torch.autograd.grad(scores[outputs], inputs, [g[chunk] for g in gradients[outputs]])
+            of_hidden[chunk] = found[0]
+            for total, part in zip(sums, found[1:], strict=True):
+                total += part
+        of_head = [total.to(weight.dtype) for total in sums] + [None] * (bias is None)
+        return of_hidden, *of_head, None, None, None, None
+
+
+def _chunks(count: int, size: int) -> Iterator[slice]:
+    return (slice(start, start + size) for start in range(0, count, size))
