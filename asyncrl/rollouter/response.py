@@ -1,10 +1,11 @@
 """A response in the making, put together from one or more submissions to engines. Pure.
 
-Invariants: tokens, log-probs and version spans always cover the same positions; every token keeps the log-prob and
-the version that sampled it, also over aborts, resumes and the death of an engine; never more than ``max_tokens``.
-A token is given up only where nobody can say which version sampled it: see ``cut_submission``.
-Stop strings are looked for in the text of the whole response, so that one that straddles a resume still stops; stop
-tokens are the engine's business.
+Invariants: tokens, log-probs and version spans always cover the same positions; every token keeps the log-prob and the
+version that sampled it, also over aborts, resumes and the death of an engine; never more than ``max_tokens``. A token
+is given up only where nobody can say which version sampled it: see ``cut_submission``. Stop strings are looked for in
+what a delta adds to the text and as much before it as one can reach back, whatever submission that came from, so that
+one that straddles a resume still stops, and the work does not grow with the response. Stop tokens are the engine's
+business.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from asyncrl.messages.groups import VersionSpan
 from asyncrl.stops import Stops
 
 Decode = Callable[[Sequence[int]], str]
+MARGIN = 8
+"""So many characters at the beginning of a window may differ from those of the whole text: a tokenizer may drop a space
+there, join it with punctuation, or see only the last bytes of a character."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,13 +58,16 @@ class Response:
         self.tokens.extend(tokens[:room])
         self.logprobs.extend(logprobs[:room])
         strings = self.stops.strings
-        if not strings or not _contains(decode(self.tokens), strings):
+        if not strings:
+            return False
+        start = self._window(before, decode)
+        if not _contains(decode(self.tokens[start:]), strings):
             return False
         # The shortest prefix that holds a stop string; the text grows with the tokens, so it can be bisected.
         low, high = before + 1, len(self.tokens)
         while low < high:
             middle = (low + high) // 2
-            if _contains(decode(self.tokens[:middle]), strings):
+            if _contains(decode(self.tokens[start:middle]), strings):
                 high = middle
             else:
                 low = middle + 1
@@ -68,6 +75,15 @@ class Response:
         del self.logprobs[low:]
         self.finish_reason = "stop"
         return True
+
+    def _window(self, end: int, decode: Decode) -> int:
+        """The first of so many tokens before ``end`` that no stop string which ends behind it begins before them."""
+        wanted = max(map(len, self.stops.strings)) + MARGIN
+        count = wanted
+        while count < end and len(decode(self.tokens[end - count : end])) < wanted:
+            # Tokens may be bytes of a character, or have no text.
+            count *= 2
+        return max(0, end - count)
 
     def end_submission(
         self, reason: Literal["stop", "length", "abort"] | None, spans: Sequence[VersionSpan] = ()

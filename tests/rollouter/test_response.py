@@ -78,6 +78,52 @@ def test_a_stop_string_that_straddles_the_cut_still_stops(cut):
     assert response.spans[-1].end == 4
 
 
+PIECES = ["", "a", "b", " b", "ab", "bab", ".", " .", "aaa", b"\xe4", b"\xbd", b"\xa0", b"\xc3", b"\xa9"]
+
+
+def decode_pieces(tokens):
+    """As tokenizers do it: bytes are joined, a leading space is dropped, and a space before a full stop."""
+    text = b"".join(p if isinstance(p := PIECES[token], bytes) else p.encode() for token in tokens)
+    return text.decode(errors="replace").removeprefix(" ").replace(" .", ".")
+
+
+@given(
+    st.lists(st.lists(st.integers(0, len(PIECES) - 1), min_size=1, max_size=12), max_size=20),
+    st.lists(st.sampled_from(["ab.", "bb", "aaab", "\u4f60", "a\u00e9", "b b"]), min_size=1, max_size=2),
+    st.integers(0, 80),
+)
+def test_a_stop_string_is_found_as_in_the_text_of_the_whole(parts, strings, lead):
+    """``lead``: tokens without an end of theirs before them."""
+    response = Response(max_tokens=10_000, stops=Stops(strings=tuple(strings)))
+    response.submitted(1)
+    sent = [5, 0] * (lead // 2)
+    parts = [[5, 0]] * (lead // 2) + parts if not any(stop in decode_pieces(sent) for stop in strings) else parts
+    whole = []
+    for part in parts:
+        whole += part
+        stopped = response.extend(part, [0.0] * len(part), decode_pieces)
+        ends = [n for n in range(1, len(whole) + 1) if any(stop in decode_pieces(whole[:n]) for stop in strings)]
+        assert stopped == bool(ends)
+        if stopped:
+            assert response.tokens == whole[: ends[0]]
+            return
+
+
+def test_looking_for_a_stop_string_does_not_get_longer_with_the_response():
+    decoded = []
+
+    def counted(tokens):
+        decoded[-1] += len(tokens)
+        return decode(tokens)
+
+    response = Response(max_tokens=5000, stops=Stops(strings=("hhhh",)))
+    response.submitted(1)
+    for _ in range(500):
+        decoded.append(0)
+        assert not response.extend([0, 1, 2, 3], [0.0] * 4, counted)
+    assert max(decoded) < 50
+
+
 def test_the_death_of_an_engine_costs_only_what_nobody_can_date():
     response = Response(max_tokens=10)
     response.submitted(1)
