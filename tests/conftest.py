@@ -27,13 +27,16 @@ settings.register_profile("asyncrl", deadline=None, suppress_health_check=[Healt
 settings.load_profile("asyncrl")
 
 LONGEST_FOLDERS = ("e2e", "system", "launcher", "engines", "wire", "learner", "reward", "weights", "monitor")
+FIRST = "test_learner_updates"
 LAST = "test_rehearsals"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):
         order = {name: at for at, name in enumerate(LONGEST_FOLDERS)}
-        items.sort(key=lambda item: (item.path.stem == LAST, order.get(item.path.parent.name, len(order))))
+        by_folder = [(order.get(item.path.parent.name, len(order)), item) for item in items]
+        by_folder.sort(key=lambda each: (each[1].path.stem == LAST, each[1].path.stem != FIRST, each[0]))
+        items[:] = [item for _, item in by_folder]
 
 
 @pytest.fixture(autouse=True)

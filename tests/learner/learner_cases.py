@@ -192,7 +192,12 @@ class RankPool:
         found: dict[int, Any] = {}
         until = time.monotonic() + RANK_WAIT_S
         while len(found) < len(self._tasks):
-            rank, value = self._results.get(timeout=max(0.0, until - time.monotonic()))
+            try:
+                rank, value = self._results.get(timeout=1.0)
+            except queue.Empty:
+                assert all(process.exitcode is None for process in self._processes), "a rank has died; see its output"
+                assert time.monotonic() < until, "the ranks have not answered"
+                continue
             found[rank] = value
         return _unpack(found)
 
