@@ -15,7 +15,7 @@ LONGEST = (
     "test_join_leave",
     "test_host_lost",
     "test_slurm_run",
-    "test_episode_hosts",
+    "test_episode_hosts_by_ssh",
     "test_quickstart",
 )
 """Modules whose tests take minutes."""
