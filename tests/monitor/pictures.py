@@ -163,6 +163,7 @@ class Run:
             figures={
                 "rollout/in_flight": 16.0 - index % 3,
                 "rollout/waiting": float(index % 3),
+                "rollout/concurrency": 64.0,
                 "rollout/trajectories": 64.0 * t,
                 "rollout/sampled_tokens": (850.0 + 10 * (index % 7)) * t,
                 "rollout/scoring": self.scoring,

@@ -98,6 +98,8 @@ class RollouterRow(Struct, frozen=True, kw_only=True):
     """Trajectories."""
     waiting: float | None = None
     """Of these, those that the engine has not begun with."""
+    concurrency: float | None = None
+    """Most calls that may be in its engine at a time."""
     tokens_per_s: float | None = None
     kv_use: float | None = None
     version: int | None = None

@@ -25,6 +25,7 @@ def rollouter(facts: Facts, actor: ActorView) -> RollouterRow:
         states=facts.shares([actor]),
         in_flight=in_flight,
         waiting=None if gone else figures.get("rollout/waiting"),
+        concurrency=None if gone else figures.get("rollout/concurrency"),
         tokens_per_s=facts.rate_of(actor, "rollout/sampled_tokens"),
         kv_use=None if gone else figures.get("rollout/kv_use"),
         version=None if gone else version,
