@@ -51,6 +51,9 @@ bench: $(STAMP) ## Measure the overheads against their floors
 chaos: $(STAMP) ## Break a simulated run 24 times while it trains, end it 3 times, and audit it
 	$(BIN)/python -m tools.chaos --faults 24 --everything 3
 
+chat: $(STAMP) ## Train a real chat model of 135M parameters to add, in a quarter of an hour
+	$(BIN)/python -m tools.learn smollm2
+
 chat-model: $(STAMP) ## Fetch a small real chat model into .cache, and run its test
 	folder=$$($(BIN)/python -m tools.smollm2) && \
 	ASYNCRL_CHAT_MODEL=$$folder $(BIN)/python -m pytest -s tests/episodes/test_real_chat_model.py
@@ -72,4 +75,4 @@ clean: ## Remove the environment and what was made; runs/ stays
 	rm -rf $(VENV) .bench .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
 	find asyncrl tests tools -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help setup quickstart test test-slow test-cluster check bench chaos chat-model agents soak clean
+.PHONY: help setup quickstart test test-slow test-cluster check bench chaos chat chat-model agents soak clean

@@ -1,7 +1,9 @@
 """The recipes of tools/learn: their tasks, demonstrations and labels. No test trains."""
 
 import asyncio
+import json
 import random
+from dataclasses import replace
 from itertools import islice
 from types import SimpleNamespace
 
@@ -9,11 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.learn import guess_number, tool_lookup
-from tools.learn.__main__ import RECIPES, findings, launch_command
-from tools.learn.assets import Assets, draw_rows
+from tools.learn import guess_number, smollm2, tool_lookup
+from tools.learn.__main__ import RECIPES, findings, launch_command, samples_of
+from tools.learn.assets import Assets, draw_rows, ensure_assets
 from tools.learn.guess_number import GUESSES, GuessNumber
 from tools.learn.tool_lookup import NOT_THERE, Table
+
+WARMED_UP = [recipe for recipe in RECIPES.values() if recipe.demonstrate]
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=lambda recipe: recipe.name)
@@ -75,7 +79,7 @@ def test_only_what_the_assistant_says_is_learned():
     from tools.learn.warmup import IGNORED, labelled
 
     tokenizer, source = make_tokenizer(), random.Random(3)
-    for recipe in RECIPES.values():
+    for recipe in WARMED_UP:
         (row,) = islice(recipe.rows(source), 1)
         messages = recipe.demonstrate(row, source)
         ids, labels = labelled(tokenizer, messages, recipe)
@@ -105,3 +109,24 @@ def test_a_run_is_told_by_its_first_and_last_version(tmp_path):
     command = launch_command("guess-number", Assets(tmp_path), ["--run.seed", "1"])
     assert command[-2:] == ["--run.seed", "1"]
     assert str(tmp_path / "model") in command
+
+
+def test_a_run_shows_what_was_said_first_and_last(tmp_path):
+    (tmp_path / "samples").mkdir()
+    for step, text, reward in ((1, "8", 0.0), (2, "8", 0.5), (3, "7", 1.0)):
+        line = {"prompt": "3 + 4?", "trajectories": [{"text": text, "reward": reward}, {"text": "", "reward": 0.0}]}
+        (tmp_path / "samples" / f"step_{step:06d}.jsonl").write_text(f"{json.dumps(line)}\n" * 9)
+    said = list(samples_of(tmp_path))
+    assert len(said) == 10
+    assert (said[0], said[1]) == ("in the first step:", "  '3 + 4?'  ->  '8'  reward 0")
+    assert (said[5], said[6]) == ("in the last step:", "  '3 + 4?'  ->  '7'  reward 1")
+
+
+def test_a_pretrained_model_is_taken_as_it_is(tmp_path):
+    (tmp_path / "model").mkdir()
+    recipe = replace(smollm2.RECIPE, pretrained=lambda: tmp_path / "model")
+    assets = ensure_assets(recipe, tmp_path / "cache")
+    assert assets.model.samefile(tmp_path / "model")
+    rows = [json.loads(line) for file in (assets.train, assets.heldout) for line in file.read_text().splitlines()]
+    assert len({row["prompt"] for row in rows}) == len(rows) == 81
+    assert all(eval(row["prompt"].removeprefix("What is ").rstrip("?")) == int(row["answer"]) for row in rows)

@@ -14,16 +14,22 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.learn import guess_number, tool_lookup
+from tools.learn import guess_number, smollm2, tool_lookup
 from tools.learn.assets import Assets, ensure_assets
 
 ROOT = Path(__file__).parent.parent.parent
 CACHE = ROOT / ".cache" / "learn"
-RECIPES = {recipe.name: recipe for recipe in (guess_number.RECIPE, tool_lookup.RECIPE)}
+RECIPES = {
+    "guess-number": guess_number.RECIPE,
+    "tool-lookup": tool_lookup.RECIPE,
+    "smollm2": smollm2.RECIPE,
+}
+SAMPLES = 4
+"""Prompts of a step that are shown."""
 RUN_FOLDER = "run folder"
 """Begins the line of the launcher's summary that names it."""
 
@@ -57,6 +63,17 @@ def findings(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def samples_of(folder: Path) -> Iterator[str]:
+    """Lines with what the policy said to some prompts of the first step and of the last, and the rewards."""
+    steps = sorted((folder / "samples").glob("step_*.jsonl"))
+    for name, file in (("first", steps[0]), ("last", steps[-1])):
+        yield f"in the {name} step:"
+        for line in file.read_text().splitlines()[:SAMPLES]:
+            sample = json.loads(line)
+            trajectory = sample["trajectories"][0]
+            yield f"  {sample['prompt']!r}  ->  {trajectory['text']!r}  reward {trajectory['reward']:g}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The launcher's exit code."""
     parser = argparse.ArgumentParser(
@@ -77,14 +94,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     folder: Path | None = None
     with subprocess.Popen(
-        launch_command(given.recipe, assets, further), cwd=ROOT, stdout=subprocess.PIPE, text=True
+        launch_command(RECIPES[given.recipe].name, assets, further), cwd=ROOT, stdout=subprocess.PIPE, text=True
     ) as launcher:
         assert launcher.stdout is not None
         for line in launcher.stdout:
             print(line, end="", flush=True)
             if line.startswith(RUN_FOLDER):
                 folder = Path(line.removeprefix(RUN_FOLDER).strip())
-    if given.json and folder is not None and launcher.returncode == 0:
+    if folder is None or launcher.returncode != 0:
+        return launcher.returncode
+    print(*samples_of(folder), sep="\n")
+    if given.json:
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         print(json.dumps({"recipe": given.recipe, "run_folder": str(folder)} | findings(lines)))
     return launcher.returncode

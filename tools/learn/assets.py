@@ -52,6 +52,17 @@ def ensure_assets(recipe: Recipe, cache: Path) -> Assets:
 
 
 def _make(recipe: Recipe, assets: Assets) -> None:
+    heldout, train = draw_rows(recipe)
+    _write_jsonl(assets.heldout, heldout)
+    _write_jsonl(assets.train, train)
+    if recipe.pretrained is not None:
+        assets.model.symlink_to(recipe.pretrained())
+    else:
+        _warm_up(recipe, assets, train)
+    print(f"  {len(train)} rows to train on, {len(heldout)} held out")
+
+
+def _warm_up(recipe: Recipe, assets: Assets, train: list[Row]) -> None:
     import torch
 
     from tools.learn.chat_model import make_model, make_tokenizer, save
@@ -59,12 +70,9 @@ def _make(recipe: Recipe, assets: Assets) -> None:
 
     # Matrices this small gain little from a second thread, and lose a lot where the cores are busy.
     torch.set_num_threads(1)
-    heldout, train = draw_rows(recipe)
-    _write_jsonl(assets.heldout, heldout)
-    _write_jsonl(assets.train, train)
     tokenizer = make_tokenizer()
     model = make_model(recipe.settings, len(tokenizer))
-    print(f"  a model of {model.num_parameters():,} parameters, {len(train)} rows to train on, {len(heldout)} held out")
+    print(f"  a model of {model.num_parameters():,} parameters")
     warm_up(model, tokenizer, recipe, train)
     save(model, tokenizer, assets.model)
 

@@ -1,10 +1,11 @@
-"""A recipe: its task, its demonstrations, and everything else that determines its model and data."""
+"""A recipe: its task, its model or the demonstrations for one, and everything else that determines them."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
@@ -46,8 +47,10 @@ class Recipe:
     """Also of its configuration: configs/NAME.toml."""
     rows: Callable[[random.Random], Iterator[Row]]
     """Distinct rows with the column ``prompt``, as many as there are."""
-    demonstrate: Callable[[Row, random.Random], Sequence[Message]]
-    """A conversation about a row, by a teacher who shows the form and is often wrong."""
+    demonstrate: Callable[[Row, random.Random], Sequence[Message]] | None = None
+    """A conversation about a row, by a teacher who shows the form and is often wrong, to warm a new model up on."""
+    pretrained: Callable[[], Path] | None = None
+    """The folder of a model to begin with, in the place of a new one."""
     tools: Sequence[Mapping[str, Any]] = ()
     """As in the requests of the episode."""
     settings: Settings = field(default_factory=Settings)

@@ -24,14 +24,15 @@ SHOWN_EVERY = 50
 
 def warm_up(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, rows: Sequence[Row]) -> float:
     """Train ``model`` in place on demonstrations of ``rows``; returns the last loss."""
-    settings = recipe.settings
+    settings, demonstrate = recipe.settings, recipe.demonstrate
+    assert demonstrate is not None
     teacher = random.Random(settings.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=BETAS, weight_decay=0.0)
     start, last = time.monotonic(), 0.0
     for step in range(1, settings.steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = settings.lr * min(1.0, step / settings.rise)
-        shown = [recipe.demonstrate(row, teacher) for row in teacher.choices(rows, k=settings.batch)]
+        shown = [demonstrate(row, teacher) for row in teacher.choices(rows, k=settings.batch)]
         ids, labels = _batch(tokenizer, shown, recipe)
         # Padding is on the right, behind everything that is learned: causal attention needs no mask.
         loss = model(input_ids=ids, labels=labels, use_cache=False).loss
