@@ -47,7 +47,9 @@ def convert(source: str, folder: str) -> None:
     """FILE in ``source`` as a folder that any loader reads."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     models: Any = AutoModelForCausalLM
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=FILE)
     quantised = models.from_pretrained(source, gguf_file=FILE, dtype=torch.float32)
