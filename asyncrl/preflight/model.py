@@ -132,7 +132,7 @@ def check_window(config: Config) -> Finding | None:
 
     A model that stretches its positions (rope_scaling) is the engine's to judge.
     """
-    if config.rollout.engine != "vllm" or config.model.path is None:
+    if config.rollout.engine == "sim" or config.model.path is None:
         return None
     try:
         model = _read_json(Path(config.model.path) / "config.json")
@@ -140,7 +140,8 @@ def check_window(config: Config) -> Finding | None:
         return None
     text = model.get("text_config") or model
     rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
-    window, need = text.get("max_position_embeddings"), config.rollout.vllm.max_model_len or config.longest_sequence
+    asked = config.rollout.vllm.max_model_len if config.rollout.engine == "vllm" else None
+    window, need = text.get("max_position_embeddings"), asked or config.longest_sequence
     if not isinstance(window, int) or "factor" in rope or need <= window:
         return None
     told = (

@@ -132,6 +132,7 @@ def test_a_stop_token_must_be_one_of_the_model(model):
     assert finding.detail.startswith("99999: no token of the model")
 
 
+@pytest.mark.parametrize("engine", ["vllm", "reference"])
 @pytest.mark.parametrize(
     ("changes", "fits"),
     [
@@ -143,11 +144,10 @@ def test_a_stop_token_must_be_one_of_the_model(model):
         ({"max_position_embeddings": 128, "rope_scaling": {"factor": 4.0}}, True),
     ],
 )
-def test_the_longest_sequence_must_fit_into_the_models_positions(model, changes, fits):
+def test_the_longest_sequence_must_fit_into_the_models_positions(model, changes, fits, engine):
     """1,024 tokens of prompt and as many of response."""
-    config = validate_config(
-        {"model": {"path": str(model)}, "data": {"source": "synthetic"}, "rollout": {"gpus_per_replica": 0}}
-    )
+    rollout = {"gpus_per_replica": 0, "engine": engine}
+    config = validate_config({"model": {"path": str(model)}, "data": {"source": "synthetic"}, "rollout": rollout})
     (model / "config.json").write_text(json.dumps(changes))
     found = check_window(config)
     assert (found is None) == fits
