@@ -421,6 +421,13 @@ def test_updates_share_the_groups_and_the_baseline_of_the_step(seed, updates, wo
     assert len({uid for each in uids for uid in each}) == sum(map(len, uids))
 
 
+def test_advantages_are_taken_over_all_groups_of_a_step() -> None:
+    groups = [make_group(i, [1], [make_trajectory([7], reward=r) for r in (r, r)]) for i, r in enumerate((0.0, 1.0))]
+    plan = build_step(groups, version=0, config=make_config(advantage="reinforce"), world_size=1, packed=True)
+    [[batch]] = only(plan).ranks
+    assert batch.advantages.tolist() == [-0.5, -0.5, 0.5, 0.5]
+
+
 def test_a_users_advantage_that_fails_is_named() -> None:
     config = make_config(advantage="losses_of_a_user:odd_advantage")
     with pytest.raises(ConfigError, match=r"learner\.advantage: losses_of_a_user:odd_advantage failed: KeyError"):

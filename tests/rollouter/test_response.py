@@ -109,6 +109,16 @@ def test_a_stop_string_is_found_as_in_the_text_of_the_whole(parts, strings, lead
             return
 
 
+@pytest.mark.parametrize("silent", [1, 30, 500])
+def test_tokens_without_a_text_hide_no_stop_string(silent):
+    response = Response(max_tokens=1000, stops=Stops(strings=("ab.",)))
+    response.submitted(1)
+    for token in (2, 4, *[0] * silent):
+        assert not response.extend([token], [0.0], decode_pieces)
+    assert response.extend([6, 1], [0.0] * 2, decode_pieces)
+    assert response.tokens == [2, 4, *[0] * silent, 6]
+
+
 def test_looking_for_a_stop_string_does_not_get_longer_with_the_response():
     decoded = []
 
