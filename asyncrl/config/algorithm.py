@@ -24,8 +24,8 @@ class RejectConfig(Section):
 
 
 class CorrectionConfig(Section):
-    """What multiplies the loss of a token because weights other than those trained have sampled it: rho is the ratio of
-    its probabilities under the weights that the step began with and under those that sampled it."""
+    """The factor of a token's loss where weights other than those trained have sampled it: rho is the ratio of its
+    probabilities under the weights that the step began with and under those that sampled it."""
 
     weight: Literal["auto", "token", "sequence", "none"] = "auto"
     """min(rho, learner.tis_cap) of the token or of its sequence; auto is token, and none with a loss that takes its

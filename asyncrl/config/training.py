@@ -156,7 +156,7 @@ class LearnerConfig(Section):
     loss_options: dict[str, Any] = {}
     """Keyword arguments of the loss."""
     correction: CorrectionConfig = CorrectionConfig()
-    """What multiplies the loss of tokens that other weights have sampled."""
+    """The factor of the loss of tokens that other weights have sampled."""
     tis_cap: Annotated[float, Field(ge=1)] = 2.0
     """Cap C of the truncated importance weight min(rho, C)."""
     kl: KLConfig = KLConfig()

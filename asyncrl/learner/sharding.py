@@ -64,9 +64,6 @@ def prepare_device(device: torch.device, config: LearnerConfig) -> None:
 def build_policy(config: Config, ranks: Ranks, dtype: torch.dtype) -> tuple[Policy, Scoring]:
     """All ranks together: the sharded policy and how it scores. Raises ConfigError on all ranks."""
     policy, scoring = _load(config.model, config, ranks)
-    if ranks.rank == 0:
-        for warning in scoring.warnings:
-            _LOG.warning("start-up check: %s", warning)
     shard(policy, ranks, config.learner, dtype)
     return policy, scoring
 
@@ -110,6 +107,9 @@ def _load(model: ModelConfig, config: Config, ranks: Ranks) -> tuple[Policy, Sco
     data = msgspec.msgpack.encode(scoring) if scoring is not None else None
     scoring = msgspec.msgpack.decode(ranks.broadcast_bytes(data, "the way of scoring"), type=Scoring)
     scoring.apply(policy)
+    if ranks.rank == 0:
+        for warning in scoring.warnings:
+            _LOG.warning("start-up check of %s: %s", model.path, warning)
     return policy, scoring
 
 

@@ -1,4 +1,4 @@
-"""What a rank does in a step: scoring passes, then updates of the weights.
+"""A rank's part of a step: scoring passes, then updates of the weights.
 
     score     log-probs without a gradient: by the reference and the teacher where the objective asks for them, and by
               the weights as they are, the proximal policy, where more than one update follows

@@ -30,7 +30,7 @@ STD_EPSILON = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class ScoredGroup:
-    """What is known of the n trajectories of a prompt when their advantages are taken."""
+    """The n trajectories of a prompt as an advantage sees them."""
 
     uid: str
     rewards: np.ndarray

@@ -187,7 +187,7 @@ def build_step(
 
 
 def scored_group(group: Group) -> ScoredGroup:
-    """What an advantage may know of a group."""
+    """A group as an advantage sees it."""
     trajectories = group.trajectories
     names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.components)
     return ScoredGroup(

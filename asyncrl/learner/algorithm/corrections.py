@@ -5,7 +5,7 @@ that sampled it. A factor is the product of
 
     weight    min(rho, cap) of the token; or of its sequence, min(product of rho, cap); or 1
     mask      0 for a token whose rho is outside of [low, high], else 1
-    reject    0 for all tokens of a sequence whose mean, sum or largest k is above a limit, else 1
+    reject    0 for all tokens of a sequence whose mean, sum or largest k is above a limit in size, else 1
 
 Tokens of factor 0 stay in the step's denominator: a mask removes a gradient and does not raise the others'.
 

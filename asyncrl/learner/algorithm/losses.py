@@ -1,7 +1,7 @@
 """The losses that ``learner.loss`` names: each a function of a TokenBatch and its options.
 
 A loss returns its token losses, float32 [N] with a gradient, and named sums over tokens, scalars without one, that
-appear as ``loss/NAME``, divided by the number of tokens. What is done with token losses is not its business: they are
+appear as ``loss/NAME``, divided by the number of tokens. Token losses are not its business any more then: they are
 multiplied by the correction (corrections.py) where the loss does not correct itself, weighted, summed and divided by
 the step's denominator (objective.py).
 
@@ -34,7 +34,7 @@ TokenLosses = tuple[Tensor, dict[str, Tensor]]
 
 
 class Loss(Protocol):
-    """What ``learner.loss`` names."""
+    """A loss with its options filled in."""
 
     def __call__(self, batch: TokenBatch) -> TokenLosses:
         """The token losses and named sums of a micro-batch."""
@@ -42,7 +42,7 @@ class Loss(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What a loss needs, and what must not be added to it."""
+    """The needs of a loss, and whether a correction may be added to it."""
 
     corrects: bool = False
     """It takes its ratio against the engine's own log-probs. A correction on top would correct twice."""

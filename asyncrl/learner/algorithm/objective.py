@@ -1,4 +1,5 @@
-"""What is minimised: the loss of a token with its correction, the divergence from the reference, the entropy bonus.
+"""The objective that is minimised: the loss of a token with its correction, the divergence from the reference, the
+entropy bonus.
 
     objective = factor * loss + kl.coefficient * KL - entropy_bonus * H
 
