@@ -140,6 +140,8 @@ CASES = {
         "weights": {"transport": "gloo"},
         "rollout": {"on_update": "keep"},
     },
+    "updates": {"learner": {"steps": 6, "updates_per_batch": 3}},
+    "bypass": {"learner": {"steps": 6, "loss": "bypass"}},
 }
 
 
