@@ -1,6 +1,7 @@
 """Whole simulated runs of the command, every real actor in its own process."""
 
 import fcntl
+import signal
 import subprocess
 import sys
 import termios
@@ -84,4 +85,6 @@ class Run:
 
 
 def _take_terminal():
+    # Under nohup it would be ignored.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
