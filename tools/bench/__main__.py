@@ -1,4 +1,4 @@
-"""``python -m tools.bench {calls,episodes,rollout,overlap,stall,weights,scale}``: measure asyncrl against the floor.
+"""``python -m tools.bench NAME``: measure asyncrl against the floor.
 
 A table goes to stderr, with all that engines log; with ``--json`` stdout is one JSON object whose last key is
 ``ratios``, and nothing else.
@@ -29,6 +29,9 @@ def parser() -> argparse.ArgumentParser:
         bench = benches.add_parser(name, help=help)
         bench.add_argument("--pairs", type=_positive, default=pairs, help=f"pairs of each comparison ({pairs})")
     benches.choices["calls"].add_argument("--vs", choices=["ray"], help="also measure against Ray")
+    bench = benches.add_parser("learner", help="tokens/s of a training step against a padded plain loop of torch")
+    bench.add_argument("--pairs", type=_positive, default=10, help="pairs of each comparison (10)")
+    bench.add_argument("--threads", type=_positive, default=1, help="of each side (1)")
     bench = benches.add_parser("overlap", help="throughput of the whole system against max(T_generate, T_train)")
     bench.add_argument("--steps", type=_positive, default=48, help="steps measured in each run (48)")
     bench = benches.add_parser("stall", help="generation time lost to an update in each mode, simulated")
@@ -78,6 +81,10 @@ def _measure(chosen: argparse.Namespace, report: Report) -> None:
         from tools.bench import rollout
 
         uvloop.run(rollout.measure(report, pairs=chosen.pairs))
+    elif chosen.bench == "learner":
+        from tools.bench import learner
+
+        uvloop.run(learner.measure(report, pairs=chosen.pairs, threads=chosen.threads))
     elif chosen.bench == "stall":
         from tools.bench import stall
 
