@@ -58,6 +58,20 @@ class MonitorConfig(Section):
     """Largest size of the recording; past it the past is kept more coarsely. 0 records nothing."""
 
 
+class DriftConfig(Section):
+    """The alarm for engines that do not compute what the learner does.
+
+    After each update every replica scores tokens of real prompts and of responses to them, and samples some as the run
+    does; the learner has said what the weights of that version make of them. The drift is the root mean square of the
+    differences between their log-probs, over the scored tokens or over the sampled ones, whichever is larger.
+    """
+
+    warn: Annotated[float, Field(gt=0)] = 0.05
+    """Drift of a replica (nats) from which on the terminal and the log tell of it."""
+    stop: Annotated[float, Field(gt=0, le=1e6)] = 0.1
+    """Drift (nats) that ends the run as failed; under weights.verify = "full" the engine loads again before."""
+
+
 class LogConfig(Section):
     """Logging."""
 
