@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import torch
 from structlog import get_logger
-from tiny_models import VOCAB, Publisher, make_model
+from tiny_models import VOCAB, Publisher
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
@@ -29,14 +29,6 @@ from asyncrl.rollouter.engines.vllm.engine import VllmEngine
 from asyncrl.rollouter.updates import UpdateFollower
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.clock import LoopClock
-
-
-def sharp_model(seed: int) -> Any:
-    """A tiny model that is as sure of its next token as a trained one is: about 1.5 nats of entropy."""
-    model = make_model(seed)
-    with torch.no_grad():
-        model.lm_head.weight.mul_(4.0)
-    return model
 
 
 def config_for(folder: str, dtype: str = "float32", **tables: Any) -> Config:

@@ -9,8 +9,8 @@ from dataclasses import replace as replace_fields
 from typing import Any
 
 import pytest
-from drifting import Followed, Learner, Replica, config_for, random_prompts, sharp_model
-from tiny_models import save_model
+from drifting import Followed, Learner, Replica, config_for, random_prompts
+from tiny_models import save_model, sharp_model
 
 from asyncrl.errors import ActorFailed
 from asyncrl.messages.weights import Offer
