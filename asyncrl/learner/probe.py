@@ -18,6 +18,8 @@ from asyncrl.learner.policy import Policy, Row, make_row
 from asyncrl.learner.probe_sequences import ProbeSequence
 from asyncrl.messages.weights import Probe
 
+PLACES = 4
+"""Of each sequence, at which an engine samples a token."""
 LIKELIEST = 128
 """Tokens that are told for each place: what is sampled there is mostly one of them."""
 
@@ -27,26 +29,32 @@ def score_probe(
 ) -> Probe:
     """All ranks together: what the present weights make of it, in the rows that training uses.
 
-    Given tokens are scored at temperature 1, as engines score them; the likeliest ones at ``temperature``.
+    Given tokens are scored at temperature 1, as engines score them; the likeliest ones at ``temperature``. Places are
+    those of the largest entropy: where one token is certain, no temperature shows.
     """
     count = min(LIKELIEST, policy.model.get_output_embeddings().weight.shape[0])
-    logprobs, likeliest, likeliest_logprobs = [], [], []
+    logprobs, places, likeliest, likeliest_logprobs = [], [], [], []
     for row in [sequences] if packed else [[sequence] for sequence in sequences]:
         with torch.no_grad():
-            logprobs.append(policy.score(_scored(row, device), 1.0)[0])
-        tokens, values = policy.likeliest(_asked(row, device), temperature, count)
+            scored, entropies = policy.score(_scored(row, device), 1.0)
+        chosen = [
+            _places(sequence, own)
+            for sequence, own in zip(row, entropies.split([len(sequence.tokens) - 1 for sequence in row]), strict=True)
+        ]
+        tokens, values = policy.likeliest(_asked(row, chosen, device), temperature, count)
+        logprobs.append(scored)
+        places += chosen
         likeliest.append(tokens)
         likeliest_logprobs.append(values)
     for module in policy.modules():
         # FSDP keeps what is outside of the layers whole for a backward pass, which will not come.
         if isinstance(module, FSDPModule):
             module.reshard()
-    places = [(number, place) for number, sequence in enumerate(sequences) for place in sequence.places]
     return Probe(
         tokens=np.concatenate([sequence.tokens for sequence in sequences]).astype(np.int32),
         lengths=np.array([len(sequence.tokens) for sequence in sequences], np.int32),
         logprobs=torch.cat(logprobs).cpu().numpy(),
-        places=np.array(places, np.int32),
+        places=np.array([(number, place) for number, own in enumerate(places) for place in own], np.int32),
         likeliest=torch.cat(likeliest).cpu().numpy().astype(np.int32),
         likeliest_logprobs=torch.cat(likeliest_logprobs).cpu().numpy(),
     )
@@ -59,9 +67,18 @@ def _scored(sequences: Sequence[ProbeSequence], device: torch.device) -> Row:
     return _row(sequences, np.concatenate(predict), [token for s in sequences for token in s.tokens[1:]], device)
 
 
-def _asked(sequences: Sequence[ProbeSequence], device: torch.device) -> Row:
+def _places(sequence: ProbeSequence, entropies: torch.Tensor) -> list[int]:
+    """Numbers of tokens, ascending; ``entropies`` are those after 1, 2, ... of them."""
+    candidates = entropies[sequence.begin - 1 :]
+    if not len(candidates):
+        return [len(sequence.tokens)]
+    found = candidates.topk(min(PLACES, len(candidates))).indices + sequence.begin
+    return sorted(found.tolist())
+
+
+def _asked(sequences: Sequence[ProbeSequence], places: Sequence[list[int]], device: torch.device) -> Row:
     starts = _starts(sequences)
-    predict = [np.array(s.places) - 1 + start for s, start in zip(sequences, starts, strict=True)]
+    predict = [np.array(own) - 1 + start for own, start in zip(places, starts, strict=True)]
     return _row(sequences, np.concatenate(predict), [], device)
 
 

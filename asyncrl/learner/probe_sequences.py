@@ -17,15 +17,14 @@ from asyncrl.messages.groups import Group, Trajectory
 SEQUENCES = 8
 LENGTH = 128
 """Longest sequence, in tokens."""
-PLACES = 4
-"""Of each sequence, at which an engine samples a token."""
 
 
 class ProbeSequence(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens, and the numbers of them after which the next token is sampled, ascending from 1 on."""
+    """Tokens, one or more, and after how many of them at the earliest an engine is asked to sample the next."""
 
     tokens: list[int]
-    places: list[int]
+    begin: int
+    """1 or more, at most their number."""
 
 
 def probe_length(config: Config) -> int:
@@ -34,19 +33,18 @@ def probe_length(config: Config) -> int:
 
 
 def from_prompts(prompts: Iterable[np.ndarray], length: int) -> list[ProbeSequence]:
-    """Of each prompt its end, at most ``length`` tokens; the last place is where a response begins."""
+    """Of each prompt its end, at most ``length`` tokens, of which the second half counts as a response."""
     found = []
     for prompt in prompts:
         tokens = prompt[-length:].tolist()
-        found.append(ProbeSequence(tokens, _places((len(tokens) + 1) // 2, len(tokens))))
+        found.append(ProbeSequence(tokens, (len(tokens) + 1) // 2))
     return found
 
 
 def from_groups(groups: Sequence[Group], length: int) -> list[ProbeSequence]:
     """One response of each of SEQUENCES groups, or several of fewer groups, after the end of its prompt.
 
-    Its beginning where it is longer than half of ``length``. The first place is where it begins, the last before its
-    last token.
+    Its beginning where it does not fit.
     """
     # Of each group another sample, and of fewer groups several.
     chosen = {(i * len(groups) // SEQUENCES, i) for i in range(SEQUENCES if groups else 0)}
@@ -60,8 +58,4 @@ def _response(group: Group, trajectory: Trajectory, length: int) -> ProbeSequenc
     response = sequence.tokens[: length - min(len(prompt), max(1, length // 2))]
     prompt = prompt[-(length - len(response)) :]
     tokens = [*prompt.tolist(), *response.tolist()]
-    return ProbeSequence(tokens, _places(len(prompt), len(tokens) - 1))
-
-
-def _places(first: int, last: int) -> list[int]:
-    return sorted({round(place) for place in np.linspace(first, max(first, last), PLACES).tolist()})
+    return ProbeSequence(tokens, len(prompt))

@@ -1,12 +1,15 @@
 """How far an engine is from the learner under the same weights, and what follows. Pure.
 
-Two sets of tokens are held against the learner's word: those that both score, and those that the engine samples under
-the run's own parameters. Of each the root mean square of the log-probs' difference is taken: one token that is far off
-shows in it as many do that are a little off. The larger one is the drift, so that neither set hides the other.
+Two sets of tokens are held against the learner's word: those that both score, some hundreds, and those that the engine
+samples under the run's own parameters, a few. Of the first the root mean square of the log-probs' difference is taken:
+one token that is far off shows in it as many do that are a little off. In the second one that rounding has hit hard
+would be the whole square, so its mean counts, in the same measure. The larger one is the drift, so that neither set
+hides the other.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -17,7 +20,9 @@ from asyncrl.config.monitor import DriftConfig
 from asyncrl.messages.weights import Probe
 
 MIN_SAMPLES = 8
-"""Of fewer tokens the mean square says little."""
+"""Of fewer tokens the mean says little."""
+NORMAL = math.sqrt(math.pi / 2)
+"""Root mean square over mean absolute value, of a normal distribution around 0."""
 
 FAR = 1e6
 """Nats: the drift of an engine whose log-probs are no numbers; no drift.stop is above."""
@@ -33,7 +38,7 @@ class Drift:
     scored: float
     """Root mean square over given tokens, at temperature 1; 0 without any."""
     sampled: float | None
-    """Root mean square over sampled tokens, at the run's temperature; None where too few of them are known."""
+    """NORMAL times the mean over sampled tokens, at the run's temperature; None where too few of them are known."""
     worst: float
     """The largest of all."""
     kl: float
@@ -48,9 +53,9 @@ class Drift:
         return max(self.scored, self.sampled or 0.0)
 
     def __str__(self) -> str:
-        told = f"{self.nats:.3g} nats apart (root mean square over {self.tokens} tokens; the worst {self.worst:.3g})"
+        told = f"{self.nats:.3g} nats apart over {self.tokens} tokens, at worst {self.worst:.3g}"
         sampled = "too few to tell" if self.sampled is None else f"{self.sampled:.3g}"
-        return f"their log-probs are {told}: {self.scored:.3g} over given tokens, {sampled} over sampled ones"
+        return f"their log-probs are {told} ({self.scored:.3g} over given tokens, {sampled} over sampled ones)"
 
 
 def measure_drift(probe: Probe, scores: Sequence[Sequence[float]], samples: Sequence[Sample | None]) -> Drift:
@@ -77,7 +82,7 @@ def measure_drift(probe: Probe, scores: Sequence[Sequence[float]], samples: Sequ
         kl = np.expm1(scored) - scored
     return Drift(
         scored=_root_mean_square(scored),
-        sampled=_root_mean_square(sampled) if len(sampled) >= MIN_SAMPLES else None,
+        sampled=_finite(NORMAL * np.abs(sampled).mean()) if len(sampled) >= MIN_SAMPLES else None,
         worst=_finite(everything.max(initial=0.0)),
         kl=_finite(kl.mean()) if len(kl) else 0.0,
         tokens=len(everything),

@@ -110,15 +110,19 @@ class Replica:
 
     def __init__(self, config: Config) -> None:
         self._config = config
+        self.host: EngineHost
+
+    async def start(self) -> None:
         self._clock = LoopClock()
         self._awaits = Awaits(self._clock.now)
         self.host = EngineHost(
-            config,
-            lambda: VllmEngine(config, "rollouter/0"),
+            self._config,
+            lambda: VllmEngine(self._config, "rollouter/0"),
             self._clock,
             StateLedger(self._clock.now, "engine"),
             self._awaits,
         )
+        await self.host.start()
 
     async def follow(self, offers: Sequence[Offer]) -> Followed:
         """Raises ExceptionGroup with what the follower raises."""

@@ -57,7 +57,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     with asyncio.Runner() as runner:
         replica, learner = Replica(config), Learner(config, random_prompts(0))
         try:
-            runner.run(replica.host.start())
+            runner.run(replica.start())
             yield Pair(runner, replica, learner)
         finally:
             runner.run(replica.host.close())

@@ -14,6 +14,7 @@ from segment_reading import read_manifest
 from torch.distributed.tensor import DTensor
 
 from asyncrl.learner.algorithm.batch import build_step
+from asyncrl.learner.probe import PLACES
 from asyncrl.learner.probe_sequences import LENGTH, ProbeSequence, from_prompts
 
 TEMPERATURE = 0.8
@@ -92,7 +93,9 @@ def test_it_is_what_the_published_weights_make_of_it_and_training_goes_on_as_if_
     sequences = chosen()
     assert after.tokens.tolist() == [token for sequence in sequences for token in sequence.tokens]
     assert after.lengths.tolist() == [len(sequence.tokens) for sequence in sequences]
-    assert after.places.tolist() == [[i, place] for i, each in enumerate(sequences) for place in each.places]
+    # The candidates of a prompt of 9 tokens are the places after 5 to 8.
+    assert [number for number, _ in after.places.tolist()] == [0, 1, 2, 2, *[3] * 4, *[4] * 4, *[5] * 4]
+    assert after.places.tolist()[:4] == [[0, 1], [1, 1], [2, 3], [2, 4]]
     dtype = torch.bfloat16 if extra.get("dtype") == "bfloat16" else torch.float32
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     state = {
@@ -117,6 +120,11 @@ def test_it_is_what_the_published_weights_make_of_it_and_training_goes_on_as_if_
         assert sorted(tokens.tolist()) == list(range(VOCABULARY))
         assert np.abs(logprobs - whole[torch.from_numpy(tokens).long()].numpy()).max() < tolerance
         assert np.all(np.diff(logprobs) <= 0)
+        # No candidate has a larger entropy than what is chosen.
+        begin = sequences[number].begin
+        entropies = torch.distributions.Categorical(logits=logits[number]).entropy()[begin - 1 : -1]
+        if len(entropies) > PLACES:
+            assert entropies[place - begin] >= entropies.topk(PLACES).values[-1] - tolerance
 
 
 def test_of_a_large_vocabulary_the_likeliest_tokens_are_told_and_without_sequences_nothing(folder) -> None:

@@ -10,7 +10,6 @@ from learner_cases import make_config, make_group, make_trajectory, random_group
 
 from asyncrl.learner.probe_sequences import (
     LENGTH,
-    PLACES,
     SEQUENCES,
     ProbeSequence,
     from_groups,
@@ -23,9 +22,7 @@ def check(sequences: list[ProbeSequence], length: int) -> None:
     assert len(sequences) <= SEQUENCES
     for sequence in sequences:
         assert 1 <= len(sequence.tokens) <= length
-        assert sequence.places == sorted(set(sequence.places))
-        assert 1 <= len(sequence.places) <= PLACES
-        assert sequence.places[0] >= 1 and sequence.places[-1] <= len(sequence.tokens)
+        assert 1 <= sequence.begin <= len(sequence.tokens)
 
 
 @pytest.mark.parametrize(("prompt", "response", "length"), [(512, 512, LENGTH), (16, 17, 32), (8, 8, 15), (1, 1, 1)])
@@ -40,11 +37,10 @@ def test_it_fits_into_the_smallest_context_that_an_engine_may_have(tmp_path, pro
     assert probe_length(config) == length
 
 
-def test_of_a_prompt_its_end_is_taken_and_a_place_is_where_its_response_begins() -> None:
+def test_of_a_prompt_its_end_is_taken() -> None:
     short, long = from_prompts([np.arange(5, dtype=np.int32), np.arange(200, dtype=np.int32)], 100)
-    assert short == ProbeSequence([0, 1, 2, 3, 4], [3, 4, 5])
-    assert long.tokens == list(range(100, 200))
-    assert long.places[0] == 50 and long.places[-1] == 100
+    assert short == ProbeSequence([0, 1, 2, 3, 4], 3)
+    assert long == ProbeSequence(list(range(100, 200)), 50)
 
 
 def trained(prompt: list[int], response: list[int]):
@@ -52,22 +48,22 @@ def trained(prompt: list[int], response: list[int]):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "response", "length", "taken", "first", "last"),
+    ("prompt", "response", "length", "taken"),
     [
-        (3, 5, 20, (3, 5), 3, 7),
+        (3, 5, 20, (3, 5)),
         # The beginning of a long response, after the end of a long prompt.
-        (30, 30, 20, (10, 10), 10, 19),
-        (3, 30, 20, (3, 17), 3, 19),
-        (30, 3, 20, (17, 3), 17, 19),
-        (3, 1, 20, (3, 1), 3, 3),
-        (4, 4, 1, (1, 0), 1, 1),
+        (30, 30, 20, (10, 10)),
+        (3, 30, 20, (3, 17)),
+        (30, 3, 20, (17, 3)),
+        (3, 1, 20, (3, 1)),
+        (4, 4, 1, (1, 0)),
     ],
 )
-def test_of_a_group_the_response_after_the_end_of_its_prompt(prompt, response, length, taken, first, last) -> None:
+def test_of_a_group_the_response_after_the_end_of_its_prompt(prompt, response, length, taken) -> None:
     before, after = list(range(100, 100 + prompt)), list(range(200, 200 + response))
     (sequence,) = from_groups([trained(before, after)], length)
     assert sequence.tokens == before[len(before) - taken[0] :] + after[: taken[1]]
-    assert (sequence.places[0], sequence.places[-1]) == (first, last)
+    assert sequence.begin == taken[0]
     check([sequence], length)
 
 

@@ -13,7 +13,7 @@ from probes import make_probe, samples_of, scores_of
 from asyncrl.config.load import validate_config
 from asyncrl.config.monitor import DriftConfig
 from asyncrl.errors import ConfigError
-from asyncrl.rollouter.drift import FAR, MIN_SAMPLES, Drift, DriftRecord, explain, judge, measure_drift
+from asyncrl.rollouter.drift import FAR, MIN_SAMPLES, NORMAL, Drift, DriftRecord, explain, judge, measure_drift
 
 PROBE = make_probe()
 LIMITS = DriftConfig(warn=0.1, stop=0.3)
@@ -30,7 +30,8 @@ def test_an_engine_that_says_the_same_does_not_drift() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scored", "sampled", "nats"), [(0.2, 0.0, 0.2), (-0.2, 0.0, 0.2), (0.0, 0.2, 0.2), (0.1, -0.4, 0.4)]
+    ("scored", "sampled", "nats"),
+    [(0.2, 0.0, 0.2), (-0.2, 0.0, 0.2), (0.0, 0.2, 0.2 * NORMAL), (0.1, -0.4, 0.4 * NORMAL)],
 )
 def test_the_larger_of_both_sets_is_the_drift(scored: float, sampled: float, nats: float) -> None:
     drift = measure_drift(PROBE, scores_of(PROBE, scored), samples_of(PROBE, sampled))
@@ -45,6 +46,14 @@ def test_one_token_that_is_far_off_shows_where_the_mean_hides_it() -> None:
     drift = measure_drift(PROBE, scores, samples_of(PROBE))
     assert drift.scored == pytest.approx(3.0 / math.sqrt(5))
     assert drift.worst == pytest.approx(3.0)
+
+
+def test_one_sampled_token_that_rounding_has_hit_hard_does_not_end_a_run() -> None:
+    samples = samples_of(PROBE)
+    samples[4] = (7, -1.35)
+    drift = measure_drift(PROBE, scores_of(PROBE), samples)
+    assert drift.sampled == pytest.approx(NORMAL * 0.35 / len(samples))
+    assert drift.worst == pytest.approx(0.35)
 
 
 def test_errors_of_both_signs_do_not_cancel() -> None:
@@ -66,7 +75,7 @@ def test_what_the_learner_does_not_tell_of_and_what_was_not_sampled_is_left_out(
     samples = samples_of(PROBE, 0.2)
     samples[0], samples[1] = (99, -40.0), None
     drift = measure_drift(PROBE, scores_of(PROBE), samples)
-    assert drift.sampled == pytest.approx(0.2)
+    assert drift.sampled == pytest.approx(0.2 * NORMAL)
     assert drift.tokens == 5 + 8
 
 
@@ -75,7 +84,7 @@ def test_a_few_sampled_tokens_say_nothing() -> None:
         probe = make_probe(places)
         drift = measure_drift(probe, scores_of(probe), samples_of(probe, 0.5))
         assert (drift.sampled is not None) is known
-        assert drift.nats == pytest.approx(0.5 if known else 0.0)
+        assert drift.nats == pytest.approx(0.5 * NORMAL if known else 0.0)
     assert "too few" in str(drift)
 
 

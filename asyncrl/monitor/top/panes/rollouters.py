@@ -27,7 +27,7 @@ ROLLOUTERS = (
     Column(title="KV", right=True, width=4, drop=4, key="kv_use"),
     Column(title="v", right=True, width=3, key="version"),
     Column(title="lag", right=True, width=3, key="lag"),
-    Column(title="drift", right=True, width=6, drop=4, spare=True, key="drift"),
+    Column(title="drift", right=True, width=6, drop=5, spare=True, key="drift"),
     Column(title="worst", right=True, width=6, drop=8, spare=True, key="drift_largest"),
     Column(title="rst", right=True, width=3, drop=2, key="restarts"),
     Column(title="oldest", right=True, width=6, drop=1, key="oldest_s"),
