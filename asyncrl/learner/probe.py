@@ -39,7 +39,9 @@ def score_probe(
             scored, entropies = policy.score(_scored(row, device), 1.0)
         chosen = [
             _places(sequence, own)
-            for sequence, own in zip(row, entropies.split([len(sequence.tokens) - 1 for sequence in row]), strict=True)
+            for sequence, own in zip(
+                row, torch.split(entropies, [len(sequence.tokens) - 1 for sequence in row]), strict=True
+            )
         ]
         tokens, values = policy.likeliest(_asked(row, chosen, device), temperature, count)
         logprobs.append(scored)
@@ -84,7 +86,8 @@ def _asked(sequences: Sequence[ProbeSequence], places: Sequence[list[int]], devi
 
 def _starts(sequences: Sequence[ProbeSequence]) -> np.ndarray:
     lengths = np.array([len(sequence.tokens) for sequence in sequences])
-    return np.cumsum(lengths) - lengths
+    starts: np.ndarray = np.cumsum(lengths) - lengths
+    return starts
 
 
 def _row(sequences: Sequence[ProbeSequence], predict: np.ndarray, targets: list[int], device: torch.device) -> Row:

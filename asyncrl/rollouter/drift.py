@@ -104,10 +104,40 @@ def _finite(value: float | np.floating) -> float:
     return float(value) if np.isfinite(value) else FAR
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Drifts (nats)."""
+
+    warn: float
+    stop: float
+
+
+ROUNDING = {True: Limits(warn=0.003, stop=0.01), False: Limits(warn=0.12, stop=0.15)}
+"""By whether learner and engine both compute in float32. Measured with vLLM on CPU; noise is of 1 % on each weight of
+the engine, temperature 0.9 against 1.0:
+
+                                                clean (largest)    noise (least)    temperature (least)
+    float32, two layers, made up                1e-6               0.059            0.11
+    bfloat16, two layers, made up               0.020              0.063            0.11
+    bfloat16, SmolLM2-135M, chat prompts        0.104              0.206            0.23
+
+In bfloat16 the limits are those of a real model: what rounding does, and noise, grows with depth."""
+
+
+def find_limits(config: DriftConfig, *, float32: bool) -> Limits:
+    """The configured ones, ``auto`` by whether learner and engine both compute in float32."""
+    auto = ROUNDING[float32]
+    stop = auto.stop if config.stop == "auto" else config.stop
+    warn = auto.warn if config.warn == "auto" else config.warn
+    if config.stop == "auto":
+        stop = max(stop, warn)
+    return Limits(warn=min(warn, stop), stop=stop)
+
+
 Verdict: TypeAlias = Literal["agrees", "warn", "stop"]
 
 
-def judge(drift: Drift, limits: DriftConfig) -> Verdict:
+def judge(drift: Drift, limits: Limits) -> Verdict:
     """What follows from a drift."""
     if drift.nats >= limits.stop:
         return "stop"

@@ -233,10 +233,10 @@ class EngineHost:
         self.loads += 1
         return self._clock.now() - began
 
-    async def commit(self, probe: Probe | None = None) -> tuple[float, Drift | None]:
+    async def commit(self, probe: Probe | None = None, stop: float = 0.0) -> tuple[float, Drift | None]:
         """Go on, under the weights that were loaded; returns the seconds until the engine did.
 
-        With a probe nothing is admitted before the engine has agreed with it; else it is paused again, and
+        With a probe nothing is admitted before the engine's drift is below ``stop``; else it is paused again, and
         WeightsCorrupt raised: the load is to be repeated. Returns also how far it is from the probe.
         """
         assert self._engine is not None
@@ -249,7 +249,7 @@ class EngineHost:
         if probe is not None:
             self._states.enter("probing")
             drift = await self.drift(probe)
-            if drift.nats >= self._config.drift.stop:
+            if drift.nats >= stop:
                 self._loaded = None
                 await self._engine.pause("abort")
                 self._frozen = True

@@ -15,7 +15,7 @@ whatever else goes wrong is reported and tried again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -36,6 +36,8 @@ from asyncrl.messages import Request
 from asyncrl.messages.learner import UpdateTimes
 from asyncrl.messages.weights import (
     BroadcastBegins,
+    Bucket,
+    BucketLayout,
     JoinBroadcast,
     NextUpdate,
     Offer,
@@ -46,8 +48,9 @@ from asyncrl.messages.weights import (
     Update,
 )
 from asyncrl.monitor.trace import Track
-from asyncrl.rollouter.drift import Drift, DriftRecord, explain, judge
+from asyncrl.rollouter.drift import Drift, DriftRecord, Limits, explain, find_limits, judge
 from asyncrl.rollouter.engine_host import EngineHost
+from asyncrl.rollouter.engines import engine_dtype
 from asyncrl.rollouter.fetch import fetch
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.away import log_away
@@ -59,7 +62,7 @@ from asyncrl.weights.place import host_id
 from asyncrl.weights.staging import Staged
 
 PARAMETER_SERVER = "parameter_server/0"
-PROBE_S = 10.0
+PROBE_S = 30.0
 """Longest that a probe waits among the requests of an engine that serves."""
 AWAY_S = 0.5
 """Pause before a parameter server that did not answer, or what failed, is tried again."""
@@ -211,6 +214,7 @@ class UpdateFollower:
         """Raises what fetching and loading raise."""
         weights, manifest = self._config.weights, offer.manifest
         assert manifest is not None, "an offer has a manifest or a collective"
+        limits = self._limits(manifest.buckets)
         began = self._clock.now()
         self._track.enter(f"stage v{offer.version}", version=offer.version, transport=offer.transport)
         try:
@@ -239,14 +243,15 @@ class UpdateFollower:
             async with asyncio.timeout(weights.deadline_s):
                 self._track.enter(f"pause v{offer.version}", version=offer.version)
                 pause_s = await self._host.pause(offer.version)
-                done = await self._load(staged, msgspec.structs.replace(times, pause_s=pause_s), manifest.probe)
+                times = msgspec.structs.replace(times, pause_s=pause_s)
+                done = await self._load(staged, times, manifest.probe, limits)
             if weights.delta:
                 unneeded, self._base = self._base, staged
         finally:
             if unneeded is not None:
                 # The kernel takes a tenth of a second for each gigabyte that it gets back.
                 await asyncio.to_thread(unneeded.close)
-        await self._conclude(offer, manifest.probe, *done)
+        await self._conclude(offer, manifest.probe, limits, *done)
 
     async def _accept(self, staged: Staged) -> None:
         try:
@@ -270,6 +275,7 @@ class UpdateFollower:
         """Raises what loading raises."""
         weights, collective = self._config.weights, offer.collective
         assert collective is not None
+        limits = self._limits(collective.buckets)
         self._track.enter(f"pause v{offer.version}", version=offer.version, transport=offer.transport)
         while not await self._host.quiesced(weights.deadline_s):
             self._log.info("still draining", version=offer.version)
@@ -285,8 +291,8 @@ class UpdateFollower:
         )
         broadcast = Broadcast(version=offer.version, collective=collective, timeout_s=weights.broadcast_timeout_s)
         async with asyncio.timeout(weights.deadline_s):
-            done = await self._load(broadcast, times, collective.probe)
-        await self._conclude(offer, collective.probe, *done)
+            done = await self._load(broadcast, times, collective.probe, limits)
+        await self._conclude(offer, collective.probe, limits, *done)
 
     async def _broadcast_begins(self, version: int, epoch: int) -> bool:
         with self._awaits.on(PARAMETER_SERVER, "JoinBroadcast"):
@@ -298,7 +304,7 @@ class UpdateFollower:
     # --- both ---
 
     async def _load(
-        self, weights: Staged | Broadcast, times: UpdateTimes, probe: Probe | None
+        self, weights: Staged | Broadcast, times: UpdateTimes, probe: Probe | None, limits: Limits
     ) -> tuple[UpdateTimes, Drift | None]:
         """Load and commit; under full verification held against the probe before anything is admitted."""
         host = self._host
@@ -307,13 +313,15 @@ class UpdateFollower:
         full = self._config.weights.verify == "full"
         checksum = await host.checksum() if full else ""
         self._track.enter(f"resume v{times.version}", version=times.version)
-        resume_s, drift = await host.commit(probe if full else None)
+        resume_s, drift = await host.commit(probe if full else None, limits.stop)
         times = msgspec.structs.replace(
             times, load_s=load_s, resume_s=resume_s, stall_s=host.stall_s, checksum=checksum
         )
         return times, drift
 
-    async def _conclude(self, offer: Offer, probe: Probe | None, times: UpdateTimes, drift: Drift | None) -> None:
+    async def _conclude(
+        self, offer: Offer, probe: Probe | None, limits: Limits, times: UpdateTimes, drift: Drift | None
+    ) -> None:
         """It serves: say so first, measure then. Raises ActorFailed."""
         self._failed_loads = 0
         self._taking = None
@@ -326,7 +334,7 @@ class UpdateFollower:
             times = msgspec.structs.replace(times, drift=drift.nats, drift_worst=drift.worst, probe_kl=drift.kl)
         self._updated(times)
         if drift is not None:
-            self._judge(drift, offer.version)
+            self._judge(drift, limits, offer.version)
 
     async def _measure(self, probe: Probe) -> Drift | None:
         """While requests run; None when the engine is too busy for it."""
@@ -337,9 +345,13 @@ class UpdateFollower:
             self._log.warning("drift not measured: the engine is busy", waited_s=PROBE_S)
             return None
 
-    def _judge(self, drift: Drift, version: int) -> None:
+    def _limits(self, buckets: Sequence[Bucket | BucketLayout]) -> Limits:
+        """For a learner that computes in the dtype of its weights."""
+        learner = {spec.dtype for bucket in buckets for spec in bucket.tensors}
+        return find_limits(self._config.drift, float32=learner | {engine_dtype(self._config)} == {"float32"})
+
+    def _judge(self, drift: Drift, limits: Limits, version: int) -> None:
         """Tell of a drift. Raises ActorFailed for one that ends the run."""
-        limits = self._config.drift
         verdict = judge(drift, limits)
         self.drifts.add(drift, verdict)
         if verdict == "agrees":

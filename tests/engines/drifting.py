@@ -54,6 +54,32 @@ def random_prompts(seed: int, vocabulary: int = VOCAB) -> list[ProbeSequence]:
     return from_prompts([random.integers(0, vocabulary, 60).astype(np.int32) for _ in range(8)], 128)
 
 
+TEXTS = (
+    ("What is the capital of France?", "The capital of France is Paris, a city on the river Seine."),
+    ("Name three animals that live in Africa.", "Three animals that live in Africa are lions, elephants and zebras."),
+    ("How do I boil an egg?", "Put the egg into boiling water for seven minutes, then cool it under cold water."),
+    ("What does a compiler do?", "A compiler turns the source code of a program into instructions for a machine."),
+    ("Write a sentence about the sea.", "The sea was quiet that morning, and a light wind came from the south."),
+    ("What is 12 + 31?", "12 + 31 = 43, since 10 + 30 = 40 and 2 + 1 = 3."),
+    ("Tell me about small robots.", "Small robots can explore pipes, clean floors, and carry tools to people."),
+    ("Translate good morning to German.", "Good morning is Guten Morgen in German, and it is said until noon."),
+)
+
+
+def texts_of(folder: str) -> list[ProbeSequence]:
+    """Questions and answers in the tokens of a chat model."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    found = []
+    for question, answer in TEXTS:
+        asked = [{"role": "user", "content": question}]
+        prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
+        tokens = [*prompt, *tokenizer(answer)["input_ids"]][-128:]
+        found.append(ProbeSequence(tokens, min(len(prompt), len(tokens))))
+    return found
+
+
 def noisy(tensors: dict[str, torch.Tensor], noise: float, seed: int) -> dict[str, torch.Tensor]:
     """Each weight off by ``noise`` of its size."""
     generator = torch.Generator().manual_seed(seed)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace as replace_fields
+from pathlib import Path
 from typing import Any
 
 import pytest
-from drifting import Followed, Learner, Replica, config_for, random_prompts
+from drifting import Followed, Learner, Replica, config_for, random_prompts, texts_of
 from tiny_models import save_model, sharp_model
 
+from asyncrl.config import Config
 from asyncrl.errors import ActorFailed
+from asyncrl.learner.probe_sequences import ProbeSequence
 from asyncrl.messages.weights import Offer
 from asyncrl.rollouter.engines.vllm import adapter
 
@@ -50,12 +55,10 @@ class Pair:
         return problem
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    folder = save_model(tmp_path_factory.mktemp("model"), sharp_model(0))
-    config = config_for(folder, request.param)
+@contextmanager
+def paired(config: Config, sequences: list[ProbeSequence]) -> Iterator[Pair]:
     with asyncio.Runner() as runner:
-        replica, learner = Replica(config), Learner(config, random_prompts(0))
+        replica, learner = Replica(config), Learner(config, sequences)
         try:
             runner.run(replica.start())
             yield Pair(runner, replica, learner)
@@ -65,11 +68,21 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             gc.collect()
 
 
+LIMITS: dict[str, dict[str, float]] = {"float32": {}, "bfloat16": {"warn": 0.03, "stop": 0.05}}
+"""In bfloat16 the default ones are those of models that are deeper."""
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder = save_model(tmp_path_factory.mktemp("model"), sharp_model(0))
+    with paired(config_for(folder, request.param, drift=LIMITS[request.param]), random_prompts(0)) as pair:
+        yield pair
+
+
 def check_silent(followed: Followed, updates: int) -> None:
     assert followed.told == []
     assert len(followed.updated) == updates
     assert all(times.drift is not None for times in followed.updated)
-    print(sorted(times.drift or 0.0 for times in followed.updated)[-3:])
 
 
 def test_updates_stay_silent(pair: Pair) -> None:
@@ -88,14 +101,35 @@ def test_a_hundredth_of_noise_on_the_weights_of_an_engine_ends_the_run(pair: Pai
         assert words in str(failure)
 
 
-def test_another_temperature_in_an_engine_ends_the_run(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def cool(monkeypatch: pytest.MonkeyPatch) -> None:
     sampling: Callable[..., Any] = adapter.sampling
 
     def cooler(request: Any, *arguments: Any) -> Any:
         return sampling(replace_fields(request, temperature=0.9 * request.temperature), *arguments)
 
-    check_silent(pair.follow(pair.offer()), 1)
     monkeypatch.setattr(adapter, "sampling", cooler)
+
+
+def test_another_temperature_in_an_engine_ends_the_run(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_silent(pair.follow(pair.offer()), 1)
+    cool(monkeypatch)
     failure = pair.failure(pair.offer())
     for words in ("rollouter/0", "another temperature than rollout.temperature", "drift.stop"):
         assert words in str(failure)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(800)
+@pytest.mark.skipif(
+    "ASYNCRL_CHAT_MODEL" not in os.environ,
+    reason="ASYNCRL_CHAT_MODEL does not name the folder of SmolLM2-135M-Instruct (make chat-model)",
+)
+def test_a_real_model_in_bfloat16_and_the_default_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = str(Path(os.environ["ASYNCRL_CHAT_MODEL"]).absolute())
+    with paired(config_for(folder, "bfloat16"), texts_of(folder)) as pair:
+        followed = pair.follow(*(pair.offer() for _ in range(5)))
+        check_silent(followed, 5)
+        print("clean", sorted(times.drift or 0.0 for times in followed.updated))
+        print(pair.failure(pair.offer(noise=0.01)))
+        cool(monkeypatch)
+        print(pair.failure(pair.offer()))

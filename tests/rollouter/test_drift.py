@@ -13,10 +13,22 @@ from probes import make_probe, samples_of, scores_of
 from asyncrl.config.load import validate_config
 from asyncrl.config.monitor import DriftConfig
 from asyncrl.errors import ConfigError
-from asyncrl.rollouter.drift import FAR, MIN_SAMPLES, NORMAL, Drift, DriftRecord, explain, judge, measure_drift
+from asyncrl.rollouter.drift import (
+    FAR,
+    MIN_SAMPLES,
+    NORMAL,
+    ROUNDING,
+    Drift,
+    DriftRecord,
+    Limits,
+    explain,
+    find_limits,
+    judge,
+    measure_drift,
+)
 
 PROBE = make_probe()
-LIMITS = DriftConfig(warn=0.1, stop=0.3)
+LIMITS = Limits(warn=0.1, stop=0.3)
 
 
 def drift_of(scored: float = 0.0, sampled: float | None = 0.0) -> Drift:
@@ -94,7 +106,7 @@ def test_a_logprob_that_is_no_number_is_as_far_as_can_be(value: float) -> None:
     scores[0][1] = value
     drift = measure_drift(PROBE, scores, samples)
     assert (drift.nats, drift.kl) == (FAR, FAR)
-    assert judge(drift, DriftConfig(warn=1.0, stop=FAR)) == "stop"
+    assert judge(drift, find_limits(DriftConfig(warn=1.0, stop=FAR), float32=False)) == "stop"
     samples[3] = (7, value)
     assert measure_drift(PROBE, scores_of(PROBE), samples).nats == FAR
 
@@ -112,6 +124,22 @@ def test_a_score_of_another_length_is_an_error() -> None:
 def test_what_follows_from_a_drift(nats: float, verdict: str) -> None:
     assert judge(drift_of(scored=nats), LIMITS) == verdict
     assert judge(drift_of(sampled=nats), LIMITS) == verdict
+
+
+@pytest.mark.parametrize(
+    ("configured", "warn", "stop"),
+    [
+        ({}, 0.12, 0.15),
+        ({"warn": 0.05}, 0.05, 0.15),
+        ({"stop": 0.05}, 0.05, 0.05),
+        ({"warn": 0.5}, 0.5, 0.5),
+        ({"warn": 0.2, "stop": 0.3}, 0.2, 0.3),
+    ],
+)
+def test_what_is_not_given_follows_from_the_dtype_and_never_contradicts_what_is(configured, warn, stop) -> None:
+    assert find_limits(DriftConfig(**configured), float32=False) == Limits(warn=warn, stop=stop)
+    assert find_limits(DriftConfig(), float32=True) == ROUNDING[True]
+    assert ROUNDING[True].stop < ROUNDING[False].warn
 
 
 def test_the_cause_is_looked_for_where_the_difference_is() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from harness import replace
 from inprocess import sim_config
 from probes import TOKENS, make_probe, samples_of, scores_of
 
@@ -145,6 +146,14 @@ def publish():
 
 def rolling(manifest: Manifest) -> Offer:
     return Offer(version=manifest.version, transport="shm", manifest=manifest)
+
+
+def retyped(manifest: Manifest, dtype: str) -> Manifest:
+    buckets = [
+        replace(bucket, tensors=[replace(spec, dtype=dtype, shape=(25,)) for spec in bucket.tensors])
+        for bucket in manifest.buckets
+    ]
+    return replace(manifest, buckets=buckets)
 
 
 def broadcast(version: int) -> Offer:
@@ -361,6 +370,15 @@ def test_a_drift_past_the_limit_ends_the_run_and_says_why(publish):
     assert not failed.value.restartable
     for words in ("version 1", "0.439 nats", "drift.stop = 0.3", "weights of another version", "raise drift.warn"):
         assert words in failed.value.reason
+
+
+def test_where_all_is_in_float32_less_is_rounding(publish):
+    """The weights of this test are bytes, which are no float32."""
+    offers = lambda dtype: Server([rolling(retyped(publish(0, probe=True), dtype))])  # noqa: E731
+    _, server, _ = follow(lambda: offers("bfloat16"), offs=[0.02])
+    assert server.told == []
+    with pytest.raises(ActorFailed, match=r"drift\.stop = 0\.01"):
+        follow(lambda: offers("float32"), offs=[0.02])
 
 
 def test_an_engine_that_is_too_busy_to_be_measured_goes_on(publish):
