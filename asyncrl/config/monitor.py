@@ -69,10 +69,10 @@ class DriftConfig(Section):
 
     warn: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
     """Drift of a replica (nats) from which on the terminal and the log tell of it. auto is 0.003 where learner and
-    engine compute in float32, else 0.12."""
+    engine compute in float32, the engine on CPU, else 0.12."""
     stop: Annotated[float, Field(gt=0, le=1e6)] | Literal["auto"] = "auto"
     """Drift (nats) that ends the run as failed; under weights.verify = "full" the engine loads again before. auto is
-    0.01 in float32, else 0.15. 1e6 stops for log-probs that are no numbers alone."""
+    0.01 in float32 on CPU, else 0.15. 1e6 stops for log-probs that are no numbers alone."""
 
 
 class LogConfig(Section):

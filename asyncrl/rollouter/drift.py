@@ -113,7 +113,7 @@ class Limits:
 
 
 ROUNDING = {True: Limits(warn=0.003, stop=0.01), False: Limits(warn=0.12, stop=0.15)}
-"""By whether learner and engine both compute in float32. Measured with vLLM on CPU; noise is of 1 % on each weight of
+"""By whether learner and engine both compute in float32, on CPU. Measured with vLLM on CPU; noise is of 1 % on each weight of
 the engine, temperature 0.9 against 1.0:
 
                                                 clean (largest)    noise (least)    temperature (least)
@@ -125,7 +125,7 @@ In bfloat16 the limits are those of a real model: what rounding does, and noise,
 
 
 def find_limits(config: DriftConfig, *, float32: bool) -> Limits:
-    """The configured ones, ``auto`` by whether learner and engine both compute in float32."""
+    """The configured ones, ``auto`` by whether learner and engine both compute in float32, on CPU."""
     auto = ROUNDING[float32]
     stop = auto.stop if config.stop == "auto" else config.stop
     warn = auto.warn if config.warn == "auto" else config.warn

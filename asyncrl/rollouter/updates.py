@@ -348,7 +348,10 @@ class UpdateFollower:
     def _limits(self, buckets: Sequence[Bucket | BucketLayout]) -> Limits:
         """For a learner that computes in the dtype of its weights."""
         learner = {spec.dtype for bucket in buckets for spec in bucket.tensors}
-        return find_limits(self._config.drift, float32=learner | {engine_dtype(self._config)} == {"float32"})
+        float32 = learner | {engine_dtype(self._config)} == {"float32"}
+        # GPUs multiply float32 with fewer bits, where kernels let them.
+        on_cpu = not self._config.rollout.gpus_per_replica
+        return find_limits(self._config.drift, float32=float32 and on_cpu)
 
     def _judge(self, drift: Drift, limits: Limits, version: int) -> None:
         """Tell of a drift. Raises ActorFailed for one that ends the run."""

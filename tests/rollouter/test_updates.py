@@ -379,6 +379,9 @@ def test_where_all_is_in_float32_less_is_rounding(publish):
     assert server.told == []
     with pytest.raises(ActorFailed, match=r"drift\.stop = 0\.01"):
         follow(lambda: offers("float32"), offs=[0.02])
+    # As far as is known.
+    _, server, _ = follow(lambda: offers("float32"), offs=[0.02], rollout={"gpus_per_replica": 1})
+    assert server.told == []
 
 
 def test_an_engine_that_is_too_busy_to_be_measured_goes_on(publish):
