@@ -113,8 +113,8 @@ class Limits:
 
 
 ROUNDING = {True: Limits(warn=0.003, stop=0.01), False: Limits(warn=0.12, stop=0.15)}
-"""By whether learner and engine both compute in float32, on CPU. Measured with vLLM on CPU; noise is of 1 % on each weight
-of the engine, temperature 0.9 against 1.0:
+"""By whether learner and engine both compute in float32, on CPU. Measured with vLLM on CPU; noise is of 1 % on each
+weight of the engine, temperature 0.9 against 1.0:
 
                                                 clean (largest)    noise (least)    temperature (least)
     float32, two layers, made up                1e-6               0.059            0.11
