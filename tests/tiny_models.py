@@ -45,6 +45,14 @@ def make_model(seed: int, *, tied: bool = False):
     return model
 
 
+def sharp_model(seed: int):
+    """As sure of its next token as a trained one is, so that a temperature shows."""
+    model = make_model(seed)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(4.0)
+    return model
+
+
 def save_model(folder: Path, model) -> str:
     """Write it as transformers does; returns the folder."""
     model.save_pretrained(folder)

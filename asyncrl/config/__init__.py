@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from asyncrl.config.episode import ChatConfig, EpisodeConfig
-from asyncrl.config.monitor import LogConfig, MonitorConfig, SinksConfig, TraceConfig
+from asyncrl.config.monitor import DriftConfig, LogConfig, MonitorConfig, SinksConfig, TraceConfig
 from asyncrl.config.operation import (
     CheckpointConfig,
     NetworkConfig,
@@ -57,6 +57,8 @@ class Config(Section):
     """How old the tokens that are trained may be."""
     weights: WeightsConfig = WeightsConfig()
     """Weight updates."""
+    drift: DriftConfig = DriftConfig()
+    """Engines that do not compute what the learner does."""
     eval: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], EvalConfig] = {}
     """Named evaluation sets."""
     checkpoint: CheckpointConfig = CheckpointConfig()

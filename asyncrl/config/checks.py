@@ -21,6 +21,9 @@ def _weight_problems(config: Config) -> list[tuple[str, str]]:
         found.append(("weights.delta", f"has no use under {weights.transport}; take shm, stream or auto"))
     if rollout.keep_kv == "stale" and rollout.on_update != "keep":
         found.append(("rollout.keep_kv", 'stale is for rollout.on_update = "keep" alone'))
+    warn, stop = config.drift.warn, config.drift.stop
+    if warn != "auto" and stop != "auto" and stop < warn:
+        found.append(("drift.stop", f"is {stop:g}, below drift.warn = {warn:g}"))
     if weights.broadcast_timeout_s > weights.deadline_s:
         found.append(("weights.broadcast_timeout_s", "must be at most weights.deadline_s"))
     if rollout.engine == "sim" and rollout.sim.load_s >= weights.deadline_s:

@@ -58,6 +58,23 @@ class MonitorConfig(Section):
     """Largest size of the recording; past it the past is kept more coarsely. 0 records nothing."""
 
 
+class DriftConfig(Section):
+    """The alarm for engines that do not compute what the learner does.
+
+    After each update every replica scores tokens of real prompts and of responses to them, and samples some as the run
+    does; the learner has said what the weights of that version make of them. The drift is the root mean square of the
+    differences between their log-probs over the scored tokens, or 1.25 times their mean size over the sampled ones,
+    whichever is larger (asyncrl/rollouter/drift.py).
+    """
+
+    warn: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
+    """Drift of a replica (nats) from which on the terminal and the log tell of it. auto is 0.003 where learner and
+    engine compute in float32, the engine on CPU, else 0.12."""
+    stop: Annotated[float, Field(gt=0, le=1e6)] | Literal["auto"] = "auto"
+    """Drift (nats) that ends the run as failed; under weights.verify = "full" the engine loads again before. auto is
+    0.01 in float32 on CPU, else 0.15. 1e6 stops for log-probs that are no numbers alone."""
+
+
 class LogConfig(Section):
     """Logging."""
 

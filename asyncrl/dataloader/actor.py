@@ -32,9 +32,11 @@ from asyncrl.messages.dataloader import (
     Leased,
     Outcomes,
     OutcomesSeen,
+    PromptSample,
     Restored,
     Resumed,
     ReturnTickets,
+    SamplePrompts,
     Supply,
     WatchSupply,
 )
@@ -219,6 +221,14 @@ class Dataloader(Actor):
                 first_epoch=self._tickets.first_epoch,
                 prompts=order.size,
             )
+
+    @handler
+    def sample_prompts(self, request: SamplePrompts, caller: Caller) -> PromptSample:
+        """Prompts from all over the data."""
+        admissible = self._prompts.admissible
+        count = min(request.count, len(admissible))
+        chosen = [admissible[i * len(admissible) // count] for i in range(count)]
+        return PromptSample(prompts=[self._prompts.prompt(index)[0] for index in chosen])
 
     def _is_known(self, request: Restored, caller: Caller) -> bool:
         """Whether the run goes on from there already, or from something later of the same learner."""

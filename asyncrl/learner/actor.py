@@ -300,7 +300,8 @@ class Learner(Actor):
     async def _train(self) -> None:
         training = self._training
         self._notify_all(self._watch.at_start())
-        await training.begin()
+        self.states.enter("waiting", DATALOADER)
+        await training.begin(await self._supply.sample_prompts())
         self.states.enter("waiting", DATALOADER)
         await self._supply.restore()
         self.tasks.create_task(self._supply.report())

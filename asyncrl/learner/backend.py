@@ -10,7 +10,7 @@ Order of calls, rank 0::
     host, port = backend.open_store(host)       # at once; the other ranks are told the two values
     backend.setup(host, port)                   # blocks until every rank is there and the model is checked
     backend.load(folder)                        # to go on from a checkpoint; then nothing came before it
-    probe = backend.probe()
+    probe = backend.probe(sequences)
     publication = backend.publish(0, probe)     # hand publication.manifest on, then publication.release()
     plan = build_step(groups, ..., world_size=config.learner.ranks, packed=backend.packed)
     metrics = backend.train(plan)               # one optimizer step; then plan.metrics and these are one line
@@ -34,13 +34,14 @@ What goes wrong while a checkpoint is written is the result of its future alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
 
 from asyncrl.config import Config
 from asyncrl.learner.algorithm.batch import StepPlan
+from asyncrl.learner.probe_sequences import ProbeSequence
 from asyncrl.learner.publication import OnSealed, Publication
 from asyncrl.messages.weights import Probe
 
@@ -78,10 +79,10 @@ class Backend(Protocol):
         NonFiniteStep, on all ranks, when the loss or the gradient is not finite: nothing was changed then.
         """
 
-    def probe(self) -> Probe | None:
-        """Rank 0: what the current weights make of a few fixed sequences; None if there is no model to ask.
+    def probe(self, sequences: Sequence[ProbeSequence]) -> Probe | None:
+        """Rank 0: what the current weights make of these sequences; None if there are none, or no model to ask.
 
-        The same sequences in every run of the same seed and vocabulary. Training is not disturbed.
+        Training is not disturbed.
         """
 
     def publish(self, version: int, probe: Probe | None = None, on_sealed: OnSealed | None = None) -> Publication:

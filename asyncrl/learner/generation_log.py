@@ -102,6 +102,7 @@ def merge(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 MEANS = ("stage_s", "pause_s", "load_s", "resume_s")
+LARGEST = ("drift", "drift_worst", "probe_kl")
 SUMS = ("stall_s", "bytes", "encoded_bytes")
 
 
@@ -114,9 +115,10 @@ def update_metrics(updates: Sequence[UpdateTimes]) -> dict[str, float]:
     found |= {f"weights/{key}": sum(getattr(times, key) for times in updates) for key in SUMS}
     if updates:
         found |= {f"weights/{key}": sum(getattr(times, key) for times in updates) / len(updates) for key in MEANS}
-    measured = [times.probe_kl for times in updates if times.probe_kl is not None]
-    if measured:
-        found["policy/probe_kl"] = max(measured)
+    for key in LARGEST:
+        measured = [getattr(times, key) for times in updates if getattr(times, key) is not None]
+        if measured:
+            found[f"policy/{key}"] = max(measured)
     return found
 
 
@@ -131,6 +133,5 @@ def update_line(replica: str, times: UpdateTimes) -> dict[str, Any]:
     line |= {f"weights/{key}": getattr(times, key) for key in (*MEANS, *SUMS)}
     if times.checksum:
         line["weights/checksum"] = times.checksum
-    if times.probe_kl is not None:
-        line["policy/probe_kl"] = times.probe_kl
+    line |= {f"policy/{key}": getattr(times, key) for key in LARGEST if getattr(times, key) is not None}
     return line

@@ -35,6 +35,13 @@ def score_logits(
     return logprobs, entropies
 
 
+def find_likeliest(logits: Tensor, temperature: float, count: int) -> tuple[Tensor, Tensor]:
+    """The ``count`` largest of log softmax(logits / temperature): [N, V] -> int64 and float32 [N, count], nats."""
+    logits = logits.float() / temperature
+    values, tokens = logits.topk(count, dim=-1)
+    return tokens, values - torch.logsumexp(logits, dim=-1, keepdim=True)
+
+
 def score_hidden(
     hidden: Tensor,
     weight: Tensor,

@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from asyncrl.config.training import ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner import attention
-from asyncrl.learner.head import score_hidden, score_logits
+from asyncrl.learner.head import find_likeliest, score_hidden, score_logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +73,25 @@ class Policy(nn.Module):
         predict: Tensor,
         targets: Tensor,
         temperature: float,
+        likeliest: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """Log-prob of each target under the logits divided by ``temperature``, and the entropy there.
 
-        Arguments as in Row. Returns two float32 [N], nats.
+        Arguments as in Row. Returns two float32 [N], nats. With ``likeliest`` = K instead the K likeliest tokens, int64
+        [N, K], and their log-probs, float32 [N, K]; it holds the logits of all N positions.
         """
         arguments: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
         if self.model.config._attn_implementation == attention.NAME:
             arguments["sequence_lengths"] = lengths
         if not self.chunked:
             logits = self.model(**arguments).logits[0, predict]
+            if likeliest:
+                return find_likeliest(logits, temperature, likeliest)
             return score_logits(logits, targets, temperature, entropy_gradient=self.entropy_gradient)
         hidden = self.model.base_model(**arguments).last_hidden_state[0, predict]
         head = self.model.get_output_embeddings()
+        if likeliest:
+            return find_likeliest(F.linear(hidden, head.weight, head.bias), temperature, likeliest)
         return score_hidden(
             hidden, head.weight, head.bias, targets, temperature, entropy_gradient=self.entropy_gradient
         )
@@ -95,6 +102,15 @@ class Policy(nn.Module):
             row.input_ids, row.position_ids, row.lengths, row.predict, row.targets, temperature
         )
         return scores
+
+    def likeliest(self, row: Row, temperature: float, count: int) -> tuple[Tensor, Tensor]:
+        """The ``count`` likeliest tokens after each position of ``row.predict``, int64 [N, count], and their log-probs
+        (nats) under the logits divided by ``temperature``, float32 [N, count]. Without a gradient."""
+        with torch.no_grad():
+            found: tuple[Tensor, Tensor] = self(
+                row.input_ids, row.position_ids, row.lengths, row.predict, row.targets, temperature, count
+            )
+        return found
 
     def decoder_layers(self) -> list[nn.Module]:
         """The repeated blocks: what is sharded, compiled and checkpointed as a unit."""

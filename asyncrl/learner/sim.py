@@ -7,7 +7,7 @@ imported. Ranks above 0 have nothing to follow.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from asyncrl.checkpoint.durable import refused, sync_folder, write_file
 from asyncrl.checkpoint.trainer_contents import CONTENTS, TrainerContents, read_trainer_contents
 from asyncrl.config import Config
 from asyncrl.learner.algorithm.batch import StepPlan
+from asyncrl.learner.probe_sequences import ProbeSequence
 from asyncrl.learner.publication import OnSealed, Publication
 from asyncrl.learner.schedule import learning_rate
 from asyncrl.messages.weights import Manifest, Probe
@@ -48,7 +49,7 @@ class SimTrainer:
         self._steps += 1
         return {"learner/lr": learning_rate(self._steps, self._config.learner)}
 
-    def probe(self) -> Probe | None:
+    def probe(self, sequences: Sequence[ProbeSequence]) -> Probe | None:
         """Nothing could be asked."""
         return None
 

@@ -14,13 +14,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from structlog.typing import FilteringBoundLogger
 
 from asyncrl.errors import ConfigError, DeadlineExceeded, RemoteError, RestoreNeeded, RunChanged
 from asyncrl.learner.evals import EvalCollector
 from asyncrl.learner.intake import Intake
+from asyncrl.learner.probe_sequences import SEQUENCES
 from asyncrl.messages import Request
-from asyncrl.messages.dataloader import Restored, Resumed, Supply, WatchSupply
+from asyncrl.messages.dataloader import PromptSample, Restored, Resumed, SamplePrompts, Supply, WatchSupply
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.away import log_away
 
@@ -107,6 +109,18 @@ class SupplyLine:
             self._restored += 1
             self._acknowledged.set()
             self._log.info("dataloader goes on", fingerprint=resumed.fingerprint, seed=resumed.seed)
+
+    async def sample_prompts(self) -> list[np.ndarray]:
+        """A few prompts, int32 [P] each, once the dataloader has read its data."""
+        with self._awaits.on(DATALOADER, "SamplePrompts"):
+            while True:
+                try:
+                    sample: PromptSample = await self._call(SamplePrompts(count=SEQUENCES))
+                except (DeadlineExceeded, RemoteError) as error:
+                    log_away(self._log, "dataloader", error)
+                    await asyncio.sleep(AWAY_S)
+                else:
+                    return sample.prompts
 
     def _message(self) -> Restored:
         intake, stand = self._intake, self._stand()

@@ -39,7 +39,8 @@ from asyncrl.learner.checkpoint.saver import Saver
 from asyncrl.learner.export import export
 from asyncrl.learner.parallel import Ranks, open_store, pack_parcel, unpack_parcel
 from asyncrl.learner.policy import Policy, model_folder
-from asyncrl.learner.probe import probe_length, score_probe
+from asyncrl.learner.probe import score_probe
+from asyncrl.learner.probe_sequences import ProbeSequence
 from asyncrl.learner.publication import OnSealed, Publication
 from asyncrl.learner.publish import gather_buckets, publish
 from asyncrl.learner.sharding import build_frozen, build_policy, choose_device, compute_dtype, prepare_device
@@ -64,6 +65,8 @@ class Gather(msgspec.Struct, frozen=True, tag=True):
 
 class Score(msgspec.Struct, frozen=True, tag=True):
     """Take part in scoring the probe."""
+
+    sequences: list[ProbeSequence]
 
 
 class See(msgspec.Struct, frozen=True, tag=True):
@@ -194,9 +197,12 @@ class Trainer:
         )
         return {"perf/mfu": share} if share is not None else {}
 
-    def probe(self) -> Probe:
-        self._tell(Score())
-        return self._score_probe()
+    def probe(self, sequences: Sequence[ProbeSequence]) -> Probe | None:
+        if not sequences:
+            return None
+        command = Score(list(sequences))
+        self._tell(command)
+        return self._score_probe(command)
 
     def publish(self, version: int, probe: Probe | None = None, on_sealed: OnSealed | None = None) -> Publication:
         self._tell(Gather())
@@ -254,7 +260,7 @@ class Trainer:
                     for _ in self._gather():
                         pass
             elif isinstance(command, Score):
-                self._score_probe()
+                self._score_probe(command)
             elif isinstance(command, See):
                 self._look(Path(command.path))
             elif isinstance(command, Save):
@@ -314,14 +320,14 @@ class Trainer:
         assert self._ranks is not None
         self.steps = dcp.load(folder, self._policy, self._optimizer, self._ranks)
 
-    def _score_probe(self) -> Probe:
+    def _score_probe(self, command: Score) -> Probe:
         ranks = self._ranks
         assert ranks is not None
         with ranks.waiting("scoring the probe"), self._phase("probe"):
             return score_probe(
                 self._policy,
-                seed=self._config.run.seed,
-                length=probe_length(self._config),
+                command.sequences,
+                temperature=self._config.rollout.temperature,
                 packed=self.packed,
                 device=ranks.device,
             )

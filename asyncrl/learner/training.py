@@ -17,10 +17,11 @@ Fails with ActorFailed, which ends the run, when there is no signal or a step is
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+import numpy as np
 from structlog.typing import FilteringBoundLogger
 
 from asyncrl.config import Config
@@ -30,6 +31,7 @@ from asyncrl.learner.backend import Backend
 from asyncrl.learner.failed_writes import to_publish, version_failed, why_not_published
 from asyncrl.learner.group_metrics import observe_staleness
 from asyncrl.learner.intake import Intake
+from asyncrl.learner.probe_sequences import ProbeSequence, from_groups, from_prompts, probe_length
 from asyncrl.learner.step_lines import StepLines, TrainedStep
 from asyncrl.learner.supply_line import Stand, SupplyLine
 from asyncrl.learner.versions import Versions
@@ -121,6 +123,8 @@ class Training:
         """Why the last attempt to publish failed."""
         self._version_bytes = 0.0
         """Size of the newest version."""
+        self._probed: list[ProbeSequence] = []
+        """What engines and learner are held against each other by."""
 
     @property
     def stand(self) -> Stand:
@@ -133,8 +137,9 @@ class Training:
             finished=self._finished,
         )
 
-    async def begin(self) -> None:
-        """Publish the weights at the start. Raises ActorFailed."""
+    async def begin(self, prompts: Sequence[np.ndarray]) -> None:
+        """Publish the weights at the start; engines are held against them by ``prompts``. Raises ActorFailed."""
+        self._probed = from_prompts(prompts, probe_length(self._config))
         if await self._try_to_publish() is None:
             raise ActorFailed(self._name, f"the weights at the start cannot be published: {self._not_published}")
         self._first_version = self.version
@@ -236,6 +241,7 @@ class Training:
             groups = [group for group in groups if group.ticket.uid in error.trained]
         train_ended = self._clock.now()
         self._track.leave()
+        self._probed = from_groups(groups, probe_length(self._config)) or self._probed
         lengths = intake.end_step()
         self._story.tell(TRAINED, step=self.step + 1, version=version, uids=[group.ticket.uid for group in groups])
         self.supply.changed()
@@ -374,7 +380,7 @@ class Training:
     async def _publish(self) -> dict[str, float]:
         """Make a version of the present weights; the rest of its way needs nobody here. Raises OSError."""
         self._states.enter("publishing")
-        made = await self._versions.make()
+        made = await self._versions.make(self._probed)
         self._unpublished = 0
         self.version = made.version
         self._version_bytes = made.metrics["weights/publish_bytes"]

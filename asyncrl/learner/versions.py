@@ -12,7 +12,7 @@ of ours, DeadlineExceeded among them, leaves the ranks out of step.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from structlog.typing import FilteringBoundLogger
 from asyncrl.config import Config
 from asyncrl.learner.backend import Backend
 from asyncrl.learner.broadcasting import Broadcaster, BucketSender, Sending, collective_backend
+from asyncrl.learner.probe_sequences import ProbeSequence
 from asyncrl.learner.publication import Publication
 from asyncrl.learner.publisher import Publisher
 from asyncrl.learner.version_mark import VersionMark
@@ -90,18 +91,18 @@ class Versions:
             await self._broadcaster.start()
         self._tasks.create_task(self._publisher.run())
 
-    async def make(self) -> MadeVersion:
-        """The next version, of the weights as they are. Raises OSError."""
+    async def make(self, probed: Sequence[ProbeSequence]) -> MadeVersion:
+        """The next version, of the weights as they are, and what they make of ``probed``. Raises OSError."""
         try:
-            return await self._make()
+            return await self._make(probed)
         finally:
             self._track.leave()
 
-    async def _make(self) -> MadeVersion:
+    async def _make(self, probed: Sequence[ProbeSequence]) -> MadeVersion:
         self._track.enter("publish")
         # On the one thread that an actor which ends waits for: no number is given behind its successor's back.
         version = await self._on_thread(self._mark.advance)
-        probe = await self._on_thread(self._backend.probe)
+        probe = await self._on_thread(lambda: self._backend.probe(probed))
         sending = None
         if self._broadcaster is not None:
             sending = self._broadcaster.begin(version, probe, self._tasks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
+import numpy as np
 from msgspec import Meta, Struct
 
 from asyncrl.messages import Count, Done, Message, Request, Uid
@@ -122,6 +123,23 @@ class Supply(Message, frozen=True, kw_only=True):
 
 
 WatchSupply.reply = Supply
+
+
+class SamplePrompts(Request, frozen=True, kw_only=True):
+    """Learner to dataloader: a few training prompts, the same each time."""
+
+    reply: ClassVar[type[Message]]
+    count: Annotated[int, Meta(ge=1, le=256)]
+
+
+class PromptSample(Message, frozen=True, kw_only=True):
+    """As many as were asked for, or all that may be granted where there are fewer."""
+
+    prompts: list[np.ndarray]
+    """int32 [P] each, P > 0."""
+
+
+SamplePrompts.reply = PromptSample
 
 
 class EvalRound(Struct, gc=False, frozen=True, kw_only=True):

@@ -61,9 +61,13 @@ class UpdateTimes(Struct, gc=False, frozen=True, kw_only=True):
     """Size of the weights."""
     encoded_bytes: int = 0
     """What was read or received for them; less than ``bytes`` when deltas paid."""
-    probe_kl: float | None = None
-    """Estimated divergence of the engine from the learner over the probe's tokens (nats); see rollouter/drift.py. None
+    drift: float | None = None
+    """Distance of the engine from the learner over the probe (nats, root mean square); see rollouter/drift.py. None
     where it was not measured."""
+    drift_worst: float | None = None
+    """Over its tokens the largest distance (nats)."""
+    probe_kl: float | None = None
+    """Estimated divergence of the engine from the learner over the probe's tokens (nats)."""
     checksum: str = ""
     """Of the engine's own copy of the weights, under weights.verify = full; equal in all engines of one kind."""
 

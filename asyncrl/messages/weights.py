@@ -46,12 +46,23 @@ class Bucket(Struct, gc=False, frozen=True, kw_only=True):
 
 
 class Probe(Struct, gc=False, frozen=True, kw_only=True):
-    """What the learner's weights of a version make of a few fixed sequences; an engine that serves them agrees."""
+    """What the learner's weights of a version make of a few sequences; an engine that serves them agrees.
+
+    S sequences of T tokens together, and in them C places at each of which the K likeliest next tokens are told.
+    """
 
     tokens: np.ndarray
-    """int32 [sequences, length]."""
+    """int32 [T], one sequence after the other."""
+    lengths: np.ndarray
+    """int32 [S], sums to T."""
     logprobs: np.ndarray
-    """float32 [sequences, length - 1]: of each token but the first, given those before it, at temperature 1 (nats)."""
+    """float32 [T - S]: of each token but a sequence's first, given those before it, at temperature 1 (nats)."""
+    places: np.ndarray
+    """int32 [C, 2]: a sequence, and how many of its tokens come before the place."""
+    likeliest: np.ndarray
+    """int32 [C, K]."""
+    likeliest_logprobs: np.ndarray
+    """float32 [C, K]: at the run's temperature (nats)."""
 
 
 class Manifest(Struct, gc=False, frozen=True, kw_only=True):
@@ -104,8 +115,6 @@ class Offer(Struct, gc=False, frozen=True, kw_only=True):
     transport: Transport
     manifest: Manifest | None = None
     collective: Collective | None = None
-    probe: bool = False
-    """Whether this replica is to be measured against the probe, if there is one."""
 
 
 class Publish(Request, frozen=True, kw_only=True):

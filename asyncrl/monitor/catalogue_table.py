@@ -134,6 +134,7 @@ METRICS: tuple[Metric, ...] = (
         ("rollout/calls", "calls", "of the policy that episodes have had answered"),
         ("rollout/trajectories", "trajectories", "generated to their end"),
         ("rollout/engine_restarts", "restarts", "of the engine within this process"),
+        ("rollout/drift_warnings", "updates", "after which the engine was drift.warn or more from the learner"),
         ("rollout/adoptions", "learners", "that were taken for the living one after another"),
         ("rollout/delivered_again", "groups", "delivered to a learner that has replaced another"),
         ("rollout/deaths_alone", "deaths", "of the engine while one suspect had it alone"),
@@ -153,6 +154,8 @@ METRICS: tuple[Metric, ...] = (
         ("rollout/served_version", "version", "that the engine serves; -1 before the first"),
         ("rollout/kv_use", "share", "of the engine's KV cache in use, 0 to 1; absent where an engine cannot say"),
         ("rollout/suspects", "tickets", "that were in an engine when it died"),
+        ("rollout/drift", "nats", "of the engine from the learner after its last update; absent before it is measured"),
+        ("rollout/drift_largest", "nats", "of them the largest since the start"),
     ),
     *_all(
         "histogram",
@@ -458,7 +461,9 @@ METRICS: tuple[Metric, ...] = (
         ("weights/stall_s", "s", "generation time lost; in a train line the sum"),
         ("weights/bytes", "bytes", "size of the weights; in a train line the sum"),
         ("weights/encoded_bytes", "bytes", "read or received for them; in a train line the sum"),
-        ("policy/probe_kl", "nats", "of an engine from the learner on a fixed probe; in a train line the largest"),
+        ("policy/drift", "nats", "of an engine from the learner after an update; in a train line the largest"),
+        ("policy/drift_worst", "nats", "of one token of it; in a train line the largest"),
+        ("policy/probe_kl", "nats", "divergence of an engine from the learner; in a train line the largest"),
     ),
     *_all(
         "line",

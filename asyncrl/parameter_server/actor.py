@@ -149,7 +149,7 @@ class ParameterServer(Actor):
 
     def _with_manifest(self, offer: Offer, base: int) -> Offer:
         manifest = manifest_for(self._held.manifest(offer.version), offer.transport, base)
-        return msgspec.structs.replace(offer, manifest=manifest, probe=offer.probe and manifest.probe is not None)
+        return msgspec.structs.replace(offer, manifest=manifest)
 
     @handler
     def fetch_chunk(self, request: FetchChunk, caller: Caller) -> Chunk:

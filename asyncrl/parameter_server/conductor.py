@@ -38,8 +38,6 @@ class Conductor:
         """The newest version whose bytes went bad here."""
         self._before = -1
         """The one before ``newest``."""
-        self._probed = (-1, "")
-        """The newest version offered, and the replica that is measured against its probe."""
         self._last_place = 0
 
     # --- publications ---
@@ -117,12 +115,7 @@ class Conductor:
         replica = self._fleet.replicas[name]
         if replica.phase is Phase.ANNOUNCED:
             collective = self._broadcasts.collective(replica)
-            return Offer(
-                version=replica.target,
-                transport=collective.group.backend,
-                collective=collective,
-                probe=collective.probe is not None and self._measures(replica),
-            )
+            return Offer(version=replica.target, transport=collective.group.backend, collective=collective)
         if replica.phase not in IDLE_PHASES or replica.serving >= self.newest or self.newest <= self.condemned:
             return None
         self._fleet.move(replica, Event.OFFERED)
@@ -130,13 +123,7 @@ class Conductor:
         # Whoever cannot read this host's memory, for whatever reason, is served over the wire.
         same_host = replica.same_host and replica.failed_attempts < self._weights.max_attempts
         transport = rolling_transport(self._weights.transport, same_host=same_host)
-        return Offer(version=self.newest, transport=transport, probe=self._measures(replica))
-
-    def _measures(self, replica: Replica) -> bool:
-        """Whether this replica is measured against the probe of its target: the first one is, or all are."""
-        if replica.target > self._probed[0]:
-            self._probed = (replica.target, replica.name)
-        return self._weights.verify == "full" or self._probed == (replica.target, replica.name)
+        return Offer(version=self.newest, transport=transport)
 
     def request_pause(self, name: str, incarnation: int, version: int, now: float) -> int:
         """It has ``version`` staged, and asks to pause: see ``may_pause``. Returns the question's number.

@@ -95,6 +95,7 @@ class Rollouter(Actor):
             awaits=self.awaits,
             clock=self.clock,
             log=self.log,
+            notify=self.notify,
             track=self.trace.track("weights", WEIGHTS),
         )
         self._delivery: Delivery
@@ -525,6 +526,7 @@ class Rollouter(Actor):
             "rollout/failed_alone": host.suspects.failed,
             "rollout/turns_alone": host.turns.lone_turns,
             **({"rollout/kv_use": kv_use} if kv_use is not None else {}),
+            **self._follower.drifts.figures,
             **(self._sessions.gauges(self._scoring) if self._player is not None else {}),
         }
 

@@ -1,42 +1,183 @@
-"""How far an engine is from the learner under the same weights: both score the same fixed sequences. Pure."""
+"""How far an engine is from the learner under the same weights, and what follows. Pure.
+
+Two sets of tokens are held against the learner's word: those that both score, some hundreds, and those that the engine
+samples under the run's own parameters, a few. Of the first the root mean square of the log-probs' difference is taken:
+one token that is far off shows in it as many do that are a little off. In the second one that rounding has hit hard
+would be the whole square, so its mean counts, in the same measure. The larger one is the drift, so that neither set
+hides the other.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import numpy as np
 
+from asyncrl.config.monitor import DriftConfig
 from asyncrl.messages.weights import Probe
 
-TOLERANCE = 0.1
-"""Mean distance (nats) beyond which two sets of weights are not the same. Rounding makes about a hundredth in bfloat16
-and a millionth in float32; one layer of another version, or a stale packed copy of one, several tenths."""
+MIN_SAMPLES = 8
+"""Of fewer tokens the mean says little."""
+NORMAL = math.sqrt(math.pi / 2)
+"""Root mean square over mean absolute value, of a normal distribution around 0."""
+
+FAR = 1e6
+"""Nats: the drift of an engine whose log-probs are no numbers; no drift.stop is above."""
+
+Sample: TypeAlias = tuple[int, float]
+"""A token and its log-prob (nats)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """Over all tokens of a probe but the first of each sequence."""
+    """Differences of log-probs (nats); FAR where an engine's log-prob is no finite number."""
 
+    scored: float
+    """Root mean square over given tokens, at temperature 1; 0 without any."""
+    sampled: float | None
+    """NORMAL times the mean over sampled tokens, at the run's temperature; None where too few of them are known."""
+    worst: float
+    """The largest of all."""
     kl: float
-    """Mean of r - 1 - log r (nats), r the engine's probability over the learner's: the estimator k3 of the divergence
-    (http://joschu.net/blog/kl-approx.html), which errors of opposite sign do not cancel in."""
-    distance: float
-    """Mean of the log-probs' absolute difference (nats)."""
+    """Mean over given tokens of r - 1 - log r, r the engine's probability over the learner's: the estimator k3 of the
+    divergence (http://joschu.net/blog/kl-approx.html)."""
+    tokens: int
+    """Given and sampled ones."""
 
     @property
-    def agrees(self) -> bool:
-        """Whether it can be the same weights."""
-        return self.distance <= TOLERANCE
+    def nats(self) -> float:
+        """The drift."""
+        return max(self.scored, self.sampled or 0.0)
 
     def __str__(self) -> str:
-        return f"their log-probs are {self.distance:.3g} nats apart on average (at most {TOLERANCE} is rounding)"
+        told = f"{self.nats:.3g} nats apart over {self.tokens} tokens, at worst {self.worst:.3g}"
+        sampled = "too few to tell" if self.sampled is None else f"{self.sampled:.3g}"
+        return f"their log-probs are {told} ({self.scored:.3g} over given tokens, {sampled} over sampled ones)"
 
 
-def measure_drift(probe: Probe, scores: Sequence[Sequence[float]]) -> Drift:
-    """Compare ``scores``, for each sequence the engine's log-probs of its tokens but the first, with the probe's."""
-    difference = np.array(scores, np.float64) - probe.logprobs.astype(np.float64)
-    return Drift(
-        kl=float((np.expm1(difference) - difference).mean()),
-        distance=float(np.abs(difference).mean()),
+def measure_drift(probe: Probe, scores: Sequence[Sequence[float]], samples: Sequence[Sample | None]) -> Drift:
+    """Compare with the probe what an engine makes of it.
+
+    ``scores``: of each sequence the log-probs of its tokens but the first; ``samples``: at each place the token that
+    was sampled, None where none was. Raises ValueError where these are not as many.
+    """
+    found = [np.array(each, np.float64) for each in scores]
+    if [len(each) + 1 for each in found] != probe.lengths.tolist() or len(samples) != len(probe.places):
+        raise ValueError("the scores are not those of the probe's sequences")
+    scored = np.concatenate(found) - probe.logprobs
+    sampled = np.array(
+        [
+            logprob - expected
+            for sample, tokens, logprobs in zip(samples, probe.likeliest, probe.likeliest_logprobs, strict=True)
+            if sample is not None
+            for logprob, expected in _known(sample, tokens, logprobs)
+        ],
+        np.float64,
     )
+    everything = np.abs(np.concatenate([scored, sampled]))
+    with np.errstate(over="ignore", invalid="ignore"):
+        kl = np.expm1(scored) - scored
+    return Drift(
+        scored=_root_mean_square(scored),
+        sampled=_finite(NORMAL * np.abs(sampled).mean()) if len(sampled) >= MIN_SAMPLES else None,
+        worst=_finite(everything.max(initial=0.0)),
+        kl=_finite(kl.mean()) if len(kl) else 0.0,
+        tokens=len(everything),
+    )
+
+
+def _known(sample: Sample, tokens: np.ndarray, logprobs: np.ndarray) -> list[tuple[float, float]]:
+    """The sampled token's log-prob and the learner's; nothing where the learner does not tell of it."""
+    token, logprob = sample
+    return [(logprob, float(logprobs[at])) for at in np.flatnonzero(tokens == token)]
+
+
+def _root_mean_square(differences: np.ndarray) -> float:
+    with np.errstate(over="ignore", invalid="ignore"):
+        return _finite(np.sqrt(np.square(differences).mean())) if len(differences) else 0.0
+
+
+def _finite(value: float | np.floating) -> float:
+    return float(value) if np.isfinite(value) else FAR
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Drifts (nats)."""
+
+    warn: float
+    stop: float
+
+
+ROUNDING = {True: Limits(warn=0.003, stop=0.01), False: Limits(warn=0.12, stop=0.15)}
+"""By whether learner and engine both compute in float32, on CPU. Measured with vLLM on CPU; noise is of 1 % on each
+weight of the engine, temperature 0.9 against 1.0:
+
+                                                clean (largest)    noise (least)    temperature (least)
+    float32, two layers, made up                1e-6               0.059            0.11
+    bfloat16, two layers, made up               0.020              0.063            0.11
+    bfloat16, SmolLM2-135M, chat prompts        0.104              0.206            0.23
+
+In bfloat16 the limits are those of a real model: what rounding does, and noise, grows with depth."""
+
+
+def find_limits(config: DriftConfig, *, float32: bool) -> Limits:
+    """The configured ones, ``auto`` by whether learner and engine both compute in float32, on CPU."""
+    auto = ROUNDING[float32]
+    stop = auto.stop if config.stop == "auto" else config.stop
+    warn = auto.warn if config.warn == "auto" else config.warn
+    if config.stop == "auto":
+        stop = max(stop, warn)
+    return Limits(warn=min(warn, stop), stop=stop)
+
+
+Verdict: TypeAlias = Literal["agrees", "warn", "stop"]
+
+
+def judge(drift: Drift, limits: Limits) -> Verdict:
+    """What follows from a drift."""
+    if drift.nats >= limits.stop:
+        return "stop"
+    return "warn" if drift.nats >= limits.warn else "agrees"
+
+
+class DriftRecord:
+    """The drifts of one replica since its start."""
+
+    def __init__(self) -> None:
+        self.warnings = 0
+        """Drifts at or above drift.warn."""
+        self._figures: dict[str, float] = {}
+
+    def add(self, drift: Drift, verdict: Verdict) -> None:
+        """One more, after an update."""
+        self.warnings += verdict != "agrees"
+        self._figures = {
+            "rollout/drift": drift.nats,
+            "rollout/drift_largest": max(drift.nats, self._figures.get("rollout/drift_largest", 0.0)),
+            "rollout/drift_warnings": self.warnings,
+        }
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """For the monitor; empty before the first. From any thread."""
+        return self._figures
+
+
+def explain(drift: Drift) -> str:
+    """Where to look, and what to do."""
+    if drift.sampled is not None and drift.sampled > 2 * drift.scored:
+        cause = (
+            "the weights agree and what is sampled does not, so the engine changes its logits: another temperature "
+            "than rollout.temperature, a cut of the distribution, a penalty; look at rollout.vllm.extra and at plugins"
+        )
+    else:
+        cause = (
+            "the engine computes with other weights or in another way: weights of another version or loaded wrongly "
+            '(weights.verify = "full" loads again), another dtype than learner.dtype, quantization or another '
+            "attention in rollout.vllm.extra, a model of which transformers and the engine differ"
+        )
+    return f"{cause}. Where the difference is meant, raise drift.warn and drift.stop above it"

@@ -21,8 +21,9 @@ from asyncrl.errors import EngineDied, WeightsCorrupt
 from asyncrl.messages.groups import Ticket
 from asyncrl.messages.weights import Probe
 from asyncrl.monitor.states import StateLedger
-from asyncrl.rollouter.drift import Drift, measure_drift
+from asyncrl.rollouter.drift import Drift
 from asyncrl.rollouter.engines.base import Delta, Engine, EngineLoad, GenerationRequest
+from asyncrl.rollouter.probing import probe_engine
 from asyncrl.rollouter.suspects import Suspects, Turns
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.clock import Clock
@@ -232,10 +233,10 @@ class EngineHost:
         self.loads += 1
         return self._clock.now() - began
 
-    async def commit(self, probe: Probe | None = None) -> tuple[float, Drift | None]:
+    async def commit(self, probe: Probe | None = None, stop: float = 0.0) -> tuple[float, Drift | None]:
         """Go on, under the weights that were loaded; returns the seconds until the engine did.
 
-        With a probe nothing is admitted before the engine has agreed with it; else it is paused again, and
+        With a probe nothing is admitted before the engine's drift is below ``stop``; else it is paused again, and
         WeightsCorrupt raised: the load is to be repeated. Returns also how far it is from the probe.
         """
         assert self._engine is not None
@@ -248,7 +249,7 @@ class EngineHost:
         if probe is not None:
             self._states.enter("probing")
             drift = await self.drift(probe)
-            if not drift.agrees:
+            if drift.nats >= stop:
                 self._loaded = None
                 await self._engine.pause("abort")
                 self._frozen = True
@@ -279,8 +280,10 @@ class EngineHost:
     async def drift(self, probe: Probe) -> Drift:
         """How far the engine, under the weights that it serves, is from the learner's word on them."""
         assert self._engine is not None
-        scores = [await self._engine.score(tokens) for tokens in probe.tokens.tolist()]
-        return measure_drift(probe, scores)
+        assert self._loaded is not None
+        return await probe_engine(
+            self._engine, probe, version=self._loaded, temperature=self._config.rollout.temperature
+        )
 
     def _admit(self) -> None:
         self._open.set()

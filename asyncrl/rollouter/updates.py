@@ -8,14 +8,14 @@ Invariants: an engine is loaded only from a complete, verified set; after a fail
 succeeds, at most ``weights.max_attempts`` in a row before it is replaced; a pause for a broadcast that is called off
 ends at once; nothing here waits for another replica longer than the parameter server lets it.
 
-Fails with ActorFailed when the engine has died too often, or has another model than the learner; whatever else goes
-wrong is reported and tried again.
+Fails with ActorFailed when the engine has died too often, has another model than the learner, or drifts away from it;
+whatever else goes wrong is reported and tried again.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -36,6 +36,8 @@ from asyncrl.messages import Request
 from asyncrl.messages.learner import UpdateTimes
 from asyncrl.messages.weights import (
     BroadcastBegins,
+    Bucket,
+    BucketLayout,
     JoinBroadcast,
     NextUpdate,
     Offer,
@@ -46,19 +48,21 @@ from asyncrl.messages.weights import (
     Update,
 )
 from asyncrl.monitor.trace import Track
-from asyncrl.rollouter.drift import Drift
+from asyncrl.rollouter.drift import Drift, DriftRecord, Limits, explain, find_limits, judge
 from asyncrl.rollouter.engine_host import EngineHost
+from asyncrl.rollouter.engines import engine_dtype
 from asyncrl.rollouter.fetch import fetch
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.away import log_away
 from asyncrl.runtime.clock import Clock
+from asyncrl.runtime.notices import Notify
 from asyncrl.runtime.supervision import RestartBudget
 from asyncrl.weights.broadcast import Broadcast
 from asyncrl.weights.place import host_id
 from asyncrl.weights.staging import Staged
 
 PARAMETER_SERVER = "parameter_server/0"
-PROBE_S = 10.0
+PROBE_S = 30.0
 """Longest that a probe waits among the requests of an engine that serves."""
 AWAY_S = 0.5
 """Pause before a parameter server that did not answer, or what failed, is tried again."""
@@ -81,6 +85,7 @@ class UpdateFollower:
         awaits: Awaits,
         clock: Clock,
         log: FilteringBoundLogger,
+        notify: Notify,
         track: Track,
     ) -> None:
         self._config = config
@@ -92,6 +97,7 @@ class UpdateFollower:
         self._awaits = awaits
         self._clock = clock
         self._log = log
+        self._notify = notify
         self._track = track
         supervision = config.supervision
         self._restarts = RestartBudget(supervision.max_restarts, supervision.restart_window_s, supervision.backoff_s)
@@ -101,6 +107,7 @@ class UpdateFollower:
         """What is being taken up."""
         self._failed_loads = 0
         """Since the last commit."""
+        self.drifts = DriftRecord()
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -207,6 +214,7 @@ class UpdateFollower:
         """Raises what fetching and loading raise."""
         weights, manifest = self._config.weights, offer.manifest
         assert manifest is not None, "an offer has a manifest or a collective"
+        limits = self._limits(manifest.buckets)
         began = self._clock.now()
         self._track.enter(f"stage v{offer.version}", version=offer.version, transport=offer.transport)
         try:
@@ -235,14 +243,15 @@ class UpdateFollower:
             async with asyncio.timeout(weights.deadline_s):
                 self._track.enter(f"pause v{offer.version}", version=offer.version)
                 pause_s = await self._host.pause(offer.version)
-                done = await self._load(staged, msgspec.structs.replace(times, pause_s=pause_s), _probe_of(offer))
+                times = msgspec.structs.replace(times, pause_s=pause_s)
+                done = await self._load(staged, times, manifest.probe, limits)
             if weights.delta:
                 unneeded, self._base = self._base, staged
         finally:
             if unneeded is not None:
                 # The kernel takes a tenth of a second for each gigabyte that it gets back.
                 await asyncio.to_thread(unneeded.close)
-        await self._conclude(offer, *done)
+        await self._conclude(offer, manifest.probe, limits, *done)
 
     async def _accept(self, staged: Staged) -> None:
         try:
@@ -266,6 +275,7 @@ class UpdateFollower:
         """Raises what loading raises."""
         weights, collective = self._config.weights, offer.collective
         assert collective is not None
+        limits = self._limits(collective.buckets)
         self._track.enter(f"pause v{offer.version}", version=offer.version, transport=offer.transport)
         while not await self._host.quiesced(weights.deadline_s):
             self._log.info("still draining", version=offer.version)
@@ -281,8 +291,8 @@ class UpdateFollower:
         )
         broadcast = Broadcast(version=offer.version, collective=collective, timeout_s=weights.broadcast_timeout_s)
         async with asyncio.timeout(weights.deadline_s):
-            done = await self._load(broadcast, times, _probe_of(offer))
-        await self._conclude(offer, *done)
+            done = await self._load(broadcast, times, collective.probe, limits)
+        await self._conclude(offer, collective.probe, limits, *done)
 
     async def _broadcast_begins(self, version: int, epoch: int) -> bool:
         with self._awaits.on(PARAMETER_SERVER, "JoinBroadcast"):
@@ -294,7 +304,7 @@ class UpdateFollower:
     # --- both ---
 
     async def _load(
-        self, weights: Staged | Broadcast, times: UpdateTimes, probe: Probe | None
+        self, weights: Staged | Broadcast, times: UpdateTimes, probe: Probe | None, limits: Limits
     ) -> tuple[UpdateTimes, Drift | None]:
         """Load and commit; under full verification held against the probe before anything is admitted."""
         host = self._host
@@ -303,27 +313,28 @@ class UpdateFollower:
         full = self._config.weights.verify == "full"
         checksum = await host.checksum() if full else ""
         self._track.enter(f"resume v{times.version}", version=times.version)
-        resume_s, drift = await host.commit(probe if full else None)
+        resume_s, drift = await host.commit(probe if full else None, limits.stop)
         times = msgspec.structs.replace(
             times, load_s=load_s, resume_s=resume_s, stall_s=host.stall_s, checksum=checksum
         )
         return times, drift
 
-    async def _conclude(self, offer: Offer, times: UpdateTimes, drift: Drift | None) -> None:
-        """It serves: say so first, measure then."""
+    async def _conclude(
+        self, offer: Offer, probe: Probe | None, limits: Limits, times: UpdateTimes, drift: Drift | None
+    ) -> None:
+        """It serves: say so first, measure then. Raises ActorFailed."""
         self._failed_loads = 0
         self._taking = None
         self._track.leave(stall_s=times.stall_s)
         self._committed(times.version)
         await self._report(ReportUpdate(version=offer.version, committed=True, times=times))
-        probe = _probe_of(offer)
         if probe is not None and drift is None:
             drift = await self._measure(probe)
         if drift is not None:
-            times = msgspec.structs.replace(times, probe_kl=drift.kl)
-            if not drift.agrees:
-                self._log.error("engine and learner drift apart", version=offer.version, drift=str(drift))
+            times = msgspec.structs.replace(times, drift=drift.nats, drift_worst=drift.worst, probe_kl=drift.kl)
         self._updated(times)
+        if drift is not None:
+            self._judge(drift, limits, offer.version)
 
     async def _measure(self, probe: Probe) -> Drift | None:
         """While requests run; None when the engine is too busy for it."""
@@ -331,8 +342,29 @@ class UpdateFollower:
             async with asyncio.timeout(PROBE_S):
                 return await self._host.drift(probe)
         except TimeoutError:
-            self._log.info("probe not measured: the engine is busy")
+            self._log.warning("drift not measured: the engine is busy", waited_s=PROBE_S)
             return None
+
+    def _limits(self, buckets: Sequence[Bucket | BucketLayout]) -> Limits:
+        """For a learner that computes in the dtype of its weights."""
+        learner = {spec.dtype for bucket in buckets for spec in bucket.tensors}
+        float32 = learner | {engine_dtype(self._config)} == {"float32"}
+        # GPUs multiply float32 with fewer bits, where kernels let them.
+        on_cpu = not self._config.rollout.gpus_per_replica
+        return find_limits(self._config.drift, float32=float32 and on_cpu)
+
+    def _judge(self, drift: Drift, limits: Limits, version: int) -> None:
+        """Tell of a drift. Raises ActorFailed for one that ends the run."""
+        verdict = judge(drift, limits)
+        self.drifts.add(drift, verdict)
+        if verdict == "agrees":
+            return
+        apart = f"under version {version} it and the learner drift apart: {drift}"
+        if verdict == "stop":
+            raise ActorFailed(self._name, f"{apart}, at or above drift.stop = {limits.stop:g}; {explain(drift)}")
+        self._log.warning("engine and learner drift apart", version=version, drift=str(drift))
+        told = f"{self._name}: {apart}, at or above drift.warn = {limits.warn:g}; {explain(drift)}"
+        self._notify("drift", told, count=self.drifts.warnings, meanwhile="The run goes on")
 
     async def _report_failure(self, offer: Offer, error: str, *, corrupt: bool = False) -> None:
         self._log.warning("update failed", version=offer.version, transport=offer.transport, error=error)
@@ -357,11 +389,3 @@ class UpdateFollower:
             log_away(self._log, "parameter server", error)
             await asyncio.sleep(AWAY_S)
             return None
-
-
-def _probe_of(offer: Offer) -> Probe | None:
-    """What the engine is to be measured against."""
-    if not offer.probe:
-        return None
-    source = offer.manifest if offer.collective is None else offer.collective
-    return None if source is None else source.probe

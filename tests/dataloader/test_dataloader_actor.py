@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving_dataloader import A, B, Learner, restored, run, running, small_config, uids
+from serving_dataloader import LEARNER, A, B, Learner, restored, run, running, small_config, uids
 
 from asyncrl.dataloader import actor as actor_module
 from asyncrl.dataloader.actor import ACTOR, Dataloader
 from asyncrl.dataloader.prompt_queue import TOO_LONG
 from asyncrl.errors import ConfigError, DataError, RemoteError
 from asyncrl.messages import Done
-from asyncrl.messages.dataloader import Leased, OutcomesSeen, Rejected, ReturnTickets
+from asyncrl.messages.dataloader import Leased, OutcomesSeen, Rejected, ReturnTickets, SamplePrompts
 
 
 def test_leases_carry_all_that_a_rollouter_needs(tmp_path: Path) -> None:
@@ -53,6 +53,24 @@ def test_eval_tickets_have_their_own_sampling(tmp_path: Path) -> None:
             assert (ticket.uid, ticket.purpose, ticket.epoch, ticket.index) == ("held@0-0", "eval/held", 0, 0)
             assert (ticket.samples, ticket.temperature, ticket.max_tokens) == (3, 0.0, 5)
             assert (await it.supply()).evals == {"eval/held@0": 1}
+
+    run(main())
+
+
+@pytest.mark.parametrize(("size", "count"), [(64, 8), (64, 1), (5, 8), (9, 8)])
+def test_a_few_prompts_from_all_over_the_data_are_told_before_the_gate_opens(
+    tmp_path: Path, size: int, count: int
+) -> None:
+    async def main() -> None:
+        config = small_config(data={"size": size})
+        async with running(config, tmp_path, restore=False) as it:
+            sample = await it.call(LEARNER, SamplePrompts(count=count))
+            known = [it.actor._prompts.prompt(index)[0].tolist() for index in range(size)]
+            found = [known.index(prompt.tolist()) for prompt in sample.prompts]
+            assert len(found) == min(size, count) and found == sorted(set(found))
+            assert found == [i * size // len(found) for i in range(len(found))]
+            again = await it.call(LEARNER, SamplePrompts(count=count))
+            assert [prompt.tolist() for prompt in again.prompts] == [prompt.tolist() for prompt in sample.prompts]
 
     run(main())
 

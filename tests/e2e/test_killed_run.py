@@ -15,6 +15,8 @@ from tools.live_run import LiveRun
 TIMING = (
     *("time/", "perf/", "weights/", "rollout/tokens", "rollout/granted_length_mean", "staleness/limit", "buffer/"),
     "policy/probe_kl",
+    "policy/drift",
+    "policy/drift_worst",
 )
 """What depends on when things happen, or numbers versions, which no run uses twice."""
 STEPS = 8

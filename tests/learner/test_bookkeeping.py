@@ -203,6 +203,8 @@ FIRST = UpdateTimes(
     stall_s=0.75,
     bytes=1000,
     encoded_bytes=400,
+    drift=0.03,
+    drift_worst=0.4,
     probe_kl=0.02,
 )
 SECOND = UpdateTimes(version=4, transport="gloo", load_s=1.5, stall_s=2.0, bytes=1000, encoded_bytes=1000)
@@ -219,6 +221,8 @@ def test_a_step_has_the_means_of_its_updates_and_the_sums_of_what_they_cost():
         "weights/bytes": 2000,
         "weights/encoded_bytes": 1400,
         # Of those that were measured.
+        "policy/drift": 0.03,
+        "policy/drift_worst": 0.4,
         "policy/probe_kl": 0.02,
     }
     assert update_metrics([]) == {
@@ -243,6 +247,8 @@ def test_each_update_has_a_line_of_its_own():
         "weights/stall_s": 0.75,
         "weights/bytes": 1000,
         "weights/encoded_bytes": 400,
+        "policy/drift": 0.03,
+        "policy/drift_worst": 0.4,
         "policy/probe_kl": 0.02,
     }
-    assert "policy/probe_kl" not in update_line("rollouter/1", SECOND)
+    assert not [key for key in update_line("rollouter/1", SECOND) if key.startswith("policy/")]

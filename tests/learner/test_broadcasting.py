@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from harness import Net, replace
 from inprocess import sim_config
+from probes import make_probe
 from publications import BUCKETS, make_publication, open_descriptors
 
 from asyncrl.config.load import validate_config
@@ -25,7 +26,7 @@ from asyncrl.runtime.parking import ParkingLot
 
 NAME = "parameter_server/0"
 WAIT_S = 20.0
-PROBE = Probe(tokens=np.zeros((1, 2), np.int32), logprobs=np.zeros((1, 1), np.float32))
+PROBE = make_probe()
 
 
 class Stub:

@@ -14,7 +14,10 @@ from segment_reading import read_manifest
 from torch.distributed.tensor import DTensor
 
 from asyncrl.learner.algorithm.batch import build_step
-from asyncrl.learner.probe import LENGTH, SEQUENCES, draw_probe, probe_length
+from asyncrl.learner.probe import PLACES
+from asyncrl.learner.probe_sequences import LENGTH, ProbeSequence, from_prompts
+
+TEMPERATURE = 0.8
 
 
 @pytest.fixture(scope="module")
@@ -41,45 +44,31 @@ def run(request) -> Callable[..., Any]:
     return play
 
 
-def test_it_is_the_same_in_every_run_of_a_seed_and_stays_in_the_vocabulary() -> None:
-    tokens = draw_probe(3, VOCABULARY, LENGTH)
-    assert (tokens.shape, tokens.dtype) == ((SEQUENCES, LENGTH), np.int32)
-    assert np.array_equal(tokens, draw_probe(3, VOCABULARY, LENGTH))
-    assert not np.array_equal(tokens, draw_probe(4, VOCABULARY, LENGTH))
-    assert 0 <= tokens.min() <= tokens.max() < VOCABULARY
-    assert len(np.unique(tokens)) > VOCABULARY // 2
-
-
-@pytest.mark.parametrize(("prompt", "response", "length"), [(512, 512, LENGTH), (16, 17, LENGTH), (8, 8, 15)])
-def test_it_fits_into_the_smallest_context_that_an_engine_may_have(folder, prompt, response, length) -> None:
-    config = make_config(folder)
-    config = config.model_copy(
-        update={
-            "data": config.data.model_copy(update={"max_prompt_tokens": prompt}),
-            "rollout": config.rollout.model_copy(update={"max_tokens": response}),
-        }
-    )
-    assert probe_length(config) == length
-    assert draw_probe(0, VOCABULARY, length).shape == (SEQUENCES, length)
+def chosen() -> list[ProbeSequence]:
+    """Of all lengths."""
+    random = np.random.default_rng(3)
+    lengths = (1, 2, 5, 9, 17, 40)
+    prompts = [random.integers(0, VOCABULARY, length).astype(np.int32) for length in lengths]
+    return from_prompts(prompts, LENGTH)
 
 
 def _train_and_publish(backend, config, probing: bool) -> tuple[list[Any], Any, dict[str, bytes]]:
     """Two steps, with or without a probe before, between and after them."""
-    probes = [backend.probe()] if probing else []
+    probes = [backend.probe(chosen())] if probing else []
     metrics = []
     for step in range(2):
         groups = random_groups(step, 4)
         plan = build_step(groups, version=0, config=config, world_size=config.learner.ranks, packed=backend.packed)
         metrics.append(backend.train(plan))
         if probing:
-            probes.append(backend.probe())
+            probes.append(backend.probe(chosen()))
     # No rank holds more of the weights than its share.
     assert all(isinstance(parameter, DTensor) for parameter in backend._policy.parameters())
     with backend.publish(1, probes[-1] if probing else None) as publication:
         assert publication.manifest.probe is (probes[-1] if probing else None)
         weights = {spec.name: bytes(view) for spec, view in read_manifest(publication.manifest)}
     if probing:
-        probes.append(backend.probe())
+        probes.append(backend.probe(chosen()))
     return metrics, probes, weights
 
 
@@ -101,8 +90,12 @@ def test_it_is_what_the_published_weights_make_of_it_and_training_goes_on_as_if_
     np.testing.assert_array_equal(after.logprobs, published.logprobs)
     assert np.abs(after.logprobs - at_start.logprobs).max() > 1e-2
 
-    assert np.array_equal(after.tokens, draw_probe(config.run.seed, VOCABULARY, LENGTH))
-    assert (after.logprobs.shape, after.logprobs.dtype) == ((SEQUENCES, LENGTH - 1), np.float32)
+    sequences = chosen()
+    assert after.tokens.tolist() == [token for sequence in sequences for token in sequence.tokens]
+    assert after.lengths.tolist() == [len(sequence.tokens) for sequence in sequences]
+    # The candidates of a prompt of 9 tokens are the places after 5 to 8.
+    assert [number for number, _ in after.places.tolist()] == [0, 1, 2, 2, *[3] * 4, *[4] * 4, *[5] * 4]
+    assert after.places.tolist()[:4] == [[0, 1], [1, 1], [2, 3], [2, 4]]
     dtype = torch.bfloat16 if extra.get("dtype") == "bfloat16" else torch.float32
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     state = {
@@ -110,8 +103,37 @@ def test_it_is_what_the_published_weights_make_of_it_and_training_goes_on_as_if_
         for name, data in weights.items()
     }
     model.load_state_dict(state, strict=False)
-    tokens = torch.from_numpy(after.tokens).long()
-    with torch.no_grad():
-        expected = torch.log_softmax(model(tokens).logits[:, :-1].float(), -1).gather(-1, tokens[:, 1:, None])[..., 0]
     tolerance = 0.05 if dtype == torch.bfloat16 else 1e-4
-    assert np.abs(after.logprobs - expected.numpy()).max() < tolerance
+    with torch.no_grad():
+        logits = [model(torch.tensor([sequence.tokens])).logits[0].float() for sequence in sequences]
+    expected = [
+        torch.log_softmax(own[:-1], -1).gather(-1, torch.tensor(sequence.tokens[1:])[:, None])[:, 0]
+        for own, sequence in zip(logits, sequences, strict=True)
+    ]
+    assert np.abs(after.logprobs - torch.cat(expected).numpy()).max() < tolerance
+    # Sampled is at the run's temperature.
+    assert config.rollout.temperature == TEMPERATURE
+    for (number, place), tokens, logprobs in zip(
+        after.places.tolist(), after.likeliest, after.likeliest_logprobs, strict=True
+    ):
+        whole = torch.log_softmax(logits[number][place - 1] / TEMPERATURE, -1)
+        assert sorted(tokens.tolist()) == list(range(VOCABULARY))
+        assert np.abs(logprobs - whole[torch.from_numpy(tokens).long()].numpy()).max() < tolerance
+        assert np.all(np.diff(logprobs) <= 0)
+        # No candidate has a larger entropy than what is chosen.
+        begin = sequences[number].begin
+        entropies = torch.distributions.Categorical(logits=logits[number]).entropy()[begin - 1 : -1]
+        if len(entropies) > PLACES:
+            assert entropies[place - begin] >= entropies.topk(PLACES).values[-1] - tolerance
+
+
+def test_of_a_large_vocabulary_the_likeliest_tokens_are_told_and_without_sequences_nothing(folder) -> None:
+    def main(backend, config) -> list[Any]:
+        return [backend.probe(chosen()), backend.probe([])]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("asyncrl.learner.probe.LIKELIEST", 4)
+        probe, nothing = run_alone(make_config(folder), main)
+    assert nothing is None
+    assert probe.likeliest.shape == probe.likeliest_logprobs.shape == (len(probe.places), 4)
+    assert (np.exp(probe.likeliest_logprobs).sum(axis=1) < 1).all()

@@ -60,7 +60,7 @@ class Script:
 
     # --- backend ---
 
-    def probe(self) -> Probe | None:
+    def probe(self, sequences: Any) -> Probe | None:
         self.note("probe", -1)
         return None
 
@@ -168,7 +168,7 @@ def play(folder: Path, scenario: Callable[[Scene], Awaitable[None]]) -> Scene:
 def test_a_number_is_on_disk_before_anybody_hears_of_it(tmp_path) -> None:
     async def scenario(scene: Scene) -> None:
         for version in range(3):
-            made = await scene.versions.make()
+            made = await scene.versions.make([])
             assert made.version == version
             assert made.metrics.keys() == {"weights/gather_s", "weights/publish_bytes"}
             assert made.metrics["weights/publish_bytes"] == 3 * 4096
@@ -186,12 +186,12 @@ def test_a_number_is_on_disk_before_anybody_hears_of_it(tmp_path) -> None:
 
 def test_what_cannot_be_gathered_is_sent_to_nobody_and_its_number_is_used_up(tmp_path) -> None:
     async def scenario(scene: Scene) -> None:
-        await scene.versions.make()
+        await scene.versions.make([])
         scene.script.errors = [OSError(errno.ENOMEM, "no memory left")]
         with pytest.raises(OSError, match="no memory left"):
-            await scene.versions.make()
+            await scene.versions.make([])
         await scene.until("failed", 1)
-        assert (await scene.versions.make()).version == 2
+        assert (await scene.versions.make([])).version == 2
         await scene.until("publish", 2)
         await scene.until("ended", 2)
 
@@ -202,7 +202,7 @@ def test_what_cannot_be_gathered_is_sent_to_nobody_and_its_number_is_used_up(tmp
 
 def test_what_cannot_be_marked_is_not_even_gathered(tmp_path, monkeypatch) -> None:
     async def scenario(scene: Scene) -> None:
-        await scene.versions.make()
+        await scene.versions.make([])
         with monkeypatch.context() as patch:
 
             def full(_self: VersionMark) -> int:
@@ -211,20 +211,20 @@ def test_what_cannot_be_marked_is_not_even_gathered(tmp_path, monkeypatch) -> No
             patch.setattr(VersionMark, "advance", full)
             events = list(scene.script.events)
             with pytest.raises(OSError, match="No space left"):
-                await scene.versions.make()
+                await scene.versions.make([])
             await asyncio.sleep(0.05)
             assert [what for what, *_ in scene.script.events[len(events) :] if what != "publish"] == []
-        assert (await scene.versions.make()).version == 1
+        assert (await scene.versions.make([])).version == 1
 
     play(tmp_path, scenario)
 
 
 def test_a_learner_that_dies_between_the_mark_and_the_publication_leaves_its_number_out(tmp_path) -> None:
     async def dies(scene: Scene) -> None:
-        await scene.versions.make()
+        await scene.versions.make([])
         scene.script.go_on.clear()
         scene.script.gathering.clear()
-        making = asyncio.create_task(scene.versions.make())
+        making = asyncio.create_task(scene.versions.make([]))
         assert await asyncio.to_thread(scene.script.gathering.wait, WAIT_S)
         making.cancel()
         await asyncio.gather(making, return_exceptions=True)
@@ -235,7 +235,7 @@ def test_a_learner_that_dies_between_the_mark_and_the_publication_leaves_its_num
     assert not [event for event in events if event[:2] == ("publish", 1)]
 
     async def starts(scene: Scene) -> None:
-        assert (await scene.versions.make()).version == 2
+        assert (await scene.versions.make([])).version == 2
         await scene.until("publish", 2)
 
     play(tmp_path, starts)

@@ -169,6 +169,8 @@ class Run:
                 "rollout/scoring": self.scoring,
                 "rollout/kv_use": 0.42 + 0.01 * (index % 9),
                 "rollout/served_version": float(max(0, step - self.lag)),
+                "rollout/drift": 0.012 + 0.001 * (index % 5),
+                "rollout/drift_largest": 0.02 + 0.001 * (index % 5),
                 "rollout/oldest_s": 4.5 + index % 5,
                 **(self._episodes(t) if self.episodes else {}),
             },

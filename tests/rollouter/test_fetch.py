@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import xxhash
 from harness import Net, replace
+from probes import make_probe
 from published_weights import (
     as_streamed,
     comes_to,
@@ -39,7 +40,7 @@ from asyncrl.errors import (
 )
 from asyncrl.messages import Request
 from asyncrl.messages.actors import ActorRecord
-from asyncrl.messages.weights import Chunk, FetchChunk, Offer, Probe
+from asyncrl.messages.weights import Chunk, FetchChunk, Offer
 from asyncrl.parameter_server.chunk_server import ChunkServer
 from asyncrl.parameter_server.deltas import encode_deltas
 from asyncrl.parameter_server.snapshots import Snapshot
@@ -189,7 +190,7 @@ def test_every_bit_arrives(transport: str, delta: bool, server: Server, base: St
 
 @pytest.mark.parametrize("transport", ["shm", "stream"])
 def test_the_probe_stays_with_the_weights(transport: str, server: Server) -> None:
-    probe = Probe(tokens=np.zeros((1, 4), np.int32), logprobs=np.zeros((1, 3), np.float32))
+    probe = make_probe()
     offer = server.offer(4, transport)
     offer = replace(offer, manifest=replace(offer.manifest, probe=probe))
     staged = asyncio.run(take(offer, server)).staged

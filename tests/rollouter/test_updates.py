@@ -5,7 +5,9 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from harness import replace
 from inprocess import sim_config
+from probes import TOKENS, make_probe, samples_of, scores_of
 
 from asyncrl.errors import ActorFailed, BroadcastFailed, DeadlineExceeded, EngineDied, WeightsCorrupt
 from asyncrl.messages import Done
@@ -19,7 +21,6 @@ from asyncrl.messages.weights import (
     NextUpdate,
     Offer,
     PauseGranted,
-    Probe,
     ReportUpdate,
     RequestPause,
     Update,
@@ -27,22 +28,26 @@ from asyncrl.messages.weights import (
 from asyncrl.monitor.logging import get_logger
 from asyncrl.monitor.states import StateLedger
 from asyncrl.monitor.trace import Trace
+from asyncrl.rollouter.drift import NORMAL
 from asyncrl.rollouter.engine_host import EngineHost
+from asyncrl.rollouter.engines.base import Delta
 from asyncrl.rollouter.updates import UpdateFollower
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.clock import LoopClock, run_virtual
 from asyncrl.weights.broadcast import Broadcast
 from asyncrl.weights.segments import Segment, layout
 
-PROBE = Probe(tokens=np.array([[1, 2, 3]], np.int32), logprobs=np.array([[-1.0, -2.0]], np.float32))
+PROBE = make_probe()
 
 
 class StubEngine:
     """Writes down what happens to it; ``loads`` scripts the loads."""
 
-    def __init__(self, events: list, loads: list, scores: list | None = None) -> None:
+    def __init__(self, events: list, loads: list, offs: list | None = None) -> None:
         self.name, self.workers = "rollouter/0", 1
-        self.events, self.loads, self.scores = events, loads, scores or []
+        self.events, self.loads, self.offs = events, loads, offs or []
+        self.off = 0.0
+        """By so much its log-probs are off from the probe on."""
 
     async def start(self) -> None:
         self.events.append("start")
@@ -63,7 +68,17 @@ class StubEngine:
         return "c"
 
     async def score(self, ids) -> list[float]:
-        return self.scores.pop(0) if self.scores else [-1.0, -2.0]
+        index = TOKENS.index(ids)
+        if not index:
+            self.off = self.offs.pop(0) if self.offs else 0.0
+        if self.off == "hang":
+            await asyncio.sleep(10_000)
+        return scores_of(PROBE, self.off)[index]
+
+    async def generate(self, request):
+        off = 0.0 if self.off == "hang" else self.off
+        token, logprob = samples_of(PROBE, off)[int(request.id.rpartition("/")[2])]
+        yield Delta(tokens=[token], logprobs=[logprob], finish_reason="length")
 
     async def load(self, weights, *, recompute_kv: bool) -> None:
         way = "broadcast" if isinstance(weights, Broadcast) else "staged"
@@ -82,6 +97,7 @@ class Server:
         self.offers, self.begins, self.away = list(offers), begins, away
         self.asked: list[NextUpdate] = []
         self.reports: list[ReportUpdate] = []
+        self.told: list[tuple[str, str, dict]] = []
         self.done = asyncio.Event()
 
     async def call(self, request):
@@ -128,8 +144,16 @@ def publish():
         os.close(segment.fd)
 
 
-def rolling(manifest: Manifest, probe: bool = False) -> Offer:
-    return Offer(version=manifest.version, transport="shm", manifest=manifest, probe=probe)
+def rolling(manifest: Manifest) -> Offer:
+    return Offer(version=manifest.version, transport="shm", manifest=manifest)
+
+
+def retyped(manifest: Manifest, dtype: str) -> Manifest:
+    buckets = [
+        replace(bucket, tensors=[replace(spec, dtype=dtype, shape=(25,)) for spec in bucket.tensors])
+        for bucket in manifest.buckets
+    ]
+    return replace(manifest, buckets=buckets)
 
 
 def broadcast(version: int) -> Offer:
@@ -139,7 +163,7 @@ def broadcast(version: int) -> Offer:
     return Offer(version=version, transport="gloo", collective=collective)
 
 
-def follow(server_of: Callable[[], Server], *, loads=(), scores=(), **tables):
+def follow(server_of: Callable[[], Server], *, loads=(), offs=(), **tables):
     """Follow until the server has nothing more; returns the engine's events, the server and the host."""
     config = sim_config(**tables)
     events: list = []
@@ -147,12 +171,12 @@ def follow(server_of: Callable[[], Server], *, loads=(), scores=(), **tables):
     async def main():
         server = server_of()
         clock = LoopClock()
-        loads_left, scores_left = list(loads), list(scores)
+        loads_left, offs_left = list(loads), list(offs)
         committed, updated = [], []
         awaits = Awaits(clock.now)
         host = EngineHost(
             config,
-            lambda: StubEngine(events, loads_left, scores_left),
+            lambda: StubEngine(events, loads_left, offs_left),
             clock,
             StateLedger(clock.now, "engine"),
             awaits,
@@ -167,6 +191,7 @@ def follow(server_of: Callable[[], Server], *, loads=(), scores=(), **tables):
             awaits=awaits,
             clock=clock,
             log=get_logger("rollouter/0"),
+            notify=lambda key, text, **more: server.told.append((key, text, more)),
             track=Trace(clock.now, clock.wall, window_s=0.0).track("weights", 0),
         )
         await host.start()
@@ -184,7 +209,7 @@ def follow(server_of: Callable[[], Server], *, loads=(), scores=(), **tables):
             raise problem from None
         assert committed == [r.version for r in server.reports if r.committed]
         assert [times.version for times in updated] == committed
-        server.updated = updated
+        server.updated, server.drifts = updated, follower.drifts
         return events, server, host
 
     return run_virtual(main())
@@ -292,26 +317,79 @@ def test_a_parameter_server_that_is_away_is_asked_until_it_is_back(publish):
 
 def test_under_full_verification_nothing_is_admitted_before_the_engine_agrees_with_the_learner(publish):
     """I4: after a load the engine computes what the learner does, or it loads again."""
-    wrong = [[-1.0, -4.0]]
     events, server, host = follow(
-        lambda: Server([rolling(publish(1, probe=True), probe=True)] * 2), scores=wrong, weights={"verify": "full"}
+        lambda: Server([rolling(publish(1, probe=True))] * 2), offs=[2.0], weights={"verify": "full"}
     )
     assert events == [
         *("start", "accept 1", "pause abort", "load 1 staged", "resume", "pause abort"),
         *("accept 1", "pause abort", "load 1 staged", "resume"),
     ]
     assert "does not compute what the learner does" in server.reports[0].error
-    assert server.updated[0].probe_kl == pytest.approx(0.0)
+    assert server.updated[0].drift == pytest.approx(0.0)
     assert host.version == 1
 
 
-def test_a_probe_is_measured_where_it_is_asked_for(publish):
+LIMITS = {"warn": 0.1, "stop": 0.3}
+
+
+def test_every_update_is_measured_and_a_small_drift_is_kept_to_the_figures(publish):
     _, server, _ = follow(
-        lambda: Server([rolling(publish(0, probe=True), probe=True), rolling(publish(1, probe=True))]),
-        scores=[[-1.5, -2.5]],
+        lambda: Server([rolling(publish(0, probe=True)), rolling(publish(1, probe=True)), rolling(publish(2))]),
+        offs=[-0.07, 0.0],
+        drift=LIMITS,
     )
-    assert server.updated[0].probe_kl == pytest.approx(np.exp(-0.5) - 0.5)
-    assert server.updated[1].probe_kl is None
+    assert [times.drift for times in server.updated] == [pytest.approx(0.07 * NORMAL), pytest.approx(0.0), None]
+    assert server.updated[0].drift_worst == pytest.approx(0.07)
+    assert server.updated[0].probe_kl == pytest.approx(np.expm1(-0.07) + 0.07)
+    assert server.told == []
+    figures = server.drifts.figures
+    assert (figures["rollout/drift_largest"], figures["rollout/drift_warnings"]) == (pytest.approx(0.07 * NORMAL), 0)
+
+
+def test_a_larger_drift_is_told_with_its_count_and_the_run_goes_on(publish):
+    _, server, host = follow(
+        lambda: Server([rolling(publish(version, probe=True)) for version in range(3)]),
+        offs=[0.2, 0.0, 0.22],
+        drift=LIMITS,
+    )
+    assert host.version == 2
+    assert [more["count"] for _, _, more in server.told] == [1, 2]
+    for key, text, _ in server.told:
+        assert key == "drift"
+        assert all(word in text for word in ("rollouter/0", "version", "nats", "drift.warn = 0.1", "learner.dtype"))
+
+
+def test_a_drift_past_the_limit_ends_the_run_and_says_why(publish):
+    with pytest.raises(ActorFailed) as failed:
+        follow(
+            lambda: Server([rolling(publish(0, probe=True)), rolling(publish(1, probe=True))]),
+            offs=[0.0, 0.35],
+            drift=LIMITS,
+        )
+    assert failed.value.actor == "rollouter/0"
+    assert not failed.value.restartable
+    for words in ("version 1", "0.439 nats", "drift.stop = 0.3", "weights of another version", "raise drift.warn"):
+        assert words in failed.value.reason
+
+
+def test_where_all_is_in_float32_less_is_rounding(publish):
+    """The weights of this test are bytes, which are no float32."""
+    offers = lambda dtype: Server([rolling(retyped(publish(0, probe=True), dtype))])  # noqa: E731
+    _, server, _ = follow(lambda: offers("bfloat16"), offs=[0.02])
+    assert server.told == []
+    with pytest.raises(ActorFailed, match=r"drift\.stop = 0\.01"):
+        follow(lambda: offers("float32"), offs=[0.02])
+    # As far as is known.
+    _, server, _ = follow(lambda: offers("float32"), offs=[0.02], rollout={"gpus_per_replica": 1})
+    assert server.told == []
+
+
+def test_an_engine_that_is_too_busy_to_be_measured_goes_on(publish):
+    _, server, host = follow(
+        lambda: Server([rolling(publish(0, probe=True)), rolling(publish(1, probe=True))]), offs=["hang"], drift=LIMITS
+    )
+    assert host.version == 1
+    assert [times.drift for times in server.updated] == [None, pytest.approx(0.0)]
 
 
 def test_the_base_for_deltas_is_kept_and_named(publish):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import xxhash
 from harness import Net, replace
+from probes import make_probe
 from published_weights import (
     as_streamed,
     comes_to,
@@ -22,7 +23,7 @@ from published_weights import (
 )
 
 from asyncrl.errors import InvalidRequest, RemoteError, VersionGone, WeightsCorrupt
-from asyncrl.messages.weights import Chunk, FetchChunk, Manifest, Probe, TensorSpec
+from asyncrl.messages.weights import Chunk, FetchChunk, Manifest, TensorSpec
 from asyncrl.parameter_server import chunk_server, deltas
 from asyncrl.parameter_server.chunk_server import ChunkServer
 from asyncrl.parameter_server.deltas import encode_deltas, item_bytes
@@ -168,7 +169,7 @@ def test_over_the_wire() -> None:
 
 
 def test_what_is_held_keeps_all_that_was_published_but_its_paths() -> None:
-    probe = Probe(tokens=np.zeros((1, 4), np.int32), logprobs=np.zeros((1, 3), np.float32))
+    probe = make_probe()
     bucket, descriptor = seal(b"abcd", "t")
     published = Manifest(version=3, buckets=[bucket], probe=probe)
     snapshot = hold(published)

@@ -110,6 +110,12 @@ class RollouterRow(Struct, frozen=True, kw_only=True):
     """Of the process and of its engine."""
     oldest_s: float | None = None
     """Age of the oldest trajectory."""
+    drift: float | None = None
+    """Of its engine from the learner after the last update, nats; docs/weights.md."""
+    drift_largest: float | None = None
+    """Since its start."""
+    drift_warnings: Count = 0
+    """Updates after which it was drift.warn or more."""
 
 
 class RankRow(Struct, frozen=True, kw_only=True):

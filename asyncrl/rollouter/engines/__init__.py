@@ -23,6 +23,15 @@ def make_engine(config: Config, name: str) -> Engine:
     return VllmEngine(config, name)
 
 
+def engine_dtype(config: Config) -> str:
+    """What the engine computes in, by torch's name."""
+    if config.rollout.engine == "vllm":
+        from asyncrl.rollouter.engines.vllm.options import dtype
+
+        return dtype(config)
+    return "float32"
+
+
 def engine_parsers(config: Config) -> EngineParsers | None:
     """What makes parsers of answers that the engine has, to be called on a thread; None where it has none."""
     model = config.model

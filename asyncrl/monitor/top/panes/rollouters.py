@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from asyncrl.monitor.bottleneck import by_kind
-from asyncrl.monitor.numbers import count, duration, percent
+from asyncrl.monitor.numbers import count, duration, fixed, percent
 from asyncrl.monitor.rates import total
 from asyncrl.monitor.top.bars import state_bar
 from asyncrl.monitor.top.document import Document, RollouterRow
@@ -27,6 +27,8 @@ ROLLOUTERS = (
     Column(title="KV", right=True, width=4, drop=4, key="kv_use"),
     Column(title="v", right=True, width=3, key="version"),
     Column(title="lag", right=True, width=3, key="lag"),
+    Column(title="drift", right=True, width=6, drop=5, spare=True, key="drift"),
+    Column(title="worst", right=True, width=6, drop=8, spare=True, key="drift_largest"),
     Column(title="rst", right=True, width=3, drop=2, key="restarts"),
     Column(title="oldest", right=True, width=6, drop=1, key="oldest_s"),
 )
@@ -99,6 +101,8 @@ def _rollouter_row(row: RollouterRow, glyphs: Glyphs) -> Row:
             (percent(row.kv_use), "warn" if (row.kv_use or 0.0) > 0.95 else ""),
             (count(row.version), ""),
             (count(row.lag), lag),
+            (fixed(row.drift, 3), "warn" if row.drift_warnings else ""),
+            (fixed(row.drift_largest, 3), "warn" if row.drift_warnings else "dim"),
             (count(row.restarts), "warn" if row.restarts else "dim"),
             (duration(row.oldest_s), ""),
         ),
@@ -119,7 +123,7 @@ def _host_row(host: str, rows: Sequence[RollouterRow]) -> Row:
             (count(total(row.waiting for row in rows)), "bold"),
             (count(total(row.concurrency for row in rows)), "bold"),
             (count(total(row.tokens_per_s for row in rows)), "bold"),
-            *([blank] * 5),
+            *([blank] * 7),
         ),
         heading=True,
     )

@@ -1,0 +1,85 @@
+"""A run whose engine does not sample as the learner believes ends, and says why; every actor is a process."""
+
+import string
+
+import pytest
+from tiny_models import EOS, VOCAB, sharp_model
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+from tools.live_run import ROOT, LiveRun
+
+pytestmark = pytest.mark.slow
+
+RUN_S, STEPS = 240.0, 8
+CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
+COOLER = """
+from vllm.v1.sample.logits_processor import LogitsProcessor
+
+
+class Cooler(LogitsProcessor):
+    def __init__(self, vllm_config, device, is_pin_memory):
+        pass
+
+    def is_argmax_invariant(self):
+        return False
+
+    def update_state(self, batch_update):
+        pass
+
+    def apply(self, logits):
+        return logits.div_(0.9)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("drift")
+    assert len(CHARACTERS) == VOCAB and CHARACTERS[EOS] == "\n"
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(CHARACTERS)}, unk_token=" "))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="\n").save_pretrained(folder / "model")
+    model = sharp_model(0)
+    model.generation_config = GenerationConfig(eos_token_id=EOS)
+    model.save_pretrained(folder / "model")
+    (folder / "prompts.jsonl").write_text("".join(f'{{"prompt": "{i} + {i + 7} = "}}\n' for i in range(64)))
+    (folder / "cooler.py").write_text(COOLER)
+    (folder / "rewards.py").write_text("def share(*, completion):\n    return completion.count('1') / 32\n")
+    return folder
+
+
+def start(folder, name, **extra):
+    (folder / name).mkdir()
+    tree = {
+        "model": {"path": str(folder / "model")},
+        "data": {"path": str(folder / "prompts.jsonl"), "max_prompt_tokens": 16},
+        "rollout": {
+            "gpus_per_replica": 0,
+            "samples_per_prompt": 4,
+            "max_tokens": 32,
+            "vllm": {"cpu_kv_cache_bytes": 64 << 20, "threads": 1, "extra": extra},
+        },
+        "reward": {"function": "rewards:share", "workers": 1},
+        "learner": {"steps": STEPS, "groups_per_step": 4, "lr": 1e-4, "dynamic_sampling": False},
+    }
+    return LiveRun(tree, folder / name, env={"PYTHONPATH": f"{folder}:{ROOT}"})
+
+
+def test_a_run_whose_engine_cools_its_logits_ends_and_one_that_does_not_goes_on(folder):
+    run = start(folder, "cool", logits_processors=["cooler:Cooler"])
+    try:
+        assert run.wait(RUN_S) == 1, run.output
+        for words in ("rollouter/0", "another temperature than rollout.temperature", "drift.stop = "):
+            assert words in run.output, run.output
+        assert run.step < STEPS
+    finally:
+        run.close()
+    run = start(folder, "plain")
+    try:
+        assert run.wait(RUN_S) == 0, run.output
+        drifts = [line["policy/drift"] for line in run.lines("update")]
+        assert len(drifts) >= 2 and max(drifts) < 1e-3
+        assert "drift" not in run.output
+    finally:
+        run.close()
