@@ -13,6 +13,8 @@ import torch
 VOCABULARY = 97
 WINDOW = 16
 FAMILIES = ("Qwen2", "Qwen3", "Llama", "Gemma2", "Gemma3", "Phi3", "Mistral", "Olmo2")
+EXPERTS = ("Qwen3Moe", "Mixtral")
+"""Families whose layers send each token to 2 of 4 experts."""
 MIXED_LAYERS = ["sliding_attention", "full_attention"]
 _OWN: dict[str, dict[str, Any]] = {
     "Gemma2": {
@@ -32,7 +34,9 @@ _OWN: dict[str, dict[str, Any]] = {
         },
     },
     "Mistral": {"sliding_window": WINDOW},
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "Phi3": {"pad_token_id": None},
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
 }
 
 
@@ -88,7 +92,7 @@ def plain_model(folder: Path) -> Any:
     import transformers
 
     return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float64, attn_implementation="eager", local_files_only=True
+        folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager", local_files_only=True
     ).eval()
 
 

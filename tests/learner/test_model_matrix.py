@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from learner_cases import make_config
-from model_matrix import FAMILIES, VOCABULARY, WINDOW, make_family, plain_model, save_family
+from model_matrix import EXPERTS, FAMILIES, VOCABULARY, WINDOW, make_family, plain_model, save_family
 from safetensors.torch import load_file
 from segment_reading import read_manifest
 
@@ -67,7 +67,7 @@ def _plain(folder: Path) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Te
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + EXPERTS)
 def test_the_learner_computes_what_the_model_says(family: str, tied: bool, tmp_path: Path, run, monkeypatch) -> None:
     # Chunks of 7 positions.
     monkeypatch.setattr(head, "CHUNK_BYTES", 4 * VOCABULARY * 7)
