@@ -170,9 +170,9 @@ class Changing:
         async with asyncio.TaskGroup() as group:
             for _ in range(updates):
                 await self.update()
-                before = self.host.sampled_tokens
+                enough = self.host.sampled_tokens + episodes * max_tokens / 4
                 tasks += [group.create_task(self.episode(number, max_tokens)) for number in range(episodes)]
-                while self.host.sampled_tokens < before + episodes * max_tokens / 2:
+                while self.host.sampled_tokens < enough and not all(task.done() for task in tasks):
                     await asyncio.sleep(0.002)
         self._publisher.close()
         return [task.result() for task in tasks]

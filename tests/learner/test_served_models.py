@@ -83,14 +83,10 @@ def worst(folder: Path, sequences: Sequence[Sequence[int]], found: Sequence[Sequ
     return max(float(np.abs(np.array(each) - expected[-len(each) :]).max()) for each, expected in pairs)
 
 
-def check_all(models: Sequence[tuple[str, bool]], tmp_path: Path) -> None:
-    folders = [
-        [save_family(tmp_path / f"{family}-{tied}-{seed}", make_family(family, tied=tied, seed=seed)) for seed in SEEDS]
-        for family, tied in models
-    ]
+def differences(models: dict[str, list[Path]], tmp_path: Path, extra: dict[str, Any] | None = None) -> dict[str, Any]:
+    """By name, of versions of one model each: (scored, sampled) of each version, nats, or why there are none."""
     found: dict[str, Any] = {}
-    for (family, tied), (versions, job, served) in zip(models, serve(folders, tmp_path), strict=True):
-        name = f"{family} {'tied' if tied else 'untied'}"
+    for name, (versions, job, served) in zip(models, serve(list(models.values()), tmp_path, extra), strict=True):
         found[name] = served.problem
         if served.versions:
             found[name] = [
@@ -101,18 +97,41 @@ def check_all(models: Sequence[tuple[str, bool]], tmp_path: Path) -> None:
                 for folder, version in zip(versions, served.versions, strict=True)
             ]
     print(found)
-    wrong = {
+    return found
+
+
+def made(models: Sequence[tuple[str, bool]], tmp_path: Path) -> dict[str, list[Path]]:
+    """Folders of two versions of each model."""
+    return {
+        f"{family} {'tied' if tied else 'untied'}": [
+            save_family(tmp_path / f"{family}-{tied}-{seed}", make_family(family, tied=tied, seed=seed))
+            for seed in SEEDS
+        ]
+        for family, tied in models
+    }
+
+
+def wrong(found: dict[str, Any]) -> dict[str, Any]:
+    return {
         name: told
         for name, told in found.items()
         if isinstance(told, str) or not all(each < TOLERANCE for version in told for each in version)
     }
-    assert not wrong
 
 
 def test_what_the_learner_publishes_is_what_vllm_serves(tmp_path: Path) -> None:
-    check_all(FEW, tmp_path)
+    assert not wrong(differences(made(FEW, tmp_path), tmp_path))
 
 
 @pytest.mark.slow
 def test_every_family_is_served(tmp_path: Path) -> None:
-    check_all(REST, tmp_path)
+    assert not wrong(differences(made(REST, tmp_path), tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "ASYNCRL_CHAT_MODEL" not in os.environ,
+    reason="ASYNCRL_CHAT_MODEL does not name the folder of SmolLM2-135M-Instruct (make chat-model)",
+)
+def test_a_real_model_is_served(tmp_path: Path) -> None:
+    assert not wrong(differences({"SmolLM2": [Path(os.environ["ASYNCRL_CHAT_MODEL"])]}, tmp_path))
