@@ -189,6 +189,12 @@ def served_otherwise(model: dict[str, Any], longest: int) -> tuple[str, str] | N
             f"long alone, and vLLM in all, because its context has {longest}"
         )
         return told, f"lower data.max_prompt_tokens and rollout.max_tokens (and those of eval) to {original} together"
+    if any("experts" in key and isinstance(count, int) and count > 1 for key, count in text.items()):
+        told = (
+            "it is a mixture of experts: on CPUs an update does not reach the packed experts of vLLM, and elsewhere learner "
+            "and vLLM would choose experts each for themselves, since the routes are not replayed"
+        )
+        return told, 'choose a dense model, or rollout.engine = "reference", which computes with the learner\'s code'
     if text.get("model_type") in ALWAYS_TIED and not text.get("tie_word_embeddings", True):
         told = f"its head is not tied to its embedding, and vLLM knows {text['model_type']} with a tied head alone"
         return told, "choose the model with tie_word_embeddings = true"
