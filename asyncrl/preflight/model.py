@@ -191,7 +191,7 @@ def served_otherwise(model: dict[str, Any], longest: int) -> tuple[str, str] | N
         return told, f"lower data.max_prompt_tokens and rollout.max_tokens (and those of eval) to {original} together"
     if any("experts" in key and isinstance(count, int) and count > 1 for key, count in text.items()):
         told = (
-            "it is a mixture of experts: on CPUs an update does not reach the packed experts of vLLM, and elsewhere learner "
+            "it is a mixture of experts: on CPUs no update reaches the packed experts of vLLM, and elsewhere learner "
             "and vLLM would choose experts each for themselves, since the routes are not replayed"
         )
         return told, 'choose a dense model, or rollout.engine = "reference", which computes with the learner\'s code'
