@@ -171,20 +171,21 @@ class Changing:
             for _ in range(updates):
                 await self.update()
                 enough = self.host.sampled_tokens + episodes * max_tokens / 4
-                tasks += [group.create_task(self.episode(number, max_tokens)) for number in range(episodes)]
+                numbers = range(len(tasks), len(tasks) + episodes)
+                tasks += [group.create_task(self.episode(number, max_tokens)) for number in numbers]
                 while self.host.sampled_tokens < enough and not all(task.done() for task in tasks):
                     await asyncio.sleep(0.002)
         self._publisher.close()
         return [task.result() for task in tasks]
 
-    def worst(self, found: list[Response], episodes: int) -> float:
+    def worst(self, found: list[Response]) -> float:
         """The largest distance of a log-prob from what its version's own model gives it, where it promises to be none.
 
         ``found`` is from ``run_over_versions``.
         """
         worst = 0.0
         for number, generated in enumerate(found):
-            prompt = self.prompts[number % episodes % len(self.prompts)]
+            prompt = self.prompts[number % len(self.prompts)]
             for span in generated.spans:
                 if not span.mixed_kv:
                     truth = logprobs_of(self.of[span.version], prompt + generated.tokens)[len(prompt) - 1 :]
@@ -278,14 +279,13 @@ def test_no_token_is_sampled_over_keys_and_values_of_older_weights(
     cache in a load, and the salt of the version; without it the test sees old blocks."""
     for guard in without:
         GUARDS[guard](monkeypatch, engine)
-    episodes = 4
 
     async def main() -> None:
         changing = Changing(engine, versions, on_update=mode[0], keep_kv=mode[1])
         changing.prompts = LONG_PROMPTS
-        found = await changing.run_over_versions(updates=5, episodes=episodes, max_tokens=80)
+        found = await changing.run_over_versions(updates=5, episodes=4, max_tokens=80)
         assert any(len(generated.spans) > 1 for generated in found), "updates meet episodes that run"
-        worst = changing.worst(found, episodes)
+        worst = changing.worst(found)
         assert worst < TOLERANCE if exact else worst > 0.1
 
     runner.run(main())
