@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from learner_cases import make_config
-from model_matrix import EXPERTS, FAMILIES, VOCABULARY, WINDOW, make_family, plain_model, save_family
+from model_matrix import EXPERTS, FAMILIES, VOCABULARY, WINDOW, make_family, plain_logprobs, plain_model, save_family
 from safetensors.torch import load_file
 from segment_reading import read_manifest
 
@@ -36,10 +36,7 @@ def _learned(backend: Any, config: Any) -> dict[str, Any]:
     scores, entropies = policy.score(row, TEMPERATURE)
     scores.sum().backward()
     with backend.publish(0) as publication:
-        weights = {
-            spec.name: torch.frombuffer(bytearray(view), dtype=torch.float32).view(spec.shape)
-            for spec, view in read_manifest(publication.manifest)
-        }
+        weights = _weights(publication)
     return {
         "way": (backend.packed, policy.model.config._attn_implementation, policy.chunked),
         "scores": scores.detach(),
@@ -51,6 +48,13 @@ def _learned(backend: Any, config: Any) -> dict[str, Any]:
             for name, p in policy.named_parameters()
         },
         "weights": weights,
+    }
+
+
+def _weights(publication: Any) -> dict[str, torch.Tensor]:
+    return {
+        spec.name: torch.frombuffer(bytearray(view), dtype=torch.float32).view(spec.shape)
+        for spec, view in read_manifest(publication.manifest)
     }
 
 
@@ -88,3 +92,22 @@ def test_the_learner_computes_what_the_model_says(family: str, tied: bool, tmp_p
     assert ("lm_head.weight" in written) == (not tied)
     for name, tensor in written.items():
         assert torch.equal(found["weights"][name], tensor), name
+
+
+def _probed(backend: Any, config: Any) -> tuple[np.ndarray, np.ndarray, dict[str, torch.Tensor]]:
+    probe = backend.probe()
+    with backend.publish(0) as publication:
+        return probe.tokens, probe.logprobs, _weights(publication)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", FAMILIES + EXPERTS)
+def test_two_ranks_compute_and_publish_the_same(family: str, tied: bool, tmp_path: Path, run) -> None:
+    folder = save_family(tmp_path / "model", make_family(family, tied=tied))
+    (tokens, logprobs, weights), followers = run(make_config(folder, ranks=2), _probed)
+    assert followers == [None]
+    assert np.abs(logprobs - np.array(plain_logprobs(folder, tokens.tolist()))).max() < TOLERANCE
+    written = load_file(folder / "model.safetensors")
+    assert weights.keys() == written.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in written.items())
