@@ -5,7 +5,10 @@ transformers' own way with a packed row masks a T x T square, which costs what o
 Registered with transformers under NAME; a model that runs with it gets ``sequence_lengths`` as a keyword
 argument of its forward and hands it down to every attention layer.
 
-Fails with NotImplementedError for attention that is more than causal dot-product (soft-capped scores, sinks,
+The lengths are a tensor: as numbers they would be guards of torch.compile, and each count of sequences one graph
+more. The attention itself stays out of the graphs (``packed_attention`` is the one place that reads the lengths).
+
+Fails with NotImplementedError for attention that is more than causal dot-product, soft-capped or not (sinks,
 a bidirectional layer) and for a model that does not hand the lengths down. The start-up check (check.py)
 tries it before it is used.
 """
@@ -37,29 +40,58 @@ def packed_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    sequence_lengths: tuple[int, ...] | None = None,
+    sequence_lengths: Tensor | None = None,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention of one packed row, in the form that transformers calls.
 
-    ``query`` [1, heads, T, D], ``key`` and ``value`` [1, kv heads, T, D]; ``sequence_lengths`` sums to T.
-    Returns [1, T, heads, D]. ``attention_mask`` is not looked at: the lengths say it all.
+    ``query`` [1, heads, T, D], ``key`` and ``value`` [1, kv heads, T, D]; ``sequence_lengths`` int64 on the CPU, sums
+    to T. Returns [1, T, heads, D]. ``attention_mask`` is not looked at: the lengths say it all.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if sequence_lengths is None:
         raise NotImplementedError(f"{type(module).__name__} is not given the lengths of the packed sequences")
-    for name in ("softcap", "s_aux"):
-        if kwargs.get(name) is not None:
-            raise NotImplementedError(f"{type(module).__name__} needs {name}")
+    if kwargs.get("s_aux") is not None:
+        raise NotImplementedError(f"{type(module).__name__} needs s_aux")
     if not (getattr(module, "is_causal", True) and kwargs.get("is_causal") in (None, True)):
         raise NotImplementedError(f"{type(module).__name__} is not causal")
     outputs = []
-    for q, k, v in zip(*(torch.split(x, list(sequence_lengths), dim=2) for x in (query, key, value)), strict=True):
+    for q, k, v in zip(*(torch.split(x, sequence_lengths.tolist(), dim=2) for x in (query, key, value)), strict=True):
         length = q.shape[2]
         mask = None
-        if sliding_window is not None and length > sliding_window:
+        if softcap is not None or (sliding_window is not None and length > sliding_window):
             mask = torch.ones(length, length, dtype=torch.bool, device=q.device)
-            mask = mask.tril().triu(1 - sliding_window)[None, None]
-        outputs.append(sdpa_attention_forward(module, q, k, v, mask, dropout=dropout, scaling=scaling)[0])
+            mask = mask.tril().triu(1 - (sliding_window or length))[None, None]
+        if softcap is None:
+            output = sdpa_attention_forward(module, q, k, v, mask, dropout=dropout, scaling=scaling)[0]
+        else:
+            output = _soft_capped(q, k, v, mask, dropout=dropout, scaling=scaling, softcap=softcap)
+        outputs.append(output)
     return torch.cat(outputs, dim=1), None
+
+
+def _soft_capped(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    dropout: float,
+    scaling: float | None,
+    softcap: float,
+) -> Tensor:
+    """Attention of one sequence with scores s bounded as c tanh(s / c) (Gemma 2, arXiv 2408.00118, section 2).
+
+    torch's dot-product attention has no such bound, and would leave it out without a word.
+    """
+    each = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(each, dim=1) for x in (key, value))
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = torch.dropout(weights, dropout, train=dropout > 0.0)
+    return (weights @ value).transpose(1, 2)

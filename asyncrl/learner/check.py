@@ -1,32 +1,40 @@
-"""The check at start: is what the learner computes from a packed row what the model says of each sequence
+"""The check at start, first part: is what the learner computes from a packed row what the model says of each sequence
 alone?
 
-Some architectures leak from one packed sequence into the next, and some do more to their logits than to apply
-the head; either trains on wrong ratios without a word. So a random batch is scored both ways, in float32 on
-the CPU, before the model is sharded, and the learner takes the fastest way that agrees with the slowest:
+Some architectures leak from one packed sequence into the next, some do more to their logits than to apply the head, and
+fast attention leaves out what it does not know (a soft cap); each trains on wrong ratios without a word. So a random
+batch is scored in every way, in float32 on the CPU, before the model is sharded, and held against the slowest: one
+sequence a row, transformers' plain attention, the model's own logits. The learner takes the fastest way that agrees:
 
-    rows        several sequences a row (own attention, else transformers'), else one sequence a row
+    rows        several sequences a row, else one
+    attention   of several: ours, else what transformers chose, else the plain one; of one: the last two
     logits      in chunks, else the model's own
+
+The second part (check_sharded.py) holds what was chosen here against itself where it will run.
 
 Fails with ConfigError under ``packing = "required"`` when no way of packing agrees.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 import torch
+from torch import Tensor
 
 from asyncrl.config.training import LearnerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.learner.policy import Policy, Row, make_row
+from asyncrl.learner.policy import Attention, Policy, Row, make_row
 
 TOLERANCE = 1e-4
 """Largest difference of a log-prob, nats, that still counts as rounding (float32)."""
 LENGTHS = (7, 1, 19, 12, 5)
 """Of the random sequences: short, so that what leaks in from a neighbour weighs much."""
+PACKED: tuple[Attention, ...] = ("packed", "loaded", "plain")
+"""Ways to attend to several sequences a row, the fastest first."""
 
 
 class Scoring(msgspec.Struct, frozen=True):
@@ -34,8 +42,7 @@ class Scoring(msgspec.Struct, frozen=True):
 
     packed: bool
     """Several sequences a row."""
-    packed_attention: bool
-    """With attention.py's attention."""
+    attention: Attention
     chunked: bool
     """Logits in chunks."""
     warnings: list[str] = []
@@ -43,79 +50,116 @@ class Scoring(msgspec.Struct, frozen=True):
     def apply(self, policy: Policy) -> None:
         """Make ``policy`` score this way."""
         policy.chunked = self.chunked
-        policy.use_attention(self.packed_attention)
+        policy.use_attention(self.attention)
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """The ways that agree before the model is sharded."""
+
+    packed: list[Attention]
+    """Those of PACKED with which several sequences a row score as they do alone, the fastest first."""
+    single: Attention
+    """The fastest for one sequence a row."""
+    chunked: bool
+    truth: list[float]
+    """Log-probs of the random sequences, nats."""
+    warnings: list[str]
+
+    @property
+    def scoring(self) -> Scoring:
+        """The fastest way."""
+        return Scoring(bool(self.packed), (*self.packed, self.single)[0], self.chunked, self.warnings)
 
 
 @dataclass(frozen=True)
-class _Batch:
+class Batch:
+    """The same sequences in one row and in a row each."""
+
     packed: Row
     single: list[Row]
 
 
-def choose_scoring(policy: Policy, config: LearnerConfig, *, seed: int) -> Scoring:
+def choose_scoring(policy: Policy, config: LearnerConfig, *, seed: int) -> Choice:
     """Try the ways of scoring on a random batch. ``policy`` holds the whole model. Raises ConfigError.
 
-    Leaves ``policy`` set to the way that was chosen.
+    Leaves ``policy`` set to the fastest that agrees.
     """
-    batch = _random_batch(policy, seed)
-    warnings: list[str] = []
-    Scoring(packed=False, packed_attention=False, chunked=False).apply(policy)
-    truth = _score(policy, batch.single)
+    batch = random_batch(policy, LENGTHS, seed=seed, device=torch.device("cpu"))
+    Scoring(packed=False, attention="plain", chunked=False).apply(policy)
+    truth = score_rows(policy, batch.single)
 
-    policy.chunked = True
-    worst = _difference(policy, batch.single, truth)
-    policy.chunked = chunked = isinstance(worst, float) and worst <= TOLERANCE
-    if not chunked:
-        warnings.append(f"log-probs in chunks differ from the model's own logits ({worst}); whole logits are held")
+    def tried(rows: list[Row], attention: Attention, chunked: bool) -> float | str:
+        """Largest difference in nats, or why this way cannot be gone."""
+        try:
+            Scoring(packed=False, attention=attention, chunked=chunked).apply(policy)
+            scores = score_rows(policy, rows)
+        except (NotImplementedError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            # Any of these is how a model says that it does not support a way of being called.
+            return f"{type(error).__name__}: {error}"
+        worst = float((scores - truth).abs().max())
+        return worst if np.isfinite(worst) else "not finite"
 
-    scoring = Scoring(packed=False, packed_attention=False, chunked=chunked)
+    chunks = tried(batch.single, "plain", True)
+    chunked = _agrees(chunks)
+    alone = tried(batch.single, "loaded", chunked)
+    single: Attention = "loaded" if _agrees(alone) else "plain"
+    found: dict[Attention, float | str] = {}
     if config.packing != "off":
-        found = {}
-        for own in (True, False):
-            policy.use_attention(own)
-            found[own] = worst = _difference(policy, [batch.packed], truth)
-            if isinstance(worst, float) and worst <= TOLERANCE:
-                scoring = Scoring(packed=True, packed_attention=own, chunked=chunked)
-                break
-        else:
-            what = f"log-probs of a packed row differ from those of single sequences ({found[False]})"
-            if config.packing == "required":
-                raise ConfigError([f'learner.packing: is "required", but with this model {what}'])
-            warnings.append(f"{what}; each row holds one sequence")
-        if not scoring.packed_attention and scoring.packed:
-            warnings.append(f"own attention over packed rows cannot be used ({found[True]}); transformers' is slower")
-    scoring.apply(policy)
-    return msgspec.structs.replace(scoring, warnings=warnings)
+        found = {attention: tried([batch.packed], attention, chunked) for attention in PACKED}
+    packed = [attention for attention, worst in found.items() if _agrees(worst)]
+
+    warnings = []
+    if not chunked:
+        warnings.append(f"log-probs in chunks differ from the model's own logits ({chunks}); whole logits are held")
+    if found and not packed:
+        warnings.append(no_packing(config, str(found["plain"])))
+    elif found and packed[0] != "packed":
+        warnings.append(slower_packing(packed[0], str(found["packed"])))
+    if not packed and single == "plain":
+        warnings.append(
+            f"transformers' fast attention leaves out a part of the model's ({alone}); its plain one is slow"
+        )
+    choice = Choice(packed, single, chunked, truth.tolist(), warnings)
+    choice.scoring.apply(policy)
+    return choice
 
 
-def _random_batch(policy: Policy, seed: int) -> _Batch:
+def no_packing(config: LearnerConfig, found: str) -> str:
+    """The warning when rows hold one sequence each although they might hold several. Raises ConfigError."""
+    told = f"log-probs of a packed row differ from those of single sequences ({found})"
+    if config.packing == "required":
+        raise ConfigError([f'learner.packing: is "required", but with this model {told}'])
+    return f"{told}; each row holds one sequence"
+
+
+def slower_packing(attention: Attention, found: str) -> str:
+    """The warning when packed rows cannot be attended to in the fastest way."""
+    named = {"loaded": "transformers'", "plain": "transformers' plain one"}[attention]
+    return f"own attention over packed rows cannot be used ({found}); {named} is slower"
+
+
+def _agrees(worst: float | str) -> bool:
+    return isinstance(worst, float) and worst <= TOLERANCE
+
+
+def random_batch(policy: Policy, lengths: Sequence[int], *, seed: int, device: torch.device) -> Batch:
+    """Sequences of random tokens, each position scored."""
     random = np.random.default_rng(seed)
     vocabulary = policy.model.get_input_embeddings().num_embeddings
-    tokens = [random.integers(0, vocabulary, n + 1) for n in LENGTHS]
-    cpu = torch.device("cpu")
-    return _Batch(
+    tokens = [random.integers(0, vocabulary, n + 1) for n in lengths]
+    return Batch(
         packed=make_row(
             np.concatenate([t[:-1] for t in tokens]),
-            LENGTHS,
-            np.arange(sum(LENGTHS)),
+            lengths,
+            np.arange(sum(lengths)),
             np.concatenate([t[1:] for t in tokens]),
-            cpu,
+            device,
         ),
-        single=[make_row(t[:-1], [n], np.arange(n), t[1:], cpu) for t, n in zip(tokens, LENGTHS, strict=True)],
+        single=[make_row(t[:-1], [n], np.arange(n), t[1:], device) for t, n in zip(tokens, lengths, strict=True)],
     )
 
 
-def _score(policy: Policy, rows: list[Row]) -> torch.Tensor:
+def score_rows(policy: Policy, rows: list[Row]) -> Tensor:
+    """Log-probs of all rows, float32, one after the other."""
     with torch.no_grad():
         return torch.cat([policy.score(row, 1.0)[0] for row in rows])
-
-
-def _difference(policy: Policy, rows: list[Row], truth: torch.Tensor) -> float | str:
-    """Largest difference in nats, or why this way cannot be gone."""
-    try:
-        scores = _score(policy, rows)
-    except (NotImplementedError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        # Any of these is how a model says that it does not support a way of being called.
-        return f"{type(error).__name__}: {error}"
-    worst = float((scores - truth).abs().max())
-    return worst if np.isfinite(worst) else "not finite"

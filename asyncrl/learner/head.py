@@ -49,12 +49,16 @@ def score_hidden(
     targets: Tensor,
     temperature: float,
     *,
+    softcap: float | None = None,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """``score_logits`` of ``hidden @ weight.T + bias``: [N, H], [V, H], [V] or None, [N] -> two float32 [N]."""
+    """``score_logits`` of ``hidden @ weight.T + bias``: [N, H], [V, H], [V] or None, [N] -> two float32 [N].
+
+    With a ``softcap`` c logits x become c tanh(x / c) before the temperature (Gemma 2, arXiv 2408.00118, section 2).
+    """
     size = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
     scores: tuple[Tensor, Tensor] = _ScoreHidden.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, temperature, entropy_gradient, size
+        hidden, weight, bias, targets, temperature, softcap, entropy_gradient, size
     )
     return scores
 
@@ -68,15 +72,17 @@ class _ScoreHidden(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         temperature: float,
+        softcap: float | None,
         entropy_gradient: bool,
         size: int,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(hidden, weight, bias, targets)
-        ctx.temperature, ctx.entropy_gradient, ctx.size = temperature, entropy_gradient, size
+        ctx.temperature, ctx.softcap = temperature, softcap
+        ctx.entropy_gradient, ctx.size = entropy_gradient, size
         logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
         entropies = torch.empty_like(logprobs)
         for chunk in _chunks(len(hidden), size):
-            logits = F.linear(hidden[chunk], weight, bias)
+            logits = head_logits(softcap, hidden[chunk], weight, bias)
             logprobs[chunk], entropies[chunk] = score_logits(logits, targets[chunk], temperature)
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropies)
@@ -92,15 +98,20 @@ class _ScoreHidden(torch.autograd.Function):
         for chunk in _chunks(len(hidden), ctx.size):
             with torch.enable_grad():
                 inputs = [p.detach().requires_grad_() for p in (hidden[chunk], weight, bias) if p is not None]
-                scores = score_logits(
-                    F.linear(*inputs), targets[chunk], ctx.temperature, entropy_gradient=ctx.entropy_gradient
-                )
+                logits = head_logits(ctx.softcap, *inputs)
+                scores = score_logits(logits, targets[chunk], ctx.temperature, entropy_gradient=ctx.entropy_gradient)
             found = torch.autograd.grad(scores[outputs], inputs, [g[chunk] for g in gradients[outputs]])
             of_hidden[chunk] = found[0]
             for total, part in zip(sums, found[1:], strict=True):
                 total += part
         of_head = [total.to(weight.dtype) for total in sums] + [None] * (bias is None)
-        return of_hidden, *of_head, None, None, None, None
+        return of_hidden, *of_head, None, None, None, None, None
+
+
+def head_logits(softcap: float | None, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """[N, H] -> [N, V], with the soft cap of ``score_hidden``."""
+    logits = F.linear(hidden, weight, bias)
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def _chunks(count: int, size: int) -> Iterator[slice]:

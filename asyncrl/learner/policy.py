@@ -16,16 +16,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from asyncrl.config.training import ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner import attention
-from asyncrl.learner.head import find_likeliest, score_hidden, score_logits
+from asyncrl.learner.head import find_likeliest, head_logits, score_hidden, score_logits
+
+Attention = Literal["packed", "loaded", "plain"]
+"""Ours (attention.py), what transformers chose when it loaded the model, and transformers' own matrix products, which
+leave out nothing that a model asks for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ class Policy(nn.Module):
     """A causal LM of transformers and how it scores.
 
     ``chunked`` False takes the logits of the whole row from the model itself: needed where a model does more
-    between its last layer and its logits than to apply the head.
+    between its last layer and its logits than to apply the head and a soft cap.
     """
 
     def __init__(self, model: Any, *, chunked: bool = True) -> None:
@@ -58,12 +61,14 @@ class Policy(nn.Module):
         self.entropy_gradient = False
         """Whether entropies have a gradient."""
         self._attention: str = model.config._attn_implementation
+        self._softcap: float | None = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
 
-    def use_attention(self, packed: bool) -> None:
-        """Attend with packed_attention, or with what transformers chose when it loaded the model."""
-        if packed:
+    def use_attention(self, name: Attention) -> None:
+        """Attend in one of the ways that Attention names. Raises ValueError where the model has no plain one."""
+        if name == "packed":
             attention.register()
-        self.model.set_attn_implementation(attention.NAME if packed else self._attention)
+        implementations = {"packed": attention.NAME, "loaded": self._attention, "plain": "eager"}
+        self.model.set_attn_implementation(implementations[name])
 
     def forward(
         self,
@@ -82,7 +87,8 @@ class Policy(nn.Module):
         """
         arguments: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
         if self.model.config._attn_implementation == attention.NAME:
-            arguments["sequence_lengths"] = lengths
+            # Made here, below FSDP's root: it would move an argument of its own to the device.
+            arguments["sequence_lengths"] = torch.tensor(lengths)
         if not self.chunked:
             logits = self.model(**arguments).logits[0, predict]
             if likeliest:
@@ -91,9 +97,16 @@ class Policy(nn.Module):
         hidden = self.model.base_model(**arguments).last_hidden_state[0, predict]
         head = self.model.get_output_embeddings()
         if likeliest:
-            return find_likeliest(F.linear(hidden, head.weight, head.bias), temperature, likeliest)
+            logits = head_logits(self._softcap, hidden, head.weight, head.bias)
+            return find_likeliest(logits, temperature, likeliest)
         return score_hidden(
-            hidden, head.weight, head.bias, targets, temperature, entropy_gradient=self.entropy_gradient
+            hidden,
+            head.weight,
+            head.bias,
+            targets,
+            temperature,
+            softcap=self._softcap,
+            entropy_gradient=self.entropy_gradient,
         )
 
     def score(self, row: Row, temperature: float) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,8 @@
 Rank 0 alone reads the weights, checks how the model may be called (check.py), and hands each rank its shards;
 the others begin with a model without memory. Master weights stay float32; a layer is gathered in the compute
 type just before it is used, and gradients are reduced in float32. Each decoder layer is a unit, and the rest
-(embedding, last norm, head, tied or not) is one more.
+(embedding, last norm, head, tied or not) is one more. All ranks then check that what was found holds of what was
+sharded (check_sharded.py).
 
 Fails with ConfigError, on all ranks alike, when the model cannot be loaded or fails the check.
 """
@@ -26,7 +27,8 @@ from torch.utils.checkpoint import checkpoint
 from asyncrl.config import Config
 from asyncrl.config.training import LearnerConfig, ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.learner.check import Scoring, choose_scoring
+from asyncrl.learner.check import Choice, Scoring, choose_scoring
+from asyncrl.learner.check_sharded import confirm_scoring
 from asyncrl.learner.parallel import Ranks
 from asyncrl.learner.policy import Policy, empty_policy, load_policy
 
@@ -63,9 +65,9 @@ def prepare_device(device: torch.device, config: LearnerConfig) -> None:
 
 def build_policy(config: Config, ranks: Ranks, dtype: torch.dtype) -> tuple[Policy, Scoring]:
     """All ranks together: the sharded policy and how it scores. Raises ConfigError on all ranks."""
-    policy, scoring = _load(config.model, config, ranks)
+    policy, choice = _load(config.model, config, ranks)
     shard(policy, ranks, config.learner, dtype)
-    return policy, scoring
+    return policy, _confirm(policy, choice, config, ranks, dtype, config.model)
 
 
 def build_frozen(key: str, path: str, config: Config, ranks: Ranks, dtype: torch.dtype, *, packed: bool) -> Policy:
@@ -75,27 +77,39 @@ def build_frozen(key: str, path: str, config: Config, ranks: Ranks, dtype: torch
     packed rows. Raises ConfigError on all ranks.
     """
     model = config.model.model_copy(update={"path": path})
-    policy, scoring = _load(model, config, ranks)
-    if packed and not scoring.packed:
-        raise ConfigError([f'{key}: {path} cannot score several sequences a row; set learner.packing to "off"'])
+    policy, choice = _load(model, config, ranks)
     policy.requires_grad_(False)
     offload = CPUOffloadPolicy() if ranks.device.type == "cuda" else OffloadPolicy()
     shard(policy, ranks, config.learner, dtype, offload)
+    scoring = _confirm(policy, choice, config, ranks, dtype, model)
+    if packed and not scoring.packed:
+        raise ConfigError([f'{key}: {path} cannot score several sequences a row; set learner.packing to "off"'])
     return policy
 
 
-def _load(model: ModelConfig, config: Config, ranks: Ranks) -> tuple[Policy, Scoring]:
-    """The whole model on rank 0, without memory on the others, and how it scores on all."""
+def _confirm(
+    policy: Policy, choice: Choice, config: Config, ranks: Ranks, dtype: torch.dtype, model: ModelConfig
+) -> Scoring:
+    assert model.path is not None
+    scoring = confirm_scoring(policy, choice, config, ranks, dtype, path=model.path)
+    if ranks.rank == 0:
+        for warning in scoring.warnings:
+            _LOG.warning("start-up check of %s: %s", model.path, warning)
+    return scoring
+
+
+def _load(model: ModelConfig, config: Config, ranks: Ranks) -> tuple[Policy, Choice]:
+    """The whole model on rank 0, without memory on the others, and how it may score on all."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     policy: Policy | None = None
-    scoring: Scoring | None = None
+    choice: Choice | None = None
     problem: str | None = None
     try:
         if ranks.rank == 0:
             policy = load_policy(model)
-            scoring = choose_scoring(policy, config.learner, seed=config.run.seed)
+            choice = choose_scoring(policy, config.learner, seed=config.run.seed)
         else:
             policy = empty_policy(model)
     except ConfigError as error:
@@ -104,13 +118,9 @@ def _load(model: ModelConfig, config: Config, ranks: Ranks) -> tuple[Policy, Sco
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     assert policy is not None
-    data = msgspec.msgpack.encode(scoring) if scoring is not None else None
-    scoring = msgspec.msgpack.decode(ranks.broadcast_bytes(data, "the way of scoring"), type=Scoring)
-    scoring.apply(policy)
-    if ranks.rank == 0:
-        for warning in scoring.warnings:
-            _LOG.warning("start-up check of %s: %s", model.path, warning)
-    return policy, scoring
+    data = msgspec.msgpack.encode(choice) if choice is not None else None
+    choice = msgspec.msgpack.decode(ranks.broadcast_bytes(data, "the ways of scoring"), type=Choice)
+    return policy, choice
 
 
 def shard(

@@ -22,6 +22,8 @@ MOST_HEADER_BYTES = 100 << 20
 BYTES_OF_DTYPE = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 """As config.json names them."""
 KEY = "model.path"
+ALWAYS_TIED = ("gemma2",)
+"""Values of model_type for which vLLM loads no head beside the embedding."""
 _LENGTH = struct.Struct("<Q")
 
 
@@ -151,6 +153,52 @@ def check_window(config: Config) -> Finding | None:
     )
     fix = f"lower them (and those of eval) to {window} together; the longest prompt decides what the first can be"
     return fail("model", told, fix, key="data.max_prompt_tokens")
+
+
+def check_served(config: Config) -> Finding | None:
+    """Whether learner and vLLM compute the same of this architecture; None if they can, or nobody can say.
+
+    Refuses what is known to be computed in two ways, each by its name and with the reason.
+    """
+    if config.rollout.engine != "vllm" or config.model.path is None:
+        return None
+    try:
+        model = _read_json(Path(config.model.path) / "config.json")
+    except (OSError, Unreadable):
+        return None
+    longest = config.rollout.vllm.max_model_len or config.longest_sequence
+    problem = served_otherwise(model, longest)
+    return fail("model", problem[0], problem[1], key=KEY) if problem else None
+
+
+def served_otherwise(model: dict[str, Any], longest: int) -> tuple[str, str] | None:
+    """What vLLM computes in another way than the learner, of a model's config.json, and what to do; None if nothing.
+
+    ``longest``: tokens of an engine's context.
+    """
+    text = model.get("text_config") or model
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type")
+    original = rope.get("original_max_position_embeddings") or text.get("original_max_position_embeddings")
+    if kind == "dynamic":
+        told = "its rotary positions are dynamic: the learner stretches them by the length of each row, vLLM always"
+        return told, "choose a model with another rope_type"
+    if kind == "longrope" and isinstance(original, int) and longest > original:
+        told = (
+            f"its rotary positions are longrope: past {original} tokens the learner uses the long factors in rows that "
+            f"long alone, and vLLM in all, because its context has {longest}"
+        )
+        return told, f"lower data.max_prompt_tokens and rollout.max_tokens (and those of eval) to {original} together"
+    if any("experts" in key and isinstance(count, int) and count > 1 for key, count in text.items()):
+        told = (
+            "it is a mixture of experts: on CPUs no update reaches the packed experts of vLLM, and elsewhere learner "
+            "and vLLM would choose experts each for themselves, since the routes are not replayed"
+        )
+        return told, 'choose a dense model, or rollout.engine = "reference", which computes with the learner\'s code'
+    if text.get("model_type") in ALWAYS_TIED and not text.get("tie_word_embeddings", True):
+        told = f"its head is not tied to its embedding, and vLLM knows {text['model_type']} with a tied head alone"
+        return told, "choose the model with tie_word_embeddings = true"
+    return None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

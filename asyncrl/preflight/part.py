@@ -15,7 +15,7 @@ from asyncrl.preflight.algorithm import check_algorithm
 from asyncrl.preflight.findings import Finding, warn
 from asyncrl.preflight.inputs import Inputs, KnownPrompts, check_inputs
 from asyncrl.preflight.limits import descriptor_limit, judge_descriptors
-from asyncrl.preflight.model import check_model, check_window
+from asyncrl.preflight.model import check_model, check_served, check_window
 from asyncrl.preflight.needs import ModelSize, checkpoints_need, count, descriptors_need, run_dir_need
 from asyncrl.preflight.playing import check_episode
 from asyncrl.preflight.ports import check_ports, ports_needed
@@ -47,8 +47,9 @@ async def check_part(part: Part) -> tuple[list[Finding], ModelSize | None]:
     if any(count(actors, role) for role in WITH_MODEL):
         finding, size = await asyncio.to_thread(check_model, config.model.path)
         found.append(finding)
-    if count(actors, "rollouter") and (window := await asyncio.to_thread(check_window, config)):
-        found.append(window)
+    if count(actors, "rollouter"):
+        problems = [await asyncio.to_thread(check, config) for check in (check_window, check_served)]
+        found += [problem for problem in problems if problem is not None]
     inputs, algorithm = await asyncio.gather(
         _check_inputs(config, actors, part.known), _check_algorithm(config, actors)
     )

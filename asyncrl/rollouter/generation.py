@@ -84,6 +84,8 @@ class PolicyCall:
                     temperature=ticket.temperature,
                     seed=request_seed(self._config.run.seed, key),
                     stop_token_ids=stops.token_ids,
+                    # A load drops the cache, but under keep_kv = "stale": nothing that begins after it may find blocks
+                    # of the weights before.
                     cache_salt=f"v{version}",
                     key=key,
                     held=len(response.tokens),

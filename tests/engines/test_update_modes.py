@@ -23,6 +23,7 @@ from tiny_models import VOCAB, Publisher, logprobs_of, make_model, save_model
 
 from asyncrl.messages.groups import Ticket
 from asyncrl.monitor.states import StateLedger
+from asyncrl.rollouter import generation
 from asyncrl.rollouter.account import SampleAccount
 from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.generation import PolicyCall
@@ -41,6 +42,8 @@ EPISODES = 12
 UPDATES = 5
 MAX_TOKENS = 160
 PROMPTS = [[(7 * i + 3) % 90 for i in range(40)], [(5 * i + 1) % 90 for i in range(33)]]
+LONG_PROMPTS = [[(7 * i + 3) % 89 for i in range(104)], [(5 * i + 1) % 89 for i in range(97)]]
+"""Three blocks of the KV cache and a part of one."""
 
 
 class Letters:
@@ -111,6 +114,7 @@ class Changing:
         states = StateLedger(clock.now, "engine")
         self.host = EngineHost(self.config, lambda: self.borrowed, clock, states, Awaits(clock.now))  # type: ignore
         self.models = [make_model(seed) for seed in (1, 2)]
+        self.prompts = PROMPTS
         self.of: dict[int, Any] = {}
         self._versions, self._publisher = versions, Publisher()
 
@@ -131,7 +135,7 @@ class Changing:
             staged.close()
 
     async def episode(self, number: int, max_tokens: int = MAX_TOKENS) -> Response:
-        prompt = PROMPTS[number % len(PROMPTS)]
+        prompt = self.prompts[number % len(self.prompts)]
         ticket: Ticket = msgspec.structs.replace(
             make_group().ticket,
             uid=f"0-{number}",
@@ -158,6 +162,36 @@ class Changing:
                 await self.update()
         self._publisher.close()
         return [task.result() for task in running]
+
+    async def run_over_versions(self, updates: int, episodes: int, max_tokens: int) -> list[Response]:
+        """After each update the same episodes again; the next comes while they run."""
+        await self.host.start()
+        tasks: list[asyncio.Task[Response]] = []
+        async with asyncio.TaskGroup() as group:
+            for _ in range(updates):
+                await self.update()
+                enough = self.host.sampled_tokens + episodes * max_tokens / 4
+                numbers = range(len(tasks), len(tasks) + episodes)
+                tasks += [group.create_task(self.episode(number, max_tokens)) for number in numbers]
+                while self.host.sampled_tokens < enough and not all(task.done() for task in tasks):
+                    await asyncio.sleep(0.002)
+        self._publisher.close()
+        return [task.result() for task in tasks]
+
+    def worst(self, found: list[Response]) -> float:
+        """The largest distance of a log-prob from what its version's own model gives it, where it promises to be none.
+
+        ``found`` is from ``run_over_versions``.
+        """
+        worst = 0.0
+        for number, generated in enumerate(found):
+            prompt = self.prompts[number % len(self.prompts)]
+            for span in generated.spans:
+                if not span.mixed_kv:
+                    truth = logprobs_of(self.of[span.version], prompt + generated.tokens)[len(prompt) - 1 :]
+                    off = np.array(generated.logprobs) - truth
+                    worst = max(worst, float(np.abs(off[span.start : span.end]).max()))
+        return worst
 
 
 def check(changing: Changing, found: list[Response], *, stale: bool = False) -> int:
@@ -195,6 +229,64 @@ def test_tokens_on_both_sides_of_each_update_are_those_of_their_own_weights(
         found = await changing.run()
         assert check(changing, found, stale=keep_kv == "stale") >= EPISODES / 2
         assert any(len(generated.spans) > 2 for generated in found)
+
+    runner.run(main())
+
+
+def _without_the_salt(monkeypatch: pytest.MonkeyPatch, _engine: VllmEngine) -> None:
+    request = generation.GenerationRequest
+    monkeypatch.setattr(
+        generation, "GenerationRequest", lambda **fields: request(**(fields | {"cache_salt": "of all versions"}))
+    )
+
+
+def _without_the_drop(monkeypatch: pytest.MonkeyPatch, engine: VllmEngine) -> None:
+    async def nothing(**_: Any) -> bool:
+        return True
+
+    monkeypatch.setattr(engine._llm, "reset_prefix_cache", nothing)
+
+
+GUARDS = {"salt": _without_the_salt, "drop": _without_the_drop}
+
+
+@pytest.mark.parametrize(
+    ("mode", "without", "exact"),
+    [
+        (("abort_resume", "recompute"), [], True),
+        (("abort_resume", "recompute"), ["salt"], True),
+        (("abort_resume", "recompute"), ["drop"], True),
+        (("abort_resume", "recompute"), ["salt", "drop"], False),
+        (("keep", "recompute"), ["salt"], True),
+        # What is kept would go on over keys and values of the old weights.
+        (("keep", "recompute"), ["drop"], False),
+        (("keep", "stale"), [], True),
+        # Nothing is dropped there, and what begins after the update must not find what is left.
+        (("keep", "stale"), ["salt"], False),
+    ],
+    ids=str,
+)
+def test_no_token_is_sampled_over_keys_and_values_of_older_weights(
+    runner: asyncio.Runner,
+    engine: VllmEngine,
+    versions: Iterator[int],
+    monkeypatch: pytest.MonkeyPatch,
+    mode: tuple[str, str],
+    without: list[str],
+    exact: bool,
+) -> None:
+    """Prompts of several blocks come again under each version. Of the two guards each mode needs one: the drop of the
+    cache in a load, and the salt of the version; without it the test sees old blocks."""
+    for guard in without:
+        GUARDS[guard](monkeypatch, engine)
+
+    async def main() -> None:
+        changing = Changing(engine, versions, on_update=mode[0], keep_kv=mode[1])
+        changing.prompts = LONG_PROMPTS
+        found = await changing.run_over_versions(updates=5, episodes=4, max_tokens=80)
+        assert any(len(generated.spans) > 1 for generated in found), "updates meet episodes that run"
+        worst = changing.worst(found)
+        assert worst < TOLERANCE if exact else worst > 0.1
 
     runner.run(main())
 

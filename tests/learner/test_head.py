@@ -20,16 +20,22 @@ def _case(dtype: torch.dtype, *, bias: bool) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("positions", [1, 7, 50, 1000])
 @pytest.mark.parametrize("entropy_gradient", [True, False])
-@pytest.mark.parametrize("bias", [True, False])
-def test_chunks_have_the_values_and_gradients_of_the_whole(positions, entropy_gradient, bias, monkeypatch) -> None:
+@pytest.mark.parametrize(("bias", "softcap"), [(True, None), (False, None), (True, 0.5)])
+def test_chunks_have_the_values_and_gradients_of_the_whole(
+    positions, entropy_gradient, bias, softcap, monkeypatch
+) -> None:
     monkeypatch.setattr(head, "CHUNK_BYTES", 4 * VOCABULARY * positions)
     found = []
     for chunked in (True, False):
         hidden, weight, shift, targets, by_logprob, by_entropy = _case(torch.float32, bias=bias)
         if chunked:
-            scores = score_hidden(hidden, weight, shift, targets, 0.7, entropy_gradient=entropy_gradient)
+            scores = score_hidden(
+                hidden, weight, shift, targets, 0.7, softcap=softcap, entropy_gradient=entropy_gradient
+            )
         else:
             logits = F.linear(hidden, weight, shift)
+            if softcap is not None:
+                logits = softcap * torch.tanh(logits / softcap)
             scores = score_logits(logits, targets, 0.7, entropy_gradient=entropy_gradient)
         assert scores[1].requires_grad == entropy_gradient
         total = (scores[0] * by_logprob).sum()

@@ -53,12 +53,10 @@ def _reference(model, sequences: list[np.ndarray], temperature: float) -> tuple[
     return torch.cat(scores), torch.cat(entropies)
 
 
-@pytest.mark.parametrize("own_attention", [True, False])
+@pytest.mark.parametrize("attention", ["packed", "loaded", "plain"])
 @pytest.mark.parametrize("chunked", [True, False])
 @pytest.mark.parametrize("sliding", [False, True])
-def test_a_packed_row_scores_as_its_sequences_alone(
-    own_attention, chunked, sliding, folder, tmp_path, monkeypatch
-) -> None:
+def test_a_packed_row_scores_as_its_sequences_alone(attention, chunked, sliding, folder, tmp_path, monkeypatch) -> None:
     if sliding:
         folder = save_small_model(tmp_path, use_sliding_window=True, sliding_window=8, max_window_layers=1)
     loaded = load_policy(ModelConfig(path=str(folder)))
@@ -67,21 +65,21 @@ def test_a_packed_row_scores_as_its_sequences_alone(
     sequences = _sequences()
     with torch.no_grad():
         scores, entropies = _reference(loaded.model, sequences, 0.7)
-    Scoring(packed=True, packed_attention=own_attention, chunked=chunked).apply(loaded)
+    Scoring(packed=True, attention=attention, chunked=chunked).apply(loaded)
     found, found_entropies = loaded.score(_packed_row(sequences), 0.7)
     torch.testing.assert_close(found.double(), scores, atol=2e-5, rtol=0)
     torch.testing.assert_close(found_entropies.double(), entropies, atol=2e-5, rtol=0)
     assert not found_entropies.requires_grad
 
 
-@pytest.mark.parametrize("own_attention", [True, False])
-def test_the_gradient_through_chunks_is_that_of_the_models_own_logits(own_attention, loaded, monkeypatch) -> None:
+@pytest.mark.parametrize("attention", ["packed", "loaded"])
+def test_the_gradient_through_chunks_is_that_of_the_models_own_logits(attention, loaded, monkeypatch) -> None:
     monkeypatch.setattr(head, "CHUNK_BYTES", 4 * VOCABULARY * 7)
     sequences = _sequences(1)
     _reference(loaded.model, sequences, 0.7)[0].sum().backward()
     expected = {name: p.grad.clone() for name, p in loaded.named_parameters()}
     loaded.zero_grad()
-    Scoring(packed=True, packed_attention=own_attention, chunked=True).apply(loaded)
+    Scoring(packed=True, attention=attention, chunked=True).apply(loaded)
     loaded.score(_packed_row(sequences), 0.7)[0].sum().backward()
     for name, parameter in loaded.named_parameters():
         scale = float(expected[name].abs().max()) + 1e-6
@@ -105,10 +103,11 @@ def test_log_probs_of_a_large_vocabulary() -> None:
 
 
 def test_the_check_takes_the_fastest_way_that_is_right(loaded) -> None:
-    scoring = choose_scoring(loaded, LearnerConfig(), seed=0)
-    assert scoring == Scoring(packed=True, packed_attention=True, chunked=True)
+    choice = choose_scoring(loaded, LearnerConfig(), seed=0)
+    assert choice.scoring == Scoring(packed=True, attention="packed", chunked=True)
+    assert (choice.packed, choice.single) == (["packed", "loaded", "plain"], "loaded")
     alone = choose_scoring(loaded, LearnerConfig(packing="off"), seed=0)
-    assert alone == Scoring(packed=False, packed_attention=False, chunked=True)
+    assert alone.scoring == Scoring(packed=False, attention="loaded", chunked=True)
 
 
 def _leak(loaded: Policy, monkeypatch) -> None:
@@ -127,9 +126,8 @@ def _leak(loaded: Policy, monkeypatch) -> None:
 
 def test_the_check_sees_attention_that_leaks(loaded, monkeypatch) -> None:
     _leak(loaded, monkeypatch)
-    scoring = choose_scoring(loaded, LearnerConfig(), seed=0)
-    assert not scoring.packed
-    assert not scoring.packed_attention
+    scoring = choose_scoring(loaded, LearnerConfig(), seed=0).scoring
+    assert (scoring.packed, scoring.attention) == (False, "loaded")
     assert "one sequence" in scoring.warnings[0]
     with pytest.raises(ConfigError, match=r"learner\.packing"):
         choose_scoring(loaded, LearnerConfig(packing="required"), seed=0)
@@ -137,16 +135,16 @@ def test_the_check_sees_attention_that_leaks(loaded, monkeypatch) -> None:
 
 def test_own_attention_is_given_up_where_a_layer_needs_more(loaded, monkeypatch) -> None:
     def refuse(*_args, **_kwargs):
-        raise NotImplementedError("needs softcap")
+        raise NotImplementedError("needs s_aux")
 
     from asyncrl.learner import attention
 
     monkeypatch.setattr(attention, "packed_attention", refuse)
-    scoring = choose_scoring(loaded, LearnerConfig(), seed=0)
+    scoring = choose_scoring(loaded, LearnerConfig(), seed=0).scoring
     monkeypatch.undo()
     attention.register()
-    assert (scoring.packed, scoring.packed_attention, scoring.chunked) == (True, False, True)
-    assert "softcap" in scoring.warnings[0]
+    assert scoring == Scoring(True, "loaded", True, scoring.warnings)
+    assert "s_aux" in scoring.warnings[0]
 
 
 def test_the_check_sees_a_model_that_scales_its_logits(loaded, monkeypatch) -> None:
@@ -158,14 +156,14 @@ def test_the_check_sees_a_model_that_scales_its_logits(loaded, monkeypatch) -> N
         return output
 
     monkeypatch.setattr(loaded.model, "forward", scaled)
-    scoring = choose_scoring(loaded, LearnerConfig(), seed=0)
-    assert (scoring.packed, scoring.packed_attention, scoring.chunked) == (True, True, False)
+    scoring = choose_scoring(loaded, LearnerConfig(), seed=0).scoring
+    assert scoring == Scoring(True, "packed", False, scoring.warnings)
     assert "whole logits" in scoring.warnings[0]
 
 
 def test_the_check_does_not_pass_what_is_not_a_number(loaded, monkeypatch) -> None:
-    monkeypatch.setattr(check, "_score", lambda _policy, _rows: torch.full((sum(check.LENGTHS),), float("nan")))
-    scoring = choose_scoring(loaded, LearnerConfig(), seed=0)
+    monkeypatch.setattr(check, "score_rows", lambda _policy, _rows: torch.full((sum(check.LENGTHS),), float("nan")))
+    scoring = choose_scoring(loaded, LearnerConfig(), seed=0).scoring
     assert (scoring.packed, scoring.chunked) == (False, False)
 
 

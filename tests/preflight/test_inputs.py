@@ -10,7 +10,7 @@ from model_files import write_model, write_weights
 from asyncrl.config.load import validate_config
 from asyncrl.preflight import inputs
 from asyncrl.preflight.inputs import check_inputs, read_inputs
-from asyncrl.preflight.model import check_model, check_window, digest, measure
+from asyncrl.preflight.model import check_model, check_served, check_window, digest, measure
 from asyncrl.preflight.needs import ModelSize
 
 
@@ -154,6 +154,34 @@ def test_the_longest_sequence_must_fit_into_the_models_positions(model, changes,
     if found is not None:
         assert (found.result, found.key) == ("fail", "data.max_prompt_tokens")
         assert "take 2048 tokens" in found.detail and "rollout.max_tokens = 1024" in found.detail
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "llama", "rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, None),
+        ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "are dynamic"),
+        ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 2047}}, "past 2047 tokens"),
+        ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 2048}}, None),
+        ({"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 2047}, "its context has 2048"),
+        ({"model_type": "gemma2", "tie_word_embeddings": False}, "gemma2 with a tied head alone"),
+        ({"model_type": "gemma2"}, None),
+        ({"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8}, "is a mixture of experts"),
+        ({"model_type": "mixtral", "num_local_experts": 8}, "is a mixture of experts"),
+        ({"text_config": {"n_routed_experts": 64}}, "is a mixture of experts"),
+        ({"model_type": "olmo2", "num_experts": None}, None),
+        ({"model_type": "gemma3_text", "tie_word_embeddings": False}, None),
+    ],
+)
+def test_what_vllm_computes_in_another_way_is_refused_by_name(model, changes, words):
+    (model / "config.json").write_text(json.dumps(changes))
+    settings = {"model": {"path": str(model)}, "data": {"source": "synthetic"}}
+    found = check_served(validate_config(settings | {"rollout": {"gpus_per_replica": 0}}))
+    assert (found is None) == (words is None)
+    if found is not None:
+        assert (found.result, found.key) == ("fail", "model.path")
+        assert words in found.detail
+    assert check_served(validate_config(settings | {"rollout": {"engine": "reference"}})) is None
 
 
 def test_a_prompt_outside_the_vocabulary_names_its_line_the_word_and_the_way_on(model, tmp_path):

@@ -1,0 +1,166 @@
+"""The check at start, second part: does the way of scoring that was chosen hold where it will run?
+
+All ranks score random sequences together once the model is sharded, and compiled if it is to be, in the compute type on
+the learner's device, by the path that training takes: the short ones of the first part, and one that passes the
+window of the model's attention. What agreed before (check.py) and does not here is given up for the next fastest:
+
+    logits      in chunks, against the model's own, of the short sequences
+    rows        several sequences a row, the long one between short ones, against each alone
+
+Two computations in float32 agree to TOLERANCE. In bfloat16 rounding alone is more, and how much depends on the model:
+it is measured as the distance of the short sequences from the first part's float32, and a way agrees when no stretch of
+a sequence is ROUNDINGS times further from the truth than that, as root mean squares.
+
+The cost is bounded by FLOPS for each pass. All ranks compute the same, and the worst of all decides.
+
+Fails with ConfigError when the sharded model is another than the one that was loaded, and under ``packing =
+"required"`` when no way of packing agrees.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError
+from asyncrl.learner.check import (
+    LENGTHS,
+    TOLERANCE,
+    Choice,
+    Scoring,
+    no_packing,
+    random_batch,
+    score_rows,
+    slower_packing,
+)
+from asyncrl.learner.parallel import Ranks
+from asyncrl.learner.policy import Attention, Policy
+
+ROUNDINGS = 4.0
+"""Root mean squares of the rounding that a stretch may be away."""
+STRETCH = 32
+"""Positions that are taken together where rounding is not negligible."""
+OTHER_MODEL = 1.0
+"""Root mean square in nats that no rounding explains."""
+FLOPS = {"cpu": 5e10, "cuda": 1e14}
+"""Operations of one pass over the long sequence: about a second."""
+PAST = 2 * STRETCH
+"""Positions past the window."""
+LONG = 2048
+"""Length of the long sequence of a model without a window, where there is room and time for it."""
+
+
+def confirm_scoring(
+    policy: Policy, choice: Choice, config: Config, ranks: Ranks, dtype: torch.dtype, *, path: str
+) -> Scoring:
+    """All ranks together: the fastest way of ``choice`` that holds. Raises ConfigError on all ranks alike.
+
+    Leaves ``policy`` set to it. ``path`` names the model.
+    """
+    check = _Check(policy, choice, config, ranks, dtype)
+    with ranks.waiting("the check at start"):
+        scoring = check.run(path)
+    scoring.apply(policy)
+    for module in policy.modules():
+        # FSDP keeps what is outside of the layers whole for a backward pass, which will not come.
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return scoring
+
+
+def attention_window(model: Any) -> int | None:
+    """Positions that the narrowest windowed layer of a model sees, by its configuration; None without such layers."""
+    found = []
+    layers = set(getattr(model, "layer_types", None) or ("sliding_attention", "chunked_attention"))
+    if "sliding_attention" in layers and getattr(model, "use_sliding_window", True):
+        found.append(getattr(model, "sliding_window", None))
+    if "chunked_attention" in layers:
+        found.append(getattr(model, "attention_chunk_size", None))
+    return min((size for size in found if size), default=None)
+
+
+def long_length(window: int | None, *, longest: int, parameters: int, device: str) -> int:
+    """Length of the long sequence: past the window, no longer than any in training, and within FLOPS."""
+    affordable = int(FLOPS[device] / (2 * parameters))
+    wanted = LONG if window is None else window + PAST
+    return max(STRETCH, min(longest, wanted, affordable))
+
+
+class _Check:
+    def __init__(self, policy: Policy, choice: Choice, config: Config, ranks: Ranks, dtype: torch.dtype) -> None:
+        self._policy, self._choice, self._config, self._ranks = policy, choice, config, ranks
+        self._exact = dtype == torch.float32
+        self._where = f"in {str(dtype).removeprefix('torch.')} on {ranks.device.type}"
+        self._limit = TOLERANCE
+        self._seed = config.run.seed
+        self._window = attention_window(policy.model.config.get_text_config())
+        self._length = long_length(
+            self._window,
+            longest=config.longest_sequence,
+            parameters=sum(parameter.numel() for parameter in policy.parameters()),
+            device=ranks.device.type,
+        )
+
+    def run(self, path: str) -> Scoring:
+        choice, warnings = self._choice, list(self._choice.warnings)
+        short = random_batch(self._policy, LENGTHS, seed=self._seed, device=self._ranks.device)
+        whole = self._score(short.single, choice.single, chunked=False)
+        rounding = self._rounding(whole, path)
+        if not self._exact:
+            self._limit = max(TOLERANCE, ROUNDINGS * rounding)
+
+        chunked = choice.chunked
+        if chunked:
+            worst = self._worst(self._score(short.single, choice.single, chunked=True), whole)
+            if not worst <= self._limit:
+                chunked = False
+                told = f"log-probs in chunks differ from the model's own logits {self._where} ({worst:.2g})"
+                warnings.append(f"{told}; whole logits are held")
+        if not choice.packed:
+            return Scoring(False, choice.single, chunked, warnings)
+        if self._window is not None and self._length <= self._window < self._config.longest_sequence:
+            warnings.append(f"its window of {self._window} tokens takes too long to check here: {self._length} were")
+
+        lengths = (*LENGTHS[:2], self._length, *LENGTHS[2:])
+        batch = random_batch(self._policy, lengths, seed=self._seed + 1, device=self._ranks.device)
+        truth = self._score(batch.single, choice.single, chunked=chunked)
+        found: dict[Attention, float] = {}
+        for attention in choice.packed:
+            scores = self._score([batch.packed], attention, chunked=chunked)
+            found[attention] = worst = self._worst(scores, truth)
+            if worst <= self._limit:
+                if attention != choice.packed[0]:
+                    warnings.append(slower_packing(attention, f"{found[choice.packed[0]]:.2g} {self._where}"))
+                return Scoring(True, attention, chunked, warnings)
+        warnings.append(no_packing(self._config.learner, f"{min(found.values()):.2g} {self._where}"))
+        return Scoring(False, choice.single, chunked, warnings)
+
+    def _rounding(self, whole: Tensor, path: str) -> float:
+        """Root mean square of the distance from the model that was loaded, nats."""
+        loaded = torch.tensor(self._choice.truth, device=whole.device)
+        found = self._everyone(float((whole - loaded).square().mean().sqrt()))
+        if not found <= OTHER_MODEL:
+            told = f"log-probs {self._where} over {self._ranks.world_size} ranks are {found:.2g} nats from those loaded"
+            raise ConfigError([f"model.path: {path}: its {told}; no rounding explains that"])
+        return found
+
+    def _score(self, rows: list[Any], attention: Attention, *, chunked: bool) -> Tensor:
+        Scoring(packed=False, attention=attention, chunked=chunked).apply(self._policy)
+        return score_rows(self._policy, rows)
+
+    def _worst(self, scores: Tensor, truth: Tensor) -> float:
+        """Largest root mean square of a stretch; a position is one of its own where rounding is negligible."""
+        squares = (scores - truth).double().square()
+        stretches = len(squares) if self._exact else max(1, len(squares) // STRETCH)
+        means = [stretch.mean() for stretch in squares.tensor_split(stretches)]
+        return self._everyone(float(torch.stack(means).max().sqrt()))
+
+    def _everyone(self, value: float) -> float:
+        """The largest of all ranks; infinite where any is no number."""
+        values = self._ranks.all_gather([value], "the check at start")[:, 0].tolist()
+        return max(each if math.isfinite(each) else math.inf for each in values)

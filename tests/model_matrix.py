@@ -1,0 +1,107 @@
+"""Tiny models of the families that are served, tied and untied, with random weights that make each family's own
+parts matter: soft caps that bite, windows shorter than the sequences, norms far from 1, a vocabulary that engines pad.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCABULARY = 97
+WINDOW = 16
+FAMILIES = ("Qwen2", "Qwen3", "Llama", "Gemma2", "Gemma3", "Phi3", "Mistral", "Olmo2")
+EXPERTS = ("Qwen3Moe", "Mixtral")
+"""Families whose layers send each token to 2 of 4 experts."""
+MIXED_LAYERS = ["sliding_attention", "full_attention"]
+_OWN: dict[str, dict[str, Any]] = {
+    "Gemma2": {
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 4.0,
+        "sliding_window": WINDOW,
+        "layer_types": MIXED_LAYERS,
+    },
+    "Gemma3": {
+        "query_pre_attn_scalar": 24,
+        "sliding_window": WINDOW,
+        "layer_types": MIXED_LAYERS,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        },
+    },
+    "Mistral": {"sliding_window": WINDOW},
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Phi3": {"pad_token_id": None},
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
+}
+
+
+def make_family(family: str, *, tied: bool, seed: int = 0, **settings: Any) -> Any:
+    """A model of two layers in float32, in evaluation mode."""
+    import transformers
+
+    config = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")(
+        **{
+            "vocab_size": VOCABULARY,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "max_position_embeddings": 512,
+            "tie_word_embeddings": tied,
+            "bos_token_id": None,
+            "eos_token_id": VOCABULARY - 1,
+        }
+        | _OWN.get(family, {})
+        | settings
+    )
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.float32).eval()
+    randomise(model)
+    return model
+
+
+def randomise(model: Any) -> None:
+    """Weights large enough that distributions are far from uniform and that attention matters."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+            else:
+                parameter.normal_(0, 0.15)
+
+
+def save_family(folder: Path, model: Any) -> Path:
+    """As a user's folder: weights, configuration, a tokenizer that nobody reads."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def plain_model(folder: Path) -> Any:
+    """The folder's model read anew in float64, with transformers' plain attention."""
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager", local_files_only=True
+    ).eval()
+
+
+def plain_logprobs(folder: Path, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    """Of each sequence the log-prob of each token given those before it, from the second on."""
+    model, found = plain_model(folder), []
+    for ids in sequences:
+        with torch.no_grad():
+            logits = model(torch.tensor([list(ids)]), use_cache=False).logits[0]
+        scores = torch.log_softmax(logits[:-1], dim=-1)
+        found.append(scores[torch.arange(len(ids) - 1), torch.tensor(list(ids[1:]))].tolist())
+    return found

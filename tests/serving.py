@@ -1,0 +1,134 @@
+"""vLLM's engine of one model after the other in one process, fed by the worker's own weight transfer.
+
+    python tests/serving.py ANSWERS < REQUESTS
+
+A request is a Job as a line of JSON, and so is each line of ANSWERS, a Served. Starting vLLM for each model costs many
+times what its engine does: here it is imported once, and the engine's core runs in this process. What an AsyncLLM does
+around it depends on no model and has tests of its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from typing import Any
+
+import msgspec
+
+from asyncrl.config.load import validate_config
+from asyncrl.rollouter.engines.vllm.options import engine_arguments, environment
+
+
+class Job(msgspec.Struct, frozen=True):
+    """A model, its weights in turn, and what is asked of each of them."""
+
+    folder: str
+    manifests: list[str]
+    """As the worker gets them."""
+    scored: list[list[int]]
+    """Sequences that are scored."""
+    prompts: list[list[int]]
+    """Each is continued by ``max_tokens`` that are sampled."""
+    max_tokens: int
+    extra: dict[str, Any] = {}
+    """rollout.vllm.extra."""
+
+
+class Version(msgspec.Struct, frozen=True):
+    """What one set of weights gave."""
+
+    scores: list[list[float]]
+    """Of each scored sequence: log-probs from its second token on."""
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+    experts: list[list[list[list[int]]]] = []
+    """Of each continued sequence: the experts [position, layer, choice], where the engine tells them."""
+
+
+class Served(msgspec.Struct, frozen=True):
+    """A version for each manifest, or why there are none."""
+
+    versions: list[Version] = []
+    problem: str = ""
+
+
+def config_of(folder: str, extra: dict[str, Any]) -> Any:
+    """As a run's on CPU."""
+    vllm = {"cpu_kv_cache_bytes": 16 << 20, "threads": 1, "max_num_seqs": 8, "extra": extra}
+    return validate_config(
+        {
+            "model": {"path": folder},
+            "data": {"source": "synthetic", "max_prompt_tokens": 128},
+            "rollout": {"gpus_per_replica": 0, "max_tokens": 128, "vllm": vllm},
+        }
+    )
+
+
+def serve(job: Job) -> Served:
+    """Start an engine for it, load, ask, end it."""
+    from vllm import LLM, SamplingParams
+    from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.inputs import tokens_input
+
+    from asyncrl.rollouter.engines.vllm.plugin import BACKEND
+
+    def chosen(entries: Any) -> list[float]:
+        return [float(value) for value in entries.logprobs]
+
+    score = SamplingParams(max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
+    sample = SamplingParams(
+        max_tokens=job.max_tokens, logprobs=0, flat_logprobs=True, detokenize=False, ignore_eos=True
+    )
+    llm: Any = None
+    try:
+        arguments = engine_arguments(config_of(job.folder, job.extra), "rollouter/0")
+        llm = LLM(**arguments, weight_transfer_config=WeightTransferConfig(backend=BACKEND))
+        versions = []
+        for number, manifest in enumerate(job.manifests):
+            llm.collective_rpc("start_weight_update")
+            llm.collective_rpc("update_weights", args=({"version": number, "manifest": manifest},))
+            llm.collective_rpc("finish_weight_update")
+            assert llm.reset_prefix_cache()
+            scored = llm.generate([tokens_input(ids) for ids in job.scored], score, use_tqdm=False)
+            sampled = llm.generate([tokens_input(ids) for ids in job.prompts], sample, use_tqdm=False)
+            done = [output.outputs[0] for output in sampled]
+            versions.append(
+                Version(
+                    scores=[chosen(output.prompt_logprobs) for output in scored],
+                    tokens=[list(each.token_ids) for each in done],
+                    logprobs=[chosen(each.logprobs) for each in done],
+                    experts=[
+                        each.routed_experts.tolist()
+                        for each in done
+                        if getattr(each, "routed_experts", None) is not None
+                    ],
+                )
+            )
+        return Served(versions)
+    except Exception as error:
+        return Served(problem=f"{type(error).__name__}: {error}")
+    finally:
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+        del llm
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
+
+def main(path: str) -> None:
+    first = True
+    with open(path, "wb") as answers:
+        for line in sys.stdin.buffer:
+            job = msgspec.json.decode(line, type=Job)
+            if first:
+                for variable, value in environment(config_of(job.folder, {})).items():
+                    os.environ.setdefault(variable, value)
+                first = False
+            answers.write(msgspec.json.encode(serve(job)) + b"\n")
+            answers.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
