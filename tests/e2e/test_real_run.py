@@ -190,7 +190,7 @@ def test_i4_the_trainers_own_logprobs_agree_with_the_engines_on_equal_versions(f
     assert all(abs(line["policy/engine_kl"]) < 1e-6 for line in compared)
     # By the probe: of prompts at the start, and of what was trained from then on.
     drifts = [line["policy/drift"] for line in lines(folder, "update") if "policy/drift" in line]
-    assert len(drifts) > 1 and max(drifts) < 1e-4
+    assert len(drifts) > 1 and max(drifts) < 1e-3
 
 
 def test_evaluations_are_of_the_first_and_the_last_version(folder, finished):
