@@ -73,10 +73,17 @@ class Choice(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Batch:
-    """The same sequences in one row and in a row each."""
+    """The same sequences in one row and in a row each, every position scored."""
 
     packed: Row
     single: list[Row]
+
+    @property
+    def longest(self) -> tuple[Row, slice]:
+        """The longest sequence in a row of its own, and where its positions are among all."""
+        lengths = [row.lengths[0] for row in self.single]
+        at = lengths.index(max(lengths))
+        return self.single[at], slice(sum(lengths[:at]), sum(lengths[: at + 1]))
 
 
 def choose_scoring(policy: Policy, config: LearnerConfig, *, seed: int) -> Choice:
@@ -84,28 +91,29 @@ def choose_scoring(policy: Policy, config: LearnerConfig, *, seed: int) -> Choic
 
     Leaves ``policy`` set to the fastest that agrees.
     """
-    batch = random_batch(policy, LENGTHS, seed=seed, device=torch.device("cpu"))
+    batch = make_batch(random_tokens(policy, LENGTHS, seed), torch.device("cpu"))
+    longest, its = batch.longest
     Scoring(packed=False, attention="plain", chunked=False).apply(policy)
     truth = score_rows(policy, batch.single)
 
-    def tried(rows: list[Row], attention: Attention, chunked: bool) -> float | str:
+    def tried(row: Row, expected: Tensor, attention: Attention, chunked: bool) -> float | str:
         """Largest difference in nats, or why this way cannot be gone."""
         try:
             Scoring(packed=False, attention=attention, chunked=chunked).apply(policy)
-            scores = score_rows(policy, rows)
+            scores = score_rows(policy, [row])
         except (NotImplementedError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             # Any of these is how a model says that it does not support a way of being called.
             return f"{type(error).__name__}: {error}"
-        worst = float((scores - truth).abs().max())
+        worst = float((scores - expected).abs().max())
         return worst if np.isfinite(worst) else "not finite"
 
-    chunks = tried(batch.single, "plain", True)
+    chunks = tried(longest, truth[its], "plain", True)
     chunked = _agrees(chunks)
-    alone = tried(batch.single, "loaded", chunked)
+    alone = tried(longest, truth[its], "loaded", chunked)
     single: Attention = "loaded" if _agrees(alone) else "plain"
     found: dict[Attention, float | str] = {}
     if config.packing != "off":
-        found = {attention: tried([batch.packed], attention, chunked) for attention in PACKED}
+        found = {attention: tried(batch.packed, truth, attention, chunked) for attention in PACKED}
     packed = [attention for attention, worst in found.items() if _agrees(worst)]
 
     warnings = []
@@ -142,11 +150,16 @@ def _agrees(worst: float | str) -> bool:
     return isinstance(worst, float) and worst <= TOLERANCE
 
 
-def random_batch(policy: Policy, lengths: Sequence[int], *, seed: int, device: torch.device) -> Batch:
-    """Sequences of random tokens, each position scored."""
+def random_tokens(policy: Policy, lengths: Sequence[int], seed: int) -> list[np.ndarray]:
+    """Sequences of one token more than ``lengths``: the last is only a target."""
     random = np.random.default_rng(seed)
     vocabulary = policy.model.get_input_embeddings().num_embeddings
-    tokens = [random.integers(0, vocabulary, n + 1) for n in lengths]
+    return [random.integers(0, vocabulary, n + 1) for n in lengths]
+
+
+def make_batch(tokens: Sequence[np.ndarray], device: torch.device) -> Batch:
+    """Rows of these sequences."""
+    lengths = [len(t) - 1 for t in tokens]
     return Batch(
         packed=make_row(
             np.concatenate([t[:-1] for t in tokens]),

@@ -33,8 +33,9 @@ from asyncrl.learner.check import (
     TOLERANCE,
     Choice,
     Scoring,
+    make_batch,
     no_packing,
-    random_batch,
+    random_tokens,
     score_rows,
     slower_packing,
 )
@@ -51,6 +52,8 @@ FLOPS = {"cpu": 5e10, "cuda": 1e14}
 """Operations of one pass over the long sequence: about a second."""
 PAST = 2 * STRETCH
 """Positions past the window."""
+BEFORE = 2
+"""Short sequences before the long one."""
 LONG = 2048
 """Length of the long sequence of a model without a window, where there is room and time for it."""
 
@@ -108,7 +111,8 @@ class _Check:
 
     def run(self, path: str) -> Scoring:
         choice, warnings = self._choice, list(self._choice.warnings)
-        short = random_batch(self._policy, LENGTHS, seed=self._seed, device=self._ranks.device)
+        tokens = random_tokens(self._policy, LENGTHS, self._seed)
+        short = make_batch(tokens, self._ranks.device)
         whole = self._score(short.single, choice.single, chunked=False)
         rounding = self._rounding(whole, path)
         if not self._exact:
@@ -116,7 +120,8 @@ class _Check:
 
         chunked = choice.chunked
         if chunked:
-            worst = self._worst(self._score(short.single, choice.single, chunked=True), whole)
+            row, its = short.longest
+            worst = self._worst(self._score([row], choice.single, chunked=True), whole[its])
             if not worst <= self._limit:
                 chunked = False
                 told = f"log-probs in chunks differ from the model's own logits {self._where} ({worst:.2g})"
@@ -126,9 +131,11 @@ class _Check:
         if self._window is not None and self._length <= self._window < self._config.longest_sequence:
             warnings.append(f"its window of {self._window} tokens takes too long to check here: {self._length} were")
 
-        lengths = (*LENGTHS[:2], self._length, *LENGTHS[2:])
-        batch = random_batch(self._policy, lengths, seed=self._seed + 1, device=self._ranks.device)
-        truth = self._score(batch.single, choice.single, chunked=chunked)
+        long = random_tokens(self._policy, [self._length], self._seed + 1)
+        before = sum(LENGTHS[:BEFORE])
+        alone = self._score(make_batch(long, self._ranks.device).single, choice.single, chunked=chunked)
+        truth = torch.cat([whole[:before], alone, whole[before:]])
+        batch = make_batch([*tokens[:BEFORE], *long, *tokens[BEFORE:]], self._ranks.device)
         found: dict[Attention, float] = {}
         for attention in choice.packed:
             scores = self._score([batch.packed], attention, chunked=chunked)

@@ -162,7 +162,9 @@ def test_the_check_sees_a_model_that_scales_its_logits(loaded, monkeypatch) -> N
 
 
 def test_the_check_does_not_pass_what_is_not_a_number(loaded, monkeypatch) -> None:
-    monkeypatch.setattr(check, "score_rows", lambda _policy, _rows: torch.full((sum(check.LENGTHS),), float("nan")))
+    monkeypatch.setattr(
+        check, "score_rows", lambda _policy, rows: torch.full((sum(len(row.targets) for row in rows),), float("nan"))
+    )
     scoring = choose_scoring(loaded, LearnerConfig(), seed=0).scoring
     assert (scoring.packed, scoring.chunked) == (False, False)
 
