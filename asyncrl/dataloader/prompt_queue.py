@@ -8,7 +8,7 @@ prompt that was concluded, or found with somebody, before its turn is passed ove
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import islice
@@ -62,13 +62,20 @@ class PromptQueue:
         """Below it nothing is still to come."""
         self._still_to_come = self._unconcluded(self._cursor)
 
-    def take(self) -> TrainingPrompt:
-        """The next prompt; it is out from here on."""
-        while self._oldest:
-            _, uid = heappop(self._oldest)
-            if uid in self._returned:
-                self._out.add(uid)
-                return self._returned.pop(uid)
+    def take(self, but: Collection[str] = ()) -> TrainingPrompt:
+        """The next prompt, of those that came back none of ``but``; it is out from here on."""
+        left = []
+        try:
+            while self._oldest:
+                position, uid = heappop(self._oldest)
+                if uid in self._returned:
+                    if uid not in but:
+                        self._out.add(uid)
+                        return self._returned.pop(uid)
+                    left.append((position, uid))
+        finally:
+            for each in left:
+                heappush(self._oldest, each)
         while True:
             prompt = next(self._still_to_come)
             self._cursor = prompt.position + 1

@@ -20,7 +20,7 @@ from asyncrl.errors import ConfigError, DeadlineExceeded, RemoteError, RestoreNe
 from asyncrl.learner.evals import EvalCollector
 from asyncrl.learner.intake import Intake
 from asyncrl.messages import Request
-from asyncrl.messages.dataloader import Restored, Resumed, Supply, WatchSupply
+from asyncrl.messages.dataloader import GrantsOpen, OpenGrants, Restored, Resumed, Supply, WatchSupply
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.away import log_away
 
@@ -178,6 +178,16 @@ class SupplyLine:
                 await self._after(error)
             else:
                 return not supply.evals
+
+    async def open_grants(self) -> GrantsOpen | None:
+        """The training groups that are outstanding; None where the dataloader has not answered."""
+        try:
+            with self._awaits.on(DATALOADER, "OpenGrants"):
+                grants: GrantsOpen = await self._call(OpenGrants())
+        except (DeadlineExceeded, RemoteError) as error:
+            await self._after(error)
+            return None
+        return grants
 
     async def _after(self, error: DeadlineExceeded | RemoteError) -> None:
         if isinstance(error, RemoteError) and error.code == RestoreNeeded.code:
