@@ -413,10 +413,12 @@ class Loop(RuleBasedStateMachine):
             choosing = self.stragglers.step(self.version, self.step % self.steps_per_version)
             try:
                 choosing.send(None)
-            except StopIteration as chosen:
-                assert bool(chosen.value) != bool(self.stragglers.waits_for)
-                return set(chosen.value)
-            raise AssertionError("it waits for something else")
+            except StopIteration as done:
+                chosen = set(done.value)
+            else:
+                raise AssertionError("it waits for something else")
+            assert bool(chosen) != bool(self.stragglers.waits_for)
+            return chosen
         among = (self.outstanding() - set(self.concluded)) | self.buffered if self.in_order else self.buffered
         return set(sorted(among, key=self.grant_order.__getitem__)[: self.groups_per_step])
 

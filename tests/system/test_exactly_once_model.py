@@ -2,9 +2,9 @@
 
 Tickets and their restoring on one side, the intake on the other, are the real ones. Each of the three parties may die
 between any two steps, the learner back to any earlier checkpoint; messages are lost, repeated and late; some prompts
-kill whoever generates them; what the learner has may turn out to be too stale. From every state reached, a fair continuation must bring each epoch to its end and the run
-to its own, and then each prompt of a finished epoch has exactly one outcome, trained at most once in the history from
-which the final weights come.
+kill whoever generates them; what the learner has may turn out to be too stale. From every state reached, a fair
+continuation must bring each epoch to its end and the run to its own, and then each prompt of a finished epoch has
+exactly one outcome, trained at most once in the history from which the final weights come.
 """
 
 from __future__ import annotations
