@@ -129,10 +129,11 @@ def requeue_metrics(trained: Sequence[Group], requeued: Sequence[Group]) -> dict
     What is generated longest is latest: where the first mean is the larger one, that bias is of such a size.
     """
     found = {"staleness/requeued_groups": float(len(requeued))}
-    for name, groups in (("requeued", requeued), ("trained", trained)):
+    means = (("staleness/requeued_length_mean", requeued), ("staleness/trained_length_mean", trained))
+    for name, groups in means:
         lengths = [sampled_tokens(trajectory) for group in groups for trajectory in group.trajectories]
         if lengths:
-            found[f"staleness/{name}_length_mean"] = float(np.mean(lengths))
+            found[name] = float(np.mean(lengths))
     return found
 
 

@@ -296,8 +296,9 @@ class Training:
 
     def _count_late(self, plan: StepPlan) -> None:
         """Groups with late tokens, trained or masked."""
-        name = "masked" if self._config.staleness.hard else "trained"
-        self._counters.add(f"staleness/late_{name}_groups", plan.metrics["staleness/late_groups"])
+        hard = self._config.staleness.hard
+        name = "staleness/late_masked_groups" if hard else "staleness/late_trained_groups"
+        self._counters.add(name, plan.metrics["staleness/late_groups"])
 
     def _filter_step(self, groups: list[Group]) -> None:
         """A step without a token to train: momentum alone would move the weights."""

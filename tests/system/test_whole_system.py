@@ -7,6 +7,8 @@ import pytest
 from inprocess import System, sim_config
 
 from asyncrl.checkpoint.folder import CheckpointFolder
+from asyncrl.errors import NonFiniteStep
+from asyncrl.learner.sim import SimTrainer
 from asyncrl.runtime.awaits import Await
 
 
@@ -137,6 +139,45 @@ def test_what_is_too_stale_is_generated_again_so_often_and_then_masked(tmp_path)
     # Of prompts that have an outcome nothing is remembered.
     assert learner._intake.ledger.requeues == {}
     assert dataloader._tickets._queue.ledger.requeues == {}
+
+
+def test_a_line_counts_what_its_step_has_trained_where_a_later_update_was_refused(tmp_path, monkeypatch):
+    """The groups of updates that were not taken go back, and are counted by the step that trains them."""
+    train, tokens, refused = SimTrainer.train, [], []
+
+    def refuses(trainer, plan):
+        first, *later = plan.updates
+        if len(tokens) == 2:
+            tokens.append(first.tokens)
+            refused.append(later[0].uids[0])
+            raise NonFiniteStep("loss", step=3, uids=refused, trained=first.uids, metrics=train(trainer, plan))
+        tokens.append(plan.tokens)
+        return train(trainer, plan)
+
+    monkeypatch.setattr(SimTrainer, "train", refuses)
+    config = sim_config(
+        run={"samples_per_step": 100},
+        learner={"updates_per_batch": 2, "on_nonfinite": "skip"},
+        reward={"options": {"spread": 1.0}},
+    )
+    system, state = run(config, tmp_path)
+    assert state.phase == "done"
+    lines = system.lines("train")
+    assert [line["ledger/trained"] for line in lines] == [4, 8, 10, 14, 18, 22]
+    assert lines[-1]["ledger/quarantined"] == 1
+    assert not set(refused) & set(trained_uids(system))
+    sampled = 0
+    for line in lines:
+        path = system.run_dir / "samples" / f"step_{line['step']:06d}.jsonl"
+        groups = [json.loads(text) for text in path.read_text().splitlines()]
+        trajectories = [trajectory for group in groups for trajectory in group["trajectories"]]
+        lengths = [len(each["sequences"][0]["tokens"]) for each in trajectories]
+        sampled += sum(lengths)
+        assert line["reward/trained_mean"] == pytest.approx(sum(each["reward"] for each in trajectories) / len(lengths))
+        assert line["rollout/length_mean"] == pytest.approx(sum(lengths) / len(lengths))
+    learner = system.actors["learner/0"]
+    assert learner.counters["learner/tokens"] == sum(tokens)
+    assert sum(learner.histograms.taken()["staleness/tokens"].counts) == sampled
 
 
 def test_filtered_groups_are_replaced_and_no_signal_ends_the_run(tmp_path):
