@@ -1,9 +1,9 @@
 """The groups of the next step under staleness.late = "wait", and whom it waits for where it has to.
 
 What is outstanding is asked of the dataloader: when the step would need a group that came since the last answer, and
-while it waits, whenever something came or was taken back; so about once for each step. No step is chosen by an answer
-that is too old to be safe (late.py). Whom it waits for stands among this actor's awaits for as long as that is so, and
-in the log; it ends because every grant does: by delivery, by its return, or with its holder's death.
+while it waits, whenever something new came or was taken back; so about once for each step. No step is chosen by an
+answer that is too old to be safe (late.py). Whom it waits for stands among this actor's awaits for as long as that is
+so, and in the log; it ends because every grant does: by delivery, by its return, or with its holder's death.
 
 The gate needs no progress of the learner for what is outstanding: it is generated, or granted again, whatever is
 trained meanwhile. A version that is owed to a full disk is not published meanwhile, one that nobody can load is.

@@ -417,7 +417,7 @@ METRICS: tuple[Metric, ...] = (
         ("policy/engine_kl", "nats", "of the engine from the trainer on tokens of equal weights; absent without such"),
         ("policy/engine_kl_tokens", "tokens", "over which policy/engine_kl was taken"),
         ("learner/lr", "", "learning rate"),
-        ("reward/mean", "", "over everything scored since the last step, filtered groups included"),
+        ("reward/mean", "", "over everything scored since the last step, filtered and requeued groups included"),
         ("reward/std", "", "likewise"),
         ("reward/trained_mean", "", "over what was trained"),
         ("reward/all_zero_fraction", "share", "of groups whose rewards all are 0"),
@@ -446,7 +446,7 @@ METRICS: tuple[Metric, ...] = (
         (
             "staleness/token_max",
             "versions",
-            "of trained tokens; those of versions before a restart of the learner may exceed staleness.max",
+            "of trained tokens; above staleness.max under staleness.late = train alone",
         ),
         ("staleness/late_groups", "groups", "of a step, with a token that was staler than staleness.max"),
         ("staleness/late_fraction", "share", "of sampled tokens of a step, those staler than staleness.max"),
