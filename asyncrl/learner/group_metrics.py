@@ -1,8 +1,8 @@
 """Metrics of a step that follow from its groups alone: rewards, staleness, lengths.
 
 Pure functions. ``reward/*`` and ``rollout/*`` speak of everything scored since the last step, filtered and requeued
-groups included, and ``reward/trained_mean`` and ``staleness/*`` of what is trained. A fraction or mean of nothing is left
-out rather than reported as 0.
+groups included, and ``reward/trained_mean`` and ``staleness/*`` of what is trained. A fraction or mean of nothing is
+left out rather than reported as 0.
 """
 
 from __future__ import annotations

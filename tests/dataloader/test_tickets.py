@@ -451,3 +451,77 @@ def test_a_run_that_ends_early_grants_nothing_more_for_training() -> None:
     assert book.lease(A, 4, seen=2) == []
     assert book.tickets.supply.exhausted
     assert book.tickets.closed
+
+
+# --- requeues ---
+
+
+def requeue(book: Book, *uids: str, requeues: int = 1) -> None:
+    book.number += 1
+    outcomes = [Outcome(uid, "requeued", requeues) for uid in uids]
+    report = Outcomes(number=book.number, version=0, trained_at_version=0, outcomes=outcomes)
+    for _ in range(2):
+        # It is repeated where its acknowledgement was lost.
+        assert book.tickets.report(report) == book.number
+
+
+def test_a_requeued_prompt_is_granted_again_first_of_all_with_its_count() -> None:
+    book = Book(staleness_max=0)
+    book.lease(free=4)
+    number = book.tickets.supply_number
+    requeue(book, "0-2")
+    # The learner may be waiting for it.
+    assert book.tickets.supply_number > number
+    assert book.tickets.outstanding == 3
+    (grant,) = book.lease(B, free=4)
+    assert (grant.prompt.uid, grant.requeues, grant.attempt) == ("0-2", 1, 0)
+    requeue(book, "0-2", requeues=2)
+    (grant,) = book.lease(B, free=4, seen=1)
+    assert (grant.prompt.uid, grant.requeues) == ("0-2", 2)
+    book.report("0-2")
+    assert (book.ledger.requeues, book.tickets.counts["requeued"]) == ({}, 2)
+
+
+def test_a_requeued_prompt_is_granted_to_nobody_who_still_holds_an_earlier_attempt() -> None:
+    book = Book()
+    book.lease(free=2)
+    requeue(book, "0-0")
+    # Its acknowledgement is on the way: a ticket that it has would be taken for that one.
+    assert uids(book.lease(free=2, seen=2, holding=("0-0", "0-1"))) == ["0-2", "0-3"]
+    assert uids(book.lease(free=1, seen=4, holding=("0-1", "0-2", "0-3"))) == ["0-0"]
+
+
+def test_a_prompt_that_is_requeued_and_done_in_one_report_is_done() -> None:
+    """What an earlier learner had requeued may have been generated already."""
+    book = Book()
+    book.lease(free=2)
+    book.number += 1
+    outcomes = [Outcome("0-0", "requeued", 1), Outcome("0-0", "trained"), Outcome("0-1", "filtered")]
+    report = Outcomes(number=book.number, version=0, trained_at_version=0, outcomes=outcomes)
+    assert book.tickets.report(report) == book.number
+    assert book.tickets.outstanding == 0
+    assert uids(book.lease(free=2, seen=2)) == ["0-2", "0-3"]
+
+
+def test_what_is_out_is_told_with_the_version_that_its_holder_served_when_it_asked() -> None:
+    book = Book(staleness_max=3)
+    book.lease(free=1)
+    book.report("0-7", version=1, trained_at=1)
+    book.lease(B, free=1, served=1)
+    book.lease(free=1, seen=1, holding=("0-0",))
+    told = [(held.prompt.uid, held.rollouter, held.served_version) for held in book.tickets.open_grants]
+    assert told == [("0-0", A, 0), ("0-1", B, 1), ("0-2", A, 0)]
+
+
+def test_an_answer_about_an_orphan_is_not_one_about_the_same_prompt_after_its_requeue() -> None:
+    book = Book()
+    book.lease(free=1)
+    book.tickets.died(A, 1)
+    asked = book.tickets.orphans
+    requeue(book, "0-0")
+    assert uids(book.lease(B, free=1)) == ["0-0"]
+    book.tickets.died(B, 1)
+    book.tickets.settle(asked, ["0-0"])
+    assert list(book.tickets.orphans) == ["0-0"]
+    book.tickets.settle(book.tickets.orphans, [])
+    assert uids(book.lease(free=1, incarnation=2)) == ["0-0"]
