@@ -22,7 +22,7 @@ import torch
 def reward(*, prompt, completion, row):
     """In thirds; of some prompts the reward of some responses fails for ever, others have rewards a thousand times as
     large."""
-    if row["fails"] and len(completion) % 2:
+    if row["fails"] and sum(map(ord, completion)) % 3 == 0:
         raise RuntimeError("this reward fails for ever")
     share = sum(c.isdigit() for c in completion) / max(1, len(completion))
     return (1000.0 if row["poisons"] else 1.0) * round(3 * share) / 3
@@ -113,7 +113,7 @@ def test_a_trajectory_that_fails_for_ever_costs_its_group_or_itself(folder, then
     for uid, group in groups.items():
         texts = [trajectory["text"] for trajectory in group["trajectories"]]
         if int(uid.partition("-")[2]) in failing:
-            assert not any(len(text) % 2 for text in texts), "what has no reward is trained"
+            assert not any(sum(map(ord, text)) % 3 == 0 for text in texts), "what has no reward is trained"
             dropped += SAMPLES - len(texts)
         else:
             assert len(texts) == SAMPLES
