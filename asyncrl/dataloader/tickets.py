@@ -379,7 +379,8 @@ class Tickets:
             return self._evals.take(served_version)
         if may_train:
             self._eval_turn = True
-            return self._queue.take(but=ask.holding)
+            # What it holds of a requeued prompt is of an earlier attempt, for which it would take the new one.
+            return self._queue.take(but=self._queue.ledger.requeues.keys() & ask.holding)
         return None
 
     def _hold(self, uid: str) -> Prompt | None:

@@ -491,6 +491,17 @@ def test_a_requeued_prompt_is_granted_to_nobody_who_still_holds_an_earlier_attem
     assert uids(book.lease(free=1, seen=4, holding=("0-1", "0-2", "0-3"))) == ["0-0"]
 
 
+def test_nor_after_a_restart_of_the_dataloader() -> None:
+    book = Book()
+    book.ledger.requeues["0-0"] = 1
+    held = TicketsHeld(seen=2, served_version=0, tickets=[HeldTicket("0-0", 1, 0), HeldTicket("0-1", 2, 0)])
+    book.tickets.adopt(A, 1, held, None)
+    assert book.tickets.outstanding == 1
+    assert uids(book.lease(free=1, seen=2, holding=("0-0", "0-1"))) == ["0-2"]
+    (grant,) = book.lease(B, free=1)
+    assert (grant.prompt.uid, grant.requeues) == ("0-0", 1)
+
+
 def test_a_prompt_that_is_requeued_and_done_in_one_report_is_done() -> None:
     """What an earlier learner had requeued may have been generated already."""
     book = Book()
