@@ -4,7 +4,10 @@ import json
 
 import pytest
 
-LONG_TAIL = ("--rollout.sim.length", "lognormal", "--rollout.sim.length_median", "6.0", "--learner.sim.step_s", "0.01")
+LONG_TAIL = (
+    *("--rollout.sim.length", "lognormal", "--rollout.sim.length_median", "8.0", "--rollout.sim.length_sigma", "1.6"),
+    *("--learner.sim.step_s", "0.01"),
+)
 STALENESS = ("--staleness.max", "1", "--run.samples_per_step", "100")
 
 

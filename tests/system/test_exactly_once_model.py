@@ -644,4 +644,4 @@ class ExactlyOnce(RuleBasedStateMachine):
 
 
 TestExactlyOnce = ExactlyOnce.TestCase
-TestExactlyOnce.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestExactlyOnce.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
