@@ -379,8 +379,10 @@ class Tickets:
             return self._evals.take(served_version)
         if may_train:
             self._eval_turn = True
-            # What it holds of a requeued prompt is of an earlier attempt, for which it would take the new one.
-            return self._queue.take(but=self._queue.ledger.requeues.keys() & ask.holding)
+            # What it holds of a requeued prompt is of an earlier attempt, for which it would take the new one. The last
+            # places of the run are kept for these.
+            held = self._queue.ledger.requeues.keys() & ask.holding
+            return self._queue.take(but=held) if self._gate.needed(self.outstanding) > len(held) else None
         return None
 
     def _hold(self, uid: str) -> Prompt | None:

@@ -491,6 +491,15 @@ def test_a_requeued_prompt_is_granted_to_nobody_who_still_holds_an_earlier_attem
     assert uids(book.lease(free=1, seen=4, holding=("0-1", "0-2", "0-3"))) == ["0-0"]
 
 
+def test_the_last_places_of_a_run_are_kept_for_requeued_prompts() -> None:
+    book = Book(groups=2, steps=1)
+    book.lease(free=2)
+    requeue(book, "0-0")
+    assert book.lease(free=1, seen=2, holding=("0-0", "0-1")) == []
+    assert not book.tickets.supply.exhausted
+    assert uids(book.lease(free=1, seen=2, holding=("0-1",))) == ["0-0"]
+
+
 def test_nor_after_a_restart_of_the_dataloader() -> None:
     book = Book()
     book.ledger.requeues["0-0"] = 1
