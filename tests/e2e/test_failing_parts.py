@@ -29,8 +29,9 @@ def reward(*, prompt, completion, row):
 
 def loss(batch):
     """Finite, but the gradient of large advantages is not."""
-    root = (batch.logprobs - batch.logprobs.detach()).abs().sqrt()
-    return torch.where(batch.advantages.abs() > 2.0, root, -batch.advantages * batch.logprobs), {}
+    large = batch.advantages.abs() > 100.0
+    root = ((batch.logprobs - batch.logprobs.detach()).abs() + (~large).float()).sqrt()
+    return torch.where(large, root, -batch.advantages * batch.logprobs), {}
 '''
 
 
