@@ -1,4 +1,4 @@
-"""The ledger: which prompts of which epoch are trained, filtered or quarantined, and attempts at open ones. Pure.
+"""The ledger: which prompts of which epoch are trained, filtered or quarantined, and what befell open ones. Pure.
 
 Invariant: in each epoch every prompt has at most one outcome, and keeps it. Held as intervals of indices: a finished
 epoch costs next to nothing. The learner owns it and keeps it in its checkpoints; the dataloader's state is derived from
@@ -77,6 +77,8 @@ class Ledger:
         self._counts: dict[Kind, int] = {"trained": 0, "filtered": 0, "quarantined": 0}
         self.attempts: dict[str, int] = {}
         """Deaths that an open prompt has been held in, by uid (of an eval prompt too); absent where there was none."""
+        self.requeues: dict[str, int] = {}
+        """How often an open prompt came back too stale to be trained, by uid; absent where it never did."""
         self.first_epoch = 0
         """The prompts of earlier epochs were others: what was left of these epochs is left for good."""
 
@@ -100,6 +102,7 @@ class Ledger:
             if any(left[1] > right[0] for left, right in pairwise(spans)):
                 raise ValueError(f"prompts of epoch {epoch} have two outcomes")
         ledger.attempts = dict(state.attempts)
+        ledger.requeues = dict(state.requeues)
         ledger.first_epoch = state.first_epoch
         return ledger
 
@@ -116,6 +119,7 @@ class Ledger:
                 for (kind, epoch), found in sorted(self._sets.items())
             ],
             attempts=dict(self.attempts),
+            requeues=dict(self.requeues),
             first_epoch=self.first_epoch,
         )
 
@@ -125,6 +129,7 @@ class Ledger:
         self._sets.setdefault((kind, epoch), IntervalSet()).add(index)
         self._counts[kind] += 1
         self.attempts.pop(f"{epoch}-{index}", None)
+        self.requeues.pop(f"{epoch}-{index}", None)
 
     def outcome(self, epoch: int, index: int) -> Kind | None:
         """What became of a prompt; None while nothing has."""

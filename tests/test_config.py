@@ -123,6 +123,11 @@ def test_every_problem_is_reported_at_once():
             "weights.transport: nccl reaches engines on GPUs",
         ),
         ({"network": {"ports": "9-2"}}, "network.ports: '9-2' is not a range"),
+        (
+            {"staleness": {"late": "wait", "max_requeues": 3}},
+            'staleness.max_requeues: is for staleness.late = "requeue"',
+        ),
+        ({"staleness": {"late": "requeue", "max_requeues": 0}}, "staleness.max_requeues: "),
         ({"watchdog": {"stall_s": 2.0}}, "watchdog.stall_s: must be at least 3 * supervision.heartbeat_s = 3"),
         ({"network": {"host": "10.0.0.1"}, "security": {"curve": "off"}}, "security.curve: may be off on loopback"),
         ({"reward": {"per": "group", "on_timeout": -1.0}}, "reward.on_timeout"),

@@ -29,10 +29,11 @@ def test_i1_a_ledger_goes_over_the_wire_and_comes_back_as_it_was(
 ) -> None:
     ledger = made(outcomes)
     ledger.attempts, ledger.first_epoch = attempts, 2
+    ledger.requeues = {uid: count + 1 for uid, count in attempts.items()}
     codec = Codec()
     body, *buffers = codec.encode(ledger.state)
     again = Ledger.restore(codec.decode(LedgerState, body, buffers))
-    assert (again.attempts, again.first_epoch) == (attempts, 2)
+    assert (again.attempts, again.requeues, again.first_epoch) == (attempts, ledger.requeues, 2)
     assert again.state == ledger.state
     for epoch in range(4):
         for index in range(32):
@@ -56,10 +57,11 @@ def test_many_prompts_are_looked_up_like_one(outcomes: dict[tuple[int, int], Kin
 
 def test_a_state_is_of_the_moment_it_was_taken() -> None:
     ledger = made({(0, 1): "trained"})
-    ledger.attempts["0-2"] = 1
+    ledger.attempts["0-2"] = ledger.requeues["0-2"] = 1
     state = ledger.state
     ledger.record("filtered", 0, 2)
     assert (state.attempts, ledger.attempts) == ({"0-2": 1}, {})
+    assert (state.requeues, ledger.requeues) == ({"0-2": 1}, {})
     assert Ledger.restore(state).outcome(0, 2) is None
 
 

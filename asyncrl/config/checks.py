@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncrl.config import Config
 from asyncrl.config.episode import OWN_REASONING_PARSERS, OWN_TOOL_PARSERS
-from asyncrl.config.training import DataConfig
+from asyncrl.config.training import DataConfig, StalenessConfig
 
 FORBIDDEN_VLLM_KEYS = (
     *("temperature", "top_p", "top_k", "min_p", "logprobs_mode", "weight_transfer_config"),
@@ -93,6 +93,9 @@ def cross_check(config: Config) -> list[tuple[str, str]]:
     if learner.advantage == "reinforce" and learner.dynamic_sampling:
         told = "leaves out groups of equal rewards, which the advantage reinforce learns from; set it to false"
         found.append(("learner.dynamic_sampling", told))
+    default = StalenessConfig.model_fields["max_requeues"].default
+    if config.staleness.late != "requeue" and config.staleness.max_requeues != default:
+        found.append(("staleness.max_requeues", 'is for staleness.late = "requeue" alone; leave it out'))
     found += _episode_problems(config)
     if rollout.engine == "reference" and rollout.concurrency == "auto":
         told = "auto goes by the engine's KV cache, and the reference engine has none; give a number"

@@ -209,9 +209,19 @@ class StalenessConfig(Section):
     """The limit eta, in versions. 0 is synchronous, on-policy training."""
     adapt: bool = True
     """Let the working limit move below the limit, as low as keeps the learner fed."""
-    late: Literal["train", "mask"] = "train"
+    late: Literal["train", "mask", "wait", "requeue"] = "train"
     """Tokens whose staleness exceeds max: trained, corrected and counted; or left out of the loss and its denominator,
-    while the reward of their trajectory stays in the baseline."""
+    while the reward of their trajectory stays in the baseline. wait lets the learner wait for the groups that its next
+    step would make late. requeue has a group that holds any generated again. What is late under these all the same is
+    left out."""
+    max_requeues: Positive = 2
+    """late = requeue: how often a prompt is generated again for that reason; after that, its late tokens are left
+    out."""
+
+    @property
+    def hard(self) -> bool:
+        """Whether no token that is staler than ``max`` is trained."""
+        return self.late != "train"
 
 
 class EvalConfig(Section):

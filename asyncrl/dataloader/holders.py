@@ -40,6 +40,10 @@ class Grant:
     """Deaths that its earlier holders took part in."""
     alone: bool = False
     """Nothing else is generated beside it."""
+    requeues: int = 0
+    """How often its prompt came back too stale to be trained."""
+    served_version: int = -1
+    """The oldest version that the engines of who was granted it served; -1 where that is not known."""
 
 
 @dataclass(slots=True)
@@ -70,6 +74,8 @@ class Held:
     suspect: bool = False
     """Its holder died generating it."""
     alone: bool = False
+    served_version: int = -1
+    """As of its grant; -1 where there is none."""
 
 
 class Holders:
@@ -157,10 +163,11 @@ class Holders:
                 found.append(held)
         return found
 
-    def grant(self, rollouter: str, prompt: Prompt, param_version: int, *, attempt: int, alone: bool) -> Grant:
+    def grant(self, ask: Ask, prompt: Prompt, param_version: int, *, attempt: int, alone: bool, requeues: int) -> Grant:
         """Grant a prompt that is not out."""
-        holder = self._rollouters[rollouter]
-        grant = Grant(holder.last_grant + 1, prompt, param_version, attempt, alone)
+        rollouter = ask.rollouter
+        number = self._rollouters[rollouter].last_grant + 1
+        grant = Grant(number, prompt, param_version, attempt, alone, requeues, ask.served_version)
         self.restore(rollouter, grant)
         return grant
 
@@ -180,8 +187,9 @@ class Holders:
     def hold(self, prompt: Prompt, rollouter: str | None = None, grant: Grant | None = None) -> None:
         """A prompt is out from here on, with the learner where no rollouter is named."""
         assert prompt.uid not in self._held, f"{prompt.uid} is granted to two"
-        number, alone = (grant.number, grant.alone) if grant is not None else (0, False)
-        self._held[prompt.uid] = Held(prompt, rollouter, number, alone=alone)
+        held = self._held[prompt.uid] = Held(prompt, rollouter)
+        if grant is not None:
+            held.number, held.alone, held.served_version = grant.number, grant.alone, grant.served_version
         self.outstanding += isinstance(prompt, TrainingPrompt)
 
     def release(self, uid: str) -> Held:

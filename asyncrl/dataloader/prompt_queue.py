@@ -8,7 +8,7 @@ prompt that was concluded, or found with somebody, before its turn is passed ove
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import islice
@@ -62,17 +62,27 @@ class PromptQueue:
         """Below it nothing is still to come."""
         self._still_to_come = self._unconcluded(self._cursor)
 
-    def take(self) -> TrainingPrompt:
-        """The next prompt; it is out from here on."""
-        while self._oldest:
-            _, uid = heappop(self._oldest)
-            if uid in self._returned:
-                self._out.add(uid)
-                return self._returned.pop(uid)
+    def take(self, but: Collection[str] = ()) -> TrainingPrompt:
+        """The next prompt that is none of ``but``, which are left to come first for others; it is out from here on."""
+        left = []
+        try:
+            while self._oldest:
+                position, uid = heappop(self._oldest)
+                if uid in self._returned:
+                    if uid not in but:
+                        self._out.add(uid)
+                        return self._returned.pop(uid)
+                    left.append((position, uid))
+        finally:
+            for each in left:
+                heappush(self._oldest, each)
         while True:
             prompt = next(self._still_to_come)
             self._cursor = prompt.position + 1
             if not self._is_to_come(prompt):
+                continue
+            if prompt.uid in but:
+                self._return(prompt)
                 continue
             if prompt.index not in self._oversize:
                 self._out.add(prompt.uid)
@@ -99,8 +109,7 @@ class PromptQueue:
         """A prompt that was out comes back; the oldest goes first. One of an epoch before the first is dropped."""
         self._come_back(prompt)
         if prompt.epoch >= self.ledger.first_epoch:
-            self._returned[prompt.uid] = prompt
-            heappush(self._oldest, (prompt.position, prompt.uid))
+            self._return(prompt)
 
     def reject(self, prompt: TrainingPrompt, reason: str) -> None:
         """A prompt that was out will not be granted again."""
@@ -118,6 +127,10 @@ class PromptQueue:
     def knows(self, epoch: int, index: int) -> bool:
         """Whether there is such a prompt; of an epoch before the first, as far as is known here."""
         return min(epoch, index) >= 0 and (epoch < self.ledger.first_epoch or index < self._order.size)
+
+    def _return(self, prompt: TrainingPrompt) -> None:
+        self._returned[prompt.uid] = prompt
+        heappush(self._oldest, (prompt.position, prompt.uid))
 
     def _come_back(self, prompt: TrainingPrompt) -> None:
         assert prompt.uid in self._out, f"{prompt.uid} is not out"

@@ -8,6 +8,8 @@ Invariants:
 - a training prompt is outstanding from its grant until the learner reports its outcome or it is returned, whoever
   holds it meanwhile. When its holder has died it is an *orphan*, outstanding all the same, until the learner has
   said whether it holds it (``settle``); only what it does not hold is granted again;
+- a group that the learner found too stale is granted again with a larger number of requeues, to nobody who still holds
+  it with a smaller one: what comes of that is worth nothing to the learner;
 - a prompt that was held in too many deaths is granted only to a rollouter that holds nothing, and nothing beside it.
 
 All of it follows from the order, the ledger, what the learner claims and what the rollouters hold: ``restoring`` makes
@@ -19,7 +21,7 @@ Fails with ProtocolError on an outcome that cannot be, without having changed an
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from asyncrl.dataloader.evals import EvalPrompt, EvalRounds
 from asyncrl.dataloader.gate import Gate
@@ -29,7 +31,7 @@ from asyncrl.dataloader.suspects import ALONE_FROM, Suspects
 from asyncrl.errors import ProtocolError
 from asyncrl.ledger import position_of
 from asyncrl.messages.dataloader import Outcome, Outcomes, Rejected, Supply
-from asyncrl.messages.rollouter import TicketsHeld
+from asyncrl.messages.rollouter import HeldTicket, TicketsHeld
 
 
 class Tickets:
@@ -50,8 +52,11 @@ class Tickets:
         self._evals = evals
         self._holders = Holders()
         self._suspects = Suspects(queue.ledger.attempts, max_attempts)
-        self._orphans: dict[str, None] = {}
-        """Prompts whose holder has died and of which the learner has not said whether it holds them."""
+        self._orphans: dict[str, int] = {}
+        """Prompts whose holder has died and of which the learner has not said whether it holds them; how many there
+        were before each."""
+        self._taken_back = 0
+        """Training prompts that came back without an outcome so far."""
         self._eval_turn = False
         self._stopped = False
         self._forget_deaths()
@@ -100,9 +105,15 @@ class Tickets:
         return self._gate.finished and not self._evals.sizes
 
     @property
-    def orphans(self) -> list[str]:
-        """Uids of the prompts that the learner is to be asked about, oldest death first."""
-        return list(self._orphans)
+    def orphans(self) -> dict[str, int]:
+        """The prompts that the learner is to be asked about, oldest death first: uid, and the number of the death."""
+        return dict(self._orphans)
+
+    @property
+    def open_grants(self) -> list[Held]:
+        """Training prompts that are out."""
+        out = (self._holders[uid] for uid in self._holders.uids)
+        return [held for held in out if isinstance(held.prompt, TrainingPrompt)]
 
     @property
     def supply(self) -> Supply:
@@ -152,7 +163,12 @@ class Tickets:
                 break
             attempt = self._suspects.attempt(prompt.uid)
             grant = self._holders.grant(
-                ask.rollouter, prompt, self._gate.newest_version, attempt=attempt, alone=attempt >= ALONE_FROM
+                ask,
+                prompt,
+                self._gate.newest_version,
+                attempt=attempt,
+                alone=attempt >= ALONE_FROM,
+                requeues=self._requeues(prompt.uid),
             )
             generating += isinstance(prompt, TrainingPrompt)
             self.counts["granted"] += 1
@@ -197,11 +213,14 @@ class Tickets:
             self._orphan(held)
         self._note_supply()
 
-    def settle(self, asked: Collection[str], held: Collection[str]) -> None:
-        """The learner has said which of the orphans it was asked about it holds; the others are granted again."""
+    def settle(self, asked: Mapping[str, int], held: Collection[str]) -> None:
+        """The learner has said which of the orphans it was asked about it holds; the others are granted again.
+
+        An orphan that was requeued since, granted again and is one again is another.
+        """
         kept = set(held)
-        for uid in asked:
-            if uid in self._orphans:
+        for uid, number in asked.items():
+            if self._orphans.get(uid) == number:
                 del self._orphans[uid]
                 if uid not in kept:
                     self._take_back(uid)
@@ -230,20 +249,23 @@ class Tickets:
         self._holders.update(Ask(rollouter, incarnation, tickets.seen, 0, tickets.served_version, uids))
         # What it has may have been granted to an incarnation before it, so these numbers say nothing. A death of its
         # engine may have made something suspect that has company.
-        grants = [
-            (-1 - at, ticket.uid, ticket.attempt, ticket.attempt >= ALONE_FROM and len(uids) == 1)
+        found = [
+            (-1 - at, ticket, ticket.attempt >= ALONE_FROM and len(uids) == 1)
             for at, ticket in enumerate(tickets.tickets)
         ]
         known = None if previous is None else previous._holders.get(rollouter)
         if known is not None and known.incarnation == incarnation and not tickets.leaving:
-            unseen = [grant for number, grant in known.grants.items() if number > tickets.seen]
-            grants += [(grant.number, grant.prompt.uid, grant.attempt, grant.alone) for grant in unseen]
+            found += [(n, _held_by(grant), grant.alone) for n, grant in known.grants.items() if n > tickets.seen]
             self._holders.skip_to(rollouter, known.last_grant)
-        for number, uid, attempt, alone in grants:
-            prompt = self._hold(uid)
+        for number, ticket, alone in found:
+            if ticket.requeues < self._requeues(ticket.uid):
+                # The learner will take nothing that comes of it.
+                continue
+            prompt = self._hold(ticket.uid)
             if prompt is not None:
-                self._suspects.raise_to(uid, attempt)
-                grant = Grant(number, prompt, self._gate.newest_version, attempt, alone)
+                self._suspects.raise_to(ticket.uid, ticket.attempt)
+                version = self._gate.newest_version
+                grant = Grant(number, prompt, version, ticket.attempt, alone, ticket.requeues, ticket.served_version)
                 self._holders.restore(rollouter, grant)
         self._note_supply()
 
@@ -275,7 +297,7 @@ class Tickets:
         """
         if report.number != self.number + 1:
             return self.number
-        uids = [outcome.uid for outcome in report.outcomes]
+        uids = [outcome.uid for outcome in report.outcomes if outcome.kind != "requeued"]
         wrong = [outcome.uid for outcome in report.outcomes if not self._may_be(outcome)]
         if wrong or len(set(uids)) < len(uids):
             raise ProtocolError(f"outcomes that cannot be: {wrong or uids}")
@@ -307,8 +329,11 @@ class Tickets:
         return self._holders.remove(rollouter)
 
     def _orphan(self, held: Held) -> None:
-        self._orphans[held.prompt.uid] = None
+        self._orphans[held.prompt.uid] = self.counts["orphaned"]
         self.counts["orphaned"] += 1
+
+    def _requeues(self, uid: str) -> int:
+        return self._queue.ledger.requeues.get(uid, 0)
 
     @property
     def _exhausted(self) -> bool:
@@ -330,7 +355,7 @@ class Tickets:
                     return None
             elif suspects.set_aside == ask.rollouter:
                 suspects.set_aside = None
-            prompt = self._next_in_turn(ask.served_version, generating)
+            prompt = self._next_in_turn(ask, generating)
             if prompt is None or not suspects.is_suspect(prompt.uid):
                 return prompt
             self._put_back(prompt)
@@ -340,8 +365,9 @@ class Tickets:
             return prompt.version <= served_version
         return not self._evals.starting and self._gate.has_place(served_version, self.outstanding)
 
-    def _next_in_turn(self, served_version: int, generating: int) -> Prompt | None:
+    def _next_in_turn(self, ask: Ask, generating: int) -> Prompt | None:
         """Training and evaluation take turns where both may be granted."""
+        served_version = ask.served_version
         may_train = not self._evals.starting and self._gate.admits(
             served_version,
             outstanding=self.outstanding + self._suspects.reserved,
@@ -353,7 +379,10 @@ class Tickets:
             return self._evals.take(served_version)
         if may_train:
             self._eval_turn = True
-            return self._queue.take()
+            # What it holds of a requeued prompt is of an earlier attempt, for which it would take the new one. The last
+            # places of the run are kept for these.
+            held = self._queue.ledger.requeues.keys() & ask.holding
+            return self._queue.take(but=held) if self._gate.needed(self.outstanding) > len(held) else None
         return None
 
     def _hold(self, uid: str) -> Prompt | None:
@@ -381,6 +410,9 @@ class Tickets:
 
     def _conclude(self, outcome: Outcome) -> None:
         uid = outcome.uid
+        if outcome.kind == "requeued":
+            self._requeue(uid, outcome.requeues)
+            return
         if uid in self._holders:
             self._holders.release(uid)
             self._orphans.pop(uid, None)
@@ -392,9 +424,19 @@ class Tickets:
         self.counts[outcome.kind] += 1
         self._gate.trained += outcome.kind == "trained"
 
+    def _requeue(self, uid: str, requeues: int) -> None:
+        """What came of a prompt was too stale: it is to be granted again, unless it is to come anyway."""
+        self._queue.ledger.requeues[uid] = max(requeues, self._requeues(uid))
+        if uid in self._holders:
+            self._orphans.pop(uid, None)
+            self._put_back(self._holders.release(uid).prompt)
+            self._taken_back += 1
+        self.counts["requeued"] += 1
+
     def _take_back(self, uid: str) -> None:
         """A prompt that was out is to be granted again."""
         held = self._holders.release(uid)
+        self._taken_back += isinstance(held.prompt, TrainingPrompt)
         if held.suspect:
             self._suspects.died(uid, alone=held.alone)
         self._put_back(held.prompt)
@@ -432,7 +474,13 @@ class Tickets:
             len(self._queue.rejected),
             self._evals.changes,
             self._suspects.changes,
+            self._taken_back,
         )
         if key != self._supply_key:
             self._supply_key = key
             self.supply_number += 1
+
+
+def _held_by(grant: Grant) -> HeldTicket:
+    """A grant as whoever received it would tell of it."""
+    return HeldTicket(grant.prompt.uid, grant.number, grant.attempt, grant.requeues, grant.served_version)

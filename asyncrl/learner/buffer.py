@@ -39,22 +39,24 @@ class GroupBuffer:
         assert group.ticket.uid not in self._groups
         self._groups[group.ticket.uid] = group
 
-    def take(self, count: int) -> list[Group]:
-        """Remove and return the ``count`` oldest, in the order in which they are trained."""
-        oldest = sorted(self._groups.values(), key=_age)[:count]
-        for group in oldest:
-            del self._groups[group.ticket.uid]
-        return in_order(oldest)
+    def oldest(self, count: int) -> list[str]:
+        """Uids of the ``count`` oldest."""
+        return [group.ticket.uid for group in sorted(self._groups.values(), key=_age)[:count]]
+
+    def take(self, uids: Iterable[str]) -> list[Group]:
+        """Remove and return these, in the order in which they are trained."""
+        return in_order([self._groups.pop(uid) for uid in uids])
 
 
 def in_order(groups: Iterable[Group]) -> list[Group]:
     """By (epoch, index)."""
-    return sorted(groups, key=_position)
+    return sorted(groups, key=position)
 
 
 def _age(group: Group) -> tuple[int, int, int]:
-    return (group.ticket.param_version, *_position(group))
+    return (group.ticket.param_version, *position(group))
 
 
-def _position(group: Group) -> tuple[int, int]:
+def position(group: Group) -> tuple[int, int]:
+    """(epoch, index)."""
     return (group.ticket.epoch, group.ticket.index)

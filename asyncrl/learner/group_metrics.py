@@ -1,7 +1,7 @@
 """Metrics of a step that follow from its groups alone: rewards, staleness, lengths.
 
-Pure functions. ``reward/*`` and ``rollout/*`` speak of everything scored since the last step, filtered groups
-included, and ``reward/trained_mean`` and ``staleness/*`` of what is trained. A fraction or mean of nothing is
+Pure functions. ``reward/*`` and ``rollout/*`` speak of everything scored since the last step, filtered and requeued
+groups included, and ``reward/trained_mean`` and ``staleness/*`` of what is trained. A fraction or mean of nothing is
 left out rather than reported as 0.
 """
 
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from asyncrl.config.training import StalenessConfig
+from asyncrl.learner.late import is_late, oldest_version
 from asyncrl.messages.groups import Group, Trajectory
 from asyncrl.monitor.metrics import Histograms
 from asyncrl.trajectories import is_truncated, sampled_spans, sampled_tokens, versions_of
@@ -21,12 +22,6 @@ from asyncrl.trajectories import is_truncated, sampled_spans, sampled_tokens, ve
 def rewards_of(group: Group) -> np.ndarray:
     """float64 [n], in the order of the trajectories. Each trajectory is scored."""
     return np.array([trajectory.reward for trajectory in group.trajectories], dtype=np.float64)
-
-
-def is_late(trajectory: Trajectory, *, version: int, limit: int) -> bool:
-    """Whether the staleness of its first sampled token exceeds ``limit`` (eta) when trained at ``version``."""
-    versions = versions_of(trajectory)
-    return bool(versions) and version - versions[0] > limit
 
 
 def reward_metrics(trained: Sequence[Group], filtered: Sequence[Group], tolerance: float) -> dict[str, float]:
@@ -97,14 +92,11 @@ def _episode_metrics(episodes: Sequence[Trajectory]) -> dict[str, float]:
 def observe_staleness(histograms: Histograms, trained: Sequence[Group], version: int, config: StalenessConfig) -> None:
     """Count the trained tokens and groups by their staleness under ``version``."""
     for group in trained:
-        oldest = None
         for trajectory in group.trajectories:
             for stale, tokens in _staleness(trajectory, version):
                 if not _left_out(stale, config):
                     histograms.observe("staleness/tokens", stale, tokens)
-            versions = versions_of(trajectory)
-            if versions:
-                oldest = versions[0] if oldest is None else min(oldest, versions[0])
+        oldest = oldest_version(group)
         if oldest is not None:
             histograms.observe("staleness/groups", version - oldest)
 
@@ -112,21 +104,17 @@ def observe_staleness(histograms: Histograms, trained: Sequence[Group], version:
 def staleness_metrics(trained: Sequence[Group], *, version: int, config: StalenessConfig) -> dict[str, float]:
     """Staleness, in versions, of the sampled tokens of the trained groups, and what of it was late.
 
-    ``staleness/late_groups`` counts groups with at least one late trajectory (is_late), ``late_fraction`` is the share
-    of the sampled tokens that are staler than the limit. Under ``staleness.late = "mask"`` these are not trained:
-    ``masked_tokens`` counts them, and mean and maximum are of the others.
+    ``staleness/late_groups`` counts groups with a token that is staler than the limit, ``late_fraction`` is the share
+    of such tokens among those sampled. Unless ``staleness.late`` is "train" they are not trained: ``masked_tokens``
+    counts them, and mean and maximum are of the others.
     """
     trajectories = [trajectory for group in trained for trajectory in group.trajectories]
     pairs = [pair for trajectory in trajectories for pair in _staleness(trajectory, version)]
     late = sum(tokens for stale, tokens in pairs if stale > config.max)
-    found = {
-        "staleness/late_groups": float(
-            sum(any(is_late(t, version=version, limit=config.max) for t in group.trajectories) for group in trained)
-        )
-    }
+    found = {"staleness/late_groups": float(sum(is_late(group, version, config.max) for group in trained))}
     if pairs:
         found["staleness/late_fraction"] = late / sum(tokens for _, tokens in pairs)
-    if config.late == "mask":
+    if config.hard:
         found["staleness/masked_tokens"] = float(late)
     kept = [(stale, tokens) for stale, tokens in pairs if not _left_out(stale, config)]
     if kept:
@@ -135,8 +123,22 @@ def staleness_metrics(trained: Sequence[Group], *, version: int, config: Stalene
     return found
 
 
+def requeue_metrics(trained: Sequence[Group], requeued: Sequence[Group]) -> dict[str, float]:
+    """Groups that were requeued since the last step, and the mean lengths of their responses and of the trained ones.
+
+    What is generated longest is latest: where the first mean is the larger one, that bias is of such a size.
+    """
+    found = {"staleness/requeued_groups": float(len(requeued))}
+    means = (("staleness/requeued_length_mean", requeued), ("staleness/trained_length_mean", trained))
+    for name, groups in means:
+        lengths = [sampled_tokens(trajectory) for group in groups for trajectory in group.trajectories]
+        if lengths:
+            found[name] = float(np.mean(lengths))
+    return found
+
+
 def _left_out(stale: int, config: StalenessConfig) -> bool:
-    return config.late == "mask" and stale > config.max
+    return config.hard and stale > config.max
 
 
 def _staleness(trajectory: Trajectory, version: int) -> list[tuple[int, int]]:

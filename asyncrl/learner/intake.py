@@ -2,7 +2,11 @@
 
 Invariant (exactly once): a prompt that has an outcome, is in training or in the buffer is never taken again, so that
 whatever is delivered twice, by whom ever, is trained at most once; and a group that was taken leaves only by an
-outcome. Ledger, buffer and what is to be reported change together: ``snapshot`` is consistent at any moment.
+outcome, or is given back. Ledger, buffer and what is to be reported change together: ``snapshot`` is consistent at any
+moment.
+
+A group that is given back (``requeue``) is as if it had never been taken, but that its prompt is to be granted again,
+and nothing that comes of an earlier grant is taken any more.
 
 A group that cannot be trained is quarantined with its reason; one whose rewards are all equal, and those of its turns
 too, is filtered under dynamic sampling, and so are the groups of a step in which every trajectory is masked. Neither is
@@ -65,6 +69,8 @@ class Intake:
         self.outcomes = OutcomeQueue()
         self.filtered: list[Group] = []
         """Since the last step."""
+        self.requeued: list[Group] = []
+        """Since the last step."""
         self.quarantined: list[Quarantined] = []
         """Not written yet; the caller takes them."""
         self.delivered_lengths: list[int] = []
@@ -112,7 +118,7 @@ class Intake:
     def deliver(self, group: Group, now: float = 0.0) -> Literal["duplicate", "buffered"] | Kind:
         """Take a group, once; ``now`` is when (s)."""
         uid = group.ticket.uid
-        if self.has(uid):
+        if self.has(uid) or group.ticket.requeues < self.ledger.requeues.get(uid, 0):
             return "duplicate"
         self._taken += 1
         self._kept_trajectories += len(group.trajectories)
@@ -136,10 +142,25 @@ class Intake:
         if not self.has(uid):
             self._quarantine(Quarantined(uid, reason))
 
-    def begin_step(self) -> tuple[list[Group], list[Group]]:
-        """The groups of the next step, and those filtered since the last one; both in order, however they arrived."""
+    def requeue(self, uids: Collection[str]) -> list[Group]:
+        """Give buffered groups back, to be generated again; ``end_step`` forgets them."""
+        groups = self.buffer.take(uids)
+        for group in groups:
+            uid, requeues = group.ticket.uid, self.ledger.requeues
+            # A ticket may tell of more than a ledger that was restored.
+            requeues[uid] = max(group.ticket.requeues, requeues.get(uid, 0)) + 1
+            self._came.pop(uid, None)
+            self.outcomes.outcome(Outcome(uid, "requeued", requeues[uid]))
+        self.requeued += groups
+        return groups
+
+    def begin_step(self, uids: Collection[str] = ()) -> tuple[list[Group], list[Group]]:
+        """The groups of the next step, and those filtered since the last one; both in order, however they arrived.
+
+        ``uids`` are those of the step, by default the oldest.
+        """
         assert not self._in_training
-        groups = self.buffer.take(self._learner.groups_per_step)
+        groups = self.buffer.take(uids or self.buffer.oldest(self._learner.groups_per_step))
         self._in_training = {group.ticket.uid: group for group in groups}
         filtered = in_order(self.filtered)
         self._begun = (filtered, self._masked, self._failed)
@@ -154,7 +175,7 @@ class Intake:
         """The step was taken. Returns the lengths of the responses delivered since the last one."""
         for uid in self._in_training:
             self._conclude(uid, "trained")
-        self._in_training = {}
+        self._in_training, self.requeued = {}, []
         lengths, self.delivered_lengths = self.delivered_lengths, []
         return lengths
 

@@ -22,7 +22,16 @@ from asyncrl.learner.evals import EvalCollector
 from asyncrl.learner.intake import Intake
 from asyncrl.learner.probe_sequences import SEQUENCES
 from asyncrl.messages import Request
-from asyncrl.messages.dataloader import PromptSample, Restored, Resumed, SamplePrompts, Supply, WatchSupply
+from asyncrl.messages.dataloader import (
+    GrantsOpen,
+    OpenGrants,
+    PromptSample,
+    Restored,
+    Resumed,
+    SamplePrompts,
+    Supply,
+    WatchSupply,
+)
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.away import log_away
 
@@ -192,6 +201,16 @@ class SupplyLine:
                 await self._after(error)
             else:
                 return not supply.evals
+
+    async def open_grants(self) -> GrantsOpen | None:
+        """The training groups that are outstanding; None where the dataloader has not answered."""
+        try:
+            with self._awaits.on(DATALOADER, "OpenGrants"):
+                grants: GrantsOpen = await self._call(OpenGrants())
+        except (DeadlineExceeded, RemoteError) as error:
+            await self._after(error)
+            return None
+        return grants
 
     async def _after(self, error: DeadlineExceeded | RemoteError) -> None:
         if isinstance(error, RemoteError) and error.code == RestoreNeeded.code:

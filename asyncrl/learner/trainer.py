@@ -176,7 +176,10 @@ class Trainer:
         ranks.scatter(parcels, 0, f"the batch of step {self.steps + 1}")
         began, step = time.monotonic(), self.steps + 1
         result = self._step(command, of_ranks[0])
-        metrics = result.metrics | self._utilisation(plan.tokens, time.monotonic() - began)
+        # The update that was refused was computed, none after it was.
+        done = plan.updates if result.refused is None else plan.updates[: result.refused.update + 1]
+        tokens = sum(update.tokens for update in done)
+        metrics = result.metrics | self._utilisation(tokens, time.monotonic() - began)
         if result.refused is None:
             return metrics
         update = plan.updates[result.refused.update]

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -26,13 +27,15 @@ from structlog.typing import FilteringBoundLogger
 
 from asyncrl.config import Config
 from asyncrl.errors import ActorFailed, AsyncRLError, NonFiniteStep
-from asyncrl.learner.algorithm.batch import build_step
+from asyncrl.learner.algorithm.batch import StepPlan, build_step, step_metrics
 from asyncrl.learner.backend import Backend
 from asyncrl.learner.failed_writes import to_publish, version_failed, why_not_published
-from asyncrl.learner.group_metrics import observe_staleness
+from asyncrl.learner.group_metrics import observe_staleness, requeue_metrics
 from asyncrl.learner.intake import Intake
+from asyncrl.learner.late import oldest_version, to_requeue
 from asyncrl.learner.probe_sequences import ProbeSequence, from_groups, from_prompts, probe_length
 from asyncrl.learner.step_lines import StepLines, TrainedStep
+from asyncrl.learner.stragglers import Stragglers
 from asyncrl.learner.supply_line import Stand, SupplyLine
 from asyncrl.learner.versions import Versions
 from asyncrl.messages.groups import Group
@@ -125,6 +128,10 @@ class Training:
         """Size of the newest version."""
         self._probed: list[ProbeSequence] = []
         """What engines and learner are held against each other by."""
+        self._stragglers: Stragglers | None = None
+        """Under staleness.late = wait; of groups that may be of several versions."""
+        self._step_uids: tuple[str, ...] = ()
+        """Groups of the next step; empty for the oldest."""
 
     @property
     def stand(self) -> Stand:
@@ -146,11 +153,25 @@ class Training:
 
     async def run(self) -> None:
         """Train to the last step, or to the boundary at which a preempted run stops; all is published then."""
-        learner = self._config.learner
+        learner, staleness = self._config.learner, self._config.staleness
+        if staleness.late == "wait" and staleness.max:
+            self._stragglers = Stragglers(
+                self._config,
+                self.supply,
+                self._intake,
+                counters=self._counters,
+                clock=self._clock,
+                log=self._log,
+                awaits=self._awaits,
+            )
         while self.step < learner.steps:
             began = self._clock.now()
             with self._awaits.on("rollouter", "groups"):
-                there = await self._groups_are_there()
+                try:
+                    there = await self._groups_are_there()
+                finally:
+                    if self._stragglers is not None:
+                        self._stragglers.close()
             if not there:
                 break
             step = await self._train_step(began)
@@ -200,11 +221,15 @@ class Training:
 
     async def _train_step(self, began: float) -> TrainedStep | None:
         """One step; None when it was not taken, and its groups are filtered or the bad ones quarantined."""
-        learner, intake = self._config.learner, self._intake
+        learner, staleness, intake = self._config.learner, self._config.staleness, self._intake
         version = self.version
-        groups, filtered = intake.begin_step()
+        groups, filtered = intake.begin_step(self._step_uids)
+        scored = [*filtered, *intake.requeued]
+        late = self._stragglers.taken() if self._stragglers is not None else {}
         self._histograms.observe_all("groups/age_s", intake.take_ages(self._clock.now()))
-        intake.outcomes.step_began(len(intake.buffer), waited=self._waited and version > self._first_version)
+        if self._waited or not late.get("staleness/waited_groups"):
+            # A step that has waited for a straggler, and for nothing else, says nothing of the working limit.
+            intake.outcomes.step_began(len(intake.buffer), waited=self._waited and version > self._first_version)
         self.supply.changed()
         train_began, train_wall = self._clock.now(), self._clock.wall()
         self._states.enter("training")
@@ -212,7 +237,7 @@ class Training:
         plan = await self._on_thread(
             lambda: build_step(
                 groups,
-                filtered=filtered,
+                filtered=scored,
                 version=version,
                 fresh=self._unpublished == 0,
                 config=self._config,
@@ -226,7 +251,6 @@ class Training:
         self._track.enter("train", step=self.step + 1, version=version, **_sampled(groups))
         try:
             trained = await self._on_thread(lambda: self._backend.train(plan))
-            await self._on_thread(lambda: observe_staleness(self._histograms, groups, version, self._config.staleness))
         except NonFiniteStep as error:
             if learner.on_nonfinite != "skip":
                 raise
@@ -239,9 +263,14 @@ class Training:
                 return None
             trained = dict(error.metrics)
             groups = [group for group in groups if group.ticket.uid in error.trained]
+            plan = _taken(plan, error.trained, step_metrics(groups, scored, version, self._config))
+        await self._on_thread(lambda: observe_staleness(self._histograms, groups, version, self._config.staleness))
         train_ended = self._clock.now()
         self._track.leave()
         self._probed = from_groups(groups, probe_length(self._config)) or self._probed
+        if staleness.late == "requeue":
+            late = requeue_metrics(groups, intake.requeued)
+        self._count_late(plan)
         lengths = intake.end_step()
         self._story.tell(TRAINED, step=self.step + 1, version=version, uids=[group.ticket.uid for group in groups])
         self.supply.changed()
@@ -255,6 +284,7 @@ class Training:
             "step": self.step + 1,
             "weights/version": version,
             **plan.metrics,
+            **late,
             **trained,
             "rollout/granted_length_mean": sum(lengths) / len(lengths) if lengths else None,
             "staleness/limit": self.supply.limit,
@@ -269,6 +299,12 @@ class Training:
             "rollout/failed_attempts": intake.failed_attempts,
         }
         return TrainedStep(line=line, train_began=train_wall, train_ended=self._clock.wall(), groups=groups)
+
+    def _count_late(self, plan: StepPlan) -> None:
+        """Groups with late tokens, trained or masked."""
+        hard = self._config.staleness.hard
+        name = "staleness/late_masked_groups" if hard else "staleness/late_trained_groups"
+        self._counters.add(name, plan.metrics["staleness/late_groups"])
 
     def _filter_step(self, groups: list[Group]) -> None:
         """A step without a token to train: momentum alone would move the weights."""
@@ -296,21 +332,30 @@ class Training:
         if not self._config.staleness.max:
             # All of a version's, or which of them make up a step would be a matter of who came first.
             wanted *= max(1, learner.steps_per_version - self._unpublished)
+        self._requeue_late()
         self._waited = len(intake.buffer) < wanted
+        self._step_uids = ()
         owed_until, retry_at = self._clock.now() + self._patience_s, self._clock.now() + OWED_RETRY_S
         while True:
+            self.news.clear()
+            self._requeue_late()
             if problem := intake.problem():
                 raise ActorFailed(self._name, problem)
             if self.preempted:
                 await self._take_the_last()
                 return False
-            if len(intake.buffer) >= wanted:
-                return True
             supply = self.supply.supply
-            if supply.exhausted and supply.outstanding == len(intake.buffer) > 0:
+            if len(intake.buffer) >= wanted:
+                if await self._step_is_chosen():
+                    return True
+                if not self._awaited:
+                    # The dataloader did not answer.
+                    continue
+            elif supply.exhausted and supply.outstanding == len(intake.buffer) > 0:
                 return True
-            self.news.clear()
-            if not self._owes_version:
+            if not self._owes_version or (self._awaited and not self._versions.spoiled):
+                # A new version would make the group late that is waited for. One whose weights are lost has to be: an
+                # engine that has died may need them for that very group.
                 await self.news.wait()
                 continue
             try:
@@ -321,6 +366,37 @@ class Training:
                 await self._try_to_publish(until=owed_until)
                 self._states.enter("waiting", "groups")
                 retry_at = self._clock.now() + OWED_RETRY_S
+
+    async def _step_is_chosen(self) -> bool:
+        """Whether the step need not wait for a group that it would make late."""
+        if self._stragglers is None:
+            return True
+        self._step_uids = await self._stragglers.step(self.version, self._unpublished)
+        if self._awaited and self._states.awaiting != self._awaited:
+            self._states.enter("waiting", self._awaited)
+            self._track.enter("wait for late group", step=self.step + 1, group=self._awaited)
+        return bool(self._step_uids)
+
+    @property
+    def _awaited(self) -> str:
+        """The straggler, in a few words; empty where none is waited for."""
+        return "" if self._stragglers is None else self._stragglers.waits_for
+
+    def _requeue_late(self) -> None:
+        """Give back what is too stale and may be generated again."""
+        staleness, intake = self._config.staleness, self._intake
+        if staleness.late != "requeue":
+            return
+        late = to_requeue(intake.buffer.groups, intake.ledger.requeues, self.version, staleness)
+        for group in intake.requeue(late):
+            uid = group.ticket.uid
+            age = self.version - (oldest_version(group) or 0)
+            reason = f"{age} versions old, over staleness.max = {staleness.max}; it is generated again"
+            self._log.info("group requeued", uid=uid, versions_old=age, requeues=intake.ledger.requeues[uid])
+            self._story.tell(NOT_TRAINED, uid=uid, reason=reason, outcome="requeued")
+            self._counters.add("staleness/requeued_groups")
+        if late:
+            self.supply.changed()
 
     async def _take_the_last(self) -> None:
         """Until the rollouters have delivered or returned what they hold, or for as long as that may take."""
@@ -411,10 +487,16 @@ def _masked(groups: list[Group], step: int, version: int, config: Config) -> str
         told += 'limits of [rollout] and [episode], or set it to "score" or "penalty"'
     limit = config.staleness.max
     late = sum(all(version - v > limit for v in versions_of(t)) for t in trajectories)
-    if config.staleness.late == "mask" and late:
+    if config.staleness.hard and late:
         told += f", {late} because all of their tokens are staler than staleness.max = {limit} under "
-        told += 'staleness.late = "mask"; raise the one, or set the other to "train"'
+        told += f'staleness.late = "{config.staleness.late}"; raise the one, or set the other to "train"'
     return f"{told}. Its {len(groups)} groups count as filtered, and others take their places"
+
+
+def _taken(plan: StepPlan, uids: Sequence[str], metrics: dict[str, float]) -> StepPlan:
+    """What was trained of a plan: the updates of these groups."""
+    updates = [update for update in plan.updates if set(uids).issuperset(update.uids)]
+    return replace(plan, updates=updates, metrics=metrics)
 
 
 def _sampled(groups: list[Group]) -> dict[str, int]:

@@ -53,10 +53,15 @@ class ReturnTickets(Request, frozen=True, kw_only=True):
 
 
 class Outcome(Struct, gc=False, frozen=True, array_like=True):
-    """What became of a group. Only ``trained`` counts towards the gate's T."""
+    """What became of a group. Only ``trained`` counts towards the gate's T.
+
+    ``requeued`` is none of a prompt: the group was too stale, and its prompt is to be granted again.
+    """
 
     uid: Uid
-    kind: Literal["trained", "filtered", "quarantined", "evaluated"]
+    kind: Literal["trained", "filtered", "quarantined", "evaluated", "requeued"]
+    requeues: Count = 0
+    """As Ticket.requeues, of the next grant; 0 but for ``requeued``."""
 
 
 class Outcomes(Request, frozen=True, kw_only=True):
@@ -140,6 +145,35 @@ class PromptSample(Message, frozen=True, kw_only=True):
 
 
 SamplePrompts.reply = PromptSample
+
+
+class OpenGrants(Request, frozen=True, kw_only=True):
+    """Learner to dataloader: which training groups are outstanding? Asked under staleness.late = wait."""
+
+    reply: ClassVar[type[Message]]
+
+
+class OpenGrant(Struct, gc=False, frozen=True, array_like=True):
+    """A group that is granted for training and neither reported nor returned."""
+
+    uid: Uid
+    served_version: int
+    """As Ticket.served_version."""
+    rollouter: str = ""
+    """Who holds it; empty where nobody living does."""
+    age_s: float | None = None
+    """Since it was granted; None where that is not known."""
+
+
+class GrantsOpen(Message, frozen=True, kw_only=True):
+    """All of them. Groups that are not among them have been granted since, or are not outstanding any more."""
+
+    supply_number: int
+    """Number of the supply at that moment. It grows when a group is taken back from whoever has it."""
+    grants: list[OpenGrant]
+
+
+OpenGrants.reply = GrantsOpen
 
 
 class EvalRound(Struct, gc=False, frozen=True, kw_only=True):

@@ -69,6 +69,11 @@ class Ticket(Struct, gc=False, frozen=True, kw_only=True):
     """Deaths of engines and rollouters that its earlier holders took part in."""
     alone: bool = False
     """It has been in too many deaths to share an engine: nothing else is generated beside it."""
+    requeues: Count = 0
+    """How often its prompt came back too stale to be trained, under staleness.late = requeue."""
+    served_version: int = -1
+    """The oldest version that the engines served to which it was granted: no token of it is older. -1 where that is not
+    known."""
     prompt_ids: np.ndarray
     """int32 [P]."""
     prompt: str
@@ -123,6 +128,8 @@ class LedgerState(Struct, gc=False, frozen=True, kw_only=True):
     outcomes: list[EpochIntervals] = []
     attempts: dict[Uid, Count] = {}
     """As Ticket.attempt, of prompts without an outcome; absent where it is 0."""
+    requeues: dict[Uid, Count] = {}
+    """As Ticket.requeues, of prompts without an outcome; absent where it is 0."""
     first_epoch: Count = 0
     """The prompts of earlier epochs were others: nothing is granted from them any more."""
 

@@ -15,6 +15,9 @@ class HeldTicket(Struct, gc=False, frozen=True, array_like=True):
     uid: Uid
     grant: Count
     attempt: Count
+    requeues: Count = 0
+    served_version: int = -1
+    """As in its Ticket."""
 
 
 class OpenTickets(Request, frozen=True, kw_only=True):

@@ -107,6 +107,7 @@ METRICS: tuple[Metric, ...] = (
         ("tickets/filtered", "groups", "outcomes reported: filtered, without a signal"),
         ("tickets/quarantined", "groups", "outcomes reported: quarantined"),
         ("tickets/evaluated", "groups", "outcomes reported: evaluated"),
+        ("tickets/requeued", "groups", "given back by the learner as too stale, under staleness.late = requeue"),
     ),
     *_all(
         "gauge",
@@ -330,6 +331,8 @@ METRICS: tuple[Metric, ...] = (
         "learner",
         ("learner/tokens", "tokens", "of sequences trained, prompts included"),
         ("learner/skipped_steps", "steps", "not taken because they were not finite"),
+        ("staleness/late_trained_groups", "groups", "trained with late tokens, under staleness.late = train"),
+        ("staleness/late_masked_groups", "groups", "trained without their late tokens, under all other staleness.late"),
         ("learner/empty_steps", "steps", "not taken because every trajectory was masked; their groups are filtered"),
         ("groups/buffered", "groups", "taken into the buffer"),
         ("groups/duplicate", "groups", "delivered though they were there already"),
@@ -361,7 +364,7 @@ METRICS: tuple[Metric, ...] = (
         (
             "staleness/groups",
             "versions",
-            "of a trained group: that of the oldest of the first tokens of its trajectories",
+            "of a trained group: that of its oldest token",
             VERSIONS,
         ),
         ("groups/age_s", "s", "a group in the buffer, from its delivery to its step", SECONDS),
@@ -376,6 +379,20 @@ METRICS: tuple[Metric, ...] = (
         ("rollout/failed_attempts", "attempts", "at trajectories that failed, since the learner started"),
         ("buffer/groups", "groups", "in the learner's buffer; in a line, when its step was done"),
         ("perf/mfu", "share", "of the peak of its GPUs that a step used; absent where the peak is unknown"),
+    ),
+    *_all(
+        "counter line",
+        "learner; train",
+        (
+            "staleness/waited_groups",
+            "groups",
+            "waited for lest they be late, under staleness.late = wait; in a line, before its step",
+        ),
+        (
+            "staleness/requeued_groups",
+            "groups",
+            "given back as too stale, under staleness.late = requeue; in a line, since the step before",
+        ),
     ),
     # --- metrics.jsonl ---
     *_all(
@@ -403,7 +420,7 @@ METRICS: tuple[Metric, ...] = (
         ("policy/engine_kl", "nats", "of the engine from the trainer on tokens of equal weights; absent without such"),
         ("policy/engine_kl_tokens", "tokens", "over which policy/engine_kl was taken"),
         ("learner/lr", "", "learning rate"),
-        ("reward/mean", "", "over everything scored since the last step, filtered groups included"),
+        ("reward/mean", "", "over everything scored since the last step, filtered and requeued groups included"),
         ("reward/std", "", "likewise"),
         ("reward/trained_mean", "", "over what was trained"),
         ("reward/all_zero_fraction", "share", "of groups whose rewards all are 0"),
@@ -432,11 +449,14 @@ METRICS: tuple[Metric, ...] = (
         (
             "staleness/token_max",
             "versions",
-            "of trained tokens; those of versions before a restart of the learner may exceed staleness.max",
+            "of trained tokens; above staleness.max under staleness.late = train alone",
         ),
-        ("staleness/late_groups", "groups", "with a trajectory whose first token was staler than staleness.max"),
+        ("staleness/late_groups", "groups", "of a step, with a token that was staler than staleness.max"),
         ("staleness/late_fraction", "share", "of sampled tokens of a step, those staler than staleness.max"),
-        ("staleness/masked_tokens", "tokens", "left out of the loss as late, under staleness.late = mask"),
+        ("staleness/masked_tokens", "tokens", "left out of the loss as late; absent under staleness.late = train"),
+        ("staleness/requeued_length_mean", "tokens", "of responses requeued since the last step, under late = requeue"),
+        ("staleness/trained_length_mean", "tokens", "of the responses trained, under staleness.late = requeue"),
+        ("time/wait_for_late_s", "s", "of time/wait_for_groups_s, for stragglers, under staleness.late = wait"),
         ("time/step_s", "s", "from one step to the next"),
         ("time/wait_for_groups_s", "s", "of it, waiting for groups"),
         ("time/train_s", "s", "of it, batch and optimizer step"),

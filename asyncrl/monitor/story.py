@@ -58,6 +58,8 @@ def verdict(happenings: list[Happening]) -> str:
         match happening.what:
             case "trained" | "evaluated" | "quarantined" | "filtered":
                 return happening.text
+            case "requeued":
+                return f"to be generated again: {happening.text}"
             case "buffered":
                 return "in the learner's buffer, not trained so far"
             case "evaluation":
@@ -116,7 +118,14 @@ def _tell(lines: list[Line], uid: str) -> list[Happening]:
     return once
 
 
-_RANKS = {"granted": 0, "buffered": 2, "filtered": 2, "quarantined": 2, "evaluation": 2, "delivered": 3, "trained": 4}
+_RANKS = {
+    "granted": 0,
+    "buffered": 2,
+    "filtered": 2,
+    "quarantined": 2,
+    "evaluation": 2,
+    "delivered": 3,
+} | dict.fromkeys(("trained", "requeued"), 4)
 """Order of what seems to have happened at the same time; 1 for all else."""
 
 
@@ -126,6 +135,8 @@ def _undo(found: list[Happening]) -> Iterator[Happening]:
     for at, happening in enumerate(found):
         if happening.what in _STANDS_AS:
             standing = happening
+        elif happening.what == "requeued":
+            standing = None
         if happening.what != "undone":
             yield happening
         elif standing is not None and happening.facts["held"]:

@@ -341,7 +341,13 @@ class Rollouter(Actor):
             seen=self._seen,
             served_version=self._host.version,
             tickets=[
-                HeldTicket(ticket.uid, ticket.grant, self._host.suspects.deaths(ticket))
+                HeldTicket(
+                    ticket.uid,
+                    ticket.grant,
+                    self._host.suspects.deaths(ticket),
+                    ticket.requeues,
+                    ticket.served_version,
+                )
                 for ticket in self._held.values()
             ],
             leaving=self._leaves,

@@ -24,7 +24,8 @@ from serving_dataloader import (
 
 from asyncrl.errors import RemoteError
 from asyncrl.messages import Done
-from asyncrl.messages.dataloader import EvalRound, Leased, Outcome, Outcomes, ReturnTickets
+from asyncrl.messages.dataloader import EvalRound, Leased, OpenGrants, Outcome, Outcomes, ReturnTickets
+from asyncrl.messages.groups import LedgerState
 from asyncrl.messages.rollouter import HeldTicket
 
 IN_ORDER: dict[str, Any] = {"data": {"shuffle": False}}
@@ -83,6 +84,41 @@ def test_what_the_ledger_knows_and_the_learner_or_a_rollouter_has_is_not_granted
             assert [ticket.grant for ticket in leased.tickets] == [10, 11, 12, 13]
             await it.report("0-2", "0-3", "0-4", "0-5", version=4, trained_at_version=6)
             assert (await it.supply()).attempts == {}
+
+    run(main())
+
+
+def test_what_is_out_is_told_to_a_learner_that_waits_and_lower_attempts_are_nobodys(tmp_path: Path) -> None:
+    async def main() -> None:
+        rollouters = {
+            A: Rollouter(HeldTicket("0-3", 7, 0, 1, 2), HeldTicket("0-5", 9, 0, 0, 2), seen=9, served_version=3)
+        }
+        async with running(small_config(**IN_ORDER), tmp_path, rollouters=rollouters, restore=False) as it:
+            known = LedgerState(requeues={"0-3": 1, "0-5": 2})
+            await it.restore(restored(version=3, ledger=known, claims=["0-2"]))
+            # The learner takes nothing that comes of a ticket with fewer requeues than it knows of.
+            assert (await it.supply()).outstanding == 2
+            leased = await it.lease(seen=9, served_version=3, free=3, holding=["0-3"])
+            assert [(ticket.uid, ticket.served_version) for ticket in leased.tickets] == [
+                ("0-0", 3),
+                ("0-1", 3),
+                ("0-4", 3),
+            ]
+            told = await it.call("learner/0", OpenGrants())
+            assert told.supply_number == (await it.supply()).number
+            found = {grant.uid: (grant.served_version, grant.rollouter) for grant in told.grants}
+            assert found == {
+                "0-2": (-1, ""),
+                "0-3": (2, A),
+                "0-0": (3, A),
+                "0-1": (3, A),
+                "0-4": (3, A),
+            }
+            ages = {grant.uid: grant.age_s for grant in told.grants}
+            assert ages["0-3"] is None and ages["0-0"] >= 0
+            assert uids(leased) == ["0-0", "0-1", "0-4"]
+            (again,) = (await it.lease("rollouter/1", served_version=3, free=1)).tickets
+            assert (again.uid, again.requeues) == ("0-5", 2)
 
     run(main())
 

@@ -114,7 +114,7 @@ def test_a_call_of_an_older_incarnation_gets_nothing() -> None:
     book = Book()
     book.lease(A, 1, incarnation=2)
     assert book.lease(A, 1, incarnation=1) == []
-    assert book.tickets.orphans == []
+    assert list(book.tickets.orphans) == []
 
 
 def test_numbers_go_on_above_what_a_rollouter_has_seen_from_a_lost_dataloader() -> None:
@@ -173,10 +173,10 @@ def test_orphans_stay_outstanding_until_the_learner_has_said_whether_it_holds_th
     book = Book(staleness_max=0)
     book.lease(A, 4)
     assert book.lease(A, 4, incarnation=2) == []
-    assert book.tickets.orphans == ["0-0", "0-1", "0-2", "0-3"]
+    assert list(book.tickets.orphans) == ["0-0", "0-1", "0-2", "0-3"]
     assert book.tickets.outstanding == 4
     book.tickets.settle(book.tickets.orphans, ["0-0", "0-3"])
-    assert book.tickets.orphans == []
+    assert list(book.tickets.orphans) == []
     assert book.tickets.outstanding == 2
     assert uids(book.lease(A, 4, incarnation=2)) == ["0-1", "0-2"]
     book.report("0-0", "0-3")
@@ -204,14 +204,14 @@ def test_who_leaves_gives_back_and_of_the_rest_the_learner_is_asked_and_nothing_
     book.tickets.left(A, 1)
     # Its share of the gate is that of the others from here on.
     assert not book.tickets.knows(A)
-    assert book.tickets.orphans == ["0-2", "0-3", "0-4"]
+    assert list(book.tickets.orphans) == ["0-2", "0-3", "0-4"]
     book.tickets.settle(book.tickets.orphans, ["0-2"])
     found = book.lease(B, 7, seen=1, holding=("0-0",))
     assert [(g.prompt.uid, g.attempt) for g in found][:3] == [("0-1", 0), ("0-3", 0), ("0-4", 0)]
     assert book.tickets.supply.attempts == {}
     # Its process ends later.
     book.tickets.died(A, 1)
-    assert book.tickets.orphans == []
+    assert list(book.tickets.orphans) == []
 
 
 def test_who_begins_to_leave_keeps_what_it_holds_and_what_it_never_received_is_granted_again() -> None:
@@ -222,11 +222,11 @@ def test_who_begins_to_leave_keeps_what_it_holds_and_what_it_never_received_is_g
     for _ in range(2):
         # Said again, it is the same.
         book.tickets.left(A, 1, ["0-0", "0-1"])
-        assert book.tickets.orphans == ["0-2", "0-3"]
+        assert list(book.tickets.orphans) == ["0-2", "0-3"]
     book.tickets.settle(book.tickets.orphans, [])
     assert [(g.prompt.uid, g.attempt) for g in book.lease(B, 2)] == [("0-2", 0), ("0-3", 0)]
     book.tickets.died(A, 1)
-    assert book.tickets.orphans == ["0-0", "0-1"]
+    assert list(book.tickets.orphans) == ["0-0", "0-1"]
 
 
 def test_a_new_book_has_no_grants_for_who_leaves_but_those_it_holds() -> None:
@@ -242,7 +242,7 @@ def test_the_death_of_an_incarnation_that_is_known_to_be_gone_changes_nothing() 
     book.lease(A, 1, incarnation=5)
     book.tickets.died(A, 4)
     book.tickets.died(B, 1)
-    assert book.tickets.orphans == []
+    assert list(book.tickets.orphans) == []
 
 
 def test_an_outcome_that_comes_before_the_answer_about_an_orphan_stands() -> None:
@@ -451,3 +451,97 @@ def test_a_run_that_ends_early_grants_nothing_more_for_training() -> None:
     assert book.lease(A, 4, seen=2) == []
     assert book.tickets.supply.exhausted
     assert book.tickets.closed
+
+
+# --- requeues ---
+
+
+def requeue(book: Book, *uids: str, requeues: int = 1) -> None:
+    book.number += 1
+    outcomes = [Outcome(uid, "requeued", requeues) for uid in uids]
+    report = Outcomes(number=book.number, version=0, trained_at_version=0, outcomes=outcomes)
+    for _ in range(2):
+        # It is repeated where its acknowledgement was lost.
+        assert book.tickets.report(report) == book.number
+
+
+def test_a_requeued_prompt_is_granted_again_first_of_all_with_its_count() -> None:
+    book = Book(staleness_max=0)
+    book.lease(free=4)
+    number = book.tickets.supply_number
+    requeue(book, "0-2")
+    # The learner may be waiting for it.
+    assert book.tickets.supply_number > number
+    assert book.tickets.outstanding == 3
+    (grant,) = book.lease(B, free=4)
+    assert (grant.prompt.uid, grant.requeues, grant.attempt) == ("0-2", 1, 0)
+    requeue(book, "0-2", requeues=2)
+    (grant,) = book.lease(B, free=4, seen=1)
+    assert (grant.prompt.uid, grant.requeues) == ("0-2", 2)
+    book.report("0-2")
+    assert (book.ledger.requeues, book.tickets.counts["requeued"]) == ({}, 2)
+
+
+def test_a_requeued_prompt_is_granted_to_nobody_who_still_holds_an_earlier_attempt() -> None:
+    book = Book()
+    book.lease(free=2)
+    requeue(book, "0-0")
+    # Its acknowledgement is on the way: a ticket that it has would be taken for that one.
+    assert uids(book.lease(free=2, seen=2, holding=("0-0", "0-1"))) == ["0-2", "0-3"]
+    assert uids(book.lease(free=1, seen=4, holding=("0-1", "0-2", "0-3"))) == ["0-0"]
+
+
+def test_the_last_places_of_a_run_are_kept_for_requeued_prompts() -> None:
+    book = Book(groups=2, steps=1)
+    book.lease(free=2)
+    requeue(book, "0-0")
+    assert book.lease(free=1, seen=2, holding=("0-0", "0-1")) == []
+    assert not book.tickets.supply.exhausted
+    assert uids(book.lease(free=1, seen=2, holding=("0-1",))) == ["0-0"]
+
+
+def test_nor_after_a_restart_of_the_dataloader() -> None:
+    book = Book()
+    book.ledger.requeues["0-0"] = 1
+    held = TicketsHeld(seen=2, served_version=0, tickets=[HeldTicket("0-0", 1, 0), HeldTicket("0-1", 2, 0)])
+    book.tickets.adopt(A, 1, held, None)
+    assert book.tickets.outstanding == 1
+    assert uids(book.lease(free=1, seen=2, holding=("0-0", "0-1"))) == ["0-2"]
+    (grant,) = book.lease(B, free=1)
+    assert (grant.prompt.uid, grant.requeues) == ("0-0", 1)
+
+
+def test_a_prompt_that_is_requeued_and_done_in_one_report_is_done() -> None:
+    """What an earlier learner had requeued may have been generated already."""
+    book = Book()
+    book.lease(free=2)
+    book.number += 1
+    outcomes = [Outcome("0-0", "requeued", 1), Outcome("0-0", "trained"), Outcome("0-1", "filtered")]
+    report = Outcomes(number=book.number, version=0, trained_at_version=0, outcomes=outcomes)
+    assert book.tickets.report(report) == book.number
+    assert book.tickets.outstanding == 0
+    assert uids(book.lease(free=2, seen=2)) == ["0-2", "0-3"]
+
+
+def test_what_is_out_is_told_with_the_version_that_its_holder_served_when_it_asked() -> None:
+    book = Book(staleness_max=3)
+    book.lease(free=1)
+    book.report("0-7", version=1, trained_at=1)
+    book.lease(B, free=1, served=1)
+    book.lease(free=1, seen=1, holding=("0-0",))
+    told = [(held.prompt.uid, held.rollouter, held.served_version) for held in book.tickets.open_grants]
+    assert told == [("0-0", A, 0), ("0-1", B, 1), ("0-2", A, 0)]
+
+
+def test_an_answer_about_an_orphan_is_not_one_about_the_same_prompt_after_its_requeue() -> None:
+    book = Book()
+    book.lease(free=1)
+    book.tickets.died(A, 1)
+    asked = book.tickets.orphans
+    requeue(book, "0-0")
+    assert uids(book.lease(B, free=1)) == ["0-0"]
+    book.tickets.died(B, 1)
+    book.tickets.settle(asked, ["0-0"])
+    assert list(book.tickets.orphans) == ["0-0"]
+    book.tickets.settle(book.tickets.orphans, [])
+    assert uids(book.lease(free=1, incarnation=2)) == ["0-0"]

@@ -8,7 +8,9 @@ the truth, not against the book's own counters; and from every state reached, a 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
+import structlog
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -21,8 +23,13 @@ from asyncrl.dataloader.order import EpochOrder
 from asyncrl.dataloader.prompt_queue import PromptQueue, TrainingPrompt
 from asyncrl.dataloader.suspects import ALONE_FROM
 from asyncrl.dataloader.tickets import Tickets
-from asyncrl.ledger import Ledger
-from asyncrl.messages.dataloader import Outcome, Outcomes
+from asyncrl.learner.buffer import GroupBuffer
+from asyncrl.learner.stragglers import Stragglers
+from asyncrl.ledger import Ledger, position_of
+from asyncrl.messages.dataloader import GrantsOpen, OpenGrant, Outcome, Outcomes
+from asyncrl.messages.groups import Group, VersionSpan
+from asyncrl.monitor.metrics import Figures
+from asyncrl.runtime.awaits import Awaits
 
 SIGNAL = ("trained", "trained", "trained", "filtered", "quarantined")
 
@@ -42,6 +49,14 @@ class Rollouter:
     """All that were ever sent: any may arrive again."""
 
 
+def group_of(uid: str, version: int) -> Group:
+    """As far as the choice of a step looks at it."""
+    epoch, index = position_of(uid)
+    trajectory = SimpleNamespace(sequences=[SimpleNamespace(spans=[VersionSpan(version, 0, 1)])])
+    ticket = SimpleNamespace(uid=uid, epoch=epoch, index=index)
+    return SimpleNamespace(ticket=ticket, trajectories=[trajectory])
+
+
 class Loop(RuleBasedStateMachine):
     """The whole loop."""
 
@@ -56,7 +71,7 @@ class Loop(RuleBasedStateMachine):
         replicas=st.integers(1, 3),
         size=st.integers(1, 7),
         oversize=st.sets(st.integers(0, 6), max_size=3),
-        in_order=st.booleans(),
+        learner=st.sampled_from(["any", "in order", "waits"]),
         no_signal=st.sampled_from([False, False, False, True]),
         suspects=st.one_of(st.just(set()), st.sets(st.integers(0, 6))),
         evals=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2), st.booleans(), st.booleans()), max_size=2),
@@ -71,7 +86,7 @@ class Loop(RuleBasedStateMachine):
         replicas: int,
         size: int,
         oversize: set[int],
-        in_order: bool,
+        learner: str,
         no_signal: bool,
         suspects: set[int],
         evals: list[tuple[int, int, bool, bool]],
@@ -83,7 +98,7 @@ class Loop(RuleBasedStateMachine):
         self.staleness_max = staleness_max
         self.size = size
         self.oversize = frozenset(index for index in oversize if index < size - 1)
-        self.in_order = in_order
+        self.in_order, self.waits = learner == "in order", learner == "waits"
         self.no_signal = no_signal
         self.eval_sets = [
             EvalSet(f"set-{i}", tuple(range(n)), every, at_start, at_end)
@@ -108,7 +123,7 @@ class Loop(RuleBasedStateMachine):
         self.rollouters = [Rollouter(f"rollouter/{i}") for i in range(replicas)]
 
         # The learner.
-        self.buffer: set[str] = set()
+        self.buffered: set[str] = set()
         self.in_training: set[str] = set()
         self.concluded: dict[str, str] = {}
         self.eval_held: dict[str, set[str]] = {}
@@ -123,6 +138,19 @@ class Loop(RuleBasedStateMachine):
         self.report: Outcomes | None = None
         self.report_number = 0
         self.reported_finished = False
+        self.supply_seen = -1
+        self.stragglers = Stragglers(
+            SimpleNamespace(
+                learner=SimpleNamespace(groups_per_step=groups_per_step, steps_per_version=steps_per_version),
+                staleness=SimpleNamespace(max=staleness_max),
+            ),
+            self,
+            self,
+            counters=Figures(),
+            clock=SimpleNamespace(now=lambda: 0.0),
+            log=structlog.get_logger(),
+            awaits=Awaits(lambda: 0.0),
+        )
 
         # What an observer of grants and outcomes counts.
         self.holder: dict[str, tuple[str, int] | None] = {}
@@ -159,7 +187,7 @@ class Loop(RuleBasedStateMachine):
         if self.is_eval(uid):
             key = f"eval/{uid.rpartition('-')[0]}"
             return key in self.eval_closed or uid in self.eval_held.get(key, ())
-        return uid in self.buffer or uid in self.in_training or uid in self.concluded
+        return uid in self.buffered or uid in self.in_training or uid in self.concluded
 
     # --- rollouters ---
 
@@ -333,13 +361,38 @@ class Loop(RuleBasedStateMachine):
 
     # --- the learner ---
 
+    # What the real choice of the next step sees of the learner and of the dataloader.
+
+    @property
+    def buffer(self) -> GroupBuffer:
+        buffer = GroupBuffer()
+        for uid in sorted(self.buffered):
+            # The worst that its engine may have done.
+            buffer.add(group_of(uid, self.granted_under[uid]))
+        return buffer
+
+    @property
+    def supply(self) -> SimpleNamespace:
+        return SimpleNamespace(number=self.supply_seen)
+
+    def has(self, uid: str) -> bool:
+        return self.learner_has(uid)
+
+    async def open_grants(self) -> GrantsOpen:
+        grants = [
+            OpenGrant(held.prompt.uid, held.served_version, held.rollouter or "") for held in self.tickets.open_grants
+        ]
+        assert {grant.uid for grant in grants} == self.outstanding()
+        assert all(grant.served_version == self.granted_under[grant.uid] for grant in grants)
+        return GrantsOpen(supply_number=self.tickets.supply_number, grants=grants)
+
     def take_delivery(self, uid: str, kind: str) -> None:
         if self.learner_has(uid):
             return
         if self.is_eval(uid):
             self.eval_held.setdefault(f"eval/{uid.rpartition('-')[0]}", set()).add(uid)
         elif kind == "trained" and not self.no_signal:
-            self.buffer.add(uid)
+            self.buffered.add(uid)
         else:
             self.conclude(uid, "filtered" if kind == "trained" else kind)
 
@@ -349,13 +402,24 @@ class Loop(RuleBasedStateMachine):
         self.pending.append(Outcome(uid, kind))
 
     def can_begin(self) -> bool:
-        if self.in_training or self.step == self.steps or len(self.buffer) < self.groups_per_step:
+        if self.in_training or self.step == self.steps or len(self.buffered) < self.groups_per_step:
             return False
-        return not self.in_order or self.next_batch() <= self.buffer
+        return bool(self.next_batch()) and self.next_batch() <= self.buffered
 
     def next_batch(self) -> set[str]:
-        """In grant order: what was granted first is waited for."""
-        among = (self.outstanding() - set(self.concluded)) | self.buffer if self.in_order else self.buffer
+        """In grant order: what was granted first is waited for. Or what the learner chooses that waits no longer than
+        it must."""
+        if self.waits:
+            choosing = self.stragglers.step(self.version, self.step % self.steps_per_version)
+            try:
+                choosing.send(None)
+            except StopIteration as done:
+                chosen = set(done.value)
+            else:
+                raise AssertionError("it waits for something else")
+            assert bool(chosen) != bool(self.stragglers.waits_for)
+            return chosen
+        among = (self.outstanding() - set(self.concluded)) | self.buffered if self.in_order else self.buffered
         return set(sorted(among, key=self.grant_order.__getitem__)[: self.groups_per_step])
 
     @precondition(lambda self: self.in_training or self.can_begin())
@@ -371,11 +435,11 @@ class Loop(RuleBasedStateMachine):
 
     def begin_step(self) -> None:
         self.in_training = self.next_batch()
-        self.buffer -= self.in_training
-        if self.in_order:
+        self.buffered -= self.in_training
+        if self.in_order or self.waits:
             for uid in self.in_training:
                 assert self.version - self.granted_under[uid] <= self.staleness_max
-        self.signal = (len(self.buffer), self.waited)
+        self.signal = (len(self.buffered), self.waited)
 
     def end_step(self) -> None:
         for uid in sorted(self.in_training):
@@ -390,6 +454,7 @@ class Loop(RuleBasedStateMachine):
 
     def read_supply(self) -> None:
         supply = self.tickets.supply
+        self.supply_seen = supply.number
         for uid in (rejected.uid for rejected in supply.rejected):
             assert int(uid.partition("-")[2]) in self.oversize
             if uid not in self.concluded:

@@ -55,8 +55,8 @@ def test_a_step_takes_the_oldest_grants_in_the_order_of_the_data_not_of_arrival(
     buffer = GroupBuffer()
     for i in arrival:
         buffer.add(groups[i])
-    assert [g.ticket.index for g in buffer.take(4)] == [5, 8, 9, 10]
-    assert [g.ticket.index for g in buffer.take(4)] == [3, 4, 6, 7]
+    assert [g.ticket.index for g in buffer.take(buffer.oldest(4))] == [5, 8, 9, 10]
+    assert [g.ticket.index for g in buffer.take(buffer.oldest(4))] == [3, 4, 6, 7]
     assert len(buffer) == 0
 
 

@@ -481,6 +481,18 @@ def test_columns_fit_unless_one_alone_does_not(pairs, width):
         assert sorted((a.rstrip(), b.strip()) for (a, _), (b, _) in shown) == sorted(pairs)
 
 
+def test_what_became_of_late_groups_is_shown_where_there_were_any():
+    document = seen(Run().between())
+    for changes, shown in (
+        ({}, ""),
+        ({"late_trained": 0.0, "late_masked": 3.0, "waited": 12.0}, "   so far 3 masked, 12 waited for"),
+        ({"requeued": 2.0}, "   so far 2 requeued"),
+    ):
+        staleness = msgspec.structs.replace(document.staleness, **changes)
+        told = pane("staleness", msgspec.structs.replace(document, staleness=staleness), Choice(), 120, UNICODE)
+        assert plain(told.lines()[0]).rstrip().partition(" groups")[2] == shown
+
+
 @pytest.mark.parametrize(
     ("most", "last"), [(8, "8"), (9, "9–12"), (12, "9–12"), (16, "13–16"), (32, "17–32"), (40, "33+")]
 )

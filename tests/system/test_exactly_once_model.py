@@ -2,9 +2,9 @@
 
 Tickets and their restoring on one side, the intake on the other, are the real ones. Each of the three parties may die
 between any two steps, the learner back to any earlier checkpoint; messages are lost, repeated and late; some prompts
-kill whoever generates them. From every state reached, a fair continuation must bring each epoch to its end and the run
-to its own, and then each prompt of a finished epoch has exactly one outcome, trained at most once in the history from
-which the final weights come.
+kill whoever generates them; what the learner has may turn out to be too stale. From every state reached, a fair
+continuation must bring each epoch to its end and the run to its own, and then each prompt of a finished epoch has
+exactly one outcome, trained at most once in the history from which the final weights come.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Rollouter:
     """The last one that was spoken to."""
     held: dict[str, Held] = field(default_factory=dict)
 
-    def generates(self, uid: str) -> bool:
-        return uid in self.held
+    def generates(self, uid: str, requeues: int) -> bool:
+        return uid in self.held and self.held[uid].grant.requeues >= requeues
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,12 @@ class ExactlyOnce(RuleBasedStateMachine):
             return
         epoch, index = position_of(uid)
         ticket = msgspec.structs.replace(
-            ticket, epoch=epoch, index=index, param_version=held.grant.param_version, attempt=held.grant.attempt
+            ticket,
+            epoch=epoch,
+            index=index,
+            param_version=held.grant.param_version,
+            attempt=held.grant.attempt,
+            requeues=held.grant.requeues,
         )
         for sample, trajectory in enumerate(group.trajectories):
             trajectory.reward = float(sample) if kind == "trained" else 1.0
@@ -203,6 +208,18 @@ class ExactlyOnce(RuleBasedStateMachine):
         else:
             group = Group(ticket=ticket, trajectories=group.trajectories)
         self.intake.deliver(group)
+
+    @precondition(lambda self: not self.in_training and self.intake.buffer.uids)
+    @rule(data=st.data())
+    def requeue(self, data: st.DataObject) -> None:
+        """Some of what the learner has is too stale."""
+        late = data.draw(st.lists(st.sampled_from(self.intake.buffer.uids), min_size=1, unique=True))
+        for group in self.intake.requeue(late):
+            uid = group.ticket.uid
+            assert self.intake.ledger.requeues[uid] > group.ticket.requeues
+            assert not self.has(uid)
+            self.intake.deliver(group)
+            assert not self.has(uid), "a lower attempt is taken"
 
     def can_begin(self) -> bool:
         return (
@@ -328,7 +345,10 @@ class ExactlyOnce(RuleBasedStateMachine):
         assert self.restoring is not None
         if self.restoring.learner > rollouter.learner:
             rollouter.learner = self.restoring.learner
-        tickets = [HeldTicket(uid, held.grant.number, held.grant.attempt) for uid, held in rollouter.held.items()]
+        tickets = [
+            HeldTicket(uid, grant.number, grant.attempt, grant.requeues, grant.served_version)
+            for uid, grant in ((uid, held.grant) for uid, held in rollouter.held.items())
+        ]
         self.restoring.answers[rollouter.name] = Answer(
             rollouter.incarnation,
             TicketsHeld(seen=rollouter.seen, served_version=rollouter.served, tickets=tickets),
@@ -402,7 +422,7 @@ class ExactlyOnce(RuleBasedStateMachine):
             assert "@" in uid or self.tickets._queue.ledger.outcome(*position_of(uid)) is None
             if uid not in before and not self.blind:
                 assert not self.has(uid), "the learner has it"
-                assert not any(other.generates(uid) for other in self.rollouters), "somebody generates it"
+                assert not any(other.generates(uid, grant.requeues) for other in self.rollouters), "somebody does"
             if grant.alone:
                 assert grants == [grant]
                 assert rollouter.held.keys() <= {uid}, "granted alone to a rollouter that holds something"
@@ -624,4 +644,4 @@ class ExactlyOnce(RuleBasedStateMachine):
 
 
 TestExactlyOnce = ExactlyOnce.TestCase
-TestExactlyOnce.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestExactlyOnce.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -101,6 +101,19 @@ def test_i1_whoever_dies_and_whenever_each_prompt_is_trained_once(tmp_path: Path
     audit(tmp_path / "run")
 
 
+@pytest.mark.parametrize("late", ["wait", "requeue"])
+def test_i1_and_i2_under_a_hard_bound_no_death_costs_a_prompt_or_trains_a_late_token(tmp_path: Path, late: str) -> None:
+    """Requeues are remembered over the deaths of who counts them; a wait ends whoever is waited for."""
+    randomness = random.Random(late)
+    names = ["dataloader/0", "learner/0", "rollouter/0", "rollouter/1", "parameter_server/0"]
+    tail = {"sim": {"length": "lognormal", "length_median": 8.0, "decode_step_s": 0.004}}
+    system = System(config(rollout=tail, staleness={"max": 1, "late": late}), tmp_path / "run")
+    state = asyncio.run(torment(system, [*randomness.sample(names, 5), "learner/0", "dataloader/0"], randomness))
+    assert state.phase == "done"
+    audit(tmp_path / "run")
+    assert max(line.get("staleness/token_max", 0.0) for line in system.lines("train")) <= 1
+
+
 def test_i1_a_learner_steps_back_over_a_damaged_checkpoint_and_a_lost_mark(tmp_path: Path) -> None:
     run_dir, seen = tmp_path / "run", []
     system = System(config(checkpoint={"keep": 3}), run_dir)

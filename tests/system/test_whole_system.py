@@ -7,6 +7,9 @@ import pytest
 from inprocess import System, sim_config
 
 from asyncrl.checkpoint.folder import CheckpointFolder
+from asyncrl.errors import NonFiniteStep
+from asyncrl.learner.sim import SimTrainer
+from asyncrl.runtime.awaits import Await
 
 
 def run(config, tmp_path, **kwargs):
@@ -70,6 +73,115 @@ def test_no_token_that_is_trained_is_late_where_late_ones_are_masked(tmp_path):
     masked = sum(line["staleness/masked_tokens"] for line in lines)
     assert (masked > 0) == any(line["staleness/late_fraction"] > 0 for line in lines)
     assert masked > 0
+
+
+LONG_TAIL = {
+    "run": {"samples_per_step": 100},
+    "rollout": {
+        "sim": {"length": "lognormal", "length_median": 8.0, "length_sigma": 1.6, "decode_step_s": 0.002},
+    },
+    "learner": {"steps": 20, "sim": {"step_s": 0.002}},
+}
+
+
+@pytest.mark.parametrize(("steps_per_version", "on_update"), [(1, "abort_resume"), (2, "drain")])
+def test_the_learner_waits_for_whom_it_would_make_late_and_trains_nothing_late(
+    tmp_path, steps_per_version, on_update, monkeypatch
+):
+    tables = LONG_TAIL | {"staleness": {"max": 1, "late": "wait"}}
+    tables["learner"] = tables["learner"] | {"steps_per_version": steps_per_version}
+    tables["rollout"] = tables["rollout"] | {"on_update": on_update}
+    waits = []
+    begin = Await.begin
+
+    def begun(wait):
+        waits.append(wait._key)
+        begin(wait)
+
+    monkeypatch.setattr(Await, "begin", begun)
+    system, state = run(sim_config(**tables), tmp_path)
+    assert state.phase == "done"
+    lines = system.lines("train")
+    assert [line["step"] for line in lines] == list(range(1, 21))
+    assert max(line["staleness/token_max"] for line in lines) <= 1
+    # Nothing had to be left out: whoever was late was waited for.
+    assert {line["staleness/masked_tokens"] for line in lines} == {0.0}
+    assert {line["staleness/late_groups"] for line in lines} == {0.0}
+    uids = trained_uids(system)
+    assert len(set(uids)) == len(uids) == 80
+    learner = system.actors["learner/0"]
+    waited = learner.counters["staleness/waited_groups"]
+    assert sum(line["staleness/waited_groups"] for line in lines) == waited
+    # With two steps to a version there is time enough for most.
+    assert waited > 0 or steps_per_version > 1
+    assert all((line["time/wait_for_late_s"] > 0) == (line["staleness/waited_groups"] > 0) for line in lines)
+    assert all(line["time/wait_for_late_s"] <= line["time/wait_for_groups_s"] for line in lines)
+    # It was seen for whom, and is no more.
+    late = [(whom, what) for whom, what, _ in waits if what.endswith("versions old")]
+    assert len(late) == waited
+    assert all(whom.startswith("rollouter/") and what.startswith("group ") for whom, what in late)
+    assert not any(record.what.endswith("versions old") for record in learner.awaits.records())
+
+
+def test_what_is_too_stale_is_generated_again_so_often_and_then_masked(tmp_path):
+    """I1 and I2: each prompt once, no token late."""
+    tables = LONG_TAIL | {"staleness": {"max": 1, "late": "requeue", "max_requeues": 1}, "data": {"size": 80}}
+    system, state = run(sim_config(**tables), tmp_path)
+    assert state.phase == "done"
+    lines = system.lines("train")
+    assert [line["step"] for line in lines] == list(range(1, 21))
+    assert max(line["staleness/token_max"] for line in lines) <= 1
+    uids = trained_uids(system)
+    assert sorted(uids) == sorted(f"0-{index}" for index in range(80))
+    learner, dataloader = system.actors["learner/0"], system.actors["dataloader/0"]
+    requeued = learner.counters["staleness/requeued_groups"]
+    assert requeued == dataloader.counters["tickets/requeued"] > 0
+    assert sum(line["staleness/requeued_groups"] for line in lines) == requeued
+    for line in lines:
+        assert ("staleness/requeued_length_mean" in line) == (line["staleness/requeued_groups"] > 0)
+        assert line["staleness/trained_length_mean"] > 0
+    # Of prompts that have an outcome nothing is remembered.
+    assert learner._intake.ledger.requeues == {}
+    assert dataloader._tickets._queue.ledger.requeues == {}
+
+
+def test_a_line_counts_what_its_step_has_trained_where_a_later_update_was_refused(tmp_path, monkeypatch):
+    """The groups of updates that were not taken go back, and are counted by the step that trains them."""
+    train, tokens, refused = SimTrainer.train, [], []
+
+    def refuses(trainer, plan):
+        first, *later = plan.updates
+        if len(tokens) == 2:
+            tokens.append(first.tokens)
+            refused.append(later[0].uids[0])
+            raise NonFiniteStep("loss", step=3, uids=refused, trained=first.uids, metrics=train(trainer, plan))
+        tokens.append(plan.tokens)
+        return train(trainer, plan)
+
+    monkeypatch.setattr(SimTrainer, "train", refuses)
+    config = sim_config(
+        run={"samples_per_step": 100},
+        learner={"updates_per_batch": 2, "on_nonfinite": "skip"},
+        reward={"options": {"spread": 1.0}},
+    )
+    system, state = run(config, tmp_path)
+    assert state.phase == "done"
+    lines = system.lines("train")
+    assert [line["ledger/trained"] for line in lines] == [4, 8, 10, 14, 18, 22]
+    assert lines[-1]["ledger/quarantined"] == 1
+    assert not set(refused) & set(trained_uids(system))
+    sampled = 0
+    for line in lines:
+        path = system.run_dir / "samples" / f"step_{line['step']:06d}.jsonl"
+        groups = [json.loads(text) for text in path.read_text().splitlines()]
+        trajectories = [trajectory for group in groups for trajectory in group["trajectories"]]
+        lengths = [len(each["sequences"][0]["tokens"]) for each in trajectories]
+        sampled += sum(lengths)
+        assert line["reward/trained_mean"] == pytest.approx(sum(each["reward"] for each in trajectories) / len(lengths))
+        assert line["rollout/length_mean"] == pytest.approx(sum(lengths) / len(lengths))
+    learner = system.actors["learner/0"]
+    assert learner.counters["learner/tokens"] == sum(tokens)
+    assert sum(learner.histograms.taken()["staleness/tokens"].counts) == sampled
 
 
 def test_filtered_groups_are_replaced_and_no_signal_ends_the_run(tmp_path):

@@ -4,8 +4,8 @@ loss = (1 / denominator) * sum over all tokens of the step of weight * token los
 anything is computed, so the gradient does not depend on how the step is cut into micro-batches and ranks.
 
 The unit is the trajectory, in however many sequences it comes: a fork of its conversation changes no weight. Context,
-tokens that are late under ``staleness.late = "mask"``, and all tokens of a masked trajectory have no weight and count
-in no denominator; a trajectory without a loss token counts in none either.
+tokens that are too late to be trained (``staleness.late``), and all tokens of a masked trajectory have no weight and
+count in no denominator; a trajectory without a loss token counts in none either.
 """
 
 from __future__ import annotations

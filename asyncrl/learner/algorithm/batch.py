@@ -13,8 +13,8 @@ Trained are the sampled tokens, each in the one sequence where that is its role;
 another sequence, is computed and has no loss. A sequence with no loss token is not computed at all.
 
 A masked trajectory (cut by a limit under ``reward.truncated = "mask"``) counts in its group's baseline and
-in no loss, no denominator and no statistic of the policy; so do tokens staler than ``staleness.max`` under
-``staleness.late = "mask"``.
+in no loss, no denominator and no statistic of the policy; so do tokens staler than ``staleness.max`` unless
+``staleness.late`` is "train".
 
 A step has one update or several, each from its share of the groups: advantages are taken over the whole step, and each
 update has the denominator of its own tokens.
@@ -97,6 +97,8 @@ class UpdatePlan:
     """What the sum of weighted token losses over the whole update is divided by."""
     sequences: list[SequenceId]
     """Every sequence that has a loss, in the order of groups and trajectories."""
+    tokens: int
+    """Tokens computed, prompts included."""
 
     @property
     def uids(self) -> list[str]:
@@ -114,10 +116,13 @@ class StepPlan:
     """Logits are divided by it."""
     fresh: bool
     """Whether the weights being trained are the newest published ones: no step was taken since."""
-    tokens: int
-    """Tokens computed, prompts included."""
     metrics: dict[str, float]
     """Group-level metrics (group_metrics.py)."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens computed, prompts included."""
+        return sum(update.tokens for update in self.updates)
 
     @property
     def sequences(self) -> list[SequenceId]:
@@ -138,18 +143,17 @@ def build_step(
     """The plan of one optimizer step.
 
     ``groups`` are trained, in the order given (the caller orders them by (epoch, index)); ``filtered`` were
-    scored since the last step and are not trained: they appear in the metrics alone. ``version`` is the
-    newest published version and ``fresh`` whether no step was taken since it was. ``packed`` False puts each
-    sequence in a row of its own.
+    scored since the last step and are not trained, requeued ones among them: they appear in the metrics alone.
+    ``version`` is the newest published version and ``fresh`` whether no step was taken since it was. ``packed`` False
+    puts each sequence in a row of its own.
     """
     learner = config.learner
     for group in groups:
         if problem := check_group(group):
             raise ValueError(f"group {group.ticket.uid} cannot be trained: {problem}")
     masking = config.reward.truncated == "mask"
-    oldest = version - config.staleness.max if config.staleness.late == "mask" else None
+    oldest = version - config.staleness.max if config.staleness.hard else None
     updates: list[UpdatePlan] = []
-    tokens = 0
     advantages = _advantages(groups, config)
     for share in np.array_split(np.arange(len(groups)), learner.updates_per_batch):
         sequences: list[_Sequence] = []
@@ -166,23 +170,29 @@ def build_step(
                     sequences += trained
         if sequences:
             lengths = [len(sequence.input_ids) for sequence in sequences]
-            tokens += sum(lengths)
             rows = pack(lengths, budget=learner.tokens_per_microbatch, world_size=world_size, packed=packed)
             updates.append(
                 UpdatePlan(
                     ranks=[[_micro_batch(sequences, weights, row) for row in rank] for rank in rows],
                     denominator=step_denominator(learner.aggregation, loss_tokens, config.rollout.max_tokens),
                     sequences=[s.id for s in sequences],
+                    tokens=sum(lengths),
                 )
             )
     return StepPlan(
         updates=updates,
         temperature=config.rollout.temperature,
         fresh=fresh,
-        tokens=tokens,
-        metrics=reward_metrics(groups, filtered, learner.signal_tolerance)
-        | rollout_metrics(groups, filtered)
-        | staleness_metrics(groups, version=version, config=config.staleness),
+        metrics=step_metrics(groups, filtered, version, config),
+    )
+
+
+def step_metrics(trained: Sequence[Group], filtered: Sequence[Group], version: int, config: Config) -> dict[str, float]:
+    """Group-level metrics of a step that trains these, as in build_step."""
+    return (
+        reward_metrics(trained, filtered, config.learner.signal_tolerance)
+        | rollout_metrics(trained, filtered)
+        | staleness_metrics(trained, version=version, config=config.staleness)
     )
 
 

@@ -207,6 +207,14 @@ class StalenessView(Struct, frozen=True, kw_only=True):
     token_max: float | None = None
     late_groups: float | None = None
     """Of the newest step."""
+    late_trained: float | None = None
+    """Groups since the learner started that had late tokens: trained with them."""
+    late_masked: float | None = None
+    """Trained without them."""
+    waited: float | None = None
+    """Waited for, lest they have any."""
+    requeued: float | None = None
+    """Given back, to be generated again."""
     edges: list[float] = []
     """Upper edges of the buckets; the last bucket is open."""
     tokens: list[Count] = []

@@ -26,6 +26,7 @@ def staleness(document: Document, choice: Choice, width: int, glyphs: Glyphs) ->
             [(f"step {run.step}: mean ", "dim"), (fixed(view.token_mean), "")],
             [("most ", "dim"), (fixed(view.token_max, 0), "")],
             [("late ", "dim"), (late, "warn" if view.late_groups else "")],
+            [("so far ", "dim"), (_so_far(view), "")] if _so_far(view) else [],
         ]
     )
     if not (view.tokens or view.groups):
@@ -34,6 +35,17 @@ def staleness(document: Document, choice: Choice, width: int, glyphs: Glyphs) ->
     titles: Line = [(f"{'versions':>{LABEL}}  {'tokens':<{wide + 12}}{'groups':<{wide + 10}}", "dim")]
     lines = [_bucket_line(document, i, wide, glyphs) for i in range(buckets(view))]
     return Pane([head, titles], [""] * len(lines), lambda number: lines[number], "learner/0")
+
+
+def _so_far(view: StalenessView) -> str:
+    """What became of late groups; empty while there were none."""
+    found = {
+        "trained": view.late_trained,
+        "masked": view.late_masked,
+        "waited for": view.waited,
+        "requeued": view.requeued,
+    }
+    return ", ".join(f"{count(number)} {words}" for words, number in found.items() if number)
 
 
 def buckets(view: StalenessView) -> int:

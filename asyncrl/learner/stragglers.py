@@ -1,0 +1,128 @@
+"""The groups of the next step under staleness.late = "wait", and whom it waits for where it has to.
+
+What is outstanding is asked of the dataloader: when the step would need a group that came since the last answer, and
+while it waits, whenever something new came or was taken back; so about once for each step. No step is chosen by an
+answer that is too old to be safe (late.py). Whom it waits for stands among this actor's awaits for as long as that is
+so, and in the log; it ends because every grant does: by delivery, by its return, or with its holder's death.
+
+The gate needs no progress of the learner for what is outstanding: it is generated, or granted again, whatever is
+trained meanwhile. A version that is owed to a full disk is not published meanwhile, one that nobody can load is.
+"""
+
+from __future__ import annotations
+
+from structlog.typing import FilteringBoundLogger
+
+from asyncrl.config import Config
+from asyncrl.learner.intake import Intake
+from asyncrl.learner.late import Calendar, Choice, choose_step
+from asyncrl.learner.supply_line import DATALOADER, SupplyLine
+from asyncrl.messages.dataloader import GrantsOpen, OpenGrant
+from asyncrl.monitor.metrics import Figures
+from asyncrl.runtime.awaits import Await, Awaits
+from asyncrl.runtime.clock import Clock
+
+
+class Stragglers:
+    """See the module."""
+
+    def __init__(
+        self,
+        config: Config,
+        supply: SupplyLine,
+        intake: Intake,
+        *,
+        counters: Figures,
+        clock: Clock,
+        log: FilteringBoundLogger,
+        awaits: Awaits,
+    ) -> None:
+        self._learner, self._limit = config.learner, config.staleness.max
+        self._supply, self._intake = supply, intake
+        self._counters, self._clock, self._log, self._awaits = counters, clock, log, awaits
+        self._told = GrantsOpen(supply_number=-1, grants=[])
+        self._known: set[str] = set()
+        """Granted before that was told."""
+        self._waiting: tuple[str, Await, float] | None = None
+        """For which group of whom, and since when."""
+        self.waited_s = 0.0
+        """For the step that comes next."""
+        self.waited_groups = 0
+        counters["staleness/waited_groups"] = 0
+
+    @property
+    def waits_for(self) -> str:
+        """In a few words; empty while it waits for nothing."""
+        return "" if self._waiting is None else self._waiting[0]
+
+    async def step(self, version: int, unpublished: int) -> tuple[str, ...]:
+        """Uids of the next step; none while it ``waits_for`` a group, or where the dataloader has not answered.
+
+        ``unpublished`` steps were trained since ``version`` was published. A step's groups are in the buffer.
+        """
+        size, per_version = self._learner.groups_per_step, self._learner.steps_per_version
+        left = max(1, per_version - unpublished) * size
+        calendar = Calendar(version, left, per_version * size, self._limit)
+        while True:
+            choice = self._choose(calendar, size)
+            if choice.step:
+                self._wait_for(None, version)
+                return choice.step
+            if choice.waits_for is not None and self._is_up_to_date:
+                self._wait_for(choice.waits_for, version)
+                return ()
+            buffered = self._intake.buffer.uids
+            told = await self._supply.open_grants()
+            if told is None:
+                return ()
+            self._told = told
+            self._known = {*buffered, *(grant.uid for grant in told.grants)}
+
+    def taken(self) -> dict[str, float]:
+        """Figures of the step that is taken now."""
+        found = {"time/wait_for_late_s": self.waited_s, "staleness/waited_groups": float(self.waited_groups)}
+        self.waited_s, self.waited_groups = 0.0, 0
+        return found
+
+    def close(self) -> None:
+        """Wait for nothing any more."""
+        self._wait_for(None, 0)
+
+    def _choose(self, calendar: Calendar, count: int) -> Choice:
+        outstanding = [grant for grant in self._told.grants if not self._intake.has(grant.uid)]
+        return choose_step(self._intake.buffer, self._known, outstanding, calendar, count)
+
+    @property
+    def _is_up_to_date(self) -> bool:
+        """Whether nothing is to be learnt from another answer just now."""
+        seen_all = self._known.issuperset(self._intake.buffer.uids)
+        return seen_all and self._told.supply_number >= self._supply.supply.number
+
+    def _wait_for(self, grant: OpenGrant | None, version: int) -> None:
+        words = "" if grant is None else f"group {grant.uid} of {grant.rollouter or 'nobody'}"
+        if self._waiting is not None:
+            known, wait, since = self._waiting
+            if words == known:
+                return
+            wait.end()
+            self.waited_s += self._clock.now() - since
+            self._waiting = None
+        if grant is None:
+            return
+        old = version - grant.served_version
+        wait = self._awaits.on(grant.rollouter or DATALOADER, f"group {grant.uid}, {old} versions old")
+        wait.begin()
+        self._waiting = words, wait, self._clock.now()
+        self.waited_groups += 1
+        self._counters.add("staleness/waited_groups")
+        self._log.info("waits for a group that another step would make late", **facts_of(grant, version))
+
+
+def facts_of(grant: OpenGrant, version: int) -> dict[str, object]:
+    """For the log."""
+    return {
+        "uid": grant.uid,
+        "rollouter": grant.rollouter,
+        "versions_old": version - grant.served_version,
+        "granted_s_ago": None if grant.age_s is None else round(grant.age_s, 3),
+    }

@@ -1,0 +1,165 @@
+"""What fails for ever in a whole run, every actor a process: a reward of one trajectory, the gradient of one group.
+
+Both ends of both keys: a group is quarantined or does without the trajectory (rollout.on_failed_trajectory); the run
+ends and names the group, or quarantines it (learner.on_nonfinite). The others are trained, each once.
+"""
+
+import json
+import random
+
+import pytest
+
+from tools.bench.tiny_model import make_model
+from tools.live_run import LiveRun
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+RUN_S = 280
+SAMPLES, GROUPS = 4, 2
+USERS = '''
+import torch
+
+def reward(*, prompt, completion, row):
+    """In thirds; of some prompts the reward of some responses fails for ever, others have rewards a thousand times as
+    large."""
+    if row["fails"] and sum(map(ord, completion)) % 3 == 0:
+        raise RuntimeError("this reward fails for ever")
+    share = sum(c.isdigit() for c in completion) / max(1, len(completion))
+    return (1000.0 if row["poisons"] else 1.0) * round(3 * share) / 3
+
+def loss(batch):
+    """Finite, but the gradient of large advantages is not."""
+    large = batch.advantages.abs() > 100.0
+    root = ((batch.logprobs - batch.logprobs.detach()).abs() + (~large).float()).sqrt()
+    return torch.where(large, root, -batch.advantages * batch.logprobs), {}
+'''
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("failing")
+    make_model(folder / "model")
+    (folder / "users.py").write_text(USERS)
+    return folder
+
+
+def play(folder, name, *, fails=(), poisons=(), **sections):
+    """Exit code, output and folder of a run over prompts of which these indices fail, or poison their gradient."""
+    numbers = random.Random(0)
+    rows = [
+        {
+            "prompt": f"{numbers.randint(10, 99)}+{numbers.randint(10, 99)}=",
+            "fails": i in fails,
+            "poisons": i in poisons,
+        }
+        for i in range(40)
+    ]
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tree = {
+        "run": {"samples_per_step": 1000},
+        "model": {"path": str(folder / "model")},
+        "data": {"path": str(folder / f"{name}.jsonl"), "max_prompt_tokens": 12, "shuffle": False},
+        "rollout": {
+            "engine": "reference",
+            "gpus_per_replica": 0,
+            "samples_per_prompt": SAMPLES,
+            "max_tokens": 12,
+            "concurrency": 8,
+            "max_attempts": 2,
+            "retry_backoff_s": 0.01,
+        },
+        "reward": {"function": "users:reward"},
+        "learner": {"groups_per_step": GROUPS, "steps": 5, "lr": 1e-3, "device": "cpu", "advantage": "dr_grpo"},
+        "checkpoint": {"every_versions": 0},
+    }
+    (folder / name).mkdir()
+    tree = {key: {**tree.get(key, {}), **sections.get(key, {})} for key in tree | sections}
+    run = LiveRun(tree, folder / name, env={"PYTHONPATH": str(folder)})
+    try:
+        code = run.wait(RUN_S)
+        assert run.left() == []
+    finally:
+        run.close()
+    return code, run.output, run.run_dir
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def trained(run_dir):
+    """Every group that was trained, by uid; each once."""
+    groups = [group for path in sorted((run_dir / "samples").iterdir()) for group in lines_of(path)]
+    found = {group["uid"]: group for group in groups}
+    assert len(found) == len(groups)
+    return found
+
+
+def quarantined(run_dir):
+    return {line["uid"]: line["reason"] for line in lines_of(run_dir / "quarantine.jsonl")}
+
+
+@pytest.mark.parametrize("then", ["quarantine_group", "drop"])
+def test_a_trajectory_that_fails_for_ever_costs_its_group_or_itself(folder, then):
+    failing = set(range(0, 40, 3))
+    code, output, run_dir = play(folder, then, fails=failing, rollout={"on_failed_trajectory": then})
+    assert code == 0, output
+    last = [line for line in lines_of(run_dir / "metrics.jsonl") if line["kind"] == "train"][-1]
+    assert last["ledger/trained"] == 5 * GROUPS
+    groups, left_out = trained(run_dir), quarantined(run_dir)
+    assert not groups.keys() & left_out.keys()
+    assert {int(uid.partition("-")[2]) for uid in left_out} <= failing
+    assert last["rollout/failed_attempts"] > 0
+    dropped = 0
+    for uid, group in groups.items():
+        texts = [trajectory["text"] for trajectory in group["trajectories"]]
+        if int(uid.partition("-")[2]) in failing:
+            assert not any(sum(map(ord, text)) % 3 == 0 for text in texts), "what has no reward is trained"
+            dropped += SAMPLES - len(texts)
+        else:
+            assert len(texts) == SAMPLES
+    if then == "drop":
+        # Of these at most one was left, and a baseline takes two.
+        assert all("fails for ever" in reason for reason in left_out.values())
+        assert last["rollout/dropped_trajectories"] >= dropped > 0
+    else:
+        assert left_out and dropped == last["rollout/dropped_trajectories"] == 0
+        assert all("this reward fails for ever" in reason for reason in left_out.values())
+
+
+@pytest.mark.parametrize("updates", [1, GROUPS])
+def test_a_gradient_that_is_not_finite_ends_the_run_and_its_groups_are_named(folder, updates):
+    learner = {"loss": "users:loss", "on_nonfinite": "stop", "updates_per_batch": updates}
+    poisons = set(range(4, 40))
+    code, output, run_dir = play(folder, f"stop-{updates}", poisons=poisons, learner=learner)
+    assert code == 1, output
+    told = next(line for line in output.splitlines() if "gradient norm" in line)
+    named = {uid.strip(" ).,") for uid in told.partition("(groups ")[2].partition(")")[0].split(",")}
+    assert named
+    assert len(named) <= (GROUPS if updates == 1 else 1)
+    assert any(int(uid.partition("-")[2]) in poisons for uid in named)
+    assert updates == 1 or all(int(uid.partition("-")[2]) in poisons for uid in named)
+    assert not any(int(uid.partition("-")[2]) in poisons for uid in trained(run_dir))
+
+
+def test_a_gradient_that_is_not_finite_costs_its_group_and_the_run_goes_on(folder):
+    learner = {"loss": "users:loss", "on_nonfinite": "skip", "updates_per_batch": GROUPS}
+    poisons = set(range(1, 40, 4))
+    code, output, run_dir = play(folder, "skip", poisons=poisons, learner=learner)
+    assert code == 0, output
+    groups, left_out = trained(run_dir), quarantined(run_dir)
+    assert left_out
+    assert {int(uid.partition("-")[2]) for uid in left_out} <= poisons
+    assert all("the gradient norm of step" in reason for reason in left_out.values())
+    assert not any(int(uid.partition("-")[2]) in poisons for uid in groups)
+    lines = [line for line in lines_of(run_dir / "metrics.jsonl") if line["kind"] == "train"]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert len(groups) == lines[-1]["ledger/trained"]
+    # A line counts what its step has trained, also where a later update of it was refused.
+    for line in lines:
+        rewards = [
+            trajectory["reward"]
+            for group in lines_of(run_dir / "samples" / f"step_{line['step']:06d}.jsonl")
+            for trajectory in group["trajectories"]
+        ]
+        assert line["reward/trained_mean"] == pytest.approx(sum(rewards) / len(rewards))
