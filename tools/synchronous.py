@@ -25,7 +25,6 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.config.load import load_config
-from asyncrl.dataloader.order import EpochOrder
 from asyncrl.dataloader.prompts import PromptSet
 from asyncrl.dataloader.sources import load_dataset
 from asyncrl.errors import ConfigError
@@ -35,6 +34,7 @@ from asyncrl.learner.records import RecordFiles
 from asyncrl.learner.trainer import Trainer
 from asyncrl.messages.groups import Group, Ticket, Trajectory
 from asyncrl.messages.groups import Sequence as TokenSequence
+from asyncrl.order import EpochOrder
 from asyncrl.reward.frames import Setup, Task
 from asyncrl.reward.resolve import resolve
 from asyncrl.rollouter.engines import make_engine

@@ -64,6 +64,26 @@ def _episode_problems(config: Config) -> list[tuple[str, str]]:
     return found
 
 
+def _sft_problems(config: Config) -> list[tuple[str, str]]:
+    sft, learner, found = config.sft, config.learner, []
+    if sft.data is None:
+        told = "has no effect without sft.data; name the file of the conversations"
+        return [(f"sft.{key}", told) for key in ("warm_steps", "weight") if getattr(sft, key)]
+    if not sft.is_on:
+        found.append(("sft.data", "is not trained: set sft.warm_steps, or sft.weight for the later steps"))
+    if learner.backend == "sim":
+        found.append(("sft.data", 'learner.backend = "sim" trains nothing; leave it out'))
+    if sft.weight and sft.batch < learner.updates_per_batch:
+        told = f"is {sft.batch}, fewer than the updates of a step (learner.updates_per_batch = "
+        found.append(("sft.batch", f"{told}{learner.updates_per_batch})"))
+    if sft.rise_steps > sft.warm_steps:
+        found.append(("sft.rise_steps", f"is more than sft.warm_steps = {sft.warm_steps}"))
+    if sft.warm_steps and learner.kl.coefficient and learner.kl.path is None:
+        told = "is model.path by default, which sft.warm_steps lead away from; name the folder of the reference"
+        found.append(("learner.kl.path", told))
+    return found
+
+
 def cross_check(config: Config) -> list[tuple[str, str]]:
     """Problems between sections, as (dotted key, what is wrong and what to do)."""
     found: list[tuple[str, str]] = []
@@ -112,6 +132,7 @@ def cross_check(config: Config) -> list[tuple[str, str]]:
     ]
     found += _weight_problems(config)
     found += _chat_problems(config)
+    found += _sft_problems(config)
     if config.weights.transport == "nccl" and (rollout.engine != "vllm" or rollout.gpus_per_replica == 0):
         found.append(("weights.transport", "nccl reaches engines on GPUs only; take auto, shm, stream or gloo"))
     if reward.truncated == "penalty" and reward.overlong.margin_tokens >= rollout.max_tokens:

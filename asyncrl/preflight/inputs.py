@@ -25,9 +25,10 @@ from asyncrl.config import Config
 from asyncrl.config.load import config_from_json, config_to_json
 from asyncrl.config.training import DataConfig
 from asyncrl.dataloader.prompts import PromptSet
-from asyncrl.dataloader.rows import BadRow, NothingUsable, RawRow, check_row, collect, unpack
+from asyncrl.dataloader.rows import BadRow, NothingUsable, check_row, collect, unpack
 from asyncrl.dataloader.sources import open_source
 from asyncrl.errors import ConfigError, DataError
+from asyncrl.jsonl import RawRow
 from asyncrl.preflight.chatting import check_chat
 from asyncrl.preflight.findings import Finding, fail, ok, warn
 from asyncrl.runtime.supervision import describe_exit

@@ -17,12 +17,12 @@ from asyncrl.dataloader.evals import EvalPrompt, EvalRounds, EvalSet
 from asyncrl.dataloader.gate import Gate
 from asyncrl.dataloader.holders import Ask, Grant
 from asyncrl.dataloader.limit import WorkingLimit
-from asyncrl.dataloader.order import EpochOrder
 from asyncrl.dataloader.prompt_queue import PromptQueue, TrainingPrompt
 from asyncrl.dataloader.suspects import ALONE_FROM
 from asyncrl.dataloader.tickets import Tickets
 from asyncrl.ledger import Ledger
 from asyncrl.messages.dataloader import Outcome, Outcomes
+from asyncrl.order import EpochOrder
 
 SIGNAL = ("trained", "trained", "trained", "filtered", "quarantined")
 
