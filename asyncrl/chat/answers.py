@@ -8,8 +8,8 @@ of such a token is refused. Fails with ChatRefused, which names what of the mess
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from asyncrl.chat.messages import Message, Tool
@@ -41,15 +41,14 @@ def answer_ids(
             raise ChatRefused(FIELD, f"holds {end}, at which an answer ends")
     rest = _behind(asked, whole, answer)
     if rest is None:
-        rest = _behind_moved(template, before, asked, whole, answer, tools, options)
+        rest = _behind_moved(template, before, asked, whole, tools, options)
     places = [(at, -len(end), end) for end in template.ends if (at := rest.find(end)) >= 0]
     if places:
         at, _, end = min(places)
-        words, end_id = rest[:at], template.ends[end]
+        words, last = rest[:at], [template.ends[end]]
     else:
-        words, end, end_id = _unframed(template, rest, options), "", min(template.end_ids, default=None)
-    ids = continuation(template.tokenizer, template.ids(asked), asked, words)
-    return ids if end_id is None else [*ids, end_id]
+        words, last = _unframed(template, rest, options), sorted(template.end_ids)[:1]
+    return [*continuation(template.tokenizer, template.ids(asked), asked, words), *last]
 
 
 def continuation(tokenizer: Tokenizer, context: Sequence[int], text: str, words: str) -> list[int]:
@@ -87,7 +86,6 @@ def _behind_moved(
     before: Sequence[Message],
     asked: str,
     whole: str,
-    answer: Message,
     tools: Sequence[Tool],
     options: Mapping[str, Any],
 ) -> str:
@@ -96,10 +94,11 @@ def _behind_moved(
     """
     base = template.text(before, tools, options, generate=False)
     others = ({"role": "assistant", "content": word} for word in OTHERS)
-    head = os.path.commonprefix([template.text([*before, each], tools, options, generate=False) for each in others])
+    first, second = (template.text([*before, each], tools, options, generate=False) for each in others)
+    alike = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    head = "".join(letter for letter, _ in alike)
     prompt = asked[len(base) :]
-    whole_of_words = not answer.get("tool_calls") and not answer.get("reasoning_content")
-    if not (whole_of_words and asked.startswith(base) and head.endswith(prompt) and whole.startswith(head)):
+    if not (asked.startswith(base) and head.endswith(prompt) and whole.startswith(head)):
         raise ChatRefused(FIELD, "cannot be placed: the template does not begin it as the generation prompt does")
     return whole[len(head) :]
 

@@ -52,6 +52,8 @@ class Backend(Protocol):
     """Whether several sequences may share a row; settled by ``setup``, the same on all ranks."""
     on_gpu: bool
     """Whether the weights are on a GPU; settled by ``setup``."""
+    warm_steps: int
+    """Supervised steps taken before the first of the run; ``load`` puts it back."""
     on_phase: Callable[[str], None]
     """Told, by the thread that calls, of each part of the work that this rank begins, and with an empty name of the end
     of the last; to be set before ``setup``."""
@@ -69,13 +71,17 @@ class Backend(Protocol):
     def train(self, plan: StepPlan) -> dict[str, float]:
         """Rank 0: one optimizer step from ``plan``. Returns the trained metrics by name.
 
-        A plan without sequences is no step: nothing is changed and there are no metrics.
+        A plan without updates is no step: nothing is changed and there are no metrics. The last of sft.warm_steps ends
+        with an optimizer as new.
 
-        ``loss/policy``, ``policy/grad_norm`` (before the clip), ``policy/entropy`` (nats), ``policy/ess`` (0
-        to 1), ``policy/behaviour_kl`` (nats), ``policy/tis_clipped_fraction``, ``policy/ratio_max``,
-        ``learner/lr``; ``perf/mfu`` (0 to 1) where the device's peak is known; ``policy/engine_kl`` (nats) and
-        ``policy/engine_kl_tokens`` where tokens of the weights being trained are among them. Raises
-        NonFiniteStep, on all ranks, when the loss or the gradient is not finite: nothing was changed then.
+        ``loss/sft`` (nats) where conversations are trained, and of a warm step only ``policy/grad_norm`` and
+        ``learner/lr`` beside it.
+
+        ``loss/policy``, ``policy/grad_norm`` (before the clip), ``policy/entropy`` (nats), ``policy/ess`` (0 to 1),
+        ``policy/behaviour_kl`` (nats), ``policy/tis_clipped_fraction``, ``policy/ratio_max``, ``learner/lr``;
+        ``perf/mfu`` (0 to 1) where the device's peak is known; ``policy/engine_kl`` (nats) and
+        ``policy/engine_kl_tokens`` where tokens of the weights being trained are among them. Raises NonFiniteStep, on
+        all ranks, when a loss or the gradient is not finite: nothing was changed then.
         """
 
     def probe(self) -> Probe | None:

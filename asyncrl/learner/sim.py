@@ -28,6 +28,7 @@ class SimTrainer:
 
     packed = True
     on_gpu = False
+    warm_steps = 0
 
     def __init__(self, config: Config, rank: int) -> None:
         self.on_phase: Callable[[str], None] = lambda name: None

@@ -32,7 +32,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from asyncrl.checkpoint.durable import refused
 from asyncrl.config import Config
 from asyncrl.errors import CheckpointError, DamagedCheckpoint, NonFiniteStep
-from asyncrl.learner.algorithm.batch import MicroBatch, StepPlan
+from asyncrl.learner.algorithm.batch import MicroBatch, StepPlan, UpdatePlan
 from asyncrl.learner.algorithm.objective import Objective
 from asyncrl.learner.checkpoint import dcp
 from asyncrl.learner.checkpoint.saver import Saver
@@ -42,8 +42,9 @@ from asyncrl.learner.policy import Policy, model_folder
 from asyncrl.learner.probe import probe_length, score_probe
 from asyncrl.learner.publication import OnSealed, Publication
 from asyncrl.learner.publish import gather_buckets, publish
+from asyncrl.learner.schedule import learning_rate, warm_learning_rate
 from asyncrl.learner.sharding import build_frozen, build_policy, choose_device, compute_dtype, prepare_device
-from asyncrl.learner.updates import Scorers, StepResult, Updates, UpdateShape
+from asyncrl.learner.updates import SUPERVISED_LOSS, Scorers, StepResult, TermShape, Updates, UpdateShape
 from asyncrl.learner.utilisation import mfu
 from asyncrl.messages.weights import Probe
 
@@ -56,6 +57,8 @@ class Train(msgspec.Struct, frozen=True, tag=True):
     updates: list[UpdateShape]
     temperature: float
     fresh: bool
+    warm: bool
+    """A supervised step before the first of the run."""
 
 
 class Gather(msgspec.Struct, frozen=True, tag=True):
@@ -100,7 +103,8 @@ class Trainer:
         self.packed = self.on_gpu = False
         self.on_phase: Callable[[str], None] = lambda name: None
         self.steps = 0
-        """Optimizer steps taken."""
+        """Optimizer steps of the run taken."""
+        self.warm_steps = 0
         self._config = config
         self._learner = config.learner
         self._rank = rank
@@ -158,28 +162,40 @@ class Trainer:
             # Momentum alone would move the weights. No other rank hears of it.
             return {}
         of_ranks = [
-            [batch for update in plan.updates for batch in update.ranks[rank]] for rank in range(self._learner.ranks)
+            [batch for update in plan.updates for batch in _of_rank(update, rank)]
+            for rank in range(self._learner.ranks)
         ]
         parcels = [pack_parcel(b"", _arrays(batches)) for batches in of_ranks]
         command = Train(
             parcel_bytes=[len(parcel) for parcel in parcels],
-            updates=[
-                UpdateShape(len(update.ranks[0]), update.denominator, len(update.sequences)) for update in plan.updates
-            ],
+            updates=[_shape(update) for update in plan.updates],
             temperature=plan.temperature,
             fresh=plan.fresh,
+            warm=plan.warm,
         )
         ranks = self._tell(command)
-        ranks.scatter(parcels, 0, f"the batch of step {self.steps + 1}")
-        began, step = time.monotonic(), self.steps + 1
+        kind, step = self._next(plan.warm)
+        ranks.scatter(parcels, 0, f"the batch of {kind} {step}")
+        began = time.monotonic()
         result = self._step(command, of_ranks[0])
         metrics = result.metrics | self._utilisation(plan.tokens, time.monotonic() - began)
         if result.refused is None:
             return metrics
-        update = plan.updates[result.refused.update]
-        uids = list(dict.fromkeys(update.sequences[i].uid for i in result.refused.sequences))
-        trained = [uid for before in plan.updates[: result.refused.update] for uid in before.uids]
-        raise NonFiniteStep(result.refused.what, step=step, uids=uids or update.uids, trained=trained, metrics=metrics)
+        refused, update = result.refused, plan.updates[result.refused.update]
+        uids, places = update.uids, list[str]()
+        if refused.what == SUPERVISED_LOSS:
+            assert update.supervised is not None
+            uids, places = [], list(dict.fromkeys(update.supervised.places[i] for i in refused.sequences))
+        elif refused.sequences:
+            uids = list(dict.fromkeys(update.sequences[i].uid for i in refused.sequences))
+        trained = [uid for before in plan.updates[: refused.update] for uid in before.uids]
+        raise NonFiniteStep(
+            refused.what, kind=kind, step=step, uids=uids, places=places, trained=trained, metrics=metrics
+        )
+
+    def _next(self, warm: bool) -> tuple[str, int]:
+        """What the step to come is, and its number, counted from 1."""
+        return ("warm step", self.warm_steps + 1) if warm else ("step", self.steps + 1)
 
     def _utilisation(self, tokens: int, seconds: float) -> dict[str, float]:
         if not self.on_gpu:
@@ -244,11 +260,11 @@ class Trainer:
         while (body := ranks.next_command()) is not None:
             command = _COMMANDS.decode(body)
             if isinstance(command, Train):
-                parcel = ranks.scatter(None, command.parcel_bytes[self._rank], f"the batch of step {self.steps + 1}")
-                step = self.steps + 1
+                kind, step = self._next(command.warm)
+                parcel = ranks.scatter(None, command.parcel_bytes[self._rank], f"the batch of {kind} {step}")
                 result = self._step(command, _micro_batches(parcel))
                 if result.refused is not None:
-                    raise NonFiniteStep(result.refused.what, step=step, uids=[])
+                    raise NonFiniteStep(result.refused.what, kind=kind, step=step, uids=[])
             elif isinstance(command, Gather):
                 with self._phase("gather"):
                     for _ in self._gather():
@@ -307,12 +323,18 @@ class Trainer:
 
     def _save(self, command: Save) -> Future[None]:
         return self._saver.save(
-            Path(command.folder), self._policy, self._optimizer, steps=self.steps, renew=command.renew
+            Path(command.folder),
+            self._policy,
+            self._optimizer,
+            steps=self.steps,
+            warm_steps=self.warm_steps,
+            renew=command.renew,
         )
 
     def _load(self, folder: Path) -> None:
         assert self._ranks is not None
-        self.steps = dcp.load(folder, self._policy, self._optimizer, self._ranks)
+        contents = dcp.load(folder, self._policy, self._optimizer, self._ranks)
+        self.steps, self.warm_steps = contents.steps, contents.warm_steps
 
     def _score_probe(self) -> Probe:
         ranks = self._ranks
@@ -328,13 +350,29 @@ class Trainer:
 
     def _step(self, command: Train, batches: Sequence[MicroBatch]) -> StepResult:
         """This rank's part of a step; the same result on all ranks."""
+        kind, step = self._next(command.warm)
+        sft = self._config.sft
         try:
             result = self._updates.step(
-                self.steps + 1, command.updates, batches, temperature=command.temperature, fresh=command.fresh
+                f"{kind} {step}",
+                command.updates,
+                batches,
+                temperature=command.temperature,
+                fresh=command.fresh,
+                rate=warm_learning_rate(step, self._learner, sft)
+                if command.warm
+                else learning_rate(step, self._learner),
             )
         finally:
             self.on_phase("")
-        if result.refused is None or result.refused.update:
+        if result.refused is not None and not result.refused.update:
+            return result
+        if command.warm:
+            self.warm_steps += 1
+            if self.warm_steps == sft.warm_steps:
+                # The run begins as if from a model that came so.
+                self._optimizer.state.clear()
+        else:
             self.steps += 1
         return result
 
@@ -351,6 +389,19 @@ def make_optimizer(policy: Policy, config: Config) -> torch.optim.AdamW:
         betas=config.learner.betas,
         fused=True,
     )
+
+
+def _of_rank(update: UpdatePlan, rank: int) -> list[MicroBatch]:
+    """In the order of UpdateShape."""
+    taught = update.supervised.ranks[rank] if update.supervised is not None else []
+    return [*update.ranks[rank], *taught]
+
+
+def _shape(update: UpdatePlan) -> UpdateShape:
+    policy, term = TermShape(len(update.ranks[0]), update.denominator, len(update.sequences)), update.supervised
+    if term is None:
+        return UpdateShape(policy)
+    return UpdateShape(policy, TermShape(len(term.ranks[0]), term.denominator, len(term.places)), term.coefficient)
 
 
 def _arrays(micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:

@@ -1,5 +1,7 @@
 """The loop of rank 0: wait for groups, train a step, publish a version, write a checkpoint; until the last step.
 
+Supervised warm steps come before all of it: the first version is of the weights after them.
+
 It waits for groups, never for a replica, the parameter server or a disk. A version that cannot be written, as on a
 full disk, is owed: training goes on with the groups that the last one admits, and the run ends with the reason only
 when those are used up and nothing can be published for ``checkpoint.room_wait_s``. A checkpoint that cannot be
@@ -17,6 +19,7 @@ Fails with ActorFailed, which ends the run, when there is no signal or a step is
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -25,7 +28,8 @@ from structlog.typing import FilteringBoundLogger
 
 from asyncrl.config import Config
 from asyncrl.errors import ActorFailed, AsyncRLError, NonFiniteStep
-from asyncrl.learner.algorithm.batch import build_step
+from asyncrl.learner.algorithm.batch import StepPlan, build_step
+from asyncrl.learner.algorithm.supervised import SupervisedSteps
 from asyncrl.learner.backend import Backend
 from asyncrl.learner.failed_writes import to_publish, version_failed, why_not_published
 from asyncrl.learner.group_metrics import observe_staleness
@@ -80,6 +84,7 @@ class Training:
         awaits: Awaits,
         story: StoryLog,
         track: Track,
+        supervised: SupervisedSteps | None,
         step: int,
     ) -> None:
         self.step = step
@@ -110,6 +115,7 @@ class Training:
         self._awaits = awaits
         self._story = story
         self._track = track
+        self._supervised = supervised
         self._trained_at_version = 0
         self._first_version = -1
         self._unpublished = 0
@@ -132,6 +138,29 @@ class Training:
             groups_left=(learner.steps - self.step) * learner.groups_per_step,
             finished=self._finished,
         )
+
+    async def warm_up(self) -> bool:
+        """Take the supervised steps before the first version, those that no checkpoint holds; whether there were any.
+
+        A run that makes way stops between two of them, and goes on there when it is resumed.
+        """
+        steps, first = self._config.sft.warm_steps, self._backend.warm_steps
+        while self._backend.warm_steps < steps and not self.preempted:
+            supervised, number = self._supervised, self._backend.warm_steps + 1
+            assert supervised is not None
+            began = self._clock.now()
+            self._states.enter("training")
+            self._track.enter("warm step", step=number)
+            plan = await self._on_thread(functools.partial(supervised.warm_step, number))
+            trained = await self._on_thread(functools.partial(self._backend.train, plan))
+            self._track.leave()
+            self._counters["sft/warm_steps"] = number
+            self._counters.add("learner/tokens", plan.tokens)
+            line = {"kind": "warm", "step": self.step, "sft/warm_steps": number, "sft/warm_steps_of": steps}
+            line |= plan.metrics | trained
+            await self._lines.emit(line | {"time/train_s": self._clock.now() - began})
+            self._progress()
+        return self._backend.warm_steps > first
 
     async def begin(self) -> None:
         """Publish the weights at the start. Raises ActorFailed."""
@@ -204,17 +233,7 @@ class Training:
         train_began, train_wall = self._clock.now(), self._clock.wall()
         self._states.enter("training")
         self._track.enter("pack", step=self.step + 1, groups=len(groups))
-        plan = await self._on_thread(
-            lambda: build_step(
-                groups,
-                filtered=filtered,
-                version=version,
-                fresh=self._unpublished == 0,
-                config=self._config,
-                world_size=learner.ranks,
-                packed=self._backend.packed,
-            )
-        )
+        plan = await self._on_thread(lambda: self._plan(groups, filtered, version))
         if not plan.sequences:
             self._filter_step(groups)
             return None
@@ -223,7 +242,8 @@ class Training:
             trained = await self._on_thread(lambda: self._backend.train(plan))
             await self._on_thread(lambda: observe_staleness(self._histograms, groups, version, self._config.staleness))
         except NonFiniteStep as error:
-            if learner.on_nonfinite != "skip":
+            if learner.on_nonfinite != "skip" or error.places:
+                # Conversations are the user's to mend: the next step would come to them again.
                 raise
             self._log.error("update was not taken", error=str(error))
             self._counters.add("learner/skipped_steps")
@@ -263,6 +283,19 @@ class Training:
             "rollout/failed_attempts": intake.failed_attempts,
         }
         return TrainedStep(line=line, train_began=train_wall, train_ended=self._clock.wall(), groups=groups)
+
+    def _plan(self, groups: list[Group], filtered: list[Group], version: int) -> StepPlan:
+        """Of the next step, with its share of conversations beside the groups."""
+        plan = build_step(
+            groups,
+            filtered=filtered,
+            version=version,
+            fresh=self._unpublished == 0,
+            config=self._config,
+            world_size=self._config.learner.ranks,
+            packed=self._backend.packed,
+        )
+        return plan if self._supervised is None else self._supervised.beside(plan, self.step + 1)
 
     def _filter_step(self, groups: list[Group]) -> None:
         """A step without a token to train: momentum alone would move the weights."""

@@ -1,4 +1,4 @@
-"""Tokenizer, chat template and prompts: each set is read and tokenized as the dataloader does, as far as SETS_S go.
+"""Tokenizer, chat template, prompts, conversations: each set is read and tokenized as in the run, as far as SETS_S go.
 
 A tokenizer may bring code of its own, and libraries that read rows take long to import or die at a broken file, so this
 happens in a process of its own (``python -m asyncrl.preflight.inputs``) under a deadline. Its parent gets findings,
@@ -30,6 +30,7 @@ from asyncrl.dataloader.sources import open_source
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.jsonl import RawRow
 from asyncrl.preflight.chatting import check_chat
+from asyncrl.preflight.conversing import CONVERSATIONS, check_conversations
 from asyncrl.preflight.findings import Finding, fail, ok, warn
 from asyncrl.runtime.supervision import describe_exit
 from asyncrl.stops import resolve_stops
@@ -71,10 +72,12 @@ class KnownPrompts(msgspec.Struct, frozen=True):
 
 
 class Order(msgspec.Struct, frozen=True):
-    """The question of the parent: ``with_rows`` where the dataloader will be."""
+    """The question of the parent: ``with_rows`` where the dataloader will be, ``with_conversations`` where rank 0 of
+    the learner will be, which reads those of sft.data."""
 
     config: str
     with_rows: bool
+    with_conversations: bool
     known: KnownPrompts | None = None
 
 
@@ -86,22 +89,30 @@ class Inputs(msgspec.Struct, frozen=True):
 
 
 async def check_inputs(
-    config: Config, *, with_rows: bool = True, known: KnownPrompts | None = None, limit_s: float = READ_S
+    config: Config,
+    *,
+    with_rows: bool = True,
+    with_conversations: bool = False,
+    known: KnownPrompts | None = None,
+    limit_s: float = READ_S,
 ) -> Inputs:
-    """A finding for the tokenizer, one for the chat template of episodes, and, ``with_rows``, one for each set of
-    prompts; it fails where the training prompts are not the ``known``. Never raises.
+    """A finding for the tokenizer, one for the chat template of episodes, ``with_rows`` one for each set of prompts,
+    and ``with_conversations`` one for those of sft.data; it fails where the training prompts are not the ``known``.
+    Never raises.
     """
     sets = _sets(config) if with_rows else {}
-    if config.model.path is None and all(
-        data.source == "synthetic" and data.size <= CHEAP_ROWS for data in sets.values()
+    if (
+        not with_conversations
+        and config.model.path is None
+        and all(data.source == "synthetic" and data.size <= CHEAP_ROWS for data in sets.values())
     ):
         # All of it is our own, and cheap.
-        return read_inputs(config, with_rows=with_rows, known=known)
-    keys = ", ".join([MODEL] * (config.model.path is not None) + list(sets))
+        return read_inputs(config, with_rows=with_rows, with_conversations=False, known=known)
+    keys = ", ".join([MODEL] * (config.model.path is not None) + list(sets) + [CONVERSATIONS] * with_conversations)
     fix = "copy these files to a faster disk; the run itself waits longer for them"
     if config.episode.kind != "single":
         limit_s += config.chat.check_timeout_s
-    order = msgspec.msgpack.encode(Order(config_to_json(config), with_rows, known))
+    order = msgspec.msgpack.encode(Order(config_to_json(config), with_rows, with_conversations, known))
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors:
         given.write(order)
         given.seek(0)
@@ -135,7 +146,9 @@ async def check_inputs(
         )
 
 
-def read_inputs(config: Config, *, with_rows: bool, known: KnownPrompts | None = None) -> Inputs:
+def read_inputs(
+    config: Config, *, with_rows: bool, with_conversations: bool = False, known: KnownPrompts | None = None
+) -> Inputs:
     """The same in this process."""
     findings, samples, tokenizer = list[Finding](), list[Sample](), None
     if config.model.path is None or Path(config.model.path).is_dir():
@@ -155,6 +168,8 @@ def read_inputs(config: Config, *, with_rows: bool, known: KnownPrompts | None =
     for key, data in sets.items():
         findings += checked.pop()
         samples += _samples(key, data, tokenizer, SAMPLES if key == "data" else 1)
+    if with_conversations and tokenizer is not None:
+        findings += check_conversations(config, tokenizer, SETS_S)
     return Inputs(findings, samples)
 
 
@@ -287,7 +302,12 @@ def main() -> int:
     os.dup2(2, 1)
     order = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Order)
     data = msgspec.msgpack.encode(
-        read_inputs(config_from_json(order.config), with_rows=order.with_rows, known=order.known)
+        read_inputs(
+            config_from_json(order.config),
+            with_rows=order.with_rows,
+            with_conversations=order.with_conversations,
+            known=order.known,
+        )
     )
     while data:
         data = data[os.write(answers, data) :]

@@ -24,6 +24,7 @@ from asyncrl.preflight.storage import check_folder, same_disk
 
 WITH_MODEL = ("learner", "rollouter", "dataloader")
 WITH_TOKENIZER = ("rollouter", "dataloader")
+CONVERSATIONS_READER = "learner/0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +87,12 @@ async def _check_data(config: Config, actors: Sequence[str], known: KnownPrompts
 
 
 async def _read_inputs(config: Config, actors: Sequence[str], known: KnownPrompts | None) -> Inputs:
-    if not any(count(actors, role) for role in WITH_TOKENIZER):
+    with_conversations = CONVERSATIONS_READER in actors and config.sft.data is not None
+    if not with_conversations and not any(count(actors, role) for role in WITH_TOKENIZER):
         return Inputs()
-    return await check_inputs(config, with_rows=bool(count(actors, "dataloader")), known=known)
+    return await check_inputs(
+        config, with_rows=bool(count(actors, "dataloader")), with_conversations=with_conversations, known=known
+    )
 
 
 def _check_folders(part: Part, size: ModelSize | None) -> list[Finding]:

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -88,6 +89,22 @@ class SequenceId:
 
 
 @dataclass(frozen=True, slots=True)
+class SupervisedPlan:
+    """The supervised term of an update (supervised.py). Every rank has the same number of micro-batches."""
+
+    ranks: list[list[MicroBatch]]
+    """[world size][micro-batches]; ``MicroBatch.sequences`` are indices in ``places``."""
+    denominator: float
+    """Tokens with a loss over the whole update."""
+    coefficient: float
+    """By which their mean is multiplied."""
+    places: list[str]
+    """FILE:LINE of each sequence."""
+    tokens: int
+    """Tokens computed, context included."""
+
+
+@dataclass(frozen=True, slots=True)
 class UpdatePlan:
     """One update of the weights. Every rank has the same number of micro-batches."""
 
@@ -96,7 +113,8 @@ class UpdatePlan:
     denominator: float
     """What the sum of weighted token losses over the whole update is divided by."""
     sequences: list[SequenceId]
-    """Every sequence that has a loss, in the order of groups and trajectories."""
+    """Every sequence that has a loss, in the order of groups and trajectories; none in a warm step."""
+    supervised: SupervisedPlan | None = None
 
     @property
     def uids(self) -> list[str]:
@@ -117,7 +135,9 @@ class StepPlan:
     tokens: int
     """Tokens computed, prompts included."""
     metrics: dict[str, float]
-    """Group-level metrics (group_metrics.py)."""
+    """Group-level metrics (group_metrics.py), and those of the supervised term."""
+    warm: bool = False
+    """A supervised step before the first of the run."""
 
     @property
     def sequences(self) -> list[SequenceId]:
@@ -170,7 +190,7 @@ def build_step(
             rows = pack(lengths, budget=learner.tokens_per_microbatch, world_size=world_size, packed=packed)
             updates.append(
                 UpdatePlan(
-                    ranks=[[_micro_batch(sequences, weights, row) for row in rank] for rank in rows],
+                    ranks=[[make_micro_batch(sequences, weights, row) for row in rank] for rank in rows],
                     denominator=step_denominator(learner.aggregation, loss_tokens, config.rollout.max_tokens),
                     sequences=[s.id for s in sequences],
                 )
@@ -262,7 +282,19 @@ class _Sequence:
         self.staleness = stale[kept].astype(np.int32)
 
 
-def _micro_batch(sequences: list[_Sequence], weights: list[float], row: list[int]) -> MicroBatch:
+class Computed(Protocol):
+    """A sequence as the learner computes it: fields of a MicroBatch that holds it alone."""
+
+    input_ids: np.ndarray
+    predict: np.ndarray
+    targets: np.ndarray
+    behaviour: np.ndarray
+    advantages: np.ndarray
+    staleness: np.ndarray
+
+
+def make_micro_batch(sequences: Sequence[Computed], weights: Sequence[float], row: Sequence[int]) -> MicroBatch:
+    """The row of these indices; a filler where there are none. ``weights`` has that of each sequence's tokens."""
     if not row:
         return _filler()
     members = [sequences[i] for i in row]
