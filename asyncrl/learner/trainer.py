@@ -185,7 +185,8 @@ class Trainer:
         uids, places = update.uids, list[str]()
         if refused.what == SUPERVISED_LOSS:
             assert update.supervised is not None
-            uids, places = [], list(dict.fromkeys(update.supervised.places[i] for i in refused.sequences))
+            named = [update.supervised.places[i] for i in refused.sequences]
+            uids, places = [], list(dict.fromkeys(named or update.supervised.places))
         elif refused.sequences:
             uids = list(dict.fromkeys(update.sequences[i].uid for i in refused.sequences))
         trained = [uid for before in plan.updates[: refused.update] for uid in before.uids]
