@@ -41,8 +41,29 @@ class KLConfig(Section):
 
     coefficient: Annotated[float, Field(ge=0)] = 0.0
     """Its weight; 0 is without, and then no reference is loaded."""
-    estimator: Estimator = "k3"
-    """log r, (log r)^2 / 2 or 1/r - 1 + log r, with r the ratio of the policy's probability to the reference's."""
+    place: Literal["loss", "reward"] = "loss"
+    """A term of each token's loss, or subtracted from the reward before the advantages, summed over what the trajectory
+    has sampled; in the reward the policy is the one that sampled the token."""
+    estimator: Literal["auto", "k1", "k2", "k3"] = "auto"
+    """log r, (log r)^2 / 2 or 1/r - 1 + log r, with r the ratio of the policy's probability to the reference's; auto is
+    k3 in the loss and k1 in the reward."""
     path: str | None = None
     """Folder of the reference; by default model.path. Scored by the learner, whose devices hold it while it scores and
     no longer."""
+
+    @property
+    def in_loss(self) -> bool:
+        """Whether it is a term of the loss."""
+        return self.coefficient > 0 and self.place == "loss"
+
+    @property
+    def in_reward(self) -> bool:
+        """Whether it is subtracted from the reward."""
+        return self.coefficient > 0 and self.place == "reward"
+
+    @property
+    def estimator_used(self) -> Estimator:
+        """The one that auto stands for."""
+        if self.estimator == "auto":
+            return "k1" if self.place == "reward" else "k3"
+        return self.estimator

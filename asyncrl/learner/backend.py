@@ -12,6 +12,7 @@ Order of calls, rank 0::
     backend.load(folder)                        # to go on from a checkpoint; then nothing came before it
     probe = backend.probe()
     publication = backend.publish(0, probe)     # hand publication.manifest on, then publication.release()
+    scores = backend.score(scoring)             # where the rewards of a step need it
     plan = build_step(groups, ..., world_size=config.learner.ranks, packed=backend.packed)
     metrics = backend.train(plan)               # one optimizer step; then plan.metrics and these are one line
     saving = backend.save(folder)               # goes on by itself; saving.result() says how it ended
@@ -39,8 +40,11 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from asyncrl.config import Config
 from asyncrl.learner.algorithm.batch import StepPlan
+from asyncrl.learner.algorithm.scoring import ScoringPlan
 from asyncrl.learner.publication import OnSealed, Publication
 from asyncrl.messages.weights import Probe
 
@@ -82,6 +86,12 @@ class Backend(Protocol):
         ``perf/mfu`` (0 to 1) where the device's peak is known; ``policy/engine_kl`` (nats) and
         ``policy/engine_kl_tokens`` where tokens of the weights being trained are among them. Raises NonFiniteStep, on
         all ranks, when a loss or the gradient is not finite: nothing was changed then.
+        """
+
+    def score(self, plan: ScoringPlan) -> list[np.ndarray]:
+        """Rank 0: float64 [S] for each sequence of ``plan``, nats: its sampled tokens' log-probs by the reference.
+
+        For learner.kl.place = "reward" alone. Nothing is changed.
         """
 
     def probe(self) -> Probe | None:

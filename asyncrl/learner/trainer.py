@@ -1,7 +1,7 @@
 """One rank of the learner: FSDP2 on torch.distributed (the ``fsdp2`` backend; its interface is in
 backend.py).
 
-Rank 0 plans and gives commands (train, score the probe, gather, save, stop); the other ranks follow. In an
+Rank 0 plans and gives commands (train, score a batch or the probe, gather, save, stop); the other ranks follow. In an
 update every rank runs the same number of micro-batches over its share of the batch; one collective then gathers
 everyone's sums, from which each rank computes the same loss, gradient norm and metrics, and takes or refuses the same
 update.
@@ -34,6 +34,7 @@ from asyncrl.config import Config
 from asyncrl.errors import CheckpointError, DamagedCheckpoint, NonFiniteStep
 from asyncrl.learner.algorithm.batch import MicroBatch, StepPlan, UpdatePlan
 from asyncrl.learner.algorithm.objective import Objective
+from asyncrl.learner.algorithm.scoring import ScoringPlan
 from asyncrl.learner.checkpoint import dcp
 from asyncrl.learner.checkpoint.saver import Saver
 from asyncrl.learner.export import export
@@ -59,6 +60,16 @@ class Train(msgspec.Struct, frozen=True, tag=True):
     fresh: bool
     warm: bool
     """A supervised step before the first of the run."""
+
+
+class Reference(msgspec.Struct, frozen=True, tag=True):
+    """Take part in a scoring pass by the reference; a parcel of micro-batches follows for each rank."""
+
+    parcel_bytes: list[int]
+    """For each rank."""
+    tokens: int
+    """Those of the rank that has the most."""
+    temperature: float
 
 
 class Gather(msgspec.Struct, frozen=True, tag=True):
@@ -92,7 +103,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """Nothing more will come."""
 
 
-Command = Train | Gather | Score | See | Save | Load | Stop
+Command = Train | Reference | Gather | Score | See | Save | Load | Stop
 _COMMANDS = msgspec.msgpack.Decoder(Command)
 
 
@@ -134,9 +145,10 @@ class Trainer:
         self._parameters = list(self._policy.parameters())
         self._optimizer = make_optimizer(self._policy, self._config)
         objective = Objective(self._learner)
+        self._scorers = self._build_scorers(objective)
         self._updates = Updates(
             self._policy,
-            self._scorers(objective),
+            self._scorers,
             self._optimizer,
             self._ranks,
             objective,
@@ -145,15 +157,16 @@ class Trainer:
         )
         self._saver = Saver(self._ranks)
 
-    def _scorers(self, objective: Objective) -> Scorers:
+    def _build_scorers(self, objective: Objective) -> Scorers:
         def frozen(key: str, path: str | None) -> Policy:
             assert self._ranks is not None
             assert path is not None
             return build_frozen(key, path, self._config, self._ranks, self._dtype, packed=self.packed)
 
         kl, teacher = self._learner.kl, self._learner.teacher
+        wants_reference = objective.needs_reference or kl.in_reward
         return Scorers(
-            frozen("learner.kl.path", kl.path or self._config.model.path) if objective.needs_reference else None,
+            frozen("learner.kl.path", kl.path or self._config.model.path) if wants_reference else None,
             frozen("learner.teacher", teacher) if objective.traits.teacher else None,
         )
 
@@ -193,6 +206,25 @@ class Trainer:
         raise NonFiniteStep(
             refused.what, kind=kind, step=step, uids=uids, places=places, trained=trained, metrics=metrics
         )
+
+    def score(self, plan: ScoringPlan) -> list[np.ndarray]:
+        parcels = [pack_parcel(b"", _arrays(batches)) for batches in plan.ranks]
+        tokens = [sum(len(batch.predict) for batch in batches) for batches in plan.ranks]
+        command = Reference([len(parcel) for parcel in parcels], max(tokens), plan.temperature)
+        ranks = self._tell(command)
+        ranks.scatter(parcels, 0, "a batch to be scored")
+        values = self._score_batches(command, plan.ranks[0])
+        return plan.in_order([row[:count] for row, count in zip(values, tokens, strict=True)])
+
+    def _score_batches(self, command: Reference, batches: Sequence[MicroBatch]) -> np.ndarray:
+        """float64 [world size, tokens]: the log-probs by the reference of all ranks' micro-batches, padded."""
+        ranks, name = self._ranks, "scoring by the reference"
+        assert ranks is not None
+        with self._phase(name):
+            ours = np.concatenate(
+                [values.cpu().numpy() for values in self._updates.refer(batches, command.temperature)]
+            )
+            return ranks.all_gather([*ours.tolist(), *[0.0] * (command.tokens - len(ours))], name)
 
     def _next(self, warm: bool) -> tuple[str, int]:
         """What the step to come is, and its number, counted from 1."""
@@ -266,6 +298,9 @@ class Trainer:
                 result = self._step(command, _micro_batches(parcel))
                 if result.refused is not None:
                     raise NonFiniteStep(result.refused.what, kind=kind, step=step, uids=[])
+            elif isinstance(command, Reference):
+                parcel = ranks.scatter(None, command.parcel_bytes[self._rank], "a batch to be scored")
+                self._score_batches(command, _micro_batches(parcel))
             elif isinstance(command, Gather):
                 with self._phase("gather"):
                     for _ in self._gather():

@@ -28,12 +28,12 @@ from structlog.typing import FilteringBoundLogger
 
 from asyncrl.config import Config
 from asyncrl.errors import ActorFailed, AsyncRLError, NonFiniteStep
-from asyncrl.learner.algorithm.batch import StepPlan, build_step
 from asyncrl.learner.algorithm.supervised import SupervisedSteps
 from asyncrl.learner.backend import Backend
 from asyncrl.learner.failed_writes import to_publish, version_failed, why_not_published
 from asyncrl.learner.group_metrics import observe_staleness
 from asyncrl.learner.intake import Intake
+from asyncrl.learner.planning import plan_step
 from asyncrl.learner.step_lines import StepLines, TrainedStep
 from asyncrl.learner.supply_line import Stand, SupplyLine
 from asyncrl.learner.versions import Versions
@@ -233,12 +233,23 @@ class Training:
         train_began, train_wall = self._clock.now(), self._clock.wall()
         self._states.enter("training")
         self._track.enter("pack", step=self.step + 1, groups=len(groups))
-        plan = await self._on_thread(lambda: self._plan(groups, filtered, version))
-        if not plan.sequences:
-            self._filter_step(groups)
-            return None
-        self._track.enter("train", step=self.step + 1, version=version, **_sampled(groups))
         try:
+            plan = await self._on_thread(
+                lambda: plan_step(
+                    groups,
+                    filtered=filtered,
+                    version=version,
+                    fresh=self._unpublished == 0,
+                    step=self.step + 1,
+                    config=self._config,
+                    backend=self._backend,
+                    supervised=self._supervised,
+                )
+            )
+            if not plan.sequences:
+                self._filter_step(groups)
+                return None
+            self._track.enter("train", step=self.step + 1, version=version, **_sampled(groups))
             trained = await self._on_thread(lambda: self._backend.train(plan))
             await self._on_thread(lambda: observe_staleness(self._histograms, groups, version, self._config.staleness))
         except NonFiniteStep as error:
@@ -283,19 +294,6 @@ class Training:
             "rollout/failed_attempts": intake.failed_attempts,
         }
         return TrainedStep(line=line, train_began=train_wall, train_ended=self._clock.wall(), groups=groups)
-
-    def _plan(self, groups: list[Group], filtered: list[Group], version: int) -> StepPlan:
-        """Of the next step, with its share of conversations beside the groups."""
-        plan = build_step(
-            groups,
-            filtered=filtered,
-            version=version,
-            fresh=self._unpublished == 0,
-            config=self._config,
-            world_size=self._config.learner.ranks,
-            packed=self._backend.packed,
-        )
-        return plan if self._supervised is None else self._supervised.beside(plan, self.step + 1)
 
     def _filter_step(self, groups: list[Group]) -> None:
         """A step without a token to train: momentum alone would move the weights."""

@@ -1,7 +1,8 @@
 """A rank's part of a step: scoring passes, then updates of the weights.
 
     score     log-probs without a gradient: by the reference and the teacher where the objective asks for them, and by
-              the weights as they are, the proximal policy, where more than one update follows
+              the weights as they are, the proximal policy, where more than one update follows; by the reference also
+              before the step is planned, where the rewards need it
     update    forward and backward of each micro-batch, those of conversations that somebody else wrote after those of
               the policy; one exchange of sums among the ranks; the optimizer
 
@@ -153,6 +154,12 @@ class Updates:
                 return StepResult(_mean(metrics), Refused(what, number, sequences))
         return StepResult(_mean(metrics), None)
 
+    def refer(self, batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
+        """float32 [N] for each micro-batch, nats: log-probs by the reference, in a pass of its own."""
+        assert self._scorers.reference is not None
+        with torch.no_grad(), self._ranks.waiting("scoring by the reference"):
+            return [self._scorers.reference.score(self._row(batch), temperature)[0] for batch in batches]
+
     def _row(self, batch: MicroBatch) -> Row:
         return make_row(batch.input_ids, batch.lengths, batch.predict, batch.targets, self._ranks.device)
 
@@ -165,7 +172,8 @@ class Updates:
                 return [policy.score(row, temperature)[0] for row in rows]
 
         proximal = by(self._policy if several else None, "scoring by the proximal policy")
-        reference = by(self._scorers.reference, "scoring by the reference")
+        wanted = self._scorers.reference if self._objective.needs_reference else None
+        reference = by(wanted, "scoring by the reference")
         teacher = by(self._scorers.teacher, "scoring by the teacher")
         return [_Scored(*each) for each in zip(proximal, reference, teacher, strict=True)]
 

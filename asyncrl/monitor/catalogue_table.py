@@ -421,6 +421,8 @@ METRICS: tuple[Metric, ...] = (
         ("reward/mean", "", "over everything scored since the last step, filtered groups included"),
         ("reward/std", "", "likewise"),
         ("reward/trained_mean", "", "over what was trained"),
+        ("reward/kl_penalty", "", "mean of what the reference takes from a reward, under learner.kl.place = reward"),
+        ("policy/reference_kl", "nats", "mean over sampled tokens of its estimator, from the policy that sampled them"),
         ("reward/all_zero_fraction", "share", "of groups whose rewards all are 0"),
         ("reward/all_max_fraction", "share", "of groups whose rewards all are the best there is"),
         ("reward/component/*", "", "mean of a component that the reward function names"),

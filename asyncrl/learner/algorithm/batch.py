@@ -26,7 +26,7 @@ fails.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -36,6 +36,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.learner.algorithm.advantages import Advantages, ScoredGroup, find_advantage
 from asyncrl.learner.algorithm.aggregation import step_denominator, token_weight
 from asyncrl.learner.algorithm.packing import pack
+from asyncrl.learner.algorithm.penalties import Penalties
 from asyncrl.learner.algorithm.signal import turns_past
 from asyncrl.learner.group_check import check_group
 from asyncrl.learner.group_metrics import reward_metrics, rewards_of, rollout_metrics, staleness_metrics
@@ -149,6 +150,7 @@ def build_step(
     groups: Sequence[Group],
     *,
     filtered: Sequence[Group] = (),
+    penalties: Penalties | None = None,
     version: int,
     fresh: bool = True,
     config: Config,
@@ -158,7 +160,8 @@ def build_step(
     """The plan of one optimizer step.
 
     ``groups`` are trained, in the order given (the caller orders them by (epoch, index)); ``filtered`` were
-    scored since the last step and are not trained: they appear in the metrics alone. ``version`` is the
+    scored since the last step and are not trained: they appear in the metrics alone. ``penalties`` are subtracted from
+    the rewards of ``groups``, in the advantages alone. ``version`` is the
     newest published version and ``fresh`` whether no step was taken since it was. ``packed`` False puts each
     sequence in a row of its own.
     """
@@ -170,9 +173,9 @@ def build_step(
     oldest = version - config.staleness.max if config.staleness.late == "mask" else None
     updates: list[UpdatePlan] = []
     tokens = 0
-    advantages = _advantages(groups, config)
+    advantages = _advantages(groups, penalties, config)
     for share in np.array_split(np.arange(len(groups)), learner.updates_per_batch):
-        sequences: list[_Sequence] = []
+        sequences: list[SampledSequence] = []
         weights: list[float] = []
         loss_tokens: list[int] = []
         for group, of_group in ((groups[i], advantages[i]) for i in share):
@@ -202,7 +205,8 @@ def build_step(
         tokens=tokens,
         metrics=reward_metrics(groups, filtered, learner.signal_tolerance)
         | rollout_metrics(groups, filtered)
-        | staleness_metrics(groups, version=version, config=config.staleness),
+        | staleness_metrics(groups, version=version, config=config.staleness)
+        | (penalties.metrics if penalties is not None else {}),
     )
 
 
@@ -222,20 +226,30 @@ def scored_group(group: Group) -> ScoredGroup:
     )
 
 
-def _advantages(groups: Sequence[Group], config: Config) -> Advantages:
+def _advantages(groups: Sequence[Group], penalties: Penalties | None, config: Config) -> Advantages:
     if not groups:
         return []
+    scored = [scored_group(group) for group in groups]
+    if penalties is not None:
+        shares = zip(scored, penalties.total, penalties.past, strict=True)
+        scored = [_charged(group, total, past) for group, total, past in shares]
     try:
-        return find_advantage(config.learner)([scored_group(group) for group in groups])
+        return find_advantage(config.learner)(scored)
     except ConfigError:
         raise
     except Exception as error:
         raise ConfigError([f"learner.advantage: {config.learner.advantage} failed: {describe(error)}"]) from error
 
 
+def _charged(group: ScoredGroup, total: np.ndarray, past: Sequence[np.ndarray]) -> ScoredGroup:
+    """With the penalties subtracted: what a turn had lost before it began is past, as what it had earned."""
+    turns = [earned - lost for earned, lost in zip(group.past, past, strict=True)]
+    return replace(group, rewards=group.rewards - total, past=turns)
+
+
 def _trained_sequences(
     group: Group, trajectory: Trajectory, advantages: np.ndarray, version: int, oldest: int | None
-) -> list[_Sequence]:
+) -> list[SampledSequence]:
     """Those that have a loss; ``advantages`` is float64 [turns], tokens of versions before ``oldest`` have none."""
     found, turn = [], 0
     for number, sequence in enumerate(trajectory.sequences):
@@ -245,11 +259,15 @@ def _trained_sequences(
         versions = sampled_versions(sequence)
         kept = slice(None) if oldest is None else np.flatnonzero(versions >= oldest)
         if len(versions[kept]):
-            prompt_ids = group.ticket.prompt_ids if sequence.prompt_ids is None else sequence.prompt_ids
+            prompt_ids = _prompt_ids(group, sequence)
             name = SequenceId(group.ticket.uid, trajectory.sample, number)
             stale = _staleness(sequence, version - versions)
-            found.append(_Sequence(name, prompt_ids, sequence, of_tokens, stale, kept))
+            found.append(SampledSequence(name, prompt_ids, sequence, of_tokens, stale, kept))
     return found
+
+
+def _prompt_ids(group: Group, sequence: TokenSequence) -> np.ndarray:
+    return group.ticket.prompt_ids if sequence.prompt_ids is None else sequence.prompt_ids
 
 
 def _staleness(sequence: TokenSequence, stale: np.ndarray) -> np.ndarray:
@@ -260,8 +278,11 @@ def _staleness(sequence: TokenSequence, stale: np.ndarray) -> np.ndarray:
     return stale
 
 
-class _Sequence:
-    """A sequence as the learner computes it. ``advantages`` and ``stale`` are [S], ``kept`` chooses among them."""
+class SampledSequence:
+    """A sequence of the policy's as the learner computes it.
+
+    ``advantages`` and ``stale`` are [S], ``kept`` chooses among them.
+    """
 
     def __init__(
         self,
@@ -280,6 +301,13 @@ class _Sequence:
         self.behaviour = sequence.logprobs[kept].astype(np.float32)
         self.advantages = advantages[kept].astype(np.float32)
         self.staleness = stale[kept].astype(np.int32)
+
+    @classmethod
+    def whole(cls, group: Group, sequence: TokenSequence) -> SampledSequence:
+        """With all that was sampled, to be scored and not to be trained."""
+        nothing = np.zeros(len(sequence.logprobs))
+        name = SequenceId(group.ticket.uid, -1, -1)
+        return cls(name, _prompt_ids(group, sequence), sequence, nothing, nothing, slice(None))
 
 
 class Computed(Protocol):
