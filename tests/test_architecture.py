@@ -23,6 +23,7 @@ CONTRACT = {
     "jsonl",
     "order",
     "sft",
+    "teacher",
 }
 ACTORS = {"dataloader", "rollouter", "reward", "learner", "parameter_server", "controller", "episodes"}
 FOR_ACTORS = CONTRACT | {"wire", "runtime", "monitor", "weights", "checkpoint"}
@@ -40,6 +41,7 @@ MAY_IMPORT = {
     "jsonl": {"errors"},
     "order": set(),
     "sft": {"errors", "config", "chat", "tokenizer", "stops", "jsonl", "order"},
+    "teacher": {"config"},
     "ledger": {"messages"},
     "trajectories": {"messages"},
     "outcome": set(),

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from asyncrl.config.section import Section
+from asyncrl.config.section import Positive, Seconds, Section
 
 Estimator = Literal["k1", "k2", "k3"]
 AboveZero = Annotated[float, Field(gt=0)]
@@ -67,3 +67,19 @@ class KLConfig(Section):
         if self.estimator == "auto":
             return "k1" if self.place == "reward" else "k3"
         return self.estimator
+
+
+class TeacherServerConfig(Section):
+    """The server of a teacher, where learner.teacher is a URL."""
+
+    model: str | None = None
+    """Name of the model; by default the only one that the server has."""
+    api_key_env: str = ""
+    """Name of the environment variable that holds the key; empty: no key is sent."""
+    concurrency: Positive = 16
+    """Requests at once, each of a sequence."""
+    timeout_s: Seconds = 120.0
+    """Longest time of a request."""
+    tries: Positive = 5
+    """Times that a request is sent which the server refuses for the moment, or which does not reach it; then the run
+    ends."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 from asyncrl.config import Config
+from asyncrl.config.algorithm import TeacherServerConfig
 from asyncrl.config.episode import OWN_REASONING_PARSERS, OWN_TOOL_PARSERS
 from asyncrl.config.training import DataConfig
 
@@ -84,6 +87,22 @@ def _sft_problems(config: Config) -> list[tuple[str, str]]:
     return found
 
 
+def _teacher_problems(config: Config) -> list[tuple[str, str]]:
+    learner, found = config.learner, []
+    if learner.teacher_url is None:
+        if learner.teacher_server != TeacherServerConfig():
+            found.append(("learner.teacher_server", "has no effect unless learner.teacher is a URL"))
+        return found
+    if config.rollout.temperature != 1.0:
+        told = f"is {config.rollout.temperature:g}, but a teacher on a server scores at temperature 1; set it to 1"
+        found.append(("rollout.temperature", f"{told}, or learner.teacher to the folder of the model"))
+    key = learner.teacher_server.api_key_env
+    if key and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key):
+        told = "takes the name of an environment variable, never the key itself"
+        found.append(("learner.teacher_server.api_key_env", told))
+    return found
+
+
 def cross_check(config: Config) -> list[tuple[str, str]]:
     """Problems between sections, as (dotted key, what is wrong and what to do)."""
     found: list[tuple[str, str]] = []
@@ -133,6 +152,7 @@ def cross_check(config: Config) -> list[tuple[str, str]]:
     found += _weight_problems(config)
     found += _chat_problems(config)
     found += _sft_problems(config)
+    found += _teacher_problems(config)
     if config.weights.transport == "nccl" and (rollout.engine != "vllm" or rollout.gpus_per_replica == 0):
         found.append(("weights.transport", "nccl reaches engines on GPUs only; take auto, shm, stream or gloo"))
     if reward.truncated == "penalty" and reward.overlong.margin_tokens >= rollout.max_tokens:

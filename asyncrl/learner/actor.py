@@ -33,6 +33,7 @@ from asyncrl.learner.intake import Intake, Snapshot
 from asyncrl.learner.last_writes import LastWrites
 from asyncrl.learner.learning_watch import LearningWatch
 from asyncrl.learner.records import RecordFiles
+from asyncrl.learner.served_teacher import ServedTeacher, begin_all
 from asyncrl.learner.step_lines import StepLines
 from asyncrl.learner.supply_line import DATALOADER, SupplyLine
 from asyncrl.learner.training import Training
@@ -87,6 +88,7 @@ class Learner(Actor):
         self._checkpoints: Checkpoints
         self._training: Training
         self._conversations: Conversations | None
+        self._teacher: ServedTeacher | None = None
         self._last_writes: LastWrites
         self._supply: SupplyLine
 
@@ -235,6 +237,18 @@ class Learner(Actor):
             on_spoiled=lambda: self._training.news.set(),
             track=steps,
         )
+        url = self.config.learner.teacher_url
+        if url is not None and self.config.learner.backend != "sim":
+            self._teacher = ServedTeacher(
+                url,
+                self.config.learner.teacher_server,
+                name=self.name,
+                tasks=self.tasks,
+                counters=self.counters,
+                awaits=self.awaits,
+                log=self.log,
+            )
+            begin_all(self._teacher, self._intake.buffer.groups)
         self._training = Training(
             self.config,
             name=self.name,
@@ -259,6 +273,7 @@ class Learner(Actor):
             supervised=SupervisedSteps(self.config, conversations, packed=self._backend.packed)
             if conversations is not None
             else None,
+            teacher=self._teacher,
             step=restored.state.step if restored is not None else 0,
         )
         self._last_writes = LastWrites(
@@ -388,6 +403,8 @@ class Learner(Actor):
             self._checkpoints.close()
         if hasattr(self, "_versions"):
             await self._versions.close()
+        if self._teacher is not None:
+            await self._teacher.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _on_thread(self, work: Callable[[], T]) -> T:
@@ -415,6 +432,8 @@ class Learner(Actor):
         if taken == "quarantined":
             self.log.warning("group quarantined", uid=uid, reason=self._intake.quarantined[-1].reason)
             self._quarantine_changed.set()
+        if taken == "buffered":
+            begin_all(self._teacher, [group])
         if taken in ("buffered", "filtered"):
             self._notify_all(self._watch.group_came(rewards_of(group), filtered=self._intake.without_signal))
         if taken != "duplicate":

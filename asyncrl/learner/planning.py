@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asyncrl.config import Config
-from asyncrl.learner.algorithm.batch import StepPlan, build_step
+from asyncrl.learner.algorithm.batch import GroupScores, StepPlan, build_step
 from asyncrl.learner.algorithm.kl_reward import kl_penalties
 from asyncrl.learner.algorithm.penalties import Penalties
 from asyncrl.learner.algorithm.scoring import build_scoring, by_group
@@ -26,6 +26,7 @@ def plan_step(
     step: int,
     config: Config,
     backend: Backend,
+    teacher: Sequence[GroupScores] | None = None,
     supervised: SupervisedSteps | None = None,
 ) -> StepPlan:
     """The plan of step ``step``, counted from 1; the rest as for build_step. Raises NonFiniteStep or ConfigError."""
@@ -33,6 +34,7 @@ def plan_step(
         groups,
         filtered=filtered,
         penalties=_penalties(groups, step, config, backend),
+        teacher=teacher,
         version=version,
         fresh=fresh,
         config=config,

@@ -167,7 +167,7 @@ class Trainer:
         wants_reference = objective.needs_reference or kl.in_reward
         return Scorers(
             frozen("learner.kl.path", kl.path or self._config.model.path) if wants_reference else None,
-            frozen("learner.teacher", teacher) if objective.traits.teacher else None,
+            frozen("learner.teacher", teacher) if objective.traits.teacher and not self._learner.teacher_url else None,
         )
 
     def train(self, plan: StepPlan) -> dict[str, float]:

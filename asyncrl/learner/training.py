@@ -34,6 +34,7 @@ from asyncrl.learner.failed_writes import to_publish, version_failed, why_not_pu
 from asyncrl.learner.group_metrics import observe_staleness
 from asyncrl.learner.intake import Intake
 from asyncrl.learner.planning import plan_step
+from asyncrl.learner.served_teacher import ServedTeacher
 from asyncrl.learner.step_lines import StepLines, TrainedStep
 from asyncrl.learner.supply_line import Stand, SupplyLine
 from asyncrl.learner.versions import Versions
@@ -85,6 +86,7 @@ class Training:
         story: StoryLog,
         track: Track,
         supervised: SupervisedSteps | None,
+        teacher: ServedTeacher | None,
         step: int,
     ) -> None:
         self.step = step
@@ -116,6 +118,7 @@ class Training:
         self._story = story
         self._track = track
         self._supervised = supervised
+        self._teacher = teacher
         self._trained_at_version = 0
         self._first_version = -1
         self._unpublished = 0
@@ -233,6 +236,7 @@ class Training:
         train_began, train_wall = self._clock.now(), self._clock.wall()
         self._states.enter("training")
         self._track.enter("pack", step=self.step + 1, groups=len(groups))
+        teacher = await self._teacher.scores(groups) if self._teacher is not None else None
         try:
             plan = await self._on_thread(
                 lambda: plan_step(
@@ -243,6 +247,7 @@ class Training:
                     step=self.step + 1,
                     config=self._config,
                     backend=self._backend,
+                    teacher=teacher,
                     supervised=self._supervised,
                 )
             )
@@ -268,6 +273,8 @@ class Training:
         train_ended = self._clock.now()
         self._track.leave()
         lengths = intake.end_step()
+        if self._teacher is not None:
+            self._teacher.keep(intake.claims)
         self._story.tell(TRAINED, step=self.step + 1, version=version, uids=[group.ticket.uid for group in groups])
         self.supply.changed()
         ledger = intake.ledger

@@ -280,7 +280,7 @@ class Updates:
             sequences=len(batch.lengths),
             staleness=put(batch.staleness),
             reference=scored.reference,
-            teacher=scored.teacher,
+            teacher=put(batch.teacher) if scored.teacher is None and len(batch.teacher) else scored.teacher,
         )
 
     def _not_finite(self, shape: TermShape, batches: Sequence[MicroBatch], logprobs: Sequence[Tensor]) -> list[int]:

@@ -327,6 +327,8 @@ METRICS: tuple[Metric, ...] = (
         "learner",
         ("learner/tokens", "tokens", "of sequences trained, prompts included"),
         ("learner/skipped_steps", "steps", "not taken because they were not finite"),
+        ("teacher/requests", "requests", "sent to the server of learner.teacher, each for a sequence"),
+        ("teacher/failed_requests", "requests", "of these, without log-probs; sent again where that may help"),
         ("learner/empty_steps", "steps", "not taken because every trajectory was masked; their groups are filtered"),
         ("groups/buffered", "groups", "taken into the buffer"),
         ("groups/duplicate", "groups", "delivered though they were there already"),

@@ -209,13 +209,13 @@ def _load_then_train(backend, config, source: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_warm_start_teaches_and_mixed_steps_keep_it(ranks, folder, run) -> None:
-    config = _config(folder, ranks=ranks, sft=TAUGHT | {"warm_steps": 40})
+    config = _config(folder, ranks=ranks, sft=TAUGHT | {"warm_steps": 14})
     found, _ = run(config, _warm_then_train)
-    warm, mixed = found["losses"][:40], found["losses"][40:]
-    assert max(warm[-3:]) < 0.2 * warm[0]
-    assert max(mixed) < 0.4 * warm[0]
+    warm, mixed = found["losses"][:14], found["losses"][14:]
+    assert max(warm[-3:]) < 0.5 * warm[0]
+    assert max(mixed) < 0.5 * warm[0]
     assert found["fresh"] and found["steps"] == 3
-    assert found["lrs"] == [pytest.approx(1e-2 * (41 - step) / 41) for step in range(1, 41)]
+    assert found["lrs"] == [pytest.approx(1e-2 * (15 - step) / 15) for step in range(1, 15)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -52,6 +52,9 @@ from asyncrl.trajectories import (
     sampled_versions,
 )
 
+GroupScores = list[list[np.ndarray]]
+"""For each trajectory and each of its sequences, float64 [S]: a value for each sampled token."""
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
@@ -78,6 +81,8 @@ class MicroBatch:
 
     -1 where the engine's log-prob is of no single version (mixed_kv).
     """
+    teacher: np.ndarray
+    """float32 [N], nats: log-prob of the target by a teacher on a server; [0] without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +156,7 @@ def build_step(
     *,
     filtered: Sequence[Group] = (),
     penalties: Penalties | None = None,
+    teacher: Sequence[GroupScores] | None = None,
     version: int,
     fresh: bool = True,
     config: Config,
@@ -161,7 +167,8 @@ def build_step(
 
     ``groups`` are trained, in the order given (the caller orders them by (epoch, index)); ``filtered`` were
     scored since the last step and are not trained: they appear in the metrics alone. ``penalties`` are subtracted from
-    the rewards of ``groups``, in the advantages alone. ``version`` is the
+    the rewards of ``groups``, in the advantages alone; ``teacher`` has the log-probs of ``groups`` by one on a server.
+    ``version`` is the
     newest published version and ``fresh`` whether no step was taken since it was. ``packed`` False puts each
     sequence in a row of its own.
     """
@@ -178,11 +185,13 @@ def build_step(
         sequences: list[SampledSequence] = []
         weights: list[float] = []
         loss_tokens: list[int] = []
-        for group, of_group in ((groups[i], advantages[i]) for i in share):
-            for trajectory, of_turns in zip(group.trajectories, of_group, strict=True):
+        for i in share:
+            group = groups[i]
+            for n, (trajectory, of_turns) in enumerate(zip(group.trajectories, advantages[i], strict=True)):
                 if masking and is_truncated(trajectory):
                     continue
-                trained = _trained_sequences(group, trajectory, of_turns, version, oldest)
+                taught = teacher[i][n] if teacher is not None else None
+                trained = _trained_sequences(group, trajectory, of_turns, version, oldest, taught)
                 if trained:
                     loss_tokens.append(sum(len(sequence.predict) for sequence in trained))
                     weights += [token_weight(learner.aggregation, loss_tokens[-1])] * len(trained)
@@ -248,7 +257,12 @@ def _charged(group: ScoredGroup, total: np.ndarray, past: Sequence[np.ndarray]) 
 
 
 def _trained_sequences(
-    group: Group, trajectory: Trajectory, advantages: np.ndarray, version: int, oldest: int | None
+    group: Group,
+    trajectory: Trajectory,
+    advantages: np.ndarray,
+    version: int,
+    oldest: int | None,
+    teacher: Sequence[np.ndarray] | None,
 ) -> list[SampledSequence]:
     """Those that have a loss; ``advantages`` is float64 [turns], tokens of versions before ``oldest`` have none."""
     found, turn = [], 0
@@ -262,7 +276,11 @@ def _trained_sequences(
             prompt_ids = _prompt_ids(group, sequence)
             name = SequenceId(group.ticket.uid, trajectory.sample, number)
             stale = _staleness(sequence, version - versions)
-            found.append(SampledSequence(name, prompt_ids, sequence, of_tokens, stale, kept))
+            found.append(
+                SampledSequence(
+                    name, prompt_ids, sequence, of_tokens, stale, kept, teacher[number] if teacher is not None else None
+                )
+            )
     return found
 
 
@@ -281,7 +299,7 @@ def _staleness(sequence: TokenSequence, stale: np.ndarray) -> np.ndarray:
 class SampledSequence:
     """A sequence of the policy's as the learner computes it.
 
-    ``advantages`` and ``stale`` are [S], ``kept`` chooses among them.
+    ``advantages``, ``stale`` and ``teacher`` are [S], ``kept`` chooses among them.
     """
 
     def __init__(
@@ -292,6 +310,7 @@ class SampledSequence:
         advantages: np.ndarray,
         stale: np.ndarray,
         kept: slice | np.ndarray,
+        teacher: np.ndarray | None = None,
     ) -> None:
         self.id = name
         positions = sampled_positions(sequence)[kept]
@@ -301,6 +320,7 @@ class SampledSequence:
         self.behaviour = sequence.logprobs[kept].astype(np.float32)
         self.advantages = advantages[kept].astype(np.float32)
         self.staleness = stale[kept].astype(np.int32)
+        self.teacher = np.empty(0, np.float32) if teacher is None else teacher[kept].astype(np.float32)
 
     @classmethod
     def whole(cls, group: Group, sequence: TokenSequence) -> SampledSequence:
@@ -319,6 +339,7 @@ class Computed(Protocol):
     behaviour: np.ndarray
     advantages: np.ndarray
     staleness: np.ndarray
+    teacher: np.ndarray
 
 
 def make_micro_batch(sequences: Sequence[Computed], weights: Sequence[float], row: Sequence[int]) -> MicroBatch:
@@ -339,6 +360,7 @@ def make_micro_batch(sequences: Sequence[Computed], weights: Sequence[float], ro
         advantages=np.concatenate([s.advantages for s in members]),
         weights=np.repeat(np.array([weights[i] for i in row], dtype=np.float32), counts),
         staleness=np.concatenate([s.staleness for s in members]),
+        teacher=np.concatenate([s.teacher for s in members]),
     )
 
 
@@ -355,4 +377,5 @@ def _filler() -> MicroBatch:
         advantages=nothing,
         weights=nothing,
         staleness=-one,
+        teacher=nothing,
     )

@@ -16,13 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncrl.config import Config
-from asyncrl.learner.algorithm.batch import MicroBatch, SampledSequence, make_micro_batch
+from asyncrl.learner.algorithm.batch import GroupScores, MicroBatch, SampledSequence, make_micro_batch
 from asyncrl.learner.algorithm.packing import pack
 from asyncrl.messages.groups import Group
 from asyncrl.messages.groups import Sequence as TokenSequence
-
-GroupScores = list[list[np.ndarray]]
-"""For each trajectory and each of its sequences, float64 [S]: a value for each sampled token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,7 @@ class _Demonstration:
         # Nobody has sampled it, and nothing is made of these.
         self.behaviour = self.advantages = np.zeros(count, np.float32)
         self.staleness = np.full(count, -1, np.int32)
+        self.teacher = np.empty(0, np.float32)
 
 
 def _with_terms(plan: StepPlan, terms: Sequence[SupervisedPlan], metrics: dict[str, float]) -> StepPlan:
