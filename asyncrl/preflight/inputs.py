@@ -32,6 +32,7 @@ from asyncrl.jsonl import RawRow
 from asyncrl.preflight.chatting import check_chat
 from asyncrl.preflight.conversing import CONVERSATIONS, check_conversations
 from asyncrl.preflight.findings import Finding, fail, ok, warn
+from asyncrl.preflight.frozen import check_frozen
 from asyncrl.runtime.supervision import describe_exit
 from asyncrl.stops import resolve_stops
 from asyncrl.tokenizer import Tokenizer, tokenizer_of
@@ -72,12 +73,12 @@ class KnownPrompts(msgspec.Struct, frozen=True):
 
 
 class Order(msgspec.Struct, frozen=True):
-    """The question of the parent: ``with_rows`` where the dataloader will be, ``with_conversations`` where rank 0 of
-    the learner will be, which reads those of sft.data."""
+    """The question of the parent: ``with_rows`` where the dataloader will be, ``for_learner`` where rank 0 of the
+    learner will be, which reads conversations and loads the models that only score."""
 
     config: str
     with_rows: bool
-    with_conversations: bool
+    for_learner: bool
     known: KnownPrompts | None = None
 
 
@@ -92,27 +93,31 @@ async def check_inputs(
     config: Config,
     *,
     with_rows: bool = True,
-    with_conversations: bool = False,
+    for_learner: bool = False,
     known: KnownPrompts | None = None,
     limit_s: float = READ_S,
 ) -> Inputs:
     """A finding for the tokenizer, one for the chat template of episodes, ``with_rows`` one for each set of prompts,
-    and ``with_conversations`` one for those of sft.data; it fails where the training prompts are not the ``known``.
-    Never raises.
+    and ``for_learner`` one for the conversations of sft.data and for each model that only scores; it fails where the
+    training prompts are not the ``known``. Never raises.
     """
     sets = _sets(config) if with_rows else {}
     if (
-        not with_conversations
+        not for_learner
         and config.model.path is None
         and all(data.source == "synthetic" and data.size <= CHEAP_ROWS for data in sets.values())
     ):
         # All of it is our own, and cheap.
-        return read_inputs(config, with_rows=with_rows, with_conversations=False, known=known)
-    keys = ", ".join([MODEL] * (config.model.path is not None) + list(sets) + [CONVERSATIONS] * with_conversations)
+        return read_inputs(config, with_rows=with_rows, for_learner=False, known=known)
+    keys = ", ".join(
+        [MODEL] * (config.model.path is not None)
+        + list(sets)
+        + [CONVERSATIONS] * (for_learner and config.sft.data is not None)
+    )
     fix = "copy these files to a faster disk; the run itself waits longer for them"
     if config.episode.kind != "single":
         limit_s += config.chat.check_timeout_s
-    order = msgspec.msgpack.encode(Order(config_to_json(config), with_rows, with_conversations, known))
+    order = msgspec.msgpack.encode(Order(config_to_json(config), with_rows, for_learner, known))
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors:
         given.write(order)
         given.seek(0)
@@ -147,7 +152,7 @@ async def check_inputs(
 
 
 def read_inputs(
-    config: Config, *, with_rows: bool, with_conversations: bool = False, known: KnownPrompts | None = None
+    config: Config, *, with_rows: bool, for_learner: bool = False, known: KnownPrompts | None = None
 ) -> Inputs:
     """The same in this process."""
     findings, samples, tokenizer = list[Finding](), list[Sample](), None
@@ -168,8 +173,10 @@ def read_inputs(
     for key, data in sets.items():
         findings += checked.pop()
         samples += _samples(key, data, tokenizer, SAMPLES if key == "data" else 1)
-    if with_conversations and tokenizer is not None:
-        findings += check_conversations(config, tokenizer, SETS_S)
+    if for_learner and tokenizer is not None:
+        if config.sft.data is not None:
+            findings += check_conversations(config, tokenizer, SETS_S)
+        findings += check_frozen(config, tokenizer)
     return Inputs(findings, samples)
 
 
@@ -305,7 +312,7 @@ def main() -> int:
         read_inputs(
             config_from_json(order.config),
             with_rows=order.with_rows,
-            with_conversations=order.with_conversations,
+            for_learner=order.for_learner,
             known=order.known,
         )
     )
