@@ -119,14 +119,13 @@ class Learner(Actor):
             path = self.context.run_dir / FILE
             above = f"versions go on above {mark.version}, the highest that checkpoints and metrics tell of"
             self.notify("version mark", f"{path} {mark.problem}; {above}")
-        conversations = await self._load_conversations()
         host, port = await self._on_thread(lambda: self._backend.open_store(self.context.host))
         self.facts = {"store_host": host, "store_port": port}
         await self.tell_facts()
         await self._on_thread(lambda: self._backend.setup(host, port))
         records = await asyncio.to_thread(RecordFiles, self.context.run_dir, start)
         self._start = start
-        self._build(records, mark, await self._restore(), conversations)
+        self._build(records, mark, await self._restore(), await self._load_conversations())
         await self._versions.start()
 
     async def _load_conversations(self) -> Conversations | None:
@@ -247,6 +246,7 @@ class Learner(Actor):
                 counters=self.counters,
                 awaits=self.awaits,
                 log=self.log,
+                news=lambda: self._training.news.set(),
             )
             begin_all(self._teacher, self._intake.buffer.groups)
         self._training = Training(

@@ -39,9 +39,13 @@ class GroupBuffer:
         assert group.ticket.uid not in self._groups
         self._groups[group.ticket.uid] = group
 
+    def oldest(self, count: int) -> list[Group]:
+        """The ``count`` oldest, the oldest first."""
+        return sorted(self._groups.values(), key=_age)[:count]
+
     def take(self, count: int) -> list[Group]:
         """Remove and return the ``count`` oldest, in the order in which they are trained."""
-        oldest = sorted(self._groups.values(), key=_age)[:count]
+        oldest = self.oldest(count)
         for group in oldest:
             del self._groups[group.ticket.uid]
         return in_order(oldest)

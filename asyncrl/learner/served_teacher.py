@@ -10,7 +10,7 @@ Fails with ActorFailed, which names the URL, when a request has failed ``tries``
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 from structlog.typing import FilteringBoundLogger
@@ -42,10 +42,13 @@ class ServedTeacher:
         counters: Figures,
         awaits: Awaits,
         log: FilteringBoundLogger,
+        news: Callable[[], object],
     ) -> None:
+        """``news`` is called whenever a group is done."""
         self._client = TeacherClient(url, config)
         self._config, self._name, self._tasks = config, name, tasks
         self._counters, self._awaits, self._log = counters, awaits, log
+        self._news = news
         self._places = asyncio.Semaphore(config.concurrency)
         self._scores: dict[str, asyncio.Future[GroupScores]] = {}
         """By uid; done or under way."""
@@ -57,12 +60,15 @@ class ServedTeacher:
             self._scores[uid] = asyncio.get_running_loop().create_future()
             self._tasks.create_task(self._score(group))
 
+    def has_done(self, groups: Iterable[Group]) -> bool:
+        """Whether each of these groups is scored, or cannot be."""
+        return all((scores := self._scores.get(group.ticket.uid)) is not None and scores.done() for group in groups)
+
     async def scores(self, groups: Sequence[Group]) -> list[GroupScores]:
         """The log-probs of all that was sampled in these groups, nats, at temperature 1. Raises ActorFailed."""
         for group in groups:
             self.begin(group)
-        with self._awaits.on(self._client.url, "log-probs by the teacher"):
-            return [await self._scores[group.ticket.uid] for group in groups]
+        return [await self._scores[group.ticket.uid] for group in groups]
 
     def keep(self, uids: Collection[str]) -> None:
         """Forget all groups but these."""
@@ -87,6 +93,7 @@ class ServedTeacher:
         else:
             (scores,) = by_group([group], [each for each in found if isinstance(each, np.ndarray)])
             answer.set_result(scores)
+        self._news()
 
     async def _ask(self, group: Group, sequence: TokenSequence) -> np.ndarray:
         prompt = group.ticket.prompt_ids if sequence.prompt_ids is None else sequence.prompt_ids
@@ -97,7 +104,8 @@ class ServedTeacher:
             try:
                 async with self._places:
                     self._counters.add("teacher/requests")
-                    return await self._client.logprobs(ids, places)
+                    with self._awaits.on(self._client.url, "log-probs by the teacher"):
+                        return await self._client.logprobs(ids, places)
             except TeacherFailed as error:
                 self._counters.add("teacher/failed_requests")
                 self._log.warning("the teacher did not score", uid=group.ticket.uid, attempt=attempt, error=str(error))

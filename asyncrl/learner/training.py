@@ -145,9 +145,10 @@ class Training:
     async def warm_up(self) -> bool:
         """Take the supervised steps before the first version, those that no checkpoint holds; whether there were any.
 
-        A run that makes way stops between two of them, and goes on there when it is resumed.
+        A run that makes way stops between two of them, and goes on there when it is resumed. One that has trained a
+        step takes no more, whatever its configuration says now.
         """
-        steps, first = self._config.sft.warm_steps, self._backend.warm_steps
+        steps, first = self._config.sft.warm_steps if not self.step else 0, self._backend.warm_steps
         while self._backend.warm_steps < steps and not self.preempted:
             supervised, number = self._supervised, self._backend.warm_steps + 1
             assert supervised is not None
@@ -336,10 +337,9 @@ class Training:
             if self.preempted:
                 await self._take_the_last()
                 return False
-            if len(intake.buffer) >= wanted:
-                return True
             supply = self.supply.supply
-            if supply.exhausted and supply.outstanding == len(intake.buffer) > 0:
+            are_all = supply.exhausted and supply.outstanding == len(intake.buffer) > 0
+            if (len(intake.buffer) >= wanted or are_all) and self._are_scored(wanted):
                 return True
             self.news.clear()
             if not self._owes_version:
@@ -353,6 +353,10 @@ class Training:
                 await self._try_to_publish(until=owed_until)
                 self._states.enter("waiting", "groups")
                 retry_at = self._clock.now() + OWED_RETRY_S
+
+    def _are_scored(self, wanted: int) -> bool:
+        """Whether a teacher on a server has done with the groups that come next."""
+        return self._teacher is None or self._teacher.has_done(self._intake.buffer.oldest(wanted))
 
     async def _take_the_last(self) -> None:
         """Until the rollouters have delivered or returned what they hold, or for as long as that may take."""

@@ -7,6 +7,7 @@ import time
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.preflight.findings import Finding, fail, ok, warn
+from asyncrl.preflight.model import window_of
 from asyncrl.sft.conversations import load_conversations
 from asyncrl.tokenizer import Tokenizer
 
@@ -15,6 +16,10 @@ CONVERSATIONS = "sft.data"
 
 def check_conversations(config: Config, tokenizer: Tokenizer, seconds: float) -> list[Finding]:
     """Read and encode those of sft.data as the learner does, for about so long."""
+    window, longest = window_of(config), config.sft.max_tokens
+    if window is not None and longest is not None and longest > window:
+        told = f"is {longest}, and the model has max_position_embeddings = {window}"
+        return [fail("data", told, f"lower it to {window}", key="sft.max_tokens")]
     end = time.monotonic() + seconds
     is_cut = False
 

@@ -33,7 +33,7 @@ def no_pauses(monkeypatch):
 
 async def score(groups, server, *, begin=(), **settings: Any):
     """The scores, and the counters."""
-    counters = Figures()
+    counters, news = Figures(), asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
         teacher = ServedTeacher(
             server.url,
@@ -43,10 +43,15 @@ async def score(groups, server, *, begin=(), **settings: Any):
             counters=counters,
             awaits=Awaits(Clock().now),
             log=structlog.get_logger(),
+            news=news.set,
         )
         try:
             for group in begin:
                 teacher.begin(group)
+            while begin and not teacher.has_done(begin):
+                # As the training waits: it looks again when there is news.
+                await news.wait()
+                news.clear()
             found: Any = await teacher.scores(groups)
         except ActorFailed as error:
             found = error

@@ -164,3 +164,8 @@ def test_conversations_are_read_before_the_start(policy, tmp_path):
     path.unlink()
     *_, found = read_inputs(config, with_rows=True, for_learner=True).findings
     assert found.result == "fail" and "no such file" in found.detail and "correct sft.data" in found.fix
+    window = '{"eos_token_id": 1, "max_position_embeddings": 8}'
+    (policy / "config.json").write_text(window)
+    wide = config.model_copy(update={"sft": config.sft.model_copy(update={"max_tokens": 9})})
+    *_, found = read_inputs(wide, with_rows=True, for_learner=True).findings
+    assert (found.result, found.key) == ("fail", "sft.max_tokens") and "max_position_embeddings = 8" in found.detail
