@@ -62,8 +62,8 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-class _Tokens(msgspec.Struct):
-    tokens: list[int]
+class _Text(msgspec.Struct):
+    prompt: str
 
 
 class TeacherClient:
@@ -92,17 +92,17 @@ class TeacherClient:
         self._model = named[0].id
         return named[0].id, named[0].max_model_len
 
-    async def tokenize(self, text: str) -> list[int] | None:
-        """The ids of a text; None where the server does not say, since no OpenAI-compatible one has to."""
+    async def text(self, ids: Sequence[int]) -> str | None:
+        """The text of ids; None where the server does not say, since no OpenAI-compatible one has to."""
         if self._model is None:
             await self.model()
-        url = f"{self.url.removesuffix('/v1')}/tokenize"
-        body = {"model": self._model, "prompt": text, "add_special_tokens": False}
+        url = f"{self.url.removesuffix('/v1')}/detokenize"
+        body = {"model": self._model, "tokens": list(ids)}
         try:
-            found: _Tokens = _read(await self._ask("POST", url, body), _Tokens, url)
+            found: _Text = _read(await self._ask("POST", url, body), _Text, url)
         except TeacherFailed:
             return None
-        return found.tokens
+        return found.prompt
 
     async def logprobs(self, ids: Sequence[int], places: np.ndarray) -> np.ndarray:
         """float64 [S], nats: log-prob of the tokens of ``ids`` at ``places``, each above 0. Raises TeacherFailed."""

@@ -22,9 +22,9 @@ class TeacherServer:
     """``script`` holds what is done with each request for log-probs in turn, the last one for all that come after: a
     function of its ids that gives the answer's body, or a status, or seconds to wait for."""
 
-    def __init__(self, *script, models=("teacher",), longest=4096, tokenize=None):
+    def __init__(self, *script, models=("teacher",), longest=4096, decode=None):
         self.script, self.models, self.longest = list(script) or [scored], models, longest
-        self.encode = tokenize
+        self.decode = decode
         self.bodies, self.headers = [], []
         self.at_once = self.most_at_once = 0
         self.url = ""
@@ -50,8 +50,8 @@ class TeacherServer:
     async def list_models(self, _):
         return web.json_response({"data": [{"id": each, "max_model_len": self.longest} for each in self.models]})
 
-    async def tokenize(self, request):
-        return web.json_response({"tokens": self.encode((await request.json())["prompt"])})
+    async def detokenize(self, request):
+        return web.json_response({"prompt": self.decode((await request.json())["tokens"])})
 
 
 @asynccontextmanager
@@ -60,8 +60,8 @@ async def served(*script, **settings):
     app = web.Application()
     app.router.add_post("/v1/completions", server.complete)
     app.router.add_get("/v1/models", server.list_models)
-    if server.encode is not None:
-        app.router.add_post("/tokenize", server.tokenize)
+    if server.decode is not None:
+        app.router.add_post("/detokenize", server.detokenize)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -100,5 +102,11 @@ def test_it_passes_the_check_before_the_start_and_another_tokenizer_does_not(fol
     assert found.result == "ok", found
     long = asyncio.run(check_served(url, config_of(folder, url, max_tokens=192), load_tokenizer(str(folder))))
     assert long.result == "fail" and "takes sequences of up to 256 tokens" in long.detail
-    bytes_alone = asyncio.run(check_served(url, config_of(folder, url), load_tokenizer(None)))
-    assert bytes_alone.result == "fail" and "another tokenizer" in bytes_alone.detail
+    swapped = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = swapped["model"]["vocab"]
+    vocabulary["e"], vocabulary["x"] = vocabulary["x"], vocabulary["e"]
+    shutil.copytree(folder, tmp_path / "other")
+    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(swapped))
+    other = tmp_path / "other"
+    found = asyncio.run(check_served(url, config_of(other, url), load_tokenizer(str(other))))
+    assert found.result == "fail" and "another tokenizer" in found.detail

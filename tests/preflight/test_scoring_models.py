@@ -117,7 +117,7 @@ def served_finding(policy, *script, **settings):
 @pytest.mark.parametrize(
     ("script", "settings", "result", "told"),
     [
-        (scored, {"tokenize": lambda text: [2] * len(text.split())}, "fail", "has another tokenizer than model.path"),
+        (scored, {"decode": lambda ids: "other words"}, "fail", "has another tokenizer than model.path"),
         (scored, {}, "warn", "but does not tell its tokens"),
         (
             scored,
@@ -140,7 +140,7 @@ def test_a_server_is_asked_what_the_run_will_ask(policy, script, settings, resul
 
 def test_a_server_with_the_policy_s_tokens_is_right(policy):
     tokenizer = load_tokenizer(str(policy))
-    found, server = served_finding(policy, scored, tokenize=tokenizer.encode)
+    found, server = served_finding(policy, scored, decode=lambda ids: f" {tokenizer.decode(ids)}")
     assert found.result == "ok" and "serves teacher and scores" in found.detail
     # The highest id of the policy is in its range.
     assert server.bodies[0]["prompt"][-1] == 2
