@@ -52,7 +52,7 @@ def run(folder, tree, where):
         live.close()
 
 
-def distilling(folder, server, **learner):
+def distilling(folder, server):
     settings = {"steps": STEPS, "loss": "distill", "teacher": server.url, "teacher_server": {"tries": 2}}
     kl = {"coefficient": 0.01, "place": "reward", "path": str(folder / "model")}
     return configuration(
