@@ -55,9 +55,7 @@ def run(folder, tree, where):
 def distilling(folder, server):
     settings = {"steps": STEPS, "loss": "distill", "teacher": server.url, "teacher_server": {"tries": 2}}
     kl = {"coefficient": 0.01, "place": "reward", "path": str(folder / "model")}
-    return configuration(
-        folder, learner={**settings, "groups_per_step": 3, "lr": 1e-3, "device": "cpu", "kl": kl, **learner}
-    )
+    return configuration(folder, learner=settings | {"kl": kl})
 
 
 def test_a_server_scores_each_response_that_is_trained(parity_folder, tmp_path):  # noqa: F811
