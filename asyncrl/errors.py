@@ -238,7 +238,8 @@ class NonFiniteStep(AsyncRLError, ArithmeticError):
 
     ``what`` is "loss" or "gradient norm", ``step`` counts from 1, ``uids`` are the prompt groups it came from: those
     with a non-finite loss, or all of the update's where only the gradient was. A rank that does not know them has none.
-    ``trained`` are the groups of the step's updates before it, which were taken, and ``metrics`` theirs.
+    ``trained`` are the groups of the step's updates before it, which were taken, and ``metrics`` theirs. A supervised
+    loss comes from conversations and from no group: these are ``places``, as FILE:LINE.
     """
 
     restartable = False
@@ -251,11 +252,16 @@ class NonFiniteStep(AsyncRLError, ArithmeticError):
         uids: list[str],
         trained: Sequence[str] = (),
         metrics: Mapping[str, float] | None = None,
+        places: Sequence[str] = (),
+        kind: str = "step",
     ) -> None:
         self.what, self.step, self.uids, self.trained, self.metrics = what, step, uids, list(trained), metrics or {}
-        named = ", ".join(uids[:8]) + (f" and {len(uids) - 8} more" if len(uids) > 8 else "")
+        self.places = list(places)
+        blamed = uids or self.places
+        named = ", ".join(blamed[:8]) + (f" and {len(blamed) - 8} more" if len(blamed) > 8 else "")
         taken = f"only its updates before were taken, of {len(trained)} groups" if trained else "no step was taken"
-        super().__init__(f"the {what} of step {step} is not finite; {taken}" + (f" (groups {named})" if uids else ""))
+        whose = f" ({'groups' if uids else 'conversations'} {named})" if blamed else ""
+        super().__init__(f"the {what} of {kind} {step} is not finite; {taken}{whose}")
 
 
 class RewardFailed(AsyncRLError, RuntimeError):

@@ -20,6 +20,10 @@ CONTRACT = {
     "trajectories",
     "chat",
     "outcome",
+    "jsonl",
+    "order",
+    "sft",
+    "teacher",
 }
 ACTORS = {"dataloader", "rollouter", "reward", "learner", "parameter_server", "controller", "episodes"}
 FOR_ACTORS = CONTRACT | {"wire", "runtime", "monitor", "weights", "checkpoint"}
@@ -34,6 +38,10 @@ MAY_IMPORT = {
     "tokenizer": {"errors", "config"},
     "stops": {"errors", "config", "tokenizer"},
     "chat": {"errors", "config", "messages", "tokenizer"},
+    "jsonl": {"errors"},
+    "order": set(),
+    "sft": {"errors", "config", "chat", "tokenizer", "stops", "jsonl", "order"},
+    "teacher": {"config"},
     "ledger": {"messages"},
     "trajectories": {"messages"},
     "outcome": set(),

@@ -25,16 +25,16 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.config.load import load_config
-from asyncrl.dataloader.order import EpochOrder
 from asyncrl.dataloader.prompts import PromptSet
 from asyncrl.dataloader.sources import load_dataset
 from asyncrl.errors import ConfigError
-from asyncrl.learner.algorithm.batch import build_step
 from asyncrl.learner.algorithm.signal import has_signal
+from asyncrl.learner.planning import plan_step
 from asyncrl.learner.records import RecordFiles
 from asyncrl.learner.trainer import Trainer
 from asyncrl.messages.groups import Group, Ticket, Trajectory
 from asyncrl.messages.groups import Sequence as TokenSequence
+from asyncrl.order import EpochOrder
 from asyncrl.reward.frames import Setup, Task
 from asyncrl.reward.resolve import resolve
 from asyncrl.rollouter.engines import make_engine
@@ -58,7 +58,7 @@ def train(config: Config, runner: asyncio.Runner, engine: Engine, trainer: Train
     order = EpochOrder(prompts.fingerprint, config.run.seed, len(prompts), shuffle=config.data.shuffle)
     places = (place for place in map(order.at, itertools.count()) if place[1] not in prompts.oversize)
     scorer = resolve(Setup(reward.function, reward.per, reward.options, reward.max_memory_bytes), runner)
-    plan_step = partial(build_step, config=config, world_size=1, packed=trainer.packed)
+    plan = partial(plan_step, config=config, backend=trainer)
     episode = make_episode(config, tokenizer, stops) if config.episode.function else None
     runner.run(load(engine, trainer, version=0))
     for version in range(learner.steps // learner.steps_per_version):
@@ -83,10 +83,11 @@ def train(config: Config, runner: asyncio.Runner, engine: Engine, trainer: Train
             groups.sort(key=lambda group: (group.ticket.epoch, group.ticket.index))
         for first in range(0, len(batch), learner.groups_per_step):
             groups = batch[first : first + learner.groups_per_step]
-            plan = plan_step(groups, filtered=filtered if first == 0 else [], version=version, fresh=first == 0)
-            if not plan.sequences:
-                raise RuntimeError(f"every trajectory of step {trainer.steps + 1} is masked")
-            line = {"kind": "train", **plan.metrics, **trainer.train(plan), "step": trainer.steps}
+            step, rest = trainer.steps + 1, filtered if first == 0 else []
+            planned = plan(groups, filtered=rest, version=version, fresh=first == 0, step=step)
+            if not planned.sequences:
+                raise RuntimeError(f"every trajectory of step {step} is masked")
+            line = {"kind": "train", **planned.metrics, **trainer.train(planned), "step": trainer.steps}
             newest = trainer.steps // learner.steps_per_version
             if newest > version:
                 runner.run(load(engine, trainer, newest))
@@ -160,8 +161,10 @@ def main(arguments: Sequence[str]) -> None:
     files = [argument for argument in arguments if argument.endswith(".toml")]
     flags = [argument.removeprefix("--") for argument in arguments if not argument.endswith(".toml")]
     config = load_config(files, dict(zip(flags[::2], flags[1::2], strict=True)))
-    if config.learner.ranks != 1 or config.reward.truncated == "penalty":
-        raise ConfigError(["the plain loop has one learner rank and no penalty for length"])
+    if config.learner.ranks != 1 or config.reward.truncated == "penalty" or config.sft.is_on:
+        raise ConfigError(["the plain loop has one learner rank, no penalty for length and no conversations"])
+    if config.learner.teacher_url is not None:
+        raise ConfigError(["the plain loop asks no server for a teacher"])
     run_dir = Path(config.run.dir) / config.run.name
     run_dir.mkdir(parents=True)
     with asyncio.Runner() as runner:

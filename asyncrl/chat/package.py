@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from asyncrl.chat.answers import FIELD
 from asyncrl.chat.messages import Message, Tool
 from asyncrl.chat.parsers import Parsed, ParsedCall
 from asyncrl.chat.probe import CASES, TOOLS, Finding, Shape, example
@@ -66,6 +67,20 @@ class PackageRenderer:
         if bridged is None or list(bridged.token_ids[: len(before)]) != before:
             return None
         return list(bridged.token_ids[len(before) :])
+
+    def answer(
+        self, before: Sequence[Message], answer: Message, tools: Sequence[Tool], options: Mapping[str, Any]
+    ) -> list[int]:
+        """See Renderer."""
+        asked = self.render(before, tools, options)
+        whole = self._ids([*before, answer], tools, options, generate=False)
+        if whole[: len(asked)] != asked:
+            raise ChatRefused(FIELD, "cannot be placed: the renderer does not begin it as the generation prompt does")
+        rest = whole[len(asked) :]
+        end = next((place for place, id in enumerate(rest) if id in self._ends), None)
+        if end is None:
+            raise ChatRefused(FIELD, "cannot be placed: the renderer writes no token that ends an answer")
+        return rest[: end + 1]
 
     def parse(self, ids: Sequence[int], tools: Sequence[Tool], options: Mapping[str, Any] | None = None) -> Parsed:
         """See Renderer."""

@@ -16,6 +16,7 @@ from itertools import takewhile
 from threading import Lock
 from typing import Any, Protocol
 
+from asyncrl.chat.answers import answer_ids
 from asyncrl.chat.choice import EngineParsers, Parsers, choose_parsers
 from asyncrl.chat.messages import Message, Tool
 from asyncrl.chat.package import PackageRenderer
@@ -57,6 +58,13 @@ class Renderer(Protocol):
 
         ``messages`` follow the answer, and none is of the assistant; ``last_ids`` are all of the answer's. None where
         the template does not allow it: then everything is to be rendered. Raises ChatRefused.
+        """
+
+    def answer(
+        self, before: Sequence[Message], answer: Message, tools: Sequence[Tool], options: Mapping[str, Any]
+    ) -> list[int]:
+        """The tokens of an answer that somebody else wrote, its end included, as they follow ``render`` of what is
+        before it. Raises ChatRefused.
         """
 
     def parse(self, ids: Sequence[int], tools: Sequence[Tool], options: Mapping[str, Any] | None = None) -> Parsed:
@@ -113,6 +121,12 @@ class TemplateRenderer:
             return None
         close = CLOSED_THINK if parsed.unfinished else ""
         return extension_ids(self._template, turn, ended=ended, close=close)
+
+    def answer(
+        self, before: Sequence[Message], answer: Message, tools: Sequence[Tool], options: Mapping[str, Any]
+    ) -> list[int]:
+        """See Renderer."""
+        return answer_ids(self._template, before, answer, tools, options)
 
     def parse(self, ids: Sequence[int], tools: Sequence[Tool], options: Mapping[str, Any] | None = None) -> Parsed:
         """See Renderer."""

@@ -68,3 +68,5 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     """Groups filtered since the last step; they follow."""
     prompts: Count = 0
     """How many the ledger speaks of; 0 where that is not known."""
+    conversations: str = ""
+    """Fingerprint of those of sft.data; empty without."""

@@ -19,11 +19,13 @@ class TrainerContents(msgspec.Struct, frozen=True, kw_only=True):
     """Fields are only ever added, with a default."""
 
     steps: int
-    """Optimizer steps taken."""
+    """Optimizer steps of the run taken."""
     world_size: int
     """Ranks that wrote."""
     files: dict[str, Digest] = {}
     """All other files of the folder."""
+    warm_steps: int = 0
+    """Supervised steps taken before them."""
 
 
 def read_trainer_contents(folder: Path) -> TrainerContents:

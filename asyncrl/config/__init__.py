@@ -23,6 +23,7 @@ from asyncrl.config.operation import (
 )
 from asyncrl.config.rollout import EPISODES_PER_CALL, RolloutConfig, WeightsConfig
 from asyncrl.config.section import Section
+from asyncrl.config.sft import SftConfig
 from asyncrl.config.training import (
     DataConfig,
     EvalConfig,
@@ -53,6 +54,8 @@ class Config(Section):
     """Scoring."""
     learner: LearnerConfig = LearnerConfig()
     """Training."""
+    sft: SftConfig = SftConfig()
+    """Supervised training, before and beside it."""
     staleness: StalenessConfig = StalenessConfig()
     """How old the tokens that are trained may be."""
     weights: WeightsConfig = WeightsConfig()
@@ -102,6 +105,11 @@ class Config(Section):
         context = self.episode.max_context_tokens or 0
         evals = (each.data.max_prompt_tokens + (each.max_tokens or response) for each in self.eval.values())
         return max(self.data.max_prompt_tokens + response, context, *evals)
+
+    @property
+    def longest_supervised(self) -> int:
+        """Longest sequence of a conversation of sft.data, in tokens."""
+        return self.sft.max_tokens or self.longest_sequence
 
     def longest_context(self, purpose: str) -> int:
         """Longest context plus answer of an episode for a ticket of this purpose, in tokens."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from asyncrl.config.section import Section
+from asyncrl.config.section import Positive, Seconds, Section
 
 Estimator = Literal["k1", "k2", "k3"]
 AboveZero = Annotated[float, Field(gt=0)]
@@ -41,8 +41,45 @@ class KLConfig(Section):
 
     coefficient: Annotated[float, Field(ge=0)] = 0.0
     """Its weight; 0 is without, and then no reference is loaded."""
-    estimator: Estimator = "k3"
-    """log r, (log r)^2 / 2 or 1/r - 1 + log r, with r the ratio of the policy's probability to the reference's."""
+    place: Literal["loss", "reward"] = "loss"
+    """A term of each token's loss, or subtracted from the reward before the advantages, summed over what the trajectory
+    has sampled; in the reward the policy is the one that sampled the token."""
+    estimator: Literal["auto", "k1", "k2", "k3"] = "auto"
+    """log r, (log r)^2 / 2 or 1/r - 1 + log r, with r the ratio of the policy's probability to the reference's; auto is
+    k3 in the loss and k1 in the reward."""
     path: str | None = None
     """Folder of the reference; by default model.path. Scored by the learner, whose devices hold it while it scores and
     no longer."""
+
+    @property
+    def in_loss(self) -> bool:
+        """Whether it is a term of the loss."""
+        return self.coefficient > 0 and self.place == "loss"
+
+    @property
+    def in_reward(self) -> bool:
+        """Whether it is subtracted from the reward."""
+        return self.coefficient > 0 and self.place == "reward"
+
+    @property
+    def estimator_used(self) -> Estimator:
+        """The one that auto stands for."""
+        if self.estimator == "auto":
+            return "k1" if self.place == "reward" else "k3"
+        return self.estimator
+
+
+class TeacherServerConfig(Section):
+    """The server of a teacher, where learner.teacher is a URL."""
+
+    model: str | None = None
+    """Name of the model; by default the only one that the server has."""
+    api_key_env: str = ""
+    """Name of the environment variable that holds the key; empty: no key is sent."""
+    concurrency: Positive = 16
+    """Requests at once, each of a sequence."""
+    timeout_s: Seconds = 120.0
+    """Longest time of a request."""
+    tries: Positive = 5
+    """Times that a request is sent which the server refuses for the moment, or which does not reach it; then the run
+    ends."""

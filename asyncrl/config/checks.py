@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 from asyncrl.config import Config
+from asyncrl.config.algorithm import TeacherServerConfig
 from asyncrl.config.episode import OWN_REASONING_PARSERS, OWN_TOOL_PARSERS
 from asyncrl.config.training import DataConfig, StalenessConfig
 
@@ -67,6 +70,42 @@ def _episode_problems(config: Config) -> list[tuple[str, str]]:
     return found
 
 
+def _sft_problems(config: Config) -> list[tuple[str, str]]:
+    sft, learner, found = config.sft, config.learner, []
+    if sft.data is None:
+        told = "has no effect without sft.data; name the file of the conversations"
+        return [(f"sft.{key}", told) for key in ("warm_steps", "weight") if getattr(sft, key)]
+    if not sft.is_on:
+        found.append(("sft.data", "is not trained: set sft.warm_steps, or sft.weight for the later steps"))
+    if learner.backend == "sim":
+        found.append(("sft.data", 'learner.backend = "sim" trains nothing; leave it out'))
+    if sft.weight and sft.batch < learner.updates_per_batch:
+        told = f"is {sft.batch}, fewer than the updates of a step (learner.updates_per_batch = "
+        found.append(("sft.batch", f"{told}{learner.updates_per_batch})"))
+    if sft.rise_steps > sft.warm_steps:
+        found.append(("sft.rise_steps", f"is more than sft.warm_steps = {sft.warm_steps}"))
+    if sft.warm_steps and learner.kl.coefficient and learner.kl.path is None:
+        told = "is model.path by default, which sft.warm_steps lead away from; name the folder of the reference"
+        found.append(("learner.kl.path", told))
+    return found
+
+
+def _teacher_problems(config: Config) -> list[tuple[str, str]]:
+    learner, found = config.learner, []
+    if learner.teacher_url is None:
+        if learner.teacher_server != TeacherServerConfig():
+            found.append(("learner.teacher_server", "has no effect unless learner.teacher is a URL"))
+        return found
+    if config.rollout.temperature != 1.0:
+        told = f"is {config.rollout.temperature:g}, but a teacher on a server scores at temperature 1; set it to 1"
+        found.append(("rollout.temperature", f"{told}, or learner.teacher to the folder of the model"))
+    key = learner.teacher_server.api_key_env
+    if key and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key):
+        told = "takes the name of an environment variable, never the key itself"
+        found.append(("learner.teacher_server.api_key_env", told))
+    return found
+
+
 def cross_check(config: Config) -> list[tuple[str, str]]:
     """Problems between sections, as (dotted key, what is wrong and what to do)."""
     found: list[tuple[str, str]] = []
@@ -118,6 +157,8 @@ def cross_check(config: Config) -> list[tuple[str, str]]:
     ]
     found += _weight_problems(config)
     found += _chat_problems(config)
+    found += _sft_problems(config)
+    found += _teacher_problems(config)
     if config.weights.transport == "nccl" and (rollout.engine != "vllm" or rollout.gpus_per_replica == 0):
         found.append(("weights.transport", "nccl reaches engines on GPUs only; take auto, shm, stream or gloo"))
     if reward.truncated == "penalty" and reward.overlong.margin_tokens >= rollout.max_tokens:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from asyncrl.config.algorithm import CorrectionConfig, KLConfig
+from asyncrl.config.algorithm import CorrectionConfig, KLConfig, TeacherServerConfig
 from asyncrl.config.section import Fraction, NonNegative, Positive, Seconds, Section
 
 
@@ -164,8 +164,11 @@ class LearnerConfig(Section):
     entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the entropy, nats, that is added to the objective of each token."""
     teacher: str | None = None
-    """Folder of the teacher of loss = "distill": a causal LM with the policy's tokenizer, scored as the reference
-    is."""
+    """The teacher of loss = "distill", a causal LM with the policy's tokenizer: its folder, scored as the reference is;
+    or http://HOST:PORT/v1 of a server that returns log-probs of prompts, as vLLM's, which is asked beside the
+    training. A server's are of temperature 1, so rollout.temperature must be 1."""
+    teacher_server: TeacherServerConfig = TeacherServerConfig()
+    """The server of a teacher that is a URL."""
     advantage: str = "grpo"
     """grpo, dr_grpo, rloo or reinforce (docs/algorithms.md), or MODULE:FUNCTION of your own."""
     advantage_options: dict[str, Any] = {}
@@ -200,6 +203,11 @@ class LearnerConfig(Section):
     """Longest wait of one rank for the others within a step, a publication or the start, before the run ends."""
     sim: SimLearnerConfig = SimLearnerConfig()
     """The timing model of backend = sim."""
+
+    @property
+    def teacher_url(self) -> str | None:
+        """Where the teacher is served; None for a folder, and without a teacher."""
+        return self.teacher if self.teacher is not None and self.teacher.startswith(("http://", "https://")) else None
 
 
 class StalenessConfig(Section):

@@ -10,8 +10,8 @@ from asyncrl.controller.blame import Seen
 from asyncrl.messages.monitor import AwaitRecord
 from asyncrl.runtime.registry import Entry, Registry
 
-GROUPS, TOKENS = "ledger/trained", "rollout/sampled_tokens"
-"""Counters of a heartbeat that show that the run moves, beside the version."""
+COUNTERS = ("ledger/trained", "rollout/sampled_tokens", "sft/warm_steps")
+"""Those of a heartbeat that show that the run moves, beside the version."""
 FRESH_S = 3.0
 """The waits of a heartbeat that is younger are taken as they stand."""
 
@@ -40,7 +40,7 @@ def _seen(registry: Registry, entry: Entry, now: float) -> Seen:
         silent_s=registry.silence_of(entry, now),
         ended=not entry.heard_of,
         version=entry.version,
-        figures=(float(entry.version), entry.figures.get(GROUPS, 0.0), entry.figures.get(TOKENS, 0.0)),
+        figures=(float(entry.version), *(entry.figures.get(name, 0.0) for name in COUNTERS)),
     )
 
 

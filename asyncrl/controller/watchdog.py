@@ -1,9 +1,9 @@
 """Decides that a run has stalled though its actors live, and reports who holds it up.
 
-A run moves when a group is trained, a version is published or taken over, or a token is sampled. When none of this has
-happened for ``watchdog.stall_s`` there is a report, which names the culprit and the chain of waits that leads there. An
-actor in a state that has a budget of its own extends the time while it is within that budget, and the clock starts
-again when it leaves such a state in time, or when an actor starts anew.
+A run moves when a group is trained, a warm step is taken, a version is published or taken over, or a token is sampled.
+When none of this has happened for ``watchdog.stall_s`` there is a report, which names the culprit and the chain of
+waits that leads there. An actor in a state that has a budget of its own extends the time while it is within that
+budget, and the clock starts again when it leaves such a state in time, or when an actor starts anew.
 
 Invariants: one report for a stall, repeated after twice the time before while it lasts, each with what is seen then;
 none while the run starts, drains, or has nothing to do; a report holds until the run moves or its culprit is another

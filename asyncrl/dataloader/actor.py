@@ -20,7 +20,6 @@ from asyncrl.config.training import DataConfig
 from asyncrl.dataloader.evals import EvalPrompt, EvalSet
 from asyncrl.dataloader.holders import Ask, Grant
 from asyncrl.dataloader.limit import WorkingLimit
-from asyncrl.dataloader.order import EpochOrder
 from asyncrl.dataloader.prompts import PromptSet
 from asyncrl.dataloader.restoring import Answer, Source, check_unchanged, rebuild
 from asyncrl.dataloader.sources import load_dataset
@@ -47,6 +46,7 @@ from asyncrl.messages.groups import Ticket
 from asyncrl.messages.learner import Held, Holds
 from asyncrl.messages.rollouter import OpenTickets, TicketsHeld
 from asyncrl.monitor.story_log import GRANTED, ORPHANED, RETURNED, SETTLED
+from asyncrl.order import EpochOrder
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.runtime.away import log_away
 from asyncrl.runtime.parking import ParkingLot

@@ -1,4 +1,4 @@
-"""Rows from files: JSON lines, Parquet, and Hugging Face datasets saved to disk.
+"""Rows from files: Parquet, and Hugging Face datasets saved to disk.
 
 Read as streams, so that no file is held in memory whole. A file that cannot be read at all is a DataError; a single
 row that cannot be is left to whoever checks the rows.
@@ -6,40 +6,16 @@ row that cannot be is left to whoever checks the rows.
 
 from __future__ import annotations
 
-import codecs
-import glob
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from asyncrl.dataloader.rows import RawRow, missing_column
+from asyncrl.dataloader.rows import missing_column
 from asyncrl.errors import DataError
+from asyncrl.jsonl import RawRow, files_of
 
 BATCH_ROWS = 1024
-
-
-def read_jsonl(pattern: str) -> Iterator[RawRow]:
-    """One row a line; blank lines are passed over. Raises DataError."""
-    decode = msgspec.json.Decoder().decode
-    for path in _files(pattern):
-        try:
-            with open(path, "rb") as file:
-                for number, line in enumerate(file, 1):
-                    if number == 1:
-                        line = line.removeprefix(codecs.BOM_UTF8)
-                    if not line.strip():
-                        continue
-                    try:
-                        value = decode(line)
-                    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                        yield RawRow(path, number, problem=f"is not valid JSON: {error}")
-                    else:
-                        yield RawRow(path, number, value)
-        except OSError as error:
-            raise DataError(f"cannot be read: {error.strerror}", path=path) from None
 
 
 def read_parquet(pattern: str, prompt_key: str) -> Iterator[RawRow]:
@@ -47,7 +23,7 @@ def read_parquet(pattern: str, prompt_key: str) -> Iterator[RawRow]:
     pyarrow = _import_pyarrow(pattern)
     from pyarrow import parquet
 
-    for path in _files(pattern):
+    for path in files_of(pattern):
         try:
             with parquet.ParquetFile(path) as file:
                 _check_columns(path, file.schema_arrow.names, prompt_key)
@@ -83,18 +59,6 @@ def read_hf(folder: str, split: str, prompt_key: str) -> Iterator[RawRow]:
             raise
         except (OSError, ValueError, pyarrow.ArrowException) as error:
             raise DataError(f"is not a readable Arrow file: {_first_line(error)}", path=path) from None
-
-
-def _files(pattern: str) -> list[str]:
-    """The files of a path or glob, by name."""
-    if Path(pattern).is_file():
-        return [pattern]
-    if Path(pattern).is_dir():
-        raise DataError("is a folder; give a file or a glob such as FOLDER/*.jsonl", path=pattern)
-    found = sorted(path for path in glob.glob(pattern, recursive=True) if Path(path).is_file())
-    if not found:
-        raise DataError("no such file", path=pattern)
-    return found
 
 
 def _split_folder(folder: Path, split: str) -> Path:

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from asyncrl.dataloader.evals import EvalRounds, EvalSet
 from asyncrl.dataloader.gate import Gate
 from asyncrl.dataloader.limit import WorkingLimit
-from asyncrl.dataloader.order import EpochOrder
 from asyncrl.dataloader.prompt_queue import PromptQueue
 from asyncrl.dataloader.tickets import Tickets
 from asyncrl.errors import InvalidRequest, RunChanged
 from asyncrl.ledger import Ledger, position_of
 from asyncrl.messages.dataloader import Restored
 from asyncrl.messages.rollouter import TicketsHeld
+from asyncrl.order import EpochOrder
 
 
 @dataclass(frozen=True, slots=True)

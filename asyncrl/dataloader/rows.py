@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from asyncrl.errors import DataError
+from asyncrl.jsonl import RawRow
 
 Prompt = str | list[dict[str, str]]
 """Text, or chat messages with role and content."""
@@ -33,16 +34,6 @@ class BadRow(ValueError):
 
 class NothingUsable(DataError):
     """Each row was read, and none can be used."""
-
-
-@dataclass(frozen=True, slots=True)
-class RawRow:
-    """What a source found at ``path``:``line`` (1-based): a row, or why there is none."""
-
-    path: str
-    line: int
-    value: Any = None
-    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)

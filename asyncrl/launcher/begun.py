@@ -119,5 +119,7 @@ def _tells_of_a_step(path: Path) -> bool:
         return False
     if size > LOOKED_AT_BYTES:
         return True
-    # Engines take over the initial weights before anything is trained.
-    return any(json.loads(line).get("kind") != "update" for line in path.read_bytes().splitlines() if line)
+    # Engines take over the initial weights before anything is trained, and warm steps without a checkpoint come again.
+    return any(
+        json.loads(line).get("kind") not in ("update", "warm") for line in path.read_bytes().splitlines() if line
+    )

@@ -31,6 +31,7 @@ from asyncrl.runtime.roster import CONTROLLER
 from asyncrl.runtime.supervision import role_of
 
 NAMES_SHOWN = 4
+WARM_STEP = "warm step"
 CLEAR_LINE = "\r\x1b[2K"
 _NEWLINE = "\n"
 """Stays in what is told of a run; all else that a terminal would obey is shown as an escape."""
@@ -86,7 +87,7 @@ class Progress:
                     self._now(f"starting: waiting for {_some(names)}" if names else "starting")
             case StateEvent(phase="running"):
                 # Metrics say more; between them this line stays.
-                if not self._stands.startswith("step"):
+                if not self._stands.startswith(("step", WARM_STEP)):
                     self._now("running")
             case StateEvent(phase="preempting"):
                 self._now("making way: waiting for a checkpoint")
@@ -116,6 +117,8 @@ class Progress:
                 self.warn(["watchdog: the run moves again"])
             case MetricsEvent(line=line) if line.get("kind") == "eval":
                 self.say(describe_eval(line))
+            case MetricsEvent(line=line) if line.get("kind") == "warm":
+                self._now(describe_warm_step(line))
             case MetricsEvent(line=line):
                 self._tell_of_return(line)
                 self._show_step(line)
@@ -249,6 +252,22 @@ def describe_step(line: Line, steps: int, pace: str = "", losses: Iterable[str] 
             continue
         if isinstance(value, int | float):
             parts.append(words(value))
+    return "  ".join(parts)
+
+
+_WARM_WORDS: dict[str, Callable[[float], str]] = {
+    "loss/sft": lambda value: f"loss {fixed(value, 3)}",
+    "sft/tokens": lambda value: f"{count(value)} tokens",
+    "sft/epochs": lambda value: f"epoch {fixed(value)}",
+    "time/train_s": duration,
+}
+
+
+def describe_warm_step(line: Line) -> str:
+    """A line of a supervised step before the first step in a few words; what is absent is left out."""
+    of = f"/{line['sft/warm_steps_of']}" if "sft/warm_steps_of" in line else ""
+    parts = [f"{WARM_STEP} {line.get('sft/warm_steps', '?')}{of}"]
+    parts += [words(line[key]) for key, words in _WARM_WORDS.items() if isinstance(line.get(key), int | float)]
     return "  ".join(parts)
 
 

@@ -23,6 +23,7 @@ from asyncrl.checkpoint.folder import checkpoint_dir
 from asyncrl.checkpoint.state import CheckpointState, Geometry
 from asyncrl.disk import in_words
 from asyncrl.errors import DeadlineExceeded, NonFiniteStep
+from asyncrl.learner.algorithm.supervised import SupervisedSteps
 from asyncrl.learner.backend import Backend, create
 from asyncrl.learner.checkpoint.writer import Checkpoints, Written
 from asyncrl.learner.evals import EvalCollector, eval_metrics
@@ -32,6 +33,7 @@ from asyncrl.learner.intake import Intake, Snapshot
 from asyncrl.learner.last_writes import LastWrites
 from asyncrl.learner.learning_watch import LearningWatch
 from asyncrl.learner.records import RecordFiles
+from asyncrl.learner.served_teacher import ServedTeacher, begin_all
 from asyncrl.learner.step_lines import StepLines
 from asyncrl.learner.supply_line import DATALOADER, SupplyLine
 from asyncrl.learner.training import Training
@@ -46,6 +48,7 @@ from asyncrl.monitor.story_log import EVALUATED, NOT_TRAINED, RESTORED, TAKEN
 from asyncrl.monitor.trace import CHECKPOINTS, PHASES, STEPS, Track
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller, handler
 from asyncrl.runtime.away import log_away
+from asyncrl.sft.conversations import Conversations, load_conversations
 
 PARAMETER_SERVER, RANK_0 = "parameter_server/0", "learner/0"
 
@@ -84,6 +87,8 @@ class Learner(Actor):
         self._versions: Versions
         self._checkpoints: Checkpoints
         self._training: Training
+        self._conversations: Conversations | None
+        self._teacher: ServedTeacher | None = None
         self._last_writes: LastWrites
         self._supply: SupplyLine
 
@@ -120,8 +125,21 @@ class Learner(Actor):
         await self._on_thread(lambda: self._backend.setup(host, port))
         records = await asyncio.to_thread(RecordFiles, self.context.run_dir, start)
         self._start = start
-        self._build(records, mark, await self._restore())
+        self._build(records, mark, await self._restore(), await self._load_conversations())
         await self._versions.start()
+
+    async def _load_conversations(self) -> Conversations | None:
+        """Those of sft.data; None without. Raises DataError."""
+        if self.config.sft.data is None:
+            return None
+        self.states.enter("starting", "conversations")
+        found = await asyncio.to_thread(load_conversations, self.config)
+        if found.skipped:
+            told = (
+                f"{found.skipped} of the {found.skipped + len(found.rows)} rows of {self.config.sft.data} are left out"
+            )
+            self.notify("conversations", f"{told} under sft.on_bad_row, the first: {found.first_skipped}")
+        return found
 
     def _phase(self, track: Track, name: str) -> None:
         """This rank begins a part of the work, or, without a name, ends one. Called by the training thread."""
@@ -183,7 +201,18 @@ class Learner(Actor):
         )
         return contents
 
-    def _build(self, records: RecordFiles, mark: VersionMark, restored: Contents | None) -> None:
+    def _build(
+        self,
+        records: RecordFiles,
+        mark: VersionMark,
+        restored: Contents | None,
+        conversations: Conversations | None,
+    ) -> None:
+        self._conversations = conversations
+        before = restored.state.conversations if restored is not None else ""
+        if before and conversations is not None and before != conversations.fingerprint:
+            told = "are not those that the run was left with, or became other tokens"
+            self.notify("conversations", f"the conversations of sft.data {told}: they go on in an order of their own")
         self._lines = StepLines(
             records,
             samples_per_step=self.config.run.samples_per_step,
@@ -207,6 +236,19 @@ class Learner(Actor):
             on_spoiled=lambda: self._training.news.set(),
             track=steps,
         )
+        url = self.config.learner.teacher_url
+        if url is not None and self.config.learner.backend != "sim":
+            self._teacher = ServedTeacher(
+                url,
+                self.config.learner.teacher_server,
+                name=self.name,
+                tasks=self.tasks,
+                counters=self.counters,
+                awaits=self.awaits,
+                log=self.log,
+                news=lambda: self._training.news.set(),
+            )
+            begin_all(self._teacher, self._intake.buffer.groups)
         self._training = Training(
             self.config,
             name=self.name,
@@ -228,6 +270,10 @@ class Learner(Actor):
             awaits=self.awaits,
             story=self.story,
             track=steps,
+            supervised=SupervisedSteps(self.config, conversations, packed=self._backend.packed)
+            if conversations is not None
+            else None,
+            teacher=self._teacher,
             step=restored.state.step if restored is not None else 0,
         )
         self._last_writes = LastWrites(
@@ -300,10 +346,15 @@ class Learner(Actor):
     async def _train(self) -> None:
         training = self._training
         self._notify_all(self._watch.at_start())
+        warmed = await training.warm_up()
         self.states.enter("waiting", DATALOADER)
         await training.begin(await self._supply.sample_prompts())
         self.states.enter("waiting", DATALOADER)
         await self._supply.restore()
+        if warmed and self.config.checkpoint.every_versions:
+            # A learner that starts again must not take the warm steps once more.
+            self.states.enter("checkpointing")
+            await self._checkpoint()
         self.tasks.create_task(self._supply.report())
         self.tasks.create_task(self._supply.watch())
         await training.run()
@@ -353,6 +404,8 @@ class Learner(Actor):
             self._checkpoints.close()
         if hasattr(self, "_versions"):
             await self._versions.close()
+        if self._teacher is not None:
+            await self._teacher.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _on_thread(self, work: Callable[[], T]) -> T:
@@ -380,6 +433,8 @@ class Learner(Actor):
         if taken == "quarantined":
             self.log.warning("group quarantined", uid=uid, reason=self._intake.quarantined[-1].reason)
             self._quarantine_changed.set()
+        if taken == "buffered":
+            begin_all(self._teacher, [group])
         if taken in ("buffered", "filtered"):
             self._notify_all(self._watch.group_came(rewards_of(group), filtered=self._intake.without_signal))
         if taken != "duplicate":
@@ -439,6 +494,7 @@ class Learner(Actor):
             rounds_closed=sorted(self._rounds_written),
             quarantined=snapshot.failed,
             delivered_lengths=snapshot.delivered_lengths,
+            conversations=self._conversations.fingerprint if self._conversations is not None else "",
         )
         await self._checkpoints.write(state, snapshot.buffered, snapshot.filtered, final=final)
         self.counters["checkpoint/skipped"] = self._checkpoints.skipped

@@ -12,6 +12,7 @@ Order of calls, rank 0::
     backend.load(folder)                        # to go on from a checkpoint; then nothing came before it
     probe = backend.probe(sequences)
     publication = backend.publish(0, probe)     # hand publication.manifest on, then publication.release()
+    scores = backend.score(scoring)             # where the rewards of a step need it
     plan = build_step(groups, ..., world_size=config.learner.ranks, packed=backend.packed)
     metrics = backend.train(plan)               # one optimizer step; then plan.metrics and these are one line
     saving = backend.save(folder)               # goes on by itself; saving.result() says how it ended
@@ -39,8 +40,11 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from asyncrl.config import Config
 from asyncrl.learner.algorithm.batch import StepPlan
+from asyncrl.learner.algorithm.scoring import ScoringPlan
 from asyncrl.learner.probe_sequences import ProbeSequence
 from asyncrl.learner.publication import OnSealed, Publication
 from asyncrl.messages.weights import Probe
@@ -53,6 +57,8 @@ class Backend(Protocol):
     """Whether several sequences may share a row; settled by ``setup``, the same on all ranks."""
     on_gpu: bool
     """Whether the weights are on a GPU; settled by ``setup``."""
+    warm_steps: int
+    """Supervised steps taken before the first of the run; ``load`` puts it back."""
     on_phase: Callable[[str], None]
     """Told, by the thread that calls, of each part of the work that this rank begins, and with an empty name of the end
     of the last; to be set before ``setup``."""
@@ -70,13 +76,23 @@ class Backend(Protocol):
     def train(self, plan: StepPlan) -> dict[str, float]:
         """Rank 0: one optimizer step from ``plan``. Returns the trained metrics by name.
 
-        A plan without sequences is no step: nothing is changed and there are no metrics.
+        A plan without updates is no step: nothing is changed and there are no metrics. The last of sft.warm_steps ends
+        with an optimizer as new.
 
-        ``loss/policy``, ``policy/grad_norm`` (before the clip), ``policy/entropy`` (nats), ``policy/ess`` (0
-        to 1), ``policy/behaviour_kl`` (nats), ``policy/tis_clipped_fraction``, ``policy/ratio_max``,
-        ``learner/lr``; ``perf/mfu`` (0 to 1) where the device's peak is known; ``policy/engine_kl`` (nats) and
-        ``policy/engine_kl_tokens`` where tokens of the weights being trained are among them. Raises
-        NonFiniteStep, on all ranks, when the loss or the gradient is not finite: nothing was changed then.
+        ``loss/sft`` (nats) where conversations are trained, and of a warm step only ``policy/grad_norm`` and
+        ``learner/lr`` beside it.
+
+        ``loss/policy``, ``policy/grad_norm`` (before the clip), ``policy/entropy`` (nats), ``policy/ess`` (0 to 1),
+        ``policy/behaviour_kl`` (nats), ``policy/tis_clipped_fraction``, ``policy/ratio_max``, ``learner/lr``;
+        ``perf/mfu`` (0 to 1) where the device's peak is known; ``policy/engine_kl`` (nats) and
+        ``policy/engine_kl_tokens`` where tokens of the weights being trained are among them. Raises NonFiniteStep, on
+        all ranks, when a loss or the gradient is not finite: nothing was changed then.
+        """
+
+    def score(self, plan: ScoringPlan) -> list[np.ndarray]:
+        """Rank 0: float64 [S] for each sequence of ``plan``, nats: its sampled tokens' log-probs by the reference.
+
+        For learner.kl.place = "reward" alone. Nothing is changed.
         """
 
     def probe(self, sequences: Sequence[ProbeSequence]) -> Probe | None:

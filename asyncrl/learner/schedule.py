@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from asyncrl.config.sft import SftConfig
 from asyncrl.config.training import LearnerConfig
 
 
@@ -23,3 +24,13 @@ def learning_rate(step: int, config: LearnerConfig) -> float:
     if config.decay == "cosine":
         return config.lr * (floor + (1.0 - floor) * (1.0 + math.cos(math.pi * x)) / 2.0)
     return config.lr
+
+
+def warm_learning_rate(step: int, learner: LearnerConfig, sft: SftConfig) -> float:
+    """Learning rate of a warm step (from 1 to ``sft.warm_steps``): peak * step / rise_steps up to rise_steps, then
+    linear to 0 behind the last one.
+    """
+    peak = learner.lr if sft.lr is None else sft.lr
+    if step < sft.rise_steps:
+        return peak * step / sft.rise_steps
+    return peak * (sft.warm_steps + 1 - step) / (sft.warm_steps + 1 - sft.rise_steps)

@@ -12,11 +12,13 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from asyncrl.checkpoint.durable import refused, sync_folder, write_file
 from asyncrl.checkpoint.trainer_contents import CONTENTS, TrainerContents, read_trainer_contents
 from asyncrl.config import Config
 from asyncrl.learner.algorithm.batch import StepPlan
+from asyncrl.learner.algorithm.scoring import ScoringPlan
 from asyncrl.learner.probe_sequences import ProbeSequence
 from asyncrl.learner.publication import OnSealed, Publication
 from asyncrl.learner.schedule import learning_rate
@@ -29,6 +31,7 @@ class SimTrainer:
 
     packed = True
     on_gpu = False
+    warm_steps = 0
 
     def __init__(self, config: Config, rank: int) -> None:
         self.on_phase: Callable[[str], None] = lambda name: None
@@ -48,6 +51,9 @@ class SimTrainer:
         time.sleep(self._config.learner.sim.step_s)
         self._steps += 1
         return {"learner/lr": learning_rate(self._steps, self._config.learner)}
+
+    def score(self, plan: ScoringPlan) -> list[np.ndarray]:
+        raise AssertionError("there is no reference")
 
     def probe(self, sequences: Sequence[ProbeSequence]) -> Probe | None:
         """Nothing could be asked."""

@@ -1,7 +1,7 @@
 """One rank of the learner: FSDP2 on torch.distributed (the ``fsdp2`` backend; its interface is in
 backend.py).
 
-Rank 0 plans and gives commands (train, score the probe, gather, save, stop); the other ranks follow. In an
+Rank 0 plans and gives commands (train, score a batch or the probe, gather, save, stop); the other ranks follow. In an
 update every rank runs the same number of micro-batches over its share of the batch; one collective then gathers
 everyone's sums, from which each rank computes the same loss, gradient norm and metrics, and takes or refuses the same
 update.
@@ -32,8 +32,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from asyncrl.checkpoint.durable import refused
 from asyncrl.config import Config
 from asyncrl.errors import CheckpointError, DamagedCheckpoint, NonFiniteStep
-from asyncrl.learner.algorithm.batch import MicroBatch, StepPlan
+from asyncrl.learner.algorithm.batch import MicroBatch, StepPlan, UpdatePlan
 from asyncrl.learner.algorithm.objective import Objective
+from asyncrl.learner.algorithm.scoring import ScoringPlan
 from asyncrl.learner.checkpoint import dcp
 from asyncrl.learner.checkpoint.saver import Saver
 from asyncrl.learner.export import export
@@ -43,8 +44,9 @@ from asyncrl.learner.probe import score_probe
 from asyncrl.learner.probe_sequences import ProbeSequence
 from asyncrl.learner.publication import OnSealed, Publication
 from asyncrl.learner.publish import gather_buckets, publish
+from asyncrl.learner.schedule import learning_rate, warm_learning_rate
 from asyncrl.learner.sharding import build_frozen, build_policy, choose_device, compute_dtype, prepare_device
-from asyncrl.learner.updates import Scorers, StepResult, Updates, UpdateShape
+from asyncrl.learner.updates import SUPERVISED_LOSS, Scorers, StepResult, TermShape, Updates, UpdateShape
 from asyncrl.learner.utilisation import mfu
 from asyncrl.messages.weights import Probe
 
@@ -57,6 +59,18 @@ class Train(msgspec.Struct, frozen=True, tag=True):
     updates: list[UpdateShape]
     temperature: float
     fresh: bool
+    warm: bool
+    """A supervised step before the first of the run."""
+
+
+class Reference(msgspec.Struct, frozen=True, tag=True):
+    """Take part in a scoring pass by the reference; a parcel of micro-batches follows for each rank."""
+
+    parcel_bytes: list[int]
+    """For each rank."""
+    tokens: int
+    """Those of the rank that has the most."""
+    temperature: float
 
 
 class Gather(msgspec.Struct, frozen=True, tag=True):
@@ -92,7 +106,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """Nothing more will come."""
 
 
-Command = Train | Gather | Score | See | Save | Load | Stop
+Command = Train | Reference | Gather | Score | See | Save | Load | Stop
 _COMMANDS = msgspec.msgpack.Decoder(Command)
 
 
@@ -103,7 +117,8 @@ class Trainer:
         self.packed = self.on_gpu = False
         self.on_phase: Callable[[str], None] = lambda name: None
         self.steps = 0
-        """Optimizer steps taken."""
+        """Optimizer steps of the run taken."""
+        self.warm_steps = 0
         self._config = config
         self._learner = config.learner
         self._rank = rank
@@ -133,9 +148,10 @@ class Trainer:
         self._parameters = list(self._policy.parameters())
         self._optimizer = make_optimizer(self._policy, self._config)
         objective = Objective(self._learner)
+        self._scorers = self._build_scorers(objective)
         self._updates = Updates(
             self._policy,
-            self._scorers(objective),
+            self._scorers,
             self._optimizer,
             self._ranks,
             objective,
@@ -144,16 +160,17 @@ class Trainer:
         )
         self._saver = Saver(self._ranks)
 
-    def _scorers(self, objective: Objective) -> Scorers:
+    def _build_scorers(self, objective: Objective) -> Scorers:
         def frozen(key: str, path: str | None) -> Policy:
             assert self._ranks is not None
             assert path is not None
             return build_frozen(key, path, self._config, self._ranks, self._dtype, packed=self.packed)
 
         kl, teacher = self._learner.kl, self._learner.teacher
+        wants_reference = objective.needs_reference or kl.in_reward
         return Scorers(
-            frozen("learner.kl.path", kl.path or self._config.model.path) if objective.needs_reference else None,
-            frozen("learner.teacher", teacher) if objective.traits.teacher else None,
+            frozen("learner.kl.path", kl.path or self._config.model.path) if wants_reference else None,
+            frozen("learner.teacher", teacher) if objective.traits.teacher and not self._learner.teacher_url else None,
         )
 
     def train(self, plan: StepPlan) -> dict[str, float]:
@@ -161,20 +178,21 @@ class Trainer:
             # Momentum alone would move the weights. No other rank hears of it.
             return {}
         of_ranks = [
-            [batch for update in plan.updates for batch in update.ranks[rank]] for rank in range(self._learner.ranks)
+            [batch for update in plan.updates for batch in _of_rank(update, rank)]
+            for rank in range(self._learner.ranks)
         ]
         parcels = [pack_parcel(b"", _arrays(batches)) for batches in of_ranks]
         command = Train(
             parcel_bytes=[len(parcel) for parcel in parcels],
-            updates=[
-                UpdateShape(len(update.ranks[0]), update.denominator, len(update.sequences)) for update in plan.updates
-            ],
+            updates=[_shape(update) for update in plan.updates],
             temperature=plan.temperature,
             fresh=plan.fresh,
+            warm=plan.warm,
         )
         ranks = self._tell(command)
-        ranks.scatter(parcels, 0, f"the batch of step {self.steps + 1}")
-        began, step = time.monotonic(), self.steps + 1
+        kind, step = self._next(plan.warm)
+        ranks.scatter(parcels, 0, f"the batch of {kind} {step}")
+        began = time.monotonic()
         result = self._step(command, of_ranks[0])
         # The update that was refused was computed, none after it was.
         done = plan.updates if result.refused is None else plan.updates[: result.refused.update + 1]
@@ -182,10 +200,41 @@ class Trainer:
         metrics = result.metrics | self._utilisation(tokens, time.monotonic() - began)
         if result.refused is None:
             return metrics
-        update = plan.updates[result.refused.update]
-        uids = list(dict.fromkeys(update.sequences[i].uid for i in result.refused.sequences))
-        trained = [uid for before in plan.updates[: result.refused.update] for uid in before.uids]
-        raise NonFiniteStep(result.refused.what, step=step, uids=uids or update.uids, trained=trained, metrics=metrics)
+        refused, update = result.refused, plan.updates[result.refused.update]
+        uids, places = update.uids, list[str]()
+        if refused.what == SUPERVISED_LOSS:
+            assert update.supervised is not None
+            named = [update.supervised.places[i] for i in refused.sequences]
+            uids, places = [], list(dict.fromkeys(named or update.supervised.places))
+        elif refused.sequences:
+            uids = list(dict.fromkeys(update.sequences[i].uid for i in refused.sequences))
+        trained = [uid for before in plan.updates[: refused.update] for uid in before.uids]
+        raise NonFiniteStep(
+            refused.what, kind=kind, step=step, uids=uids, places=places, trained=trained, metrics=metrics
+        )
+
+    def score(self, plan: ScoringPlan) -> list[np.ndarray]:
+        parcels = [pack_parcel(b"", _arrays(batches)) for batches in plan.ranks]
+        tokens = [sum(len(batch.predict) for batch in batches) for batches in plan.ranks]
+        command = Reference([len(parcel) for parcel in parcels], max(tokens), plan.temperature)
+        ranks = self._tell(command)
+        ranks.scatter(parcels, 0, "a batch to be scored")
+        values = self._score_batches(command, plan.ranks[0])
+        return plan.in_order([row[:count] for row, count in zip(values, tokens, strict=True)])
+
+    def _score_batches(self, command: Reference, batches: Sequence[MicroBatch]) -> np.ndarray:
+        """float64 [world size, tokens]: the log-probs by the reference of all ranks' micro-batches, padded."""
+        ranks, name = self._ranks, "scoring by the reference"
+        assert ranks is not None
+        with self._phase(name):
+            ours = np.concatenate(
+                [values.cpu().numpy() for values in self._updates.refer(batches, command.temperature)]
+            )
+            return ranks.all_gather([*ours.tolist(), *[0.0] * (command.tokens - len(ours))], name)
+
+    def _next(self, warm: bool) -> tuple[str, int]:
+        """What the step to come is, and its number, counted from 1."""
+        return ("warm step", self.warm_steps + 1) if warm else ("step", self.steps + 1)
 
     def _utilisation(self, tokens: int, seconds: float) -> dict[str, float]:
         if not self.on_gpu:
@@ -253,11 +302,14 @@ class Trainer:
         while (body := ranks.next_command()) is not None:
             command = _COMMANDS.decode(body)
             if isinstance(command, Train):
-                parcel = ranks.scatter(None, command.parcel_bytes[self._rank], f"the batch of step {self.steps + 1}")
-                step = self.steps + 1
+                kind, step = self._next(command.warm)
+                parcel = ranks.scatter(None, command.parcel_bytes[self._rank], f"the batch of {kind} {step}")
                 result = self._step(command, _micro_batches(parcel))
                 if result.refused is not None:
-                    raise NonFiniteStep(result.refused.what, step=step, uids=[])
+                    raise NonFiniteStep(result.refused.what, kind=kind, step=step, uids=[])
+            elif isinstance(command, Reference):
+                parcel = ranks.scatter(None, command.parcel_bytes[self._rank], "a batch to be scored")
+                self._score_batches(command, _micro_batches(parcel))
             elif isinstance(command, Gather):
                 with self._phase("gather"):
                     for _ in self._gather():
@@ -316,12 +368,18 @@ class Trainer:
 
     def _save(self, command: Save) -> Future[None]:
         return self._saver.save(
-            Path(command.folder), self._policy, self._optimizer, steps=self.steps, renew=command.renew
+            Path(command.folder),
+            self._policy,
+            self._optimizer,
+            steps=self.steps,
+            warm_steps=self.warm_steps,
+            renew=command.renew,
         )
 
     def _load(self, folder: Path) -> None:
         assert self._ranks is not None
-        self.steps = dcp.load(folder, self._policy, self._optimizer, self._ranks)
+        contents = dcp.load(folder, self._policy, self._optimizer, self._ranks)
+        self.steps, self.warm_steps = contents.steps, contents.warm_steps
 
     def _score_probe(self, command: Score) -> Probe:
         ranks = self._ranks
@@ -337,13 +395,29 @@ class Trainer:
 
     def _step(self, command: Train, batches: Sequence[MicroBatch]) -> StepResult:
         """This rank's part of a step; the same result on all ranks."""
+        kind, step = self._next(command.warm)
+        sft = self._config.sft
         try:
             result = self._updates.step(
-                self.steps + 1, command.updates, batches, temperature=command.temperature, fresh=command.fresh
+                f"{kind} {step}",
+                command.updates,
+                batches,
+                temperature=command.temperature,
+                fresh=command.fresh,
+                rate=warm_learning_rate(step, self._learner, sft)
+                if command.warm
+                else learning_rate(step, self._learner),
             )
         finally:
             self.on_phase("")
-        if result.refused is None or result.refused.update:
+        if result.refused is not None and not result.refused.update:
+            return result
+        if command.warm:
+            self.warm_steps += 1
+            if self.warm_steps == sft.warm_steps:
+                # The run begins as if from a model that came so.
+                self._optimizer.state.clear()
+        else:
             self.steps += 1
         return result
 
@@ -360,6 +434,19 @@ def make_optimizer(policy: Policy, config: Config) -> torch.optim.AdamW:
         betas=config.learner.betas,
         fused=True,
     )
+
+
+def _of_rank(update: UpdatePlan, rank: int) -> list[MicroBatch]:
+    """In the order of UpdateShape."""
+    taught = update.supervised.ranks[rank] if update.supervised is not None else []
+    return [*update.ranks[rank], *taught]
+
+
+def _shape(update: UpdatePlan) -> UpdateShape:
+    policy, term = TermShape(len(update.ranks[0]), update.denominator, len(update.sequences)), update.supervised
+    if term is None:
+        return UpdateShape(policy)
+    return UpdateShape(policy, TermShape(len(term.ranks[0]), term.denominator, len(term.places)), term.coefficient)
 
 
 def _arrays(micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:

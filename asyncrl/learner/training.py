@@ -1,5 +1,7 @@
 """The loop of rank 0: wait for groups, train a step, publish a version, write a checkpoint; until the last step.
 
+Supervised warm steps come before all of it: the first version is of the weights after them.
+
 It waits for groups, never for a replica, the parameter server or a disk. A version that cannot be written, as on a
 full disk, is owed: training goes on with the groups that the last one admits, and the run ends with the reason only
 when those are used up and nothing can be published for ``checkpoint.room_wait_s``. A checkpoint that cannot be
@@ -17,6 +19,7 @@ Fails with ActorFailed, which ends the run, when there is no signal or a step is
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -27,13 +30,16 @@ from structlog.typing import FilteringBoundLogger
 
 from asyncrl.config import Config
 from asyncrl.errors import ActorFailed, AsyncRLError, NonFiniteStep
-from asyncrl.learner.algorithm.batch import StepPlan, build_step, step_metrics
+from asyncrl.learner.algorithm.batch import StepPlan, step_metrics
+from asyncrl.learner.algorithm.supervised import SupervisedSteps
 from asyncrl.learner.backend import Backend
 from asyncrl.learner.failed_writes import to_publish, version_failed, why_not_published
 from asyncrl.learner.group_metrics import observe_staleness, requeue_metrics
 from asyncrl.learner.intake import Intake
 from asyncrl.learner.late import oldest_version, to_requeue
+from asyncrl.learner.planning import plan_step
 from asyncrl.learner.probe_sequences import ProbeSequence, from_groups, from_prompts, probe_length
+from asyncrl.learner.served_teacher import ServedTeacher
 from asyncrl.learner.step_lines import StepLines, TrainedStep
 from asyncrl.learner.stragglers import Stragglers
 from asyncrl.learner.supply_line import Stand, SupplyLine
@@ -85,6 +91,8 @@ class Training:
         awaits: Awaits,
         story: StoryLog,
         track: Track,
+        supervised: SupervisedSteps | None,
+        teacher: ServedTeacher | None,
         step: int,
     ) -> None:
         self.step = step
@@ -115,6 +123,8 @@ class Training:
         self._awaits = awaits
         self._story = story
         self._track = track
+        self._supervised = supervised
+        self._teacher = teacher
         self._trained_at_version = 0
         self._first_version = -1
         self._unpublished = 0
@@ -143,6 +153,30 @@ class Training:
             groups_left=(learner.steps - self.step) * learner.groups_per_step,
             finished=self._finished,
         )
+
+    async def warm_up(self) -> bool:
+        """Take the supervised steps before the first version, those that no checkpoint holds; whether there were any.
+
+        A run that makes way stops between two of them, and goes on there when it is resumed. One that has trained a
+        step takes no more, whatever its configuration says now.
+        """
+        steps, first = self._config.sft.warm_steps if not self.step else 0, self._backend.warm_steps
+        while self._backend.warm_steps < steps and not self.preempted:
+            supervised, number = self._supervised, self._backend.warm_steps + 1
+            assert supervised is not None
+            began = self._clock.now()
+            self._states.enter("training")
+            self._track.enter("warm step", step=number)
+            plan = await self._on_thread(functools.partial(supervised.warm_step, number))
+            trained = await self._on_thread(functools.partial(self._backend.train, plan))
+            self._track.leave()
+            self._counters["sft/warm_steps"] = number
+            self._counters.add("learner/tokens", plan.tokens)
+            line = {"kind": "warm", "step": self.step, "sft/warm_steps": number, "sft/warm_steps_of": steps}
+            line |= plan.metrics | trained
+            await self._lines.emit(line | {"time/train_s": self._clock.now() - began})
+            self._progress()
+        return self._backend.warm_steps > first
 
     async def begin(self, prompts: Sequence[np.ndarray]) -> None:
         """Publish the weights at the start; engines are held against them by ``prompts``. Raises ActorFailed."""
@@ -234,25 +268,29 @@ class Training:
         train_began, train_wall = self._clock.now(), self._clock.wall()
         self._states.enter("training")
         self._track.enter("pack", step=self.step + 1, groups=len(groups))
-        plan = await self._on_thread(
-            lambda: build_step(
-                groups,
-                filtered=scored,
-                version=version,
-                fresh=self._unpublished == 0,
-                config=self._config,
-                world_size=learner.ranks,
-                packed=self._backend.packed,
-            )
-        )
-        if not plan.sequences:
-            self._filter_step(groups)
-            return None
-        self._track.enter("train", step=self.step + 1, version=version, **_sampled(groups))
+        teacher = await self._teacher.scores(groups) if self._teacher is not None else None
         try:
+            plan = await self._on_thread(
+                lambda: plan_step(
+                    groups,
+                    filtered=scored,
+                    version=version,
+                    fresh=self._unpublished == 0,
+                    step=self.step + 1,
+                    config=self._config,
+                    backend=self._backend,
+                    teacher=teacher,
+                    supervised=self._supervised,
+                )
+            )
+            if not plan.sequences:
+                self._filter_step(groups)
+                return None
+            self._track.enter("train", step=self.step + 1, version=version, **_sampled(groups))
             trained = await self._on_thread(lambda: self._backend.train(plan))
         except NonFiniteStep as error:
-            if learner.on_nonfinite != "skip":
+            if learner.on_nonfinite != "skip" or error.places:
+                # Conversations are the user's to mend: the next step would come to them again.
                 raise
             self._log.error("update was not taken", error=str(error))
             self._counters.add("learner/skipped_steps")
@@ -272,6 +310,8 @@ class Training:
             late = requeue_metrics(groups, intake.requeued)
         self._count_late(plan)
         lengths = intake.end_step()
+        if self._teacher is not None:
+            self._teacher.keep(intake.claims)
         self._story.tell(TRAINED, step=self.step + 1, version=version, uids=[group.ticket.uid for group in groups])
         self.supply.changed()
         ledger = intake.ledger
@@ -347,11 +387,12 @@ class Training:
             supply = self.supply.supply
             if len(intake.buffer) >= wanted:
                 if await self._step_is_chosen():
-                    return True
-                if not self._awaited:
+                    if self._are_scored(wanted):
+                        return True
+                elif not self._awaited:
                     # The dataloader did not answer.
                     continue
-            elif supply.exhausted and supply.outstanding == len(intake.buffer) > 0:
+            elif supply.exhausted and supply.outstanding == len(intake.buffer) > 0 and self._are_scored(wanted):
                 return True
             if not self._owes_version or (self._awaited and not self._versions.spoiled):
                 # A new version would make the group late that is waited for. One whose weights are lost has to be: an
@@ -396,7 +437,16 @@ class Training:
             self._story.tell(NOT_TRAINED, uid=uid, reason=reason, outcome="requeued")
             self._counters.add("staleness/requeued_groups")
         if late:
+            if self._teacher is not None:
+                # What comes under these uids next is another response.
+                self._teacher.keep(intake.claims)
             self.supply.changed()
+
+    def _are_scored(self, wanted: int) -> bool:
+        """Whether a teacher on a server has done with the groups that come next."""
+        buffer = self._intake.buffer
+        uids = set(self._step_uids or buffer.oldest(wanted))
+        return self._teacher is None or self._teacher.has_done([g for g in buffer.groups if g.ticket.uid in uids])
 
     async def _take_the_last(self) -> None:
         """Until the rollouters have delivered or returned what they hold, or for as long as that may take."""

@@ -1,8 +1,10 @@
 """A rank's part of a step: scoring passes, then updates of the weights.
 
     score     log-probs without a gradient: by the reference and the teacher where the objective asks for them, and by
-              the weights as they are, the proximal policy, where more than one update follows
-    update    forward and backward of each micro-batch, one exchange of sums among the ranks, the optimizer
+              the weights as they are, the proximal policy, where more than one update follows; by the reference also
+              before the step is planned, where the rewards need it
+    update    forward and backward of each micro-batch, those of conversations that somebody else wrote after those of
+              the policy; one exchange of sums among the ranks; the optimizer
 
 It keeps: the gradient does not depend on how the batch was cut, since the denominator is the update's over all ranks
 and local losses are multiplied by the world size against FSDP's mean; from the sums every rank computes the same loss,
@@ -26,16 +28,16 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl.config.training import LearnerConfig
 from asyncrl.learner.algorithm.batch import MicroBatch
+from asyncrl.learner.algorithm.losses import supervised
 from asyncrl.learner.algorithm.objective import Objective
 from asyncrl.learner.algorithm.statistics import TokenSums, token_sums
 from asyncrl.learner.algorithm.token_batch import TokenBatch
 from asyncrl.learner.parallel import Ranks
 from asyncrl.learner.policy import Policy, Row, make_row
-from asyncrl.learner.schedule import learning_rate
 
 
-class UpdateShape(msgspec.Struct, frozen=True):
-    """What all ranks know of an update."""
+class TermShape(msgspec.Struct, frozen=True):
+    """What all ranks know of the policy's loss in an update, or of its supervised term."""
 
     micro_batches: int
     """Of each rank."""
@@ -44,16 +46,35 @@ class UpdateShape(msgspec.Struct, frozen=True):
     """Of all ranks."""
 
 
+class UpdateShape(msgspec.Struct, frozen=True):
+    """What all ranks know of an update. A rank's micro-batches are those of the policy, then the supervised ones."""
+
+    policy: TermShape
+    supervised: TermShape | None = None
+    coefficient: float = 0.0
+    """Of the supervised term."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Of each rank."""
+        return self.policy.micro_batches + (self.supervised.micro_batches if self.supervised is not None else 0)
+
+
+SUPERVISED_LOSS = "supervised loss"
+SUPERVISED_TEMPERATURE = 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class Refused:
     """An update that was not taken."""
 
     what: str
-    """The loss, or the gradient norm."""
+    """The loss, SUPERVISED_LOSS, or the gradient norm."""
     update: int
     """Counted from 0."""
     sequences: list[int]
-    """Those of the update with a loss that is not finite, ascending; none where only the gradient was."""
+    """Those of the update, or of its supervised term, with a loss that is not finite, ascending; none where only the
+    gradient was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,26 +123,26 @@ class Updates:
 
     def step(
         self,
-        step: int,
+        step: str,
         shapes: Sequence[UpdateShape],
         batches: Sequence[MicroBatch],
         *,
         temperature: float,
         fresh: bool,
+        rate: float,
     ) -> StepResult:
-        """Step ``step``, counted from 1: this rank's micro-batches, one update's after the other's."""
+        """A step, named for errors: this rank's micro-batches, one update's after the other's."""
         rows = [self._row(batch) for batch in batches]
-        scored = self._score(rows, temperature, several=len(shapes) > 1)
+        mine, taught = _parts(shapes)
+        scored = self._score([rows[i] for part in mine for i in part], temperature, several=len(shapes) > 1)
         metrics: list[dict[str, float]] = []
-        start = 0
         for number, shape in enumerate(shapes):
-            mine = slice(start, start := start + shape.micro_batches)
-            members = list(zip(batches[mine], rows[mine], scored[mine], strict=True))
             found = self._update(
-                f"step {step}",
+                step,
                 shape,
-                members,
-                rate=learning_rate(step, self._config),
+                [(batches[i], rows[i], scored.pop(0)) for i in mine[number]],
+                [(batches[i], rows[i]) for i in taught[number]],
+                rate=rate,
                 temperature=temperature,
                 fresh=fresh and not number,
                 first=not number,
@@ -132,6 +153,12 @@ class Updates:
                 what, sequences = found
                 return StepResult(_mean(metrics), Refused(what, number, sequences))
         return StepResult(_mean(metrics), None)
+
+    def refer(self, batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
+        """float32 [N] for each micro-batch, nats: log-probs by the reference, in a pass of its own."""
+        assert self._scorers.reference is not None
+        with torch.no_grad(), self._ranks.waiting("scoring by the reference"):
+            return [self._scorers.reference.score(self._row(batch), temperature)[0] for batch in batches]
 
     def _row(self, batch: MicroBatch) -> Row:
         return make_row(batch.input_ids, batch.lengths, batch.predict, batch.targets, self._ranks.device)
@@ -145,7 +172,8 @@ class Updates:
                 return [policy.score(row, temperature)[0] for row in rows]
 
         proximal = by(self._policy if several else None, "scoring by the proximal policy")
-        reference = by(self._scorers.reference, "scoring by the reference")
+        wanted = self._scorers.reference if self._objective.needs_reference else None
+        reference = by(wanted, "scoring by the reference")
         teacher = by(self._scorers.teacher, "scoring by the teacher")
         return [_Scored(*each) for each in zip(proximal, reference, teacher, strict=True)]
 
@@ -154,6 +182,7 @@ class Updates:
         name: str,
         shape: UpdateShape,
         members: Sequence[tuple[MicroBatch, Row, _Scored]],
+        taught: Sequence[tuple[MicroBatch, Row]],
         *,
         rate: float,
         temperature: float,
@@ -164,25 +193,29 @@ class Updates:
         self._on_phase("forward and backward")
         with self._ranks.waiting(name):
             done = [
-                self._accumulate(*member, shape.denominator, temperature=temperature, fresh=fresh, first=first)
+                self._accumulate(*member, shape.policy.denominator, temperature=temperature, fresh=fresh, first=first)
                 for member in members
             ]
-            loss = torch.stack([d.loss for d in done]).double().sum()
-            statistics = torch.stack([d.statistics for d in done])
-            names = list(done[0].named)
-            named = [float(torch.stack([d.named[each] for d in done]).double().sum()) for each in names]
+            said = [self._teach(*member, shape) for member in taught]
+            names = list(done[0].named) if done else []
+            named = [_sum([d.named[each] for d in done]) for each in names]
             local = [_local(p.grad) for p in self._parameters if p.grad is not None]
             square = torch.nn.utils.get_total_norm(local).double().square()
-            ours = _totals(statistics.tolist())
+            ours = _totals([d.statistics.tolist() for d in done])
             self._on_phase("sums of all ranks")
-            values = [float(loss), float(square), *named, *(getattr(ours, item.name) for item in fields(ours))]
+            losses = [_sum([d.loss for d in done]), _sum([d.loss for d in said])]
+            values = [*losses, float(square), *named, *(getattr(ours, item.name) for item in fields(ours))]
             everyone = self._ranks.all_gather(values, f"the sums of {name}")
-        totals = _totals(everyone[:, 2 + len(names) :].tolist())
+        totals = _totals(everyone[:, 3 + len(names) :].tolist())
         self._on_phase("optimizer")
-        total_loss, norm = math.fsum(everyone[:, 0]), math.sqrt(math.fsum(everyone[:, 1]))
+        loss, nll, norm = math.fsum(everyone[:, 0]), math.fsum(everyone[:, 1]), math.sqrt(math.fsum(everyone[:, 2]))
         try:
-            if not math.isfinite(total_loss):
-                return "loss", self._not_finite(shape, [m[0] for m in members], [d.logprobs for d in done])
+            if not math.isfinite(loss):
+                return "loss", self._not_finite(shape.policy, [m[0] for m in members], [d.logprobs for d in done])
+            if not math.isfinite(nll):
+                assert shape.supervised is not None
+                batches, logprobs = [m[0] for m in taught], [d.logprobs for d in said]
+                return SUPERVISED_LOSS, self._not_finite(shape.supervised, batches, logprobs)
             if not math.isfinite(norm):
                 return "gradient norm", []
             if norm > self._config.max_grad_norm:
@@ -193,9 +226,13 @@ class Updates:
             self._optimizer.step()
         finally:
             self._optimizer.zero_grad()
-        found = {"loss/policy": total_loss, "policy/grad_norm": norm, "learner/lr": rate} | totals.metrics()
-        for at, each in enumerate(names, start=2):
-            found[f"loss/{each}"] = math.fsum(everyone[:, at]) / max(1.0, totals.count)
+        found = {"policy/grad_norm": norm, "learner/lr": rate}
+        if members:
+            found = {"loss/policy": loss} | found | totals.metrics()
+            for at, each in enumerate(names, start=3):
+                found[f"loss/{each}"] = math.fsum(everyone[:, at]) / max(1.0, totals.count)
+        if shape.supervised is not None:
+            found["loss/sft"] = nll
         return found
 
     def _accumulate(
@@ -216,6 +253,15 @@ class Updates:
         statistics = token_sums(tokens, fresh=fresh, cap=self._config.tis_cap)
         return _Accumulated(loss.detach(), statistics, dict(named), logprobs.detach())
 
+    def _teach(self, batch: MicroBatch, row: Row, shape: UpdateShape) -> _Accumulated:
+        """Add the gradient of a micro-batch of conversations; its loss is a share of the mean, without coefficient."""
+        assert shape.supervised is not None
+        logprobs, _ = self._policy.score(row, SUPERVISED_TEMPERATURE)
+        weights = torch.from_numpy(batch.weights).to(self._ranks.device)
+        loss = (weights * supervised(logprobs)).sum() / shape.supervised.denominator
+        torch.autograd.backward(loss * (shape.coefficient * self._ranks.world_size))
+        return _Accumulated(loss.detach(), torch.empty(0), {}, logprobs.detach())
+
     def _token_batch(
         self, batch: MicroBatch, scored: _Scored, logprobs: Tensor, entropies: Tensor, *, first: bool
     ) -> TokenBatch:
@@ -234,10 +280,10 @@ class Updates:
             sequences=len(batch.lengths),
             staleness=put(batch.staleness),
             reference=scored.reference,
-            teacher=scored.teacher,
+            teacher=put(batch.teacher) if scored.teacher is None and len(batch.teacher) else scored.teacher,
         )
 
-    def _not_finite(self, shape: UpdateShape, batches: Sequence[MicroBatch], logprobs: Sequence[Tensor]) -> list[int]:
+    def _not_finite(self, shape: TermShape, batches: Sequence[MicroBatch], logprobs: Sequence[Tensor]) -> list[int]:
         """All ranks together: the sequences of the update with a token whose loss is not finite, ascending."""
         flags = np.zeros(shape.sequences)
         for batch, values in zip(batches, logprobs, strict=True):
@@ -258,6 +304,21 @@ class _Accumulated:
     """The fields of TokenSums."""
     named: dict[str, Tensor]
     logprobs: Tensor
+
+
+def _parts(shapes: Sequence[UpdateShape]) -> tuple[list[range], list[range]]:
+    """Of each update the places of its micro-batches of the policy, and of the supervised ones."""
+    policy, taught, start = [], [], 0
+    for shape in shapes:
+        behind = start + shape.policy.micro_batches
+        policy.append(range(start, behind))
+        start += shape.micro_batches
+        taught.append(range(behind, start))
+    return policy, taught
+
+
+def _sum(values: Sequence[Tensor]) -> float:
+    return float(torch.stack(list(values)).double().sum()) if values else 0.0
 
 
 def _totals(rows: list[list[float]]) -> TokenSums:

@@ -111,6 +111,7 @@ def learning(train: Sequence[Line]) -> list[Panel]:
         panel
         for title, unit, zero, curves in (
             ("Loss", "nats", False, _curve(train, "loss/policy", "loss", BLUE)),
+            ("Loss of conversations", "nats", True, _curve(train, "loss/sft", "loss", BLUE)),
             ("Gradient norm before the clip", "", True, _curve(train, "policy/grad_norm", "gradient norm", PURPLE)),
             ("Entropy", "nats", True, _curve(train, "policy/entropy", "entropy", TEAL)),
             (
@@ -120,6 +121,7 @@ def learning(train: Sequence[Line]) -> list[Panel]:
                 [
                     *_curve(train, "policy/behaviour_kl", "of the policy that sampled", ORANGE),
                     *_curve(train, "policy/engine_kl", "of the engine, at equal weights", GREY),
+                    *_curve(train, "policy/reference_kl", "from the reference, in the reward", PURPLE),
                 ],
             ),
             ("Effective share of the sample", "", True, _curve(train, "policy/ess", "effective share", GREEN)),

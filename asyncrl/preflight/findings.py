@@ -17,6 +17,7 @@ CHECKS = (
     *(
         "model",
         "tokenizer",
+        "teacher",
         "chat",
         "data",
         "reward",

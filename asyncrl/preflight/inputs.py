@@ -1,4 +1,4 @@
-"""Tokenizer, chat template and prompts: each set is read and tokenized as the dataloader does, as far as SETS_S go.
+"""Tokenizer, chat template, prompts, conversations: each set is read and tokenized as in the run, as far as SETS_S go.
 
 A tokenizer may bring code of its own, and libraries that read rows take long to import or die at a broken file, so this
 happens in a process of its own (``python -m asyncrl.preflight.inputs``) under a deadline. Its parent gets findings,
@@ -25,11 +25,14 @@ from asyncrl.config import Config
 from asyncrl.config.load import config_from_json, config_to_json
 from asyncrl.config.training import DataConfig
 from asyncrl.dataloader.prompts import PromptSet
-from asyncrl.dataloader.rows import BadRow, NothingUsable, RawRow, check_row, collect, unpack
+from asyncrl.dataloader.rows import BadRow, NothingUsable, check_row, collect, unpack
 from asyncrl.dataloader.sources import open_source
 from asyncrl.errors import ConfigError, DataError
+from asyncrl.jsonl import RawRow
 from asyncrl.preflight.chatting import check_chat
+from asyncrl.preflight.conversing import CONVERSATIONS, check_conversations
 from asyncrl.preflight.findings import Finding, fail, ok, warn
+from asyncrl.preflight.frozen import check_frozen
 from asyncrl.runtime.supervision import describe_exit
 from asyncrl.stops import resolve_stops
 from asyncrl.tokenizer import Tokenizer, tokenizer_of
@@ -70,10 +73,12 @@ class KnownPrompts(msgspec.Struct, frozen=True):
 
 
 class Order(msgspec.Struct, frozen=True):
-    """The question of the parent: ``with_rows`` where the dataloader will be."""
+    """The question of the parent: ``with_rows`` where the dataloader will be, ``for_learner`` where rank 0 of the
+    learner will be, which reads conversations and loads the models that only score."""
 
     config: str
     with_rows: bool
+    for_learner: bool
     known: KnownPrompts | None = None
 
 
@@ -85,22 +90,34 @@ class Inputs(msgspec.Struct, frozen=True):
 
 
 async def check_inputs(
-    config: Config, *, with_rows: bool = True, known: KnownPrompts | None = None, limit_s: float = READ_S
+    config: Config,
+    *,
+    with_rows: bool = True,
+    for_learner: bool = False,
+    known: KnownPrompts | None = None,
+    limit_s: float = READ_S,
 ) -> Inputs:
-    """A finding for the tokenizer, one for the chat template of episodes, and, ``with_rows``, one for each set of
-    prompts; it fails where the training prompts are not the ``known``. Never raises.
+    """A finding for the tokenizer, one for the chat template of episodes, ``with_rows`` one for each set of prompts,
+    and ``for_learner`` one for the conversations of sft.data and for each model that only scores; it fails where the
+    training prompts are not the ``known``. Never raises.
     """
     sets = _sets(config) if with_rows else {}
-    if config.model.path is None and all(
-        data.source == "synthetic" and data.size <= CHEAP_ROWS for data in sets.values()
+    if (
+        not for_learner
+        and config.model.path is None
+        and all(data.source == "synthetic" and data.size <= CHEAP_ROWS for data in sets.values())
     ):
         # All of it is our own, and cheap.
-        return read_inputs(config, with_rows=with_rows, known=known)
-    keys = ", ".join([MODEL] * (config.model.path is not None) + list(sets))
+        return read_inputs(config, with_rows=with_rows, for_learner=False, known=known)
+    keys = ", ".join(
+        [MODEL] * (config.model.path is not None)
+        + list(sets)
+        + [CONVERSATIONS] * (for_learner and config.sft.data is not None)
+    )
     fix = "copy these files to a faster disk; the run itself waits longer for them"
     if config.episode.kind != "single":
         limit_s += config.chat.check_timeout_s
-    order = msgspec.msgpack.encode(Order(config_to_json(config), with_rows, known))
+    order = msgspec.msgpack.encode(Order(config_to_json(config), with_rows, for_learner, known))
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors:
         given.write(order)
         given.seek(0)
@@ -134,7 +151,9 @@ async def check_inputs(
         )
 
 
-def read_inputs(config: Config, *, with_rows: bool, known: KnownPrompts | None = None) -> Inputs:
+def read_inputs(
+    config: Config, *, with_rows: bool, for_learner: bool = False, known: KnownPrompts | None = None
+) -> Inputs:
     """The same in this process."""
     findings, samples, tokenizer = list[Finding](), list[Sample](), None
     if config.model.path is None or Path(config.model.path).is_dir():
@@ -154,6 +173,10 @@ def read_inputs(config: Config, *, with_rows: bool, known: KnownPrompts | None =
     for key, data in sets.items():
         findings += checked.pop()
         samples += _samples(key, data, tokenizer, SAMPLES if key == "data" else 1)
+    if for_learner and tokenizer is not None:
+        if config.sft.data is not None:
+            findings += check_conversations(config, tokenizer, SETS_S)
+        findings += check_frozen(config, tokenizer)
     return Inputs(findings, samples)
 
 
@@ -286,7 +309,12 @@ def main() -> int:
     os.dup2(2, 1)
     order = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Order)
     data = msgspec.msgpack.encode(
-        read_inputs(config_from_json(order.config), with_rows=order.with_rows, known=order.known)
+        read_inputs(
+            config_from_json(order.config),
+            with_rows=order.with_rows,
+            for_learner=order.for_learner,
+            known=order.known,
+        )
     )
     while data:
         data = data[os.write(answers, data) :]

@@ -130,21 +130,11 @@ def check_model(path: str | None) -> tuple[Finding, ModelSize | None]:
 
 
 def check_window(config: Config) -> Finding | None:
-    """Whether the longest prompt and response fit into the model's positions; None if they do, or nobody can say.
-
-    A model that stretches its positions (rope_scaling) is the engine's to judge.
-    """
-    if config.rollout.engine == "sim" or config.model.path is None:
-        return None
-    try:
-        model = _read_json(Path(config.model.path) / "config.json")
-    except (OSError, Unreadable):
-        return None
-    text = model.get("text_config") or model
-    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    """Whether the longest prompt and response fit into the model's positions; None if they do, or nobody can say."""
+    window = window_of(config) if config.rollout.engine != "sim" else None
     asked = config.rollout.vllm.max_model_len if config.rollout.engine == "vllm" else None
-    window, need = text.get("max_position_embeddings"), asked or config.longest_sequence
-    if not isinstance(window, int) or "factor" in rope or need <= window:
+    need = asked or config.longest_sequence
+    if window is None or need <= window:
         return None
     told = (
         f"the model has max_position_embeddings = {window}, and a prompt of up to data.max_prompt_tokens = "
@@ -199,6 +189,23 @@ def served_otherwise(model: dict[str, Any], longest: int) -> tuple[str, str] | N
         told = f"its head is not tied to its embedding, and vLLM knows {text['model_type']} with a tied head alone"
         return told, "choose the model with tie_word_embeddings = true"
     return None
+
+
+def window_of(config: Config) -> int | None:
+    """The positions that the model has; None where nobody can say.
+
+    A model that stretches its positions (rope_scaling) is the engine's to judge.
+    """
+    if config.model.path is None:
+        return None
+    try:
+        model = _read_json(Path(config.model.path) / "config.json")
+    except (OSError, Unreadable):
+        return None
+    text = model.get("text_config") or model
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    window = text.get("max_position_embeddings")
+    return window if isinstance(window, int) and "factor" not in rope else None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from asyncrl.preflight.storage import check_folder, same_disk
 
 WITH_MODEL = ("learner", "rollouter", "dataloader")
 WITH_TOKENIZER = ("rollouter", "dataloader")
+RANK_0 = "learner/0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +88,16 @@ async def _check_data(config: Config, actors: Sequence[str], known: KnownPrompts
 
 
 async def _read_inputs(config: Config, actors: Sequence[str], known: KnownPrompts | None) -> Inputs:
-    if not any(count(actors, role) for role in WITH_TOKENIZER):
+    for_learner = RANK_0 in actors and asks_of_learner(config)
+    if not for_learner and not any(count(actors, role) for role in WITH_TOKENIZER):
         return Inputs()
-    return await check_inputs(config, with_rows=bool(count(actors, "dataloader")), known=known)
+    return await check_inputs(config, with_rows=bool(count(actors, "dataloader")), for_learner=for_learner, known=known)
+
+
+def asks_of_learner(config: Config) -> bool:
+    """Whether rank 0 of the learner needs more than the model's weights: conversations, or models that only score."""
+    learner = config.learner
+    return config.sft.data is not None or learner.teacher is not None or bool(learner.kl.coefficient)
 
 
 def _check_folders(part: Part, size: ModelSize | None) -> list[Finding]:

@@ -24,11 +24,11 @@ from asyncrl.dataloader.evals import EvalRounds
 from asyncrl.dataloader.gate import Gate
 from asyncrl.dataloader.holders import Ask
 from asyncrl.dataloader.limit import PATIENCE, WorkingLimit
-from asyncrl.dataloader.order import EpochOrder
 from asyncrl.dataloader.prompt_queue import PromptQueue
 from asyncrl.dataloader.tickets import Tickets
 from asyncrl.ledger import Ledger
 from asyncrl.messages.dataloader import Outcome, Outcomes
+from asyncrl.order import EpochOrder
 
 LONGEST = 8.0
 """Longest response, in medians: max_tokens of the default configuration over the sim engine's median."""

@@ -9,8 +9,9 @@ import pytest
 
 from asyncrl.config.training import DataConfig
 from asyncrl.dataloader.prompts import PromptSet, Remark
-from asyncrl.dataloader.rows import RawRow, collect
+from asyncrl.dataloader.rows import collect
 from asyncrl.errors import DataError
+from asyncrl.jsonl import RawRow
 from asyncrl.tokenizer import ByteTokenizer
 
 

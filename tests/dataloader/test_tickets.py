@@ -10,13 +10,13 @@ from asyncrl.dataloader.evals import EvalRounds, EvalSet
 from asyncrl.dataloader.gate import Gate
 from asyncrl.dataloader.holders import Ask, Grant
 from asyncrl.dataloader.limit import WorkingLimit
-from asyncrl.dataloader.order import EpochOrder
 from asyncrl.dataloader.prompt_queue import TOO_LONG, PromptQueue
 from asyncrl.dataloader.tickets import Tickets
 from asyncrl.errors import ProtocolError
 from asyncrl.ledger import Ledger
 from asyncrl.messages.dataloader import Outcome, Outcomes, Rejected
 from asyncrl.messages.rollouter import HeldTicket, TicketsHeld
+from asyncrl.order import EpochOrder
 
 A, B = "rollouter/0", "rollouter/1"
 

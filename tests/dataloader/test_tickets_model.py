@@ -19,7 +19,6 @@ from asyncrl.dataloader.evals import EvalPrompt, EvalRounds, EvalSet
 from asyncrl.dataloader.gate import Gate
 from asyncrl.dataloader.holders import Ask, Grant
 from asyncrl.dataloader.limit import WorkingLimit
-from asyncrl.dataloader.order import EpochOrder
 from asyncrl.dataloader.prompt_queue import PromptQueue, TrainingPrompt
 from asyncrl.dataloader.suspects import ALONE_FROM
 from asyncrl.dataloader.tickets import Tickets
@@ -29,6 +28,7 @@ from asyncrl.ledger import Ledger, position_of
 from asyncrl.messages.dataloader import GrantsOpen, OpenGrant, Outcome, Outcomes
 from asyncrl.messages.groups import Group, VersionSpan
 from asyncrl.monitor.metrics import Figures
+from asyncrl.order import EpochOrder
 from asyncrl.runtime.awaits import Awaits
 
 SIGNAL = ("trained", "trained", "trained", "filtered", "quarantined")

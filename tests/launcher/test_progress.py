@@ -45,6 +45,18 @@ def test_a_step_in_a_few_words():
     assert describe_step({"step": 3, "reward/mean": None}, 10) == "step 3/10"
 
 
+def test_warm_steps_are_told_as_they_go():
+    progress = Progress(out := io.StringIO(), 10)
+    line = {"kind": "warm", "step": 0, "sft/warm_steps": 3, "sft/warm_steps_of": 20, "loss/sft": 1.5}
+    progress.show(StateEvent(phase="running"))
+    progress.show(MetricsEvent(line=line | {"sft/tokens": 1200, "sft/epochs": 0.25, "time/train_s": 1.0}))
+    progress.show(StateEvent(phase="running"))
+    progress.show(MetricsEvent(line={"kind": "warm", "step": 0}))
+    warm = "warm step 3/20  loss 1.500  1.2k tokens  epoch 0.25  1.0 s"
+    assert out.getvalue().splitlines() == ["running", warm, "warm step ?"]
+    assert progress.step == 0
+
+
 @pytest.mark.parametrize(
     ("versions", "said"),
     [

@@ -499,3 +499,11 @@ def test_recorded_times_that_are_none_are_passed_over(run_dir, tmp_path):
         record(run_dir, msgspec.structs.replace(good, wall=wall))
     record(run_dir, Run().at(39.0), msgspec.structs.replace(good, events=[event]))
     assert "as of " in " ".join(written(run_dir, tmp_path).text)
+
+
+def test_what_only_some_runs_have_is_shown_where_it_is():
+    plain, more = [step(n) for n in (1, 2)], [step(n, **{"loss/sft": 1.0, "policy/reference_kl": 0.1}) for n in (1, 2)]
+    titles = [panel.title for panel in charts.learning(more)]
+    assert "Loss of conversations" in titles and len(titles) == len(charts.learning(plain)) + 1
+    (kl,) = (panel for panel in charts.learning(more) if panel.title == "KL")
+    assert "from the reference, in the reward" in [curve.name for curve in kl.curves]

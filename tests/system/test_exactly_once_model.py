@@ -22,7 +22,6 @@ from asyncrl.config.training import LearnerConfig
 from asyncrl.dataloader.evals import EvalSet
 from asyncrl.dataloader.holders import Ask, Grant
 from asyncrl.dataloader.limit import WorkingLimit
-from asyncrl.dataloader.order import EpochOrder
 from asyncrl.dataloader.restoring import Answer, Source, rebuild
 from asyncrl.dataloader.suspects import ALONE_FROM
 from asyncrl.dataloader.tickets import Tickets
@@ -32,6 +31,7 @@ from asyncrl.ledger import Ledger, position_of
 from asyncrl.messages.dataloader import Outcome, Outcomes, Restored
 from asyncrl.messages.groups import Group
 from asyncrl.messages.rollouter import HeldTicket, TicketsHeld
+from asyncrl.order import EpochOrder
 
 KINDS = ("trained", "trained", "trained", "filtered", "quarantined")
 ACKNOWLEDGED = ("now", "now", "late", "never")

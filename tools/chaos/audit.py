@@ -20,9 +20,9 @@ from typing import Any
 
 from asyncrl.checkpoint.contents import read_state
 from asyncrl.checkpoint.folder import CheckpointFolder
-from asyncrl.dataloader.order import EpochOrder
 from asyncrl.errors import CheckpointError
 from asyncrl.ledger import Ledger, position_of
+from asyncrl.order import EpochOrder
 
 LISTED = 5
 """Of many examples of one problem."""

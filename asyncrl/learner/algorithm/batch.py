@@ -26,7 +26,8 @@ fails.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -35,6 +36,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.learner.algorithm.advantages import Advantages, ScoredGroup, find_advantage
 from asyncrl.learner.algorithm.aggregation import step_denominator, token_weight
 from asyncrl.learner.algorithm.packing import pack
+from asyncrl.learner.algorithm.penalties import Penalties
 from asyncrl.learner.algorithm.signal import turns_past
 from asyncrl.learner.group_check import check_group
 from asyncrl.learner.group_metrics import reward_metrics, rewards_of, rollout_metrics, staleness_metrics
@@ -49,6 +51,9 @@ from asyncrl.trajectories import (
     sampled_tokens,
     sampled_versions,
 )
+
+GroupScores = list[list[np.ndarray]]
+"""For each trajectory and each of its sequences, float64 [S]: a value for each sampled token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,8 @@ class MicroBatch:
 
     -1 where the engine's log-prob is of no single version (mixed_kv).
     """
+    teacher: np.ndarray
+    """float32 [N], nats: log-prob of the target by a teacher on a server; [0] without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +95,22 @@ class SequenceId:
 
 
 @dataclass(frozen=True, slots=True)
+class SupervisedPlan:
+    """The supervised term of an update (supervised.py). Every rank has the same number of micro-batches."""
+
+    ranks: list[list[MicroBatch]]
+    """[world size][micro-batches]; ``MicroBatch.sequences`` are indices in ``places``."""
+    denominator: float
+    """Tokens with a loss over the whole update."""
+    coefficient: float
+    """By which their mean is multiplied."""
+    places: list[str]
+    """FILE:LINE of each sequence."""
+    tokens: int
+    """Tokens computed, context included."""
+
+
+@dataclass(frozen=True, slots=True)
 class UpdatePlan:
     """One update of the weights. Every rank has the same number of micro-batches."""
 
@@ -96,9 +119,10 @@ class UpdatePlan:
     denominator: float
     """What the sum of weighted token losses over the whole update is divided by."""
     sequences: list[SequenceId]
-    """Every sequence that has a loss, in the order of groups and trajectories."""
+    """Every sequence that has a loss, in the order of groups and trajectories; none in a warm step."""
     tokens: int
-    """Tokens computed, prompts included."""
+    """Tokens computed, prompts and conversations included."""
+    supervised: SupervisedPlan | None = None
 
     @property
     def uids(self) -> list[str]:
@@ -117,7 +141,9 @@ class StepPlan:
     fresh: bool
     """Whether the weights being trained are the newest published ones: no step was taken since."""
     metrics: dict[str, float]
-    """Group-level metrics (group_metrics.py)."""
+    """Group-level metrics (group_metrics.py), and those of the supervised term."""
+    warm: bool = False
+    """A supervised step before the first of the run."""
 
     @property
     def tokens(self) -> int:
@@ -134,6 +160,8 @@ def build_step(
     groups: Sequence[Group],
     *,
     filtered: Sequence[Group] = (),
+    penalties: Penalties | None = None,
+    teacher: Sequence[GroupScores] | None = None,
     version: int,
     fresh: bool = True,
     config: Config,
@@ -144,8 +172,9 @@ def build_step(
 
     ``groups`` are trained, in the order given (the caller orders them by (epoch, index)); ``filtered`` were
     scored since the last step and are not trained, requeued ones among them: they appear in the metrics alone.
-    ``version`` is the newest published version and ``fresh`` whether no step was taken since it was. ``packed`` False
-    puts each sequence in a row of its own.
+    ``penalties`` are subtracted from the rewards of ``groups``, in the advantages alone; ``teacher`` has the log-probs
+    of ``groups`` by one on a server. ``version`` is the newest published version and ``fresh`` whether no step was
+    taken since it was. ``packed`` False puts each sequence in a row of its own.
     """
     learner = config.learner
     for group in groups:
@@ -154,16 +183,18 @@ def build_step(
     masking = config.reward.truncated == "mask"
     oldest = version - config.staleness.max if config.staleness.hard else None
     updates: list[UpdatePlan] = []
-    advantages = _advantages(groups, config)
+    advantages = _advantages(groups, penalties, config)
     for share in np.array_split(np.arange(len(groups)), learner.updates_per_batch):
-        sequences: list[_Sequence] = []
+        sequences: list[SampledSequence] = []
         weights: list[float] = []
         loss_tokens: list[int] = []
-        for group, of_group in ((groups[i], advantages[i]) for i in share):
-            for trajectory, of_turns in zip(group.trajectories, of_group, strict=True):
+        for i in share:
+            group = groups[i]
+            for n, (trajectory, of_turns) in enumerate(zip(group.trajectories, advantages[i], strict=True)):
                 if masking and is_truncated(trajectory):
                     continue
-                trained = _trained_sequences(group, trajectory, of_turns, version, oldest)
+                taught = teacher[i][n] if teacher is not None else None
+                trained = _trained_sequences(group, trajectory, of_turns, version, oldest, taught)
                 if trained:
                     loss_tokens.append(sum(len(sequence.predict) for sequence in trained))
                     weights += [token_weight(learner.aggregation, loss_tokens[-1])] * len(trained)
@@ -173,7 +204,7 @@ def build_step(
             rows = pack(lengths, budget=learner.tokens_per_microbatch, world_size=world_size, packed=packed)
             updates.append(
                 UpdatePlan(
-                    ranks=[[_micro_batch(sequences, weights, row) for row in rank] for rank in rows],
+                    ranks=[[make_micro_batch(sequences, weights, row) for row in rank] for rank in rows],
                     denominator=step_denominator(learner.aggregation, loss_tokens, config.rollout.max_tokens),
                     sequences=[s.id for s in sequences],
                     tokens=sum(lengths),
@@ -183,7 +214,7 @@ def build_step(
         updates=updates,
         temperature=config.rollout.temperature,
         fresh=fresh,
-        metrics=step_metrics(groups, filtered, version, config),
+        metrics=step_metrics(groups, filtered, version, config) | (penalties.metrics if penalties is not None else {}),
     )
 
 
@@ -212,20 +243,35 @@ def scored_group(group: Group) -> ScoredGroup:
     )
 
 
-def _advantages(groups: Sequence[Group], config: Config) -> Advantages:
+def _advantages(groups: Sequence[Group], penalties: Penalties | None, config: Config) -> Advantages:
     if not groups:
         return []
+    scored = [scored_group(group) for group in groups]
+    if penalties is not None:
+        shares = zip(scored, penalties.total, penalties.past, strict=True)
+        scored = [_charged(group, total, past) for group, total, past in shares]
     try:
-        return find_advantage(config.learner)([scored_group(group) for group in groups])
+        return find_advantage(config.learner)(scored)
     except ConfigError:
         raise
     except Exception as error:
         raise ConfigError([f"learner.advantage: {config.learner.advantage} failed: {describe(error)}"]) from error
 
 
+def _charged(group: ScoredGroup, total: np.ndarray, past: Sequence[np.ndarray]) -> ScoredGroup:
+    """With the penalties subtracted: what a turn had lost before it began is past, as what it had earned."""
+    turns = [earned - lost for earned, lost in zip(group.past, past, strict=True)]
+    return replace(group, rewards=group.rewards - total, past=turns)
+
+
 def _trained_sequences(
-    group: Group, trajectory: Trajectory, advantages: np.ndarray, version: int, oldest: int | None
-) -> list[_Sequence]:
+    group: Group,
+    trajectory: Trajectory,
+    advantages: np.ndarray,
+    version: int,
+    oldest: int | None,
+    teacher: Sequence[np.ndarray] | None,
+) -> list[SampledSequence]:
     """Those that have a loss; ``advantages`` is float64 [turns], tokens of versions before ``oldest`` have none."""
     found, turn = [], 0
     for number, sequence in enumerate(trajectory.sequences):
@@ -235,11 +281,19 @@ def _trained_sequences(
         versions = sampled_versions(sequence)
         kept = slice(None) if oldest is None else np.flatnonzero(versions >= oldest)
         if len(versions[kept]):
-            prompt_ids = group.ticket.prompt_ids if sequence.prompt_ids is None else sequence.prompt_ids
+            prompt_ids = _prompt_ids(group, sequence)
             name = SequenceId(group.ticket.uid, trajectory.sample, number)
             stale = _staleness(sequence, version - versions)
-            found.append(_Sequence(name, prompt_ids, sequence, of_tokens, stale, kept))
+            found.append(
+                SampledSequence(
+                    name, prompt_ids, sequence, of_tokens, stale, kept, teacher[number] if teacher is not None else None
+                )
+            )
     return found
+
+
+def _prompt_ids(group: Group, sequence: TokenSequence) -> np.ndarray:
+    return group.ticket.prompt_ids if sequence.prompt_ids is None else sequence.prompt_ids
 
 
 def _staleness(sequence: TokenSequence, stale: np.ndarray) -> np.ndarray:
@@ -250,8 +304,11 @@ def _staleness(sequence: TokenSequence, stale: np.ndarray) -> np.ndarray:
     return stale
 
 
-class _Sequence:
-    """A sequence as the learner computes it. ``advantages`` and ``stale`` are [S], ``kept`` chooses among them."""
+class SampledSequence:
+    """A sequence of the policy's as the learner computes it.
+
+    ``advantages``, ``stale`` and ``teacher`` are [S], ``kept`` chooses among them.
+    """
 
     def __init__(
         self,
@@ -261,6 +318,7 @@ class _Sequence:
         advantages: np.ndarray,
         stale: np.ndarray,
         kept: slice | np.ndarray,
+        teacher: np.ndarray | None = None,
     ) -> None:
         self.id = name
         positions = sampled_positions(sequence)[kept]
@@ -270,9 +328,30 @@ class _Sequence:
         self.behaviour = sequence.logprobs[kept].astype(np.float32)
         self.advantages = advantages[kept].astype(np.float32)
         self.staleness = stale[kept].astype(np.int32)
+        self.teacher = np.empty(0, np.float32) if teacher is None else teacher[kept].astype(np.float32)
+
+    @classmethod
+    def whole(cls, group: Group, sequence: TokenSequence) -> SampledSequence:
+        """With all that was sampled, to be scored and not to be trained."""
+        nothing = np.zeros(len(sequence.logprobs))
+        name = SequenceId(group.ticket.uid, -1, -1)
+        return cls(name, _prompt_ids(group, sequence), sequence, nothing, nothing, slice(None))
 
 
-def _micro_batch(sequences: list[_Sequence], weights: list[float], row: list[int]) -> MicroBatch:
+class Computed(Protocol):
+    """A sequence as the learner computes it: fields of a MicroBatch that holds it alone."""
+
+    input_ids: np.ndarray
+    predict: np.ndarray
+    targets: np.ndarray
+    behaviour: np.ndarray
+    advantages: np.ndarray
+    staleness: np.ndarray
+    teacher: np.ndarray
+
+
+def make_micro_batch(sequences: Sequence[Computed], weights: Sequence[float], row: Sequence[int]) -> MicroBatch:
+    """The row of these indices; a filler where there are none. ``weights`` has that of each sequence's tokens."""
     if not row:
         return _filler()
     members = [sequences[i] for i in row]
@@ -289,6 +368,7 @@ def _micro_batch(sequences: list[_Sequence], weights: list[float], row: list[int
         advantages=np.concatenate([s.advantages for s in members]),
         weights=np.repeat(np.array([weights[i] for i in row], dtype=np.float32), counts),
         staleness=np.concatenate([s.staleness for s in members]),
+        teacher=np.concatenate([s.teacher for s in members]),
     )
 
 
@@ -305,4 +385,5 @@ def _filler() -> MicroBatch:
         advantages=nothing,
         weights=nothing,
         staleness=-one,
+        teacher=nothing,
     )

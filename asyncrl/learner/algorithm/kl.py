@@ -1,4 +1,4 @@
-"""The divergence from a frozen reference, as a part of the loss.
+"""The divergence from a frozen reference, as a part of the loss (that in the reward is in kl_reward.py).
 
 With x = log(pi_ref / pi), the estimators of KL(pi || pi_ref) on a token sampled from pi are k1 = -x, k2 = x^2 / 2 and
 k3 = exp(x) - 1 - x (http://joschu.net/blog/kl-approx.html).

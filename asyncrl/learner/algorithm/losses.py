@@ -154,9 +154,9 @@ def distill(batch: TokenBatch, *, reward: float = 0.0) -> TokenLosses:
 BUILT_IN: dict[str, Loss] = {f.__name__: f for f in (decoupled, bypass, gspo, cispo, dppo, reinforce, distill)}
 
 
-def supervised(batch: TokenBatch) -> TokenLosses:
-    """Negative log-likelihood, -log pi, of tokens that somebody else wrote: those of ``[sft]``."""
-    return -batch.logprobs, {}
+def supervised(logprobs: Tensor) -> Tensor:
+    """Negative log-likelihood, -log pi, nats, of tokens that somebody else wrote: those of ``[sft]``."""
+    return -logprobs
 
 
 def _clipped(batch: TokenBatch, ratio: Tensor, low: float, high: float) -> TokenLosses:

@@ -3,9 +3,9 @@ entropy bonus.
 
     objective = factor * loss + kl.coefficient * KL - entropy_bonus * H
 
-for each token; weighted, summed and divided by the denominator of the step, so that the objectives of micro-batches
-add up to the step's. The factor (corrections.py) is 1 for a loss that corrects itself. It keeps: ``named`` gives sums,
-which add up over micro-batches and ranks as well.
+for each token (with KL only under kl.place = "loss"); weighted, summed and divided by the denominator of the step, so
+that the objectives of micro-batches add up to the step's. The factor (corrections.py) is 1 for a loss that corrects
+itself. It keeps: ``named`` gives sums, which add up over micro-batches and ranks as well.
 
 Fails with ConfigError where a loss cannot be found, does not take its options, or would be corrected twice.
 """
@@ -55,7 +55,7 @@ class Objective:
     @property
     def needs_reference(self) -> bool:
         """Whether a batch must have the reference's log-probs."""
-        return self.traits.reference or self._kl.coefficient > 0
+        return self.traits.reference or self._kl.in_loss
 
     def __call__(self, batch: TokenBatch, denominator: float) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The micro-batch's share of the objective, a scalar with a gradient, and named sums over its tokens."""
@@ -63,8 +63,8 @@ class Objective:
         factor, corrected = correction(batch, self._correction, self._cap)
         total = factor * values
         sums = {**sums, **corrected}
-        if self._kl.coefficient:
-            divergence = kl_losses(batch, self._kl.estimator, self._cap)
+        if self._kl.in_loss:
+            divergence = kl_losses(batch, self._kl.estimator_used, self._cap)
             total = total + self._kl.coefficient * divergence
             sums["reference_kl"] = (divergence.detach() * (batch.weights > 0)).sum()
         if self._entropy_bonus:

@@ -93,10 +93,12 @@ class _Generators(msgspec.Struct, frozen=True):
 class Staged:
     """A copy of this rank's state in host memory, and DCP's plan of how it is written."""
 
-    def __init__(self, policy: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, steps: int) -> None:
+    def __init__(
+        self, policy: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, *, steps: int, warm_steps: int
+    ) -> None:
         """No other rank is asked."""
         live = _tensors(policy, optimizer)
-        self.steps = steps
+        self.steps, self.warm_steps = steps, warm_steps
         self.generators = msgspec.msgpack.encode(_generators(ranks.device))
         self.shapes = {
             name: (tensor.shape, TensorProperties.create_from_tensor(_local(tensor))) for name, tensor in live.items()
@@ -219,13 +221,13 @@ def _finish(folder: Path, staged: Staged, reports: list[_Report], writer: FileSy
     metadata = Metadata(described, planner_data={name: (name,) for name in described})
     writer.finish(metadata, [results])
     files[METADATA] = digest_file(folder / METADATA)
-    contents = TrainerContents(steps=staged.steps, world_size=len(reports), files=files)
+    contents = TrainerContents(steps=staged.steps, warm_steps=staged.warm_steps, world_size=len(reports), files=files)
     write_file(folder / CONTENTS, [msgspec.json.encode(contents)])
     sync_folder(folder)
 
 
-def load(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> int:
-    """All ranks together: put back what was written, by however many ranks. Returns the steps taken.
+def load(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> TrainerContents:
+    """All ranks together: put back what was written, by however many ranks. Returns what its contents say.
 
     The generators of a rank that was there are put back too. Raises CheckpointError on all ranks, DamagedCheckpoint
     before anything is changed: each rank reads its share of the files for their checksums first.
@@ -241,7 +243,7 @@ def load(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, rank
     _together(folder, lambda: _read(folder, policy, optimizer), ranks, "reading a checkpoint")
     own = folder / f"rank_{ranks.rank:05d}.msgpack"
     _together(own, lambda: _restore_generators(own, contents, ranks.device), ranks, "the state of random numbers")
-    return contents.steps
+    return contents
 
 
 def load_weights(folder: Path, policy: nn.Module) -> None:

@@ -45,7 +45,14 @@ class Saver:
         return self._done is not None and not self._done.done()
 
     def save(
-        self, folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, *, steps: int, renew: bool
+        self,
+        folder: Path,
+        policy: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        steps: int,
+        warm_steps: int,
+        renew: bool,
     ) -> Future[None]:
         """All ranks together: returns once this rank's state is copied.
 
@@ -60,7 +67,7 @@ class Saver:
                 self._thread.join(BEFORE_WAIT_S)
                 if self._thread.is_alive():
                     raise CheckpointError(str(folder), "the one before is still being written")
-            staged = Staged(policy, optimizer, self._ranks, steps)
+            staged = Staged(policy, optimizer, self._ranks, steps=steps, warm_steps=warm_steps)
         except CheckpointError as error:
             staged = error
         except (RuntimeError, MemoryError) as error:

@@ -95,12 +95,14 @@ class Entries:
         self._run: dict[str, float] = {}
 
     def take(self, record: Line | Snapshot) -> Entry | None:
-        """None for a snapshot, which is only kept in mind."""
+        """None for a snapshot, which is only kept in mind, and for a warm step, whose number is that of no step."""
         if isinstance(record, Snapshot):
             self._run = run_figures(record)
             self._steps.reach(record)
             return None
         line = record.line
+        if line.get("kind") == "warm":
+            return None
         step, again = self._steps.of(line)
         figures = dict(update_numbers(line) if line.get("kind") == "update" else numbers(line))
         if line.get("kind") == "train":

@@ -1,0 +1,118 @@
+"""The tokens of an answer that somebody else wrote, as the policy would have sampled them behind its context. Pure.
+
+Invariant: what comes back follows the generation prompt and ends with the token that ends an answer, so that a model
+that is trained on it continues contexts as it meets them. The end is the frame's alone: an answer that holds the text
+of such a token is refused. Fails with ChatRefused, which names what of the message cannot be said.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+from asyncrl.chat.messages import Message, Tool
+from asyncrl.chat.parsers import END_THINK, THINK
+from asyncrl.chat.template import ChatTemplate
+from asyncrl.chat.turns import ANSWER
+from asyncrl.errors import ChatRefused
+from asyncrl.tokenizer import Tokenizer
+
+FIELD = "answer"
+OTHERS = ("qkz", "zqk")
+"""Answers that share no beginning."""
+_QUESTION: Message = {"role": "user", "content": "q"}
+
+
+def answer_ids(
+    template: ChatTemplate,
+    before: Sequence[Message],
+    answer: Message,
+    tools: Sequence[Tool],
+    options: Mapping[str, Any],
+) -> list[int]:
+    """The tokens of ``answer`` to ``before``, its end included. Raises ChatRefused."""
+    asked = template.text(before, tools, options)
+    whole = template.text([*before, answer], tools, options, generate=False)
+    written = _written(answer)
+    for end in template.ends:
+        if end in written:
+            raise ChatRefused(FIELD, f"holds {end}, at which an answer ends")
+    rest = _behind(asked, whole, answer)
+    if rest is None:
+        rest = _behind_moved(template, before, asked, whole, tools, options)
+    places = [(at, -len(end), end) for end in template.ends if (at := rest.find(end)) >= 0]
+    if places:
+        at, _, end = min(places)
+        words, last = rest[:at], [template.ends[end]]
+    else:
+        words, last = _unframed(template, rest, options), sorted(template.end_ids)[:1]
+    return [*continuation(template.tokenizer, template.ids(asked), asked, words), *last]
+
+
+def continuation(tokenizer: Tokenizer, context: Sequence[int], text: str, words: str) -> list[int]:
+    """The tokens of ``words`` behind ``text``, whose tokens are ``context``.
+
+    They are those of both together where the context's come first; else, where a token would span the seam, those of
+    the words alone. Raises ChatRefused.
+    """
+    try:
+        whole = tokenizer.encode(text + words)
+        if whole[: len(context)] == list(context):
+            return whole[len(context) :]
+        return tokenizer.encode(words)
+    except ValueError as error:
+        raise ChatRefused(FIELD, str(error)) from None
+
+
+def _behind(asked: str, whole: str, answer: Message) -> str | None:
+    """What follows the generation prompt; None where ``whole`` does not go on from it."""
+    if whole.startswith(asked):
+        return whole[len(asked) :]
+    head, opens, tail = asked.rpartition(THINK)
+    if not opens or tail.strip() or not whole.startswith(head):
+        return None
+    # The generation prompt opens the reasoning, and the template leaves it out of an answer.
+    thought, rest = answer.get("reasoning_content", "").strip("\n"), whole[len(head) :]
+    if not thought:
+        told = f"has no reasoning, and the generation prompt opens it by {THINK}; give the message reasoning_content"
+        raise ChatRefused(FIELD, told)
+    return f"{thought}\n{END_THINK}\n\n{rest}"
+
+
+def _behind_moved(
+    template: ChatTemplate,
+    before: Sequence[Message],
+    asked: str,
+    whole: str,
+    tools: Sequence[Tool],
+    options: Mapping[str, Any],
+) -> str:
+    """What follows the generation prompt where an answer changes the text before it, as where tools or the system
+    message move with the last question: what answers that differ from their first letter on do not share.
+    """
+    base = template.text(before, tools, options, generate=False)
+    others = ({"role": "assistant", "content": word} for word in OTHERS)
+    first, second = (template.text([*before, each], tools, options, generate=False) for each in others)
+    alike = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    head = "".join(letter for letter, _ in alike)
+    prompt = asked[len(base) :]
+    if not (asked.startswith(base) and head.endswith(prompt) and whole.startswith(head)):
+        raise ChatRefused(FIELD, "cannot be placed: the template does not begin it as the generation prompt does")
+    return whole[len(head) :]
+
+
+def _unframed(template: ChatTemplate, rest: str, options: Mapping[str, Any]) -> str:
+    """The words of an answer whose end the template does not write, without the frame that it puts behind each."""
+    shown = template.text([_QUESTION, {"role": "assistant", "content": ANSWER}], (), options, generate=False)
+    frame = shown[shown.rfind(ANSWER) + len(ANSWER) :]
+    if not rest.endswith(frame):
+        raise ChatRefused(FIELD, "cannot be placed: where it ends in the template's text cannot be told")
+    return rest[: len(rest) - len(frame)]
+
+
+def _written(answer: Message) -> str:
+    """All that the message itself says."""
+    calls = answer.get("tool_calls", ())
+    return "\n".join([answer["content"], answer.get("reasoning_content", ""), json.dumps(calls, ensure_ascii=False)])

@@ -1,0 +1,19 @@
+"""What is subtracted from the rewards of a step before its advantages are taken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """What is subtracted, in units of the reward. ``past`` and ``total`` are of a group's trajectories, in order."""
+
+    total: list[np.ndarray]
+    """For each group float64 [n]."""
+    past: list[list[np.ndarray]]
+    """For each group and trajectory float64 [turns]: the part of it that came before the turn in its sequence."""
+    metrics: dict[str, float]
+    """``reward/kl_penalty``, the mean of a trajectory, and ``policy/reference_kl``, that of a sampled token, nats."""

@@ -1,0 +1,81 @@
+"""A scoring pass over the groups of a step before its plan is made: all that was sampled, cut up for the ranks as a
+step is. Pure; torch is not imported.
+
+Scored is every sampled token, also of what is masked or late and has no loss: the rewards of all trajectories of a
+group are in its baseline. Invariant: the result has one value for each sampled token in the order of
+``Sequence.logprobs``, however the pass was cut.
+
+Fails with nothing: the groups have been checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncrl.config import Config
+from asyncrl.learner.algorithm.batch import GroupScores, MicroBatch, SampledSequence, make_micro_batch
+from asyncrl.learner.algorithm.packing import pack
+from asyncrl.messages.groups import Group
+from asyncrl.messages.groups import Sequence as TokenSequence
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringPlan:
+    """A scoring pass. Every rank has the same number of micro-batches."""
+
+    ranks: list[list[MicroBatch]]
+    """[world size][micro-batches]; ``MicroBatch.sequences`` counts the sequences with a sampled token."""
+    lengths: list[int]
+    """Sampled tokens of each of these."""
+    temperature: float
+    """Logits are divided by it."""
+
+    def in_order(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The values of each sequence, from those of each rank, [tokens of all of its micro-batches], fillers
+        included.
+        """
+        found: list[np.ndarray] = [np.empty(0)] * len(self.lengths)
+        for batches, of_rank in zip(self.ranks, values, strict=True):
+            start = 0
+            for index in (int(i) for batch in batches for i in batch.sequences):
+                # A filler has one token.
+                end = start + (self.lengths[index] if index >= 0 else 1)
+                if index >= 0:
+                    found[index] = np.asarray(of_rank[start:end], np.float64)
+                start = end
+        return found
+
+
+def sampled_sequences(groups: Iterable[Group]) -> Iterator[tuple[Group, TokenSequence]]:
+    """Those with a sampled token, in the order of groups, trajectories and sequences."""
+    for group in groups:
+        for trajectory in group.trajectories:
+            yield from ((group, sequence) for sequence in trajectory.sequences if len(sequence.logprobs))
+
+
+def build_scoring(groups: Sequence[Group], *, config: Config, world_size: int, packed: bool) -> ScoringPlan:
+    """The pass over all that was sampled in ``groups``. ``packed`` False puts each sequence in a row of its own."""
+    sequences = [SampledSequence.whole(group, sequence) for group, sequence in sampled_sequences(groups)]
+    lengths = [len(sequence.input_ids) for sequence in sequences]
+    rows = pack(lengths, budget=config.learner.tokens_per_microbatch, world_size=world_size, packed=packed)
+    weights = [1.0] * len(sequences)
+    return ScoringPlan(
+        ranks=[[make_micro_batch(sequences, weights, row) for row in rank] for rank in rows],
+        lengths=[len(sequence.predict) for sequence in sequences],
+        temperature=config.rollout.temperature,
+    )
+
+
+def by_group(groups: Sequence[Group], values: Sequence[np.ndarray]) -> list[GroupScores]:
+    """The values of ``sampled_sequences``, in its order, as GroupScores; a sequence without a sampled token has [0]."""
+    left = iter(values)
+    return [
+        [
+            [next(left) if len(sequence.logprobs) else np.empty(0) for sequence in trajectory.sequences]
+            for trajectory in group.trajectories
+        ]
+        for group in groups
+    ]

@@ -1,0 +1,52 @@
+"""How the plan of a step comes about: what has to be scored first, its updates, and the conversations beside them.
+
+Runs on the thread of the backend, which does the scoring. Fails as build_step and kl_reward.py say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from asyncrl.config import Config
+from asyncrl.learner.algorithm.batch import GroupScores, StepPlan, build_step
+from asyncrl.learner.algorithm.kl_reward import kl_penalties
+from asyncrl.learner.algorithm.penalties import Penalties
+from asyncrl.learner.algorithm.scoring import build_scoring, by_group
+from asyncrl.learner.algorithm.supervised import SupervisedSteps
+from asyncrl.learner.backend import Backend
+from asyncrl.messages.groups import Group
+
+
+def plan_step(
+    groups: Sequence[Group],
+    *,
+    filtered: Sequence[Group],
+    version: int,
+    fresh: bool,
+    step: int,
+    config: Config,
+    backend: Backend,
+    teacher: Sequence[GroupScores] | None = None,
+    supervised: SupervisedSteps | None = None,
+) -> StepPlan:
+    """The plan of step ``step``, counted from 1; the rest as for build_step. Raises NonFiniteStep or ConfigError."""
+    plan = build_step(
+        groups,
+        filtered=filtered,
+        penalties=_penalties(groups, step, config, backend),
+        teacher=teacher,
+        version=version,
+        fresh=fresh,
+        config=config,
+        world_size=config.learner.ranks,
+        packed=backend.packed,
+    )
+    return plan if supervised is None else supervised.beside(plan, step)
+
+
+def _penalties(groups: Sequence[Group], step: int, config: Config, backend: Backend) -> Penalties | None:
+    learner = config.learner
+    if not learner.kl.in_reward or learner.backend == "sim" or not groups:
+        return None
+    scoring = build_scoring(groups, config=config, world_size=learner.ranks, packed=backend.packed)
+    return kl_penalties(groups, by_group(groups, backend.score(scoring)), learner.kl, step=step)

@@ -1,0 +1,124 @@
+"""Scores groups by a teacher on a server, beside the training: a group from the moment it is in the buffer.
+
+Invariant: a group is asked for once, however often it is put back into the buffer; at most
+``learner.teacher_server.concurrency`` requests are open, and as many groups are kept as the buffer and the step hold,
+which the gate bounds. Not thread-safe: it lives in the event loop of rank 0.
+
+Fails with ActorFailed, which names the URL, when a request has failed ``tries`` times, or once for good.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import numpy as np
+from structlog.typing import FilteringBoundLogger
+
+from asyncrl.config.algorithm import TeacherServerConfig
+from asyncrl.errors import ActorFailed
+from asyncrl.learner.algorithm.batch import GroupScores
+from asyncrl.learner.algorithm.scoring import by_group, sampled_sequences
+from asyncrl.messages.groups import Group
+from asyncrl.messages.groups import Sequence as TokenSequence
+from asyncrl.monitor.metrics import Figures
+from asyncrl.runtime.awaits import Awaits
+from asyncrl.teacher import TeacherClient, TeacherFailed
+from asyncrl.trajectories import sampled_positions
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+
+
+class ServedTeacher:
+    """See the module. ``name`` is the actor's."""
+
+    def __init__(
+        self,
+        url: str,
+        config: TeacherServerConfig,
+        *,
+        name: str,
+        tasks: asyncio.TaskGroup,
+        counters: Figures,
+        awaits: Awaits,
+        log: FilteringBoundLogger,
+        news: Callable[[], object],
+    ) -> None:
+        """``news`` is called whenever a group is done."""
+        self._client = TeacherClient(url, config)
+        self._config, self._name, self._tasks = config, name, tasks
+        self._counters, self._awaits, self._log = counters, awaits, log
+        self._news = news
+        self._places = asyncio.Semaphore(config.concurrency)
+        self._scores: dict[str, asyncio.Future[GroupScores]] = {}
+        """By uid; done or under way."""
+
+    def begin(self, group: Group) -> None:
+        """Ask for what was sampled in a group, if that is not done."""
+        uid = group.ticket.uid
+        if uid not in self._scores:
+            self._scores[uid] = asyncio.get_running_loop().create_future()
+            self._tasks.create_task(self._score(group))
+
+    def has_done(self, groups: Iterable[Group]) -> bool:
+        """Whether each of these groups is scored, or cannot be."""
+        return all((scores := self._scores.get(group.ticket.uid)) is not None and scores.done() for group in groups)
+
+    async def scores(self, groups: Sequence[Group]) -> list[GroupScores]:
+        """The log-probs of all that was sampled in these groups, nats, at temperature 1. Raises ActorFailed."""
+        for group in groups:
+            self.begin(group)
+        return [await self._scores[group.ticket.uid] for group in groups]
+
+    def keep(self, uids: Collection[str]) -> None:
+        """Forget all groups but these."""
+        held = set(uids)
+        self._scores = {uid: scores for uid, scores in self._scores.items() if uid in held}
+
+    async def close(self) -> None:
+        """Close its connections; what is under way has been cancelled by its owner."""
+        await self._client.close()
+
+    async def _score(self, group: Group) -> None:
+        answer = self._scores[group.ticket.uid]
+        asked = [self._ask(group, sequence) for _, sequence in sampled_sequences([group])]
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        failed = next((each for each in found if isinstance(each, BaseException)), None)
+        if answer.done():
+            return
+        if failed is not None:
+            answer.set_exception(failed)
+            # Whoever needs the group has it raised; a group that nobody needs any more fails nothing.
+            answer.exception()
+        else:
+            (scores,) = by_group([group], [each for each in found if isinstance(each, np.ndarray)])
+            answer.set_result(scores)
+        self._news()
+
+    async def _ask(self, group: Group, sequence: TokenSequence) -> np.ndarray:
+        prompt = group.ticket.prompt_ids if sequence.prompt_ids is None else sequence.prompt_ids
+        places = sampled_positions(sequence) + len(prompt)
+        ids = np.concatenate([prompt, sequence.tokens])[: int(places[-1]) + 1].tolist()
+        pause_s = FIRST_PAUSE_S
+        for attempt in range(1, self._config.tries + 1):
+            try:
+                async with self._places:
+                    self._counters.add("teacher/requests")
+                    with self._awaits.on(self._client.url, "log-probs by the teacher"):
+                        return await self._client.logprobs(ids, places)
+            except TeacherFailed as error:
+                self._counters.add("teacher/failed_requests")
+                self._log.warning("the teacher did not score", uid=group.ticket.uid, attempt=attempt, error=str(error))
+                if not error.passing or attempt == self._config.tries:
+                    times = f" ({attempt} times; learner.teacher_server.tries)" if error.passing else ""
+                    raise ActorFailed(self._name, f"learner.teacher: {error.reason}{times}") from error
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        raise AssertionError("tries is above 0")
+
+
+def begin_all(teacher: ServedTeacher | None, groups: Iterable[Group]) -> None:
+    """Ask for each of the groups, where there is a teacher on a server."""
+    if teacher is not None:
+        for group in groups:
+            teacher.begin(group)

@@ -1,0 +1,1 @@
+"""Conversations that somebody else wrote, as tokens to train on."""

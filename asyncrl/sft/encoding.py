@@ -1,0 +1,161 @@
+"""A row of ``sft.data`` to sequences of tokens with the positions that have a loss. Pure.
+
+A conversation is laid out as the rollouter lays out one that the policy has played: an answer's tokens follow the
+generation prompt, and the context of the next answer goes on from them where the chat template allows it; where it does
+not, another sequence begins, in which earlier answers are context. Invariant: each answer of the assistant is trained
+once, from its first token to the one that ends it.
+
+Fails with BadConversation, which says what is wrong with the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from asyncrl.chat.answers import continuation
+from asyncrl.chat.messages import Message, Tool, normalise_messages, normalise_tools
+from asyncrl.chat.renderer import Renderer
+from asyncrl.config import Config
+from asyncrl.errors import ChatRefused
+from asyncrl.tokenizer import Tokenizer
+
+KEYS = '{"messages": [...]} or {"prompt": ..., "completion": ...}'
+
+
+class BadConversation(ValueError):
+    """A row that cannot be trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A sequence of T tokens, N of which have a loss."""
+
+    ids: np.ndarray
+    """int32 [T]."""
+    trained: np.ndarray
+    """int32 [N], ascending, each above 0: the positions of the tokens with a loss."""
+
+
+class Encoder:
+    """Rows of a run. ``renderer`` is None where the model has no chat template."""
+
+    def __init__(self, config: Config, tokenizer: Tokenizer, renderer: Renderer | None) -> None:
+        self._tokenizer, self._renderer = tokenizer, renderer
+        self._template, self._system = config.data.template, config.data.system
+        self._longest, self._cuts = config.longest_supervised, config.sft.on_long == "cut"
+
+    def __call__(self, row: Any) -> list[Encoded]:
+        """The sequences of a row, at least one, each with a loss. Raises BadConversation."""
+        if not isinstance(row, dict):
+            raise BadConversation(f"is no object; a row is {KEYS}")
+        try:
+            found = self._plain(row) if self._is_plain(row) else self._chat(row)
+        except (ChatRefused, ValueError) as error:
+            raise BadConversation(str(error)) from None
+        fitted = [each for each in map(self._fitted, found) if len(each.trained)]
+        if not fitted:
+            raise BadConversation(f"has no answer within {self._longest} tokens" if found else "has no answer to train")
+        return fitted
+
+    def _is_plain(self, row: Mapping[str, Any]) -> bool:
+        if "messages" in row:
+            return False
+        if "prompt" not in row or "completion" not in row:
+            raise BadConversation(f"has the keys {', '.join(map(repr, row)) or 'of nothing'}; a row is {KEYS}")
+        return self._template == "plain"
+
+    def _plain(self, row: Mapping[str, Any]) -> list[Encoded]:
+        prompt, completion = row["prompt"], row["completion"]
+        for key, value in (("prompt", prompt), ("completion", completion)):
+            if not isinstance(value, str):
+                raise BadConversation(f'{key}: must be text under data.template = "plain"')
+        ids, text = self._tokenizer.encode_prompt(prompt, "plain", None)
+        if not ids:
+            raise BadConversation("prompt: has no tokens")
+        # Those that a tokenizer puts in front are no part of the text.
+        bare = self._tokenizer.encode(text)
+        answer = continuation(self._tokenizer, bare, text, completion)
+        ends = self._tokenizer.eos_ids
+        if ends and answer[-1:] and answer[-1] not in ends:
+            answer = [*answer, min(ends)]
+        trained = np.arange(len(ids), len(ids) + len(answer), dtype=np.int32)
+        return [Encoded(np.array([*ids, *answer], np.int32), trained)] if answer else []
+
+    def _chat(self, row: Mapping[str, Any]) -> list[Encoded]:
+        if self._renderer is None:
+            raise BadConversation("needs a chat template, and the model has none")
+        given = row["messages"] if "messages" in row else _of_prompt(row)
+        if not isinstance(given, list):
+            raise BadConversation("messages: must be a list")
+        messages, tools = normalise_messages(given), normalise_tools(row.get("tools") or [])
+        weights = [_weight(message, f"messages[{number}]") for number, message in enumerate(given)]
+        if self._system is not None and all(message["role"] != "system" for message in messages):
+            messages, weights = [{"role": "system", "content": self._system}, *messages], [1, *weights]
+        return _lay_out(self._renderer, messages, weights, tools)
+
+    def _fitted(self, whole: Encoded) -> Encoded:
+        if len(whole.ids) <= self._longest:
+            return whole
+        if not self._cuts:
+            told = f"takes {len(whole.ids)} tokens, and the longest sequence is {self._longest}"
+            raise BadConversation(told)
+        return Encoded(whole.ids[: self._longest], whole.trained[whole.trained < self._longest])
+
+
+def _lay_out(
+    renderer: Renderer, messages: Sequence[Message], weights: Sequence[int], tools: Sequence[Tool]
+) -> list[Encoded]:
+    found: list[Encoded] = []
+    ids: list[int] = []
+    trained: list[int] = []
+    said: list[int] = []
+    last = -1
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        if not number:
+            raise ChatRefused("messages[0]", "is an answer to nothing")
+        between = messages[last + 1 : number]
+        context = renderer.extension(between, tools, {}, last_ids=said, finish="stop") if last >= 0 else None
+        if context is None:
+            if trained:
+                found.append(_encoded(ids, trained))
+            ids, trained = renderer.render(messages[:number], tools, {}), []
+        else:
+            ids += context
+        try:
+            said = renderer.answer(messages[:number], message, tools, {})
+        except ChatRefused as error:
+            raise ChatRefused(f"messages[{number}]", error.problem) from None
+        if weights[number]:
+            trained += range(len(ids), len(ids) + len(said))
+        ids, last = [*ids, *said], number
+    if trained:
+        found.append(_encoded(ids, trained))
+    return found
+
+
+def _encoded(ids: Sequence[int], trained: Sequence[int]) -> Encoded:
+    return Encoded(np.array(ids, np.int32), np.array(trained, np.int32))
+
+
+def _of_prompt(row: Mapping[str, Any]) -> list[Any]:
+    """The messages of a prompt and its completion."""
+    prompt, completion = row["prompt"], row["completion"]
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    answered = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+    if not isinstance(asked, list) or not isinstance(answered, list):
+        raise BadConversation("prompt and completion: each must be text or a list of messages")
+    return [*asked, *answered]
+
+
+def _weight(message: Mapping[str, Any], field: str) -> int:
+    """1 for an answer that is trained, as in OpenAI's files for fine-tuning."""
+    weight = message.get("weight", 1)
+    if weight not in (0, 1):
+        raise BadConversation(f"{field}.weight: must be 0 or 1")
+    return int(weight)

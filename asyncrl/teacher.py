@@ -1,0 +1,187 @@
+"""A teacher on a server: one request, the log-probs of the tokens of a sequence.
+
+Asked is ``/completions`` of an OpenAI-compatible server that returns the log-probs of a prompt given as ids, as vLLM's
+does (``prompt_logprobs``, https://docs.vllm.ai/en/latest/api/vllm/entrypoints/openai/completion/protocol/). These are
+of the model as it stands, at temperature 1. Invariant: what comes back is one finite number of at most 0 for each token
+asked for, of that very id; anything else is an error that names the URL. No redirect is followed, so that the key goes
+nowhere else, and no answer is read beyond MOST_BYTES.
+
+Fails with TeacherFailed, which says whether the same may be asked again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from asyncrl.config.algorithm import TeacherServerConfig
+
+if TYPE_CHECKING:
+    import aiohttp
+
+MOST_BYTES = 256 << 20
+CONNECT_S = 10.0
+ABOVE_ZERO = 1e-4
+"""A log-prob may be above 0 by rounding."""
+PASSING = (408, 409, 425, 429, 500, 502, 503, 504, 529)
+"""Statuses that say nothing about the request."""
+
+
+class TeacherFailed(Exception):
+    """No log-probs. ``passing``: the same may be asked again."""
+
+    def __init__(self, reason: str, *, passing: bool) -> None:
+        self.reason, self.passing = reason, passing
+        super().__init__(reason)
+
+
+class _Logprob(msgspec.Struct):
+    logprob: float | None = None
+
+
+class _Choice(msgspec.Struct):
+    prompt_logprobs: list[dict[str, _Logprob] | None] | None = None
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+
+
+class _Model(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Text(msgspec.Struct):
+    prompt: str
+
+
+class TeacherClient:
+    """Asks one server. Made and used in one event loop; ``close`` ends it."""
+
+    def __init__(self, url: str, config: TeacherServerConfig) -> None:
+        import aiohttp
+
+        self._http = aiohttp
+        self.url = url.rstrip("/").removesuffix("/completions")
+        self._config = config
+        self._model = config.model
+        self._session: aiohttp.ClientSession | None = None
+
+    async def model(self) -> tuple[str, int | None]:
+        """The name of the teacher, and the longest sequence that its server takes, where that is told."""
+        found: _Models = _read(await self._ask("GET", f"{self.url}/models"), _Models, f"{self.url}/models")
+        named = [each for each in found.data if self._model in (None, each.id)]
+        if not named:
+            there = ", ".join(each.id for each in found.data) or "none"
+            raise TeacherFailed(f"{self.url} serves no model {self._model!r}; it serves {there}", passing=False)
+        if self._model is None and len(named) > 1:
+            there = ", ".join(each.id for each in named)
+            told = f"{self.url} serves several models ({there}); name one in learner.teacher_server.model"
+            raise TeacherFailed(told, passing=False)
+        self._model = named[0].id
+        return named[0].id, named[0].max_model_len
+
+    async def text(self, ids: Sequence[int]) -> str | None:
+        """The text of ids; None where the server does not say, since no OpenAI-compatible one has to."""
+        if self._model is None:
+            await self.model()
+        url = f"{self.url.removesuffix('/v1')}/detokenize"
+        body = {"model": self._model, "tokens": list(ids)}
+        try:
+            found: _Text = _read(await self._ask("POST", url, body), _Text, url)
+        except TeacherFailed:
+            return None
+        return found.prompt
+
+    async def logprobs(self, ids: Sequence[int], places: np.ndarray) -> np.ndarray:
+        """float64 [S], nats: log-prob of the tokens of ``ids`` at ``places``, each above 0. Raises TeacherFailed."""
+        if self._model is None:
+            await self.model()
+        url = f"{self.url}/completions"
+        # Servers want at least one token to sample; it is thrown away.
+        body = {"model": self._model, "prompt": list(ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        answer: _Completion = _read(await self._ask("POST", url, body), _Completion, url)
+        found = answer.choices[0].prompt_logprobs if answer.choices else None
+        if found is None:
+            told = "answers without prompt_logprobs: it must be a server that scores prompts, as vLLM's"
+            raise TeacherFailed(f"{url} {told}", passing=False)
+        if len(found) != len(ids):
+            told = f"answers with log-probs of {len(found)} tokens where {len(ids)} were asked for"
+            raise TeacherFailed(f"{url} {told}", passing=True)
+        return np.array([self._value(url, ids, found, int(place)) for place in places], np.float64)
+
+    async def close(self) -> None:
+        """Close its connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    def _value(self, url: str, ids: Sequence[int], found: Sequence[dict[str, _Logprob] | None], place: int) -> float:
+        of_token = (found[place] or {}).get(str(ids[place]))
+        if of_token is None:
+            raise TeacherFailed(f"{url} answers without the log-prob of token {place}, id {ids[place]}", passing=False)
+        value = of_token.logprob
+        if value is None or not math.isfinite(value) or value > ABOVE_ZERO:
+            told = f"answers with {value} as the log-prob of token {place}, id {ids[place]}"
+            raise TeacherFailed(f"{url} {told}", passing=value is None or not math.isfinite(value))
+        return min(value, 0.0)
+
+    async def _ask(self, method: str, url: str, body: dict[str, Any] | None = None) -> bytes:
+        headers = {"Content-Type": "application/json"}
+        if self._config.api_key_env:
+            headers["Authorization"] = f"Bearer {os.environ.get(self._config.api_key_env, '')}"
+        data = msgspec.json.encode(body) if body is not None else None
+        try:
+            async with (
+                asyncio.timeout(self._config.timeout_s),
+                self._open().request(method, url, data=data, headers=headers, allow_redirects=False) as response,
+            ):
+                status, answer = response.status, await _read_all(response, url)
+        except TimeoutError as error:
+            told = f"has not answered within learner.teacher_server.timeout_s = {self._config.timeout_s:g} s"
+            raise TeacherFailed(f"{url} {told}", passing=True) from error
+        except (self._http.ClientError, OSError) as error:
+            told = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            raise TeacherFailed(f"{url} cannot be reached: {told}", passing=True) from error
+        if status != 200:
+            said = " ".join(answer[:400].decode(errors="replace").split())
+            raise TeacherFailed(f"{url} answers with status {status}: {said}", passing=status in PASSING)
+        return answer
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = self._http.ClientSession(
+                # How many there are at once is decided by who asks.
+                connector=self._http.TCPConnector(limit=0),
+                timeout=self._http.ClientTimeout(total=None, sock_connect=CONNECT_S),
+                cookie_jar=self._http.DummyCookieJar(),
+                trust_env=True,
+            )
+        return self._session
+
+
+async def _read_all(response: aiohttp.ClientResponse, url: str) -> bytes:
+    parts, size = [], 0
+    async for part in response.content.iter_chunked(1 << 16):
+        size += len(part)
+        if size > MOST_BYTES:
+            raise TeacherFailed(f"{url} answers with more than {MOST_BYTES} bytes", passing=False)
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _read(data: bytes, kind: Any, url: str) -> Any:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise TeacherFailed(f"{url} answers with what cannot be read: {error}", passing=True) from None

@@ -1,0 +1,171 @@
+"""The models that only score, and the conversations, before the start."""
+
+import asyncio
+import json
+
+import pytest
+from model_files import write_model
+from teacher_server import scored, served
+
+from asyncrl.config.load import validate_config
+from asyncrl.preflight.frozen import check_served, compare
+from asyncrl.preflight.inputs import check_inputs, read_inputs
+from asyncrl.preflight.part import asks_of_learner
+from asyncrl.tokenizer import load_tokenizer
+
+
+@pytest.fixture
+def policy(tmp_path):
+    return write_model(tmp_path / "policy")
+
+
+@pytest.fixture
+def other(tmp_path):
+    return write_model(tmp_path / "other")
+
+
+def spoil_tokenizer(folder, change):
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    change(tokenizer["model"]["vocab"], tokenizer)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def without_tokenizer(size):
+    def spoil(folder):
+        (folder / "tokenizer.json").unlink()
+        (folder / "config.json").write_text(json.dumps({"vocab_size": size}))
+
+    return spoil
+
+
+def with_rows(size):
+    return lambda folder: (folder / "config.json").write_text(json.dumps({"vocab_size": size}))
+
+
+def added(id, content):
+    def change(_, tokenizer):
+        flags = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized", "special"], False)
+        tokenizer["added_tokens"] = [{"id": id, "content": content, **flags}]
+
+    return lambda folder: spoil_tokenizer(folder, change)
+
+
+SPOILT = [
+    (lambda f: None, ""),
+    (lambda f: spoil_tokenizer(f, lambda v, _: v.update({"b": 3})), ""),
+    (with_rows(8), ""),
+    (with_rows(2), "has 2 tokens in its vocab_size, and ids of the policy go up to 2"),
+    (
+        lambda f: spoil_tokenizer(f, lambda v, _: v.update({"a": 1, "</s>": 0})),
+        "has another tokenizer than model.path: id 0 is 'a' here and '</s>' there",
+    ),
+    (lambda f: spoil_tokenizer(f, lambda v, _: v.pop("</s>")), "id 1 is '</s>' here and none there"),
+    (added(0, "b"), "id 0 is 'a' here and 'b' there"),
+    (lambda f: (f / "config.json").unlink(), "holds no config.json"),
+    (without_tokenizer(3), ""),
+    (without_tokenizer(4), "holds no tokenizer, and 4 tokens in its vocab_size"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "told"), SPOILT)
+def test_ids_must_be_the_same_tokens(policy, other, spoil, told):
+    spoil(other)
+    problem = compare(policy, other, load_tokenizer(str(policy)))
+    assert told in problem and bool(problem) == bool(told)
+
+
+def config_of(policy, **sections):
+    tree = {
+        "model": {"path": str(policy)},
+        "data": {"source": "synthetic", "size": 4},
+        "rollout": {"gpus_per_replica": 0, "max_tokens": 100},
+        **sections,
+    }
+    return validate_config(tree)
+
+
+@pytest.mark.parametrize(
+    ("key", "learner"),
+    [
+        ("learner.kl.path", lambda path: {"kl": {"coefficient": 0.1, "path": path}}),
+        ("learner.teacher", lambda path: {"loss": "distill", "teacher": path}),
+    ],
+)
+def test_a_model_with_another_tokenizer_is_refused_before_the_start(policy, other, key, learner):
+    config = config_of(policy, learner=learner(str(other)))
+    assert asks_of_learner(config) and not asks_of_learner(config_of(policy))
+    *_, found = read_inputs(config, with_rows=True, for_learner=True).findings
+    assert (found.check, found.result, found.key) == ("tokenizer", "ok", key)
+    spoil_tokenizer(other, lambda v, _: v.pop("</s>"))
+    *_, found = asyncio.run(check_inputs(config, for_learner=True)).findings
+    assert (found.check, found.result, found.key) == ("tokenizer", "fail", key)
+    assert str(other) in found.detail and found.fix
+    assert all(each.key != key for each in read_inputs(config, with_rows=True).findings)
+
+
+def served_finding(policy, *script, **settings):
+    learner = {"loss": "distill", "teacher_server": settings.pop("teacher_server", {})}
+
+    async def play():
+        async with served(*script, **settings) as there:
+            config = config_of(policy, learner=learner | {"teacher": there.url})
+            return await check_served(there.url, config, load_tokenizer(str(policy))), there
+
+    return asyncio.run(asyncio.wait_for(play(), 30))
+
+
+@pytest.mark.parametrize(
+    ("script", "settings", "result", "told"),
+    [
+        (scored, {"decode": lambda ids: "other words"}, "fail", "has another tokenizer than model.path"),
+        (scored, {}, "warn", "but does not tell its tokens"),
+        (
+            scored,
+            {"longest": 1124},
+            "fail",
+            "takes sequences of up to 1124 tokens, and the longest of the run needs 1125",
+        ),
+        (scored, {"longest": 1125}, "warn", "does not tell"),
+        (400, {}, "fail", "/completions answers with status 400"),
+        (500, {}, "fail", "/completions answers with status 500"),
+        (scored, {"models": ("x", "y")}, "fail", "serves several models (x, y)"),
+        (scored, {"teacher_server": {"model": "z"}}, "fail", "serves no model 'z'; it serves teacher"),
+    ],
+)
+def test_a_server_is_asked_what_the_run_will_ask(policy, script, settings, result, told):
+    found, server = served_finding(policy, script, **settings)
+    assert (found.check, found.result, found.key) == ("teacher", result, "learner.teacher")
+    assert told in found.detail and server.url in found.detail and found.fix
+
+
+def test_a_server_with_the_policy_s_tokens_is_right(policy):
+    tokenizer = load_tokenizer(str(policy))
+    found, server = served_finding(policy, scored, decode=lambda ids: f" {tokenizer.decode(ids)}")
+    assert found.result == "ok" and "serves teacher and scores" in found.detail
+    # The highest id of the policy is in its range.
+    assert server.bodies[0]["prompt"][-1] == 2
+
+
+def test_conversations_are_read_before_the_start(policy, tmp_path):
+    rows = [{"prompt": "a a", "completion": "a"}, {"prompt": "a", "completion": 3}]
+    path = tmp_path / "talk.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    config = config_of(policy, sft={"data": str(path), "warm_steps": 1})
+    *_, found = asyncio.run(check_inputs(config, for_learner=True)).findings
+    assert (found.check, found.result, found.key) == ("data", "fail", "sft.data")
+    assert f"{path}:2: completion: must be text" in found.detail and "sft.on_bad_row" in found.fix
+    skips = config.model_copy(update={"sft": config.sft.model_copy(update={"on_bad_row": "skip"})})
+    *_, found = read_inputs(skips, with_rows=True, for_learner=True).findings
+    assert found.result == "warn" and "1 row can be trained; the longest sequence has 4 tokens" in found.detail
+    assert f"1 row left out, the first: {path}:2" in found.detail
+    path.write_text(json.dumps(rows[0]))
+    *_, found = read_inputs(config, with_rows=True, for_learner=True).findings
+    assert found.result == "ok"
+    path.unlink()
+    *_, found = read_inputs(config, with_rows=True, for_learner=True).findings
+    assert found.result == "fail" and "no such file" in found.detail and "correct sft.data" in found.fix
+    window = '{"eos_token_id": 1, "max_position_embeddings": 8}'
+    (policy / "config.json").write_text(window)
+    wide = config.model_copy(update={"sft": config.sft.model_copy(update={"max_tokens": 9})})
+    *_, found = read_inputs(wide, with_rows=True, for_learner=True).findings
+    assert (found.result, found.key) == ("fail", "sft.max_tokens") and "max_position_embeddings = 8" in found.detail

@@ -1,0 +1,231 @@
+"""Rows of sft.data as tokens with a loss, and their order."""
+
+import json
+
+import numpy as np
+import pytest
+from chat_models import FAMILIES, config_of, id_of, write_chat_model
+
+from asyncrl.config.load import validate_config
+from asyncrl.errors import ConfigError, DataError
+from asyncrl.sft.conversations import Conversation, Conversations, load_conversations, make_encoder
+from asyncrl.sft.encoding import BadConversation
+from asyncrl.tokenizer import tokenizer_of
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+TALK = [
+    {"role": "user", "content": "Hello."},
+    {"role": "assistant", "content": "Hi there."},
+    {"role": "user", "content": "And then?"},
+    {"role": "assistant", "content": "The end."},
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {}
+
+    def folder(name):
+        if name not in made:
+            template, eos = FAMILIES[name]
+            made[name] = write_chat_model(tmp_path_factory.mktemp("m") / "model", template, eos=eos)
+        return made[name]
+
+    return folder
+
+
+def configured(folder, *, prompts=None, **sft):
+    config = config_of(folder)
+    held = {"sft": config.sft.model_copy(update=sft), "data": config.data.model_copy(update=prompts or {})}
+    return config.model_copy(update=held)
+
+
+def shown(config, row):
+    """Each sequence as text, what is trained in brackets."""
+    tokenizer = tokenizer_of(config)
+    found = []
+    for sequence in make_encoder(config, tokenizer)(row):
+        text, trained = "", set(sequence.trained.tolist())
+        for place, id in enumerate(sequence.ids.tolist()):
+            text += "[" * (place in trained and place - 1 not in trained)
+            text += tokenizer.decode([id], keep_special=True)
+            text += "]" * (place in trained and place + 1 not in trained)
+        found.append(text)
+    return found
+
+
+def chatml(*messages):
+    return "".join(f"<|im_start|>{role}\n{text}\n" for role, text in messages)
+
+
+def test_answers_are_trained_with_their_ends_and_nothing_else_is(folders):
+    expected = chatml(
+        ("user", "Hello.<|im_end|>"),
+        ("assistant", "[Hi there.<|im_end|>]"),
+        ("user", "And then?<|im_end|>"),
+        ("assistant", "[The end.<|im_end|>]"),
+    )
+    assert shown(configured(folders("chatml")), {"messages": TALK}) == [expected.removesuffix("\n")]
+
+
+def test_what_is_said_after_the_last_answer_has_no_part(folders):
+    more = [*TALK, {"role": "user", "content": "Bye."}]
+    config = configured(folders("chatml"))
+    assert shown(config, {"messages": more}) == shown(config, {"messages": TALK})
+
+
+def test_where_a_context_is_not_extended_another_sequence_begins_and_each_answer_is_trained_once(folders):
+    first, second = shown(configured(folders("lines")), {"messages": TALK})
+    assert first == "user: Hello.\nassistant:[ Hi there.</s>]"
+    assert second == "user: Hello.\nassistant: Hi there.\nuser: And then?\nassistant:[ The end.</s>]"
+
+
+def test_an_answer_of_weight_0_is_context(folders):
+    talk = [TALK[0], TALK[1] | {"weight": 0}, *TALK[2:]]
+    (found,) = shown(configured(folders("chatml")), {"messages": talk})
+    assert found.count("[") == 1 and found.endswith("[The end.<|im_end|>]")
+
+
+def test_prompt_and_completion_go_by_the_template_of_the_data(folders):
+    row = {"prompt": "Hello.", "completion": "Hi there.", "answer": 1}
+    plain = configured(folders("chatml"))
+    assert shown(plain, row) == ["<s>Hello.[Hi there.<|im_end|>]"]
+    assert shown(plain, row | {"completion": "Hi.<|im_end|>"}) == ["<s>Hello.[Hi.<|im_end|>]"]
+    chat = configured(folders("chatml"), prompts={"template": "chat", "system": "Be brief."})
+    (found,) = shown(chat, row)
+    assert found == chatml(
+        ("system", "Be brief.<|im_end|>"), ("user", "Hello.<|im_end|>"), ("assistant", "[Hi there.<|im_end|>]")
+    ).removesuffix("\n")
+    asked = [{"role": "system", "content": "Or not."}, TALK[0]]
+    (own,) = shown(chat, {"prompt": asked, "completion": [TALK[1]]})
+    assert "Or not." in own and "Be brief." not in own
+
+
+def test_tools_of_a_row_are_shown(folders):
+    tool = {"type": "function", "function": {"name": "lookup", "parameters": {"type": "object"}}}
+    (found,) = shown(configured(folders("tools first")), {"messages": TALK, "tools": [tool]})
+    assert '"name": "lookup"' in found and found.count("[") >= 2
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        (["messages"], "is no object"),
+        ({"text": "x"}, "has the keys 'text'; a row is"),
+        ({"prompt": "x"}, "has the keys 'prompt'; a row is"),
+        ({"messages": "x"}, "messages: must be a list"),
+        ({"messages": []}, "messages: there is none"),
+        ({"messages": [{"role": "poet", "content": "x"}]}, r"messages\[0\].role: is 'poet'"),
+        ({"messages": TALK[:1]}, "has no answer to train"),
+        ({"messages": TALK[1:]}, r"messages\[0\]: is an answer to nothing"),
+        ({"messages": [TALK[0], TALK[1] | {"weight": 2}]}, r"messages\[1\].weight: must be 0 or 1"),
+        ({"messages": [TALK[0], TALK[1] | {"weight": 0}]}, "has no answer to train"),
+        ({"messages": [TALK[0], TALK[1] | {"content": "a<|im_end|>b"}]}, r"messages\[1\]: holds <\|im_end\|>"),
+        ({"prompt": TALK, "completion": "x"}, 'prompt: must be text under data.template = "plain"'),
+    ],
+)
+def test_a_row_that_cannot_be_trained_says_why(row, told, folders):
+    with pytest.raises(BadConversation, match=told):
+        shown(configured(folders("chatml")), row)
+
+
+def test_a_model_without_a_chat_template_has_prompts_and_completions_alone(tmp_path):
+    config = configured(write_chat_model(tmp_path / "m", None))
+    with pytest.raises(BadConversation, match="needs a chat template, and the model has none"):
+        shown(config, {"messages": TALK})
+    assert shown(config, {"prompt": "Hello.", "completion": "Hi."}) == ["<s>Hello.[Hi.<|im_end|>]"]
+
+
+def test_a_sequence_that_is_too_long_is_refused_or_cut(folders):
+    folder = folders("chatml")
+    (whole,) = make_encoder(configured(folder), tokenizer_of(config_of(folder)))({"messages": TALK})
+    length = len(whole.ids)
+    assert whole.ids[-1] == id_of("<|im_end|>")
+    with pytest.raises(BadConversation, match=f"takes {length} tokens, and the longest sequence is {length - 1}"):
+        shown(configured(folder, max_tokens=length - 1), {"messages": TALK})
+    (cut,) = shown(configured(folder, max_tokens=length - 1, on_long="cut"), {"messages": TALK})
+    assert cut.endswith("[The end.]")
+    with pytest.raises(BadConversation, match="has no answer within 3 tokens"):
+        shown(configured(folder, max_tokens=3, on_long="cut"), {"messages": TALK})
+    assert shown(configured(folder, max_tokens=length), {"messages": TALK})
+
+
+def loaded(tmp_path, folder, rows, **sft):
+    lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
+    (tmp_path / "talk.jsonl").write_text("\n".join(lines))
+    return load_conversations(configured(folder, data=str(tmp_path / "talk.jsonl"), **sft))
+
+
+def test_a_bad_row_ends_the_reading_with_its_place_or_is_left_out(tmp_path, folders):
+    rows = [{"messages": TALK}, "", "{", {"messages": TALK[:1]}, {"prompt": "a", "completion": "b"}]
+    with pytest.raises(DataError, match=r"talk.jsonl:3: is not valid JSON.*sft.on_bad_row"):
+        loaded(tmp_path, folders("chatml"), rows)
+    found = loaded(tmp_path, folders("chatml"), rows, on_bad_row="skip")
+    assert [row.place.rpartition(":")[2] for row in found.rows] == ["1", "5"]
+    assert found.skipped == 2 and "talk.jsonl:3: is not valid JSON" in found.first_skipped
+    with pytest.raises(DataError, match=r"talk.jsonl:1: takes .* tokens.*sft.max_tokens"):
+        loaded(tmp_path, folders("chatml"), rows, max_tokens=3)
+    with pytest.raises(DataError, match=r"none of its 1 rows can be used, the first: .*talk.jsonl:1"):
+        loaded(tmp_path, folders("chatml"), ["{"], on_bad_row="skip")
+    with pytest.raises(DataError, match="no such file"):
+        load_conversations(configured(folders("chatml"), data=str(tmp_path / "none.jsonl")))
+
+
+def test_the_fingerprint_is_of_tokens_and_of_what_is_trained(tmp_path, folders):
+    folder = folders("chatml")
+    rows = [{"messages": TALK}, {"prompt": "a", "completion": "b"}]
+    first = loaded(tmp_path, folder, rows)
+    assert loaded(tmp_path, folder, ["", *rows]).fingerprint == first.fingerprint
+    masked = {"messages": [TALK[0], TALK[1] | {"weight": 0}, *TALK[2:]]}
+    others = [rows[::-1], rows[:1], [masked, rows[1]]]
+    assert len({first.fingerprint, *(loaded(tmp_path, folder, each).fingerprint for each in others)}) == 4
+
+
+def make_conversations(count, *, seed=0, batch=3):
+    rows = [Conversation(f"f:{number}", []) for number in range(count)]
+    return Conversations(rows=rows, fingerprint="f", seed=seed, batch=batch)
+
+
+def places(conversations, *numbers):
+    return [row.place for number in numbers for row in conversations.of_step(number)]
+
+
+def test_each_epoch_has_every_conversation_once_and_steps_run_over_its_end():
+    found = make_conversations(7)
+    stream = places(found, *range(1, 15))
+    assert len(stream) == 42 == 6 * 7
+    for start in range(0, 42, 7):
+        assert sorted(stream[start : start + 7]) == [f"f:{number}" for number in range(7)]
+    assert stream[:7] != stream[7:14]
+    assert found.epochs(7) == 3.0
+
+
+def test_the_order_is_that_of_the_seed_and_asks_for_no_earlier_step():
+    assert places(make_conversations(7), 9) == places(make_conversations(7), 1, 9, 9)[-3:]
+    streams = {tuple(places(make_conversations(50, seed=seed), 1, 2)) for seed in range(4)}
+    assert len(streams) == 4
+    assert np.unique(places(make_conversations(2, batch=5), 1)).tolist() == ["f:0", "f:1"]
+
+
+@pytest.mark.parametrize(
+    ("tree", "told"),
+    [
+        ({"sft": {"warm_steps": 3}}, "sft.warm_steps: has no effect without sft.data"),
+        ({"sft": {"weight": 0.1}}, "sft.weight: has no effect without sft.data"),
+        ({"sft": {"data": "x"}}, "sft.data: is not trained: set sft.warm_steps"),
+        ({"sft": {"data": "x", "warm_steps": 1}, "learner": {"backend": "sim"}}, 'backend = "sim" trains nothing'),
+        ({"sft": {"data": "x", "warm_steps": 1, "rise_steps": 2}}, "sft.rise_steps: is more than sft.warm_steps = 1"),
+        (
+            {"sft": {"data": "x", "weight": 1.0, "batch": 1}, "learner": {"updates_per_batch": 2}},
+            "sft.batch: is 1, fewer than the updates of a step",
+        ),
+        (
+            {"sft": {"data": "x", "warm_steps": 1}, "learner": {"kl": {"coefficient": 0.1}}},
+            "learner.kl.path: is model.path by default, which sft.warm_steps lead away from",
+        ),
+    ],
+)
+def test_keys_that_do_not_fit_together_are_refused(tree, told):
+    base = {"model": {"path": "m"}, "data": {"source": "synthetic"}, "rollout": {"gpus_per_replica": 0}}
+    with pytest.raises(ConfigError, match=told):
+        validate_config(base | tree)
