@@ -12,7 +12,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,12 +114,12 @@ def run(plan: Plan) -> Result:
 
 
 def _read(plan: Plan, code: int) -> Result:
-    place = {"variant": plan.variant.name, "group": plan.variant.group, "seed": plan.seed}
+    result = Result(plan.variant.name, plan.variant.group, plan.seed, failed="")
     if code != 0:
         last = (plan.folder / OUTPUT).read_text().splitlines()[-LAST_LINES:]
-        return Result(**place, failed="\n".join([f"exit code {code}", *last]))
+        return replace(result, failed="\n".join([f"exit code {code}", *last]))
     lines = [json.loads(line) for line in (plan.folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    return Result(**place, failed="", **figures(lines))
+    return replace(result, **figures(lines))
 
 
 def figures(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
