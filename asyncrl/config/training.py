@@ -195,8 +195,11 @@ class LearnerConfig(Section):
     """Token budget of a packed micro-batch."""
     packing: Literal["auto", "required", "off"] = "auto"
     """Several sequences a row: when the start-up check allows it, or refuse to start without, or never."""
-    activation_checkpointing: bool = False
-    """Recompute activations in the backward pass."""
+    activation_checkpointing: Literal["auto", "off", "selective", "full"] = "auto"
+    """Activations that are computed again in the backward pass: those of a layer (full), all but its matrix products
+    (selective), or none. auto is full on CUDA and off on CPU."""
+    offload: bool = False
+    """Keep the shards of weights and gradients and the optimizer's states in host memory, and step there."""
     compile: bool = False
     """torch.compile each layer."""
     collective_timeout_s: Seconds = 600.0

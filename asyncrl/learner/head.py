@@ -20,6 +20,11 @@ CHUNK_BYTES = 256 << 20
 """Size of the float32 logits of one chunk."""
 
 
+def chunk_size(vocabulary: int) -> int:
+    """Positions whose logits are there at once."""
+    return max(1, CHUNK_BYTES // (4 * vocabulary))
+
+
 def score_logits(
     logits: Tensor, targets: Tensor, temperature: float, *, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -56,7 +61,7 @@ def score_hidden(
 
     With a ``softcap`` c logits x become c tanh(x / c) before the temperature (Gemma 2, arXiv 2408.00118, section 2).
     """
-    size = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
+    size = chunk_size(weight.shape[0])
     scores: tuple[Tensor, Tensor] = _ScoreHidden.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, targets, temperature, softcap, entropy_gradient, size
     )

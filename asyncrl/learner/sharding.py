@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from typing import Any
 
 import msgspec
 import torch
@@ -22,17 +23,28 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from asyncrl.config import Config
 from asyncrl.config.training import LearnerConfig, ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.check import Choice, Scoring, choose_scoring
 from asyncrl.learner.check_sharded import confirm_scoring
+from asyncrl.learner.head import chunk_size
+from asyncrl.learner.memory import Checkpointing, Load, ModelShape, advise, estimate, in_gigabytes
 from asyncrl.learner.parallel import Ranks
 from asyncrl.learner.policy import Policy, empty_policy, load_policy
 
 _LOG = logging.getLogger(__name__)
+KEPT = (
+    "mm",
+    "addmm",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+)
+"""Operators of aten whose results selective checkpointing keeps: those that cost most to compute again."""
 
 
 def choose_device(config: LearnerConfig, rank: int) -> torch.device:
@@ -66,7 +78,9 @@ def prepare_device(device: torch.device, config: LearnerConfig) -> None:
 def build_policy(config: Config, ranks: Ranks, dtype: torch.dtype) -> tuple[Policy, Scoring]:
     """All ranks together: the sharded policy and how it scores. Raises ConfigError on all ranks."""
     policy, choice = _load(config.model, config, ranks)
-    shard(policy, ranks, config.learner, dtype)
+    if ranks.rank == 0 and ranks.device.type == "cuda":
+        tell_memory(policy, ranks, config.learner, dtype)
+    shard(policy, ranks, config.learner, dtype, _offload(ranks) if config.learner.offload else OffloadPolicy())
     return policy, _confirm(policy, choice, config, ranks, dtype, config.model)
 
 
@@ -79,8 +93,7 @@ def build_frozen(key: str, path: str, config: Config, ranks: Ranks, dtype: torch
     model = config.model.model_copy(update={"path": path})
     policy, choice = _load(model, config, ranks)
     policy.requires_grad_(False)
-    offload = CPUOffloadPolicy() if ranks.device.type == "cuda" else OffloadPolicy()
-    shard(policy, ranks, config.learner, dtype, offload)
+    shard(policy, ranks, config.learner, dtype, _offload(ranks) if ranks.device.type == "cuda" else OffloadPolicy())
     scoring = _confirm(policy, choice, config, ranks, dtype, model)
     if packed and not scoring.packed:
         raise ConfigError([f'{key}: {path} cannot score several sequences a row; set learner.packing to "off"'])
@@ -96,6 +109,10 @@ def _confirm(
         for warning in scoring.warnings:
             _LOG.warning("start-up check of %s: %s", model.path, warning)
     return scoring
+
+
+def _offload(ranks: Ranks) -> CPUOffloadPolicy:
+    return CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
 
 
 def _load(model: ModelConfig, config: Config, ranks: Ranks) -> tuple[Policy, Choice]:
@@ -141,18 +158,75 @@ def shard(
         # In place of the method, so that parameters keep their names and FSDP's hooks stay outside.
         if config.compile:
             layer.forward = torch.compile(layer.forward, dynamic=True)
-        if config.activation_checkpointing:
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+        if (kind := checkpointing(config, ranks.device)) != "off":
+            layer.forward = functools.partial(
+                checkpoint, layer.forward, use_reentrant=False, **checkpoint_contexts(kind)
+            )
         fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
     fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=offload)
     if ranks.world_size > 1:
         with ranks.waiting("handing out the weights"):
-            _hand_out(policy, whole, ranks, mesh)
+            _hand_out(policy, whole, ranks, mesh, offloaded=isinstance(offload, CPUOffloadPolicy))
 
 
-def _hand_out(policy: Policy, whole: dict[str, Tensor], ranks: Ranks, mesh: DeviceMesh) -> None:
+def shape_of(policy: Policy) -> ModelShape:
+    """Counts of a model, whole or on meta, before it is sharded."""
+    config = policy.model.config.get_text_config()
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    layers = policy.decoder_layers()
+    return ModelShape(
+        parameters=sum(parameter.numel() for parameter in policy.parameters()),
+        layer_parameters=max(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers),
+        layers=len(layers),
+        hidden=config.hidden_size,
+        queries=heads * width,
+        keys=(getattr(config, "num_key_value_heads", None) or heads) * width,
+        intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        vocabulary=config.vocab_size,
+    )
+
+
+def tell_memory(policy: Policy, ranks: Ranks, config: LearnerConfig, dtype: torch.dtype) -> None:
+    """Log what a rank on a GPU is going to need, and the keys to change where its device has no room."""
+    shape = shape_of(policy)
+    load = Load(
+        shards=ranks.world_size,
+        tokens=config.tokens_per_microbatch,
+        chunk=min(config.tokens_per_microbatch, chunk_size(shape.vocabulary)),
+        compute_bytes=dtype.itemsize,
+        checkpointing=checkpointing(config, ranks.device),
+        offloaded=config.offload,
+    )
+    _LOG.info("memory of the learner: %s", estimate(shape, load))
+    available = torch.cuda.get_device_properties(ranks.device).total_memory
+    if advice := advise(shape, load, available):
+        _LOG.warning("the learner may not fit into the %s of its device: set %s", in_gigabytes(available), advice)
+
+
+def checkpointing(config: LearnerConfig, device: torch.device) -> Checkpointing:
+    """Which activations are computed again."""
+    if config.activation_checkpointing != "auto":
+        return config.activation_checkpointing
+    return "full" if device.type == "cuda" else "off"
+
+
+def checkpoint_contexts(kind: Checkpointing) -> dict[str, Any]:
+    """Arguments of torch's checkpoint: a selective one keeps matrix products and what attention gives."""
+    if kind == "full":
+        return {}
+    kept = [overload for name in KEPT for overload in [getattr(getattr(torch.ops.aten, name, None), "default", None)]]
+    found = [overload for overload in kept if overload is not None]
+    return {"context_fn": functools.partial(create_selective_checkpoint_contexts, found)}
+
+
+def _hand_out(policy: Policy, whole: dict[str, Tensor], ranks: Ranks, mesh: DeviceMesh, *, offloaded: bool) -> None:
     if ranks.rank:
-        policy.to_empty(device=ranks.device)
+        # FSDP wants offloaded shards in host memory; buffers are computed with where they are.
+        policy.to_empty(device=torch.device("cpu") if offloaded else ranks.device)
+        for module in policy.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(ranks.device))
     for name, parameter in policy.named_parameters():
         assert isinstance(parameter, DTensor)
         # Only rank 0's values are read.

@@ -33,12 +33,11 @@ def save_small_model(folder: Path, *, tied: bool = False, seed: int = 0, **setti
         transformers.Qwen2Config(
             vocab_size=VOCABULARY,
             hidden_size=64,
-            num_hidden_layers=2,
             num_attention_heads=2,
             num_key_value_heads=1,
             max_position_embeddings=512,
             tie_word_embeddings=tied,
-            **({"intermediate_size": 96} | settings),
+            **({"intermediate_size": 96, "num_hidden_layers": 2} | settings),
         )
     )
     with torch.no_grad():

@@ -74,7 +74,7 @@ def _train_and_publish(backend, config, probing: bool) -> tuple[list[Any], Any, 
 
 @pytest.mark.parametrize(
     ("ranks", "extra"),
-    [(1, {}), (1, {"packing": "off", "activation_checkpointing": True}), (2, {}), (2, {"dtype": "bfloat16"})],
+    [(1, {}), (1, {"packing": "off", "activation_checkpointing": "full"}), (2, {}), (2, {"dtype": "bfloat16"})],
 )
 def test_it_is_what_the_published_weights_make_of_it_and_training_goes_on_as_if_never_asked(
     ranks, extra, folder, run

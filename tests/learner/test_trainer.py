@@ -116,9 +116,10 @@ def reference(folder: Path):
     ("ranks", "budget", "extra", "micro_batches"),
     [
         (1, 10_000, {}, 1),
-        (1, 50, {"activation_checkpointing": True}, 4),
+        (1, 50, {"activation_checkpointing": "full"}, 4),
         (1, 50, {"packing": "off"}, 12),
-        (2, 50, {"activation_checkpointing": True}, 2),
+        (2, 50, {"activation_checkpointing": "selective"}, 2),
+        (2, 50, {"offload": True}, 2),
         # 12 sequences over 2 ranks with a budget of one each would be 6; 5 ranks would leave fillers.
         (2, 10, {}, 6),
     ],

@@ -1,0 +1,160 @@
+"""Memory that a rank of the learner needs, estimated before anything is computed, and the key to change. Pure.
+
+Counted are the shards of weights, gradients and optimizer states, the layers that FSDP gathers, the activations of one
+micro-batch, and the head's logits. It is an estimate: allocators lose some to fragments, libraries have workspaces.
+Nothing is refused because of it.
+
+Bytes of a token's activations in a decoder layer, for a width of h, queries of q and keys and values of k numbers each,
+and an MLP of i, in a type of b bytes: two norms that compute in float32, 2 (4 h + 2 b h); attention, b (3 q + 2 k); the
+gated MLP, 4 b i. It is what autograd keeps for transformers' Llama and its kin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Checkpointing = Literal["off", "selective", "full"]
+
+FLOAT32 = 4
+ADAM_STATES = 2
+GATHERED_LAYERS = 2
+"""The layer that computes and the one that is fetched for the next."""
+LOGITS_KEPT = 3
+"""Arrays of a chunk's logits that are there at once: the logits, their softmax, its gradient."""
+USABLE = 0.9
+"""Share of a device's memory that is counted on."""
+TOKENS, FEWEST_TOKENS = "learner.tokens_per_microbatch", 1024
+"""Rows below it leave a GPU idle for most of the time."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Counts of a dense causal LM."""
+
+    parameters: int
+    layer_parameters: int
+    """Of the largest decoder layer."""
+    layers: int
+    hidden: int
+    queries: int
+    """Attention heads times their dimension."""
+    keys: int
+    """Key heads times their dimension."""
+    intermediate: int
+    vocabulary: int
+
+    @property
+    def other_parameters(self) -> int:
+        """Those outside of the layers: embedding, head, last norm."""
+        return max(0, self.parameters - self.layers * self.layer_parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The way a model is trained."""
+
+    shards: int
+    """Ranks that a copy of the model is cut up over."""
+    tokens: int
+    """learner.tokens_per_microbatch."""
+    chunk: int
+    """Positions whose logits are there at once."""
+    compute_bytes: int
+    """Of a number in the compute type."""
+    checkpointing: Checkpointing
+    offloaded: bool
+    """Whether shards and optimizer states are in host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Bytes of a rank."""
+
+    weights: int
+    gradients: int
+    states: int
+    gathered: int
+    activations: int
+    logits: int
+    offloaded: bool
+
+    @property
+    def device(self) -> int:
+        """On the device that computes."""
+        return self.gathered + self.activations + self.logits + (0 if self.offloaded else self._shards)
+
+    @property
+    def host(self) -> int:
+        """In host memory, beside it."""
+        return self._shards if self.offloaded else 0
+
+    @property
+    def _shards(self) -> int:
+        return self.weights + self.gradients + self.states
+
+    def __str__(self) -> str:
+        parts = ("weights", "gradients", "states", "gathered", "activations", "logits")
+        told = ", ".join(f"{name} {in_gigabytes(getattr(self, name))}" for name in parts)
+        beside = f" and {in_gigabytes(self.host)} of host memory" if self.host else ""
+        return f"about {in_gigabytes(self.device)} a rank{beside}: {told}"
+
+
+def estimate(shape: ModelShape, load: Load) -> Estimate:
+    """Bytes that a rank needs."""
+    each = FLOAT32 * shape.parameters // load.shards
+    # A whole copy in the type of the shards is computed with as it is.
+    apart = load.shards > 1 or load.compute_bytes != FLOAT32
+    gathered = shape.other_parameters + GATHERED_LAYERS * shape.layer_parameters if apart else 0
+    return Estimate(
+        weights=each,
+        gradients=each,
+        states=ADAM_STATES * each,
+        # And the gradient of each until it is reduced.
+        gathered=2 * load.compute_bytes * gathered,
+        activations=load.tokens * _activation_bytes(shape, load),
+        logits=LOGITS_KEPT * FLOAT32 * load.chunk * shape.vocabulary,
+        offloaded=load.offloaded,
+    )
+
+
+def _activation_bytes(shape: ModelShape, load: Load) -> int:
+    """Of a token in all layers."""
+    b = load.compute_bytes
+    norms = 2 * (FLOAT32 * shape.hidden * (b != FLOAT32) + 2 * b * shape.hidden)
+    attention = b * (3 * shape.queries + 2 * shape.keys)
+    layer = norms + attention + 4 * b * shape.intermediate
+    if load.checkpointing == "off":
+        return shape.layers * layer
+    # One layer at a time is computed again.
+    kept = b * shape.hidden
+    if load.checkpointing == "selective":
+        # Matrix products and what attention gives stay.
+        kept += b * (2 * shape.queries + 2 * shape.keys + 2 * shape.hidden + 2 * shape.intermediate)
+    return shape.layers * kept + layer
+
+
+def advise(shape: ModelShape, load: Load, available: int) -> str | None:
+    """The keys to change where a device of ``available`` bytes has no room, the cheapest first; None where it fits."""
+    room, words = int(USABLE * available), list[str]()
+
+    def fits() -> bool:
+        return estimate(shape, load).device <= room
+
+    if not fits() and load.checkpointing != "full":
+        load = replace(load, checkpointing="full")
+        words.append('learner.activation_checkpointing = "full"')
+    while not fits() and load.tokens >= 2 * FEWEST_TOKENS:
+        load = replace(load, tokens=load.tokens // 2)
+        words = [*(word for word in words if TOKENS not in word), f"{TOKENS} = {load.tokens}"]
+    if not fits() and not load.offloaded:
+        load = replace(load, offloaded=True)
+        words.append("learner.offload = true")
+    if not fits():
+        words.append("more ranks (learner.ranks)")
+    return " and ".join(words) or None
+
+
+def in_gigabytes(size: int) -> str:
+    """With as many digits as an estimate has."""
+    return f"{size / 1e9:.3g} GB"
