@@ -101,15 +101,16 @@ def _loss(model: Any, batch: list[Padded], cap: float) -> Tensor:
     shape = len(batch), longest - 1
     tokens = torch.zeros((len(batch), longest), dtype=torch.int64)
     behaviour, advantages, mask = (torch.zeros(shape) for _ in range(3))
-    for at, (ids, prompt, logprobs, advantage) in enumerate(batch):
+    for at, (ids, prompt, sampled, advantage) in enumerate(batch):
         tokens[at, : len(ids)] = torch.from_numpy(ids)
         answer = slice(prompt - 1, len(ids) - 1)
-        behaviour[at, answer] = torch.from_numpy(logprobs)
+        behaviour[at, answer] = torch.from_numpy(sampled)
         advantages[at, answer], mask[at, answer] = advantage, 1.0
     logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
-    logprobs = torch.log_softmax(logits, -1).gather(-1, tokens[:, 1:, None])[..., 0]
+    logprobs: Tensor = torch.log_softmax(logits, -1).gather(-1, tokens[:, 1:, None])[..., 0]
     weight = (logprobs.detach() - behaviour).exp().clamp(max=cap)
-    return -(weight * (logprobs - logprobs.detach()).exp() * advantages * mask).sum()
+    losses: Tensor = -weight * (logprobs - logprobs.detach()).exp() * advantages * mask
+    return losses.sum()
 
 
 def main() -> None:

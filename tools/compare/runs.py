@@ -119,7 +119,15 @@ def _read(plan: Plan, code: int) -> Result:
         last = (plan.folder / OUTPUT).read_text().splitlines()[-LAST_LINES:]
         return replace(result, failed="\n".join([f"exit code {code}", *last]))
     lines = [json.loads(line) for line in (plan.folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    return replace(result, **figures(lines))
+    found = figures(lines)
+    return replace(
+        result,
+        before=found["before"],
+        after=found["after"],
+        greedy=found["greedy"],
+        staleness=found["staleness"],
+        behaviour_kl=found["behaviour_kl"],
+    )
 
 
 def figures(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
