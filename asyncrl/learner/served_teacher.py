@@ -57,8 +57,8 @@ class ServedTeacher:
         """Ask for what was sampled in a group, if that is not done."""
         uid = group.ticket.uid
         if uid not in self._scores:
-            self._scores[uid] = asyncio.get_running_loop().create_future()
-            self._tasks.create_task(self._score(group))
+            self._scores[uid] = answer = asyncio.get_running_loop().create_future()
+            self._tasks.create_task(self._score(group, answer))
 
     def has_done(self, groups: Iterable[Group]) -> bool:
         """Whether each of these groups is scored, or cannot be."""
@@ -79,8 +79,7 @@ class ServedTeacher:
         """Close its connections; what is under way has been cancelled by its owner."""
         await self._client.close()
 
-    async def _score(self, group: Group) -> None:
-        answer = self._scores[group.ticket.uid]
+    async def _score(self, group: Group, answer: asyncio.Future[GroupScores]) -> None:
         asked = [self._ask(group, sequence) for _, sequence in sampled_sequences([group])]
         found = await asyncio.gather(*asked, return_exceptions=True)
         failed = next((each for each in found if isinstance(each, BaseException)), None)

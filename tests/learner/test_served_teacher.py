@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,9 @@ def no_pauses(monkeypatch):
     monkeypatch.setattr(served_teacher, "FIRST_PAUSE_S", 0.001)
 
 
-async def score(groups, server, *, begin=(), **settings: Any):
-    """The scores, and the counters."""
-    counters, news = Figures(), asyncio.Event()
+@asynccontextmanager
+async def living(server, counters, news, **settings: Any):
+    """A teacher whose requests have ended when the context does."""
     async with asyncio.TaskGroup() as tasks:
         teacher = ServedTeacher(
             server.url,
@@ -46,6 +47,16 @@ async def score(groups, server, *, begin=(), **settings: Any):
             news=news.set,
         )
         try:
+            yield teacher
+        finally:
+            await teacher.close()
+
+
+async def score(groups, server, *, begin=(), **settings: Any):
+    """The scores, and the counters."""
+    counters, news = Figures(), asyncio.Event()
+    async with living(server, counters, news, **settings) as teacher:
+        try:
             for group in begin:
                 teacher.begin(group)
             while begin and not teacher.has_done(begin):
@@ -55,8 +66,6 @@ async def score(groups, server, *, begin=(), **settings: Any):
             found: Any = await teacher.scores(groups)
         except ActorFailed as error:
             found = error
-        finally:
-            await teacher.close()
     if isinstance(found, ActorFailed):
         raise found
     return found, dict(counters)
@@ -189,6 +198,22 @@ def test_a_group_that_nobody_needs_any_more_fails_nothing():
 
     found, _, _ = run([small()], only_small, begin=[lost])
     assert len(found) == 1
+
+
+@pytest.mark.parametrize("done", [True, False], ids=["scored", "hardly begun"])
+def test_a_group_that_is_generated_again_is_scored_anew(done):
+    first, second = (make_group(8, [9], [make_trajectory(tokens)]) for tokens in ([3, 4], [5]))
+
+    async def play():
+        async with served() as server, living(server, Figures(), asyncio.Event()) as teacher:
+            teacher.begin(first)
+            if done:
+                await teacher.scores([first])
+            teacher.keep([])
+            return await teacher.scores([second])
+
+    ((of_trajectory,),) = asyncio.run(asyncio.wait_for(play(), 30))
+    assert of_trajectory[0].tolist() == pytest.approx(expected(second, second.trajectories[0].sequences[0]))
 
 
 def test_the_key_is_that_of_the_environment(monkeypatch):
