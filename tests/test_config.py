@@ -85,6 +85,17 @@ def test_a_key_that_is_gone_is_unknown_in_a_file_and_no_hindrance_in_what_an_ear
     assert config_from_json(json.dumps(written)) == config
 
 
+@pytest.mark.parametrize(("once", "now"), [(True, "full"), (False, "off")])
+def test_activation_checkpointing_of_an_earlier_release_is_read(once, now):
+    written = json.loads(config_to_json(validate_config(SIMULATED)))
+    written["learner"]["activation_checkpointing"] = once
+    assert config_from_json(json.dumps(written)).learner.activation_checkpointing == now
+    assert (
+        "activation_checkpointing"
+        in problems(SIMULATED | {"learner": {"backend": "sim", "activation_checkpointing": once}})[0]
+    )
+
+
 def test_every_problem_is_reported_at_once():
     found = problems(
         {

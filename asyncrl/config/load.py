@@ -109,6 +109,9 @@ def config_from_json(text: str) -> Config:
     tree = json.loads(text)
     for section, key in REMOVED:
         tree.get(section, {}).pop(key, None)
+    learner = tree.get("learner", {})
+    if isinstance(once := learner.get("activation_checkpointing"), bool):
+        learner["activation_checkpointing"] = "full" if once else "off"
     return validate_config(tree)
 
 
