@@ -90,6 +90,7 @@ def test_updates_stay_silent(pair: Pair) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("pair", ["bfloat16"], indirect=True)
 def test_a_hundred_updates_stay_silent(pair: Pair) -> None:
     for _ in range(20):
         check_silent(pair.follow(*(pair.offer() for _ in range(5))), 5)

@@ -106,9 +106,10 @@ def _probed(backend: Any, config: Any) -> tuple[np.ndarray, dict[str, torch.Tens
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", FAMILIES + EXPERTS)
-def test_two_ranks_compute_and_publish_the_same(family: str, tied: bool, tmp_path: Path, run) -> None:
+@pytest.mark.parametrize(("at", "family"), list(enumerate(FAMILIES + EXPERTS)))
+def test_two_ranks_compute_and_publish_the_same(at: int, family: str, tmp_path: Path, run) -> None:
+    # Every second one tied: the other half is as the test above has found it.
+    tied = bool(at % 2)
     folder = save_family(tmp_path / "model", make_family(family, tied=tied))
     (logprobs, weights), followers = run(make_config(folder, ranks=2), _probed)
     assert followers == [None]
