@@ -19,7 +19,7 @@ from asyncrl.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """What a source found at ``path``:``line`` (1-based): a row, or why there is none."""
+    """A row that a source found at ``path``:``line`` (1-based), or why there is none."""
 
     path: str
     line: int

@@ -67,7 +67,7 @@ def continuation(tokenizer: Tokenizer, context: Sequence[int], text: str, words:
 
 
 def _behind(asked: str, whole: str, answer: Message) -> str | None:
-    """What follows the generation prompt; None where ``whole`` does not go on from it."""
+    """The text that follows the generation prompt; None where ``whole`` does not go on from it."""
     if whole.startswith(asked):
         return whole[len(asked) :]
     head, opens, tail = asked.rpartition(THINK)
@@ -89,8 +89,8 @@ def _behind_moved(
     tools: Sequence[Tool],
     options: Mapping[str, Any],
 ) -> str:
-    """What follows the generation prompt where an answer changes the text before it, as where tools or the system
-    message move with the last question: what answers that differ from their first letter on do not share.
+    """The text that follows the generation prompt where an answer changes the text before it, as where tools or the
+    system message move with the last question: what answers that differ from their first letter on do not share.
     """
     base = template.text(before, tools, options, generate=False)
     others = ({"role": "assistant", "content": word} for word in OTHERS)

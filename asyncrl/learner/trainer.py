@@ -233,7 +233,7 @@ class Trainer:
             return ranks.all_gather([*ours.tolist(), *[0.0] * (command.tokens - len(ours))], name)
 
     def _next(self, warm: bool) -> tuple[str, int]:
-        """What the step to come is, and its number, counted from 1."""
+        """Kind of the step to come, and its number, counted from 1."""
         return ("warm step", self.warm_steps + 1) if warm else ("step", self.steps + 1)
 
     def _utilisation(self, tokens: int, seconds: float) -> dict[str, float]:

@@ -37,7 +37,7 @@ from asyncrl.learner.policy import Policy, Row, make_row
 
 
 class TermShape(msgspec.Struct, frozen=True):
-    """What all ranks know of the policy's loss in an update, or of its supervised term."""
+    """Shape of the policy's loss in an update, or of its supervised term, as all ranks know it."""
 
     micro_batches: int
     """Of each rank."""
@@ -47,7 +47,7 @@ class TermShape(msgspec.Struct, frozen=True):
 
 
 class UpdateShape(msgspec.Struct, frozen=True):
-    """What all ranks know of an update. A rank's micro-batches are those of the policy, then the supervised ones."""
+    """Shape of an update as all ranks know it; a rank has the policy's micro-batches first, then the others."""
 
     policy: TermShape
     supervised: TermShape | None = None

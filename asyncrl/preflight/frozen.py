@@ -45,7 +45,7 @@ def check_frozen(config: Config, tokenizer: Tokenizer) -> list[Finding]:
             told = f"{path} has the policy's tokens"
             found.append(fail("tokenizer", problem, OTHERS, key=key) if problem else ok("tokenizer", told, key=key))
     if learner.teacher_url is not None:
-        found.append(asyncio.run(check_served(learner.teacher_url, config, tokenizer)))
+        found.append(asyncio.run(check_server(learner.teacher_url, config, tokenizer)))
     return found
 
 
@@ -94,7 +94,7 @@ def tokens_of(folder: Path) -> dict[int, str] | None:
         return None
 
 
-async def check_served(url: str, config: Config, tokenizer: Tokenizer) -> Finding:
+async def check_server(url: str, config: Config, tokenizer: Tokenizer) -> Finding:
     """Ask the server of a teacher what a run will ask of it."""
     settings = config.learner.teacher_server
     client = TeacherClient(url, settings.model_copy(update={"timeout_s": min(settings.timeout_s, ASK_S)}))

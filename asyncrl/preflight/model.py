@@ -162,7 +162,7 @@ def check_served(config: Config) -> Finding | None:
 
 
 def served_otherwise(model: dict[str, Any], longest: int) -> tuple[str, str] | None:
-    """What vLLM computes in another way than the learner, of a model's config.json, and what to do; None if nothing.
+    """The part of a model's config.json that vLLM computes otherwise than the learner, and what to do; None for none.
 
     ``longest``: tokens of an engine's context.
     """

@@ -20,7 +20,7 @@ from asyncrl.config import Config
 from asyncrl.errors import DataError
 from asyncrl.jsonl import read_jsonl
 from asyncrl.order import EpochOrder
-from asyncrl.sft.encoding import BadConversation, Encoded, Encoder
+from asyncrl.sft.encoding import BadConversation, Encoded, Encoder, LongConversation
 from asyncrl.stops import resolve_stops
 from asyncrl.tokenizer import Tokenizer, tokenizer_of
 
@@ -88,7 +88,7 @@ def load_conversations(
             sequences = encode(raw.value)
         except BadConversation as error:
             if sft.on_bad_row == "error":
-                fix = LONG if "the longest sequence is" in str(error) else MEND
+                fix = LONG if isinstance(error, LongConversation) else MEND
                 raise DataError(str(error), path=raw.path, line=raw.line, fix=fix) from None
             skipped += 1
             first_skipped = first_skipped or f"{raw.path}:{raw.line}: {error}"

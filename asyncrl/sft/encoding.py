@@ -30,6 +30,10 @@ class BadConversation(ValueError):
     """A row that cannot be trained."""
 
 
+class LongConversation(BadConversation):
+    """A row whose tokens are more than the longest sequence."""
+
+
 @dataclass(frozen=True, slots=True)
 class Encoded:
     """A sequence of T tokens, N of which have a loss."""
@@ -102,7 +106,7 @@ class Encoder:
             return whole
         if not self._cuts:
             told = f"takes {len(whole.ids)} tokens, and the longest sequence is {self._longest}"
-            raise BadConversation(told)
+            raise LongConversation(told)
         return Encoded(whole.ids[: self._longest], whole.trained[whole.trained < self._longest])
 
 

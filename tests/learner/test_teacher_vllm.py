@@ -16,7 +16,7 @@ import pytest
 
 from asyncrl.config.algorithm import TeacherServerConfig
 from asyncrl.config.load import validate_config
-from asyncrl.preflight.frozen import check_served
+from asyncrl.preflight.frozen import check_server
 from asyncrl.teacher import TeacherClient
 from asyncrl.tokenizer import load_tokenizer
 from tools.bench.tiny_model import make_model
@@ -98,9 +98,9 @@ def test_its_log_probs_are_the_model_s_at_temperature_1(folder, url):
 
 
 def test_it_passes_the_check_before_the_start_and_another_tokenizer_does_not(folder, url, tmp_path):
-    found = asyncio.run(check_served(url, config_of(folder, url), load_tokenizer(str(folder))))
+    found = asyncio.run(check_server(url, config_of(folder, url), load_tokenizer(str(folder))))
     assert found.result == "ok", found
-    long = asyncio.run(check_served(url, config_of(folder, url, max_tokens=192), load_tokenizer(str(folder))))
+    long = asyncio.run(check_server(url, config_of(folder, url, max_tokens=192), load_tokenizer(str(folder))))
     assert long.result == "fail" and "takes sequences of up to 256 tokens" in long.detail
     swapped = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = swapped["model"]["vocab"]
@@ -108,5 +108,5 @@ def test_it_passes_the_check_before_the_start_and_another_tokenizer_does_not(fol
     shutil.copytree(folder, tmp_path / "other")
     (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(swapped))
     other = tmp_path / "other"
-    found = asyncio.run(check_served(url, config_of(other, url), load_tokenizer(str(other))))
+    found = asyncio.run(check_server(url, config_of(other, url), load_tokenizer(str(other))))
     assert found.result == "fail" and "another tokenizer" in found.detail

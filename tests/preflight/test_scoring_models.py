@@ -8,7 +8,7 @@ from model_files import write_model
 from teacher_server import scored, served
 
 from asyncrl.config.load import validate_config
-from asyncrl.preflight.frozen import check_served, compare
+from asyncrl.preflight.frozen import check_server, compare
 from asyncrl.preflight.inputs import check_inputs, read_inputs
 from asyncrl.preflight.part import asks_of_learner
 from asyncrl.tokenizer import load_tokenizer
@@ -109,7 +109,7 @@ def served_finding(policy, *script, **settings):
     async def play():
         async with served(*script, **settings) as there:
             config = config_of(policy, learner=learner | {"teacher": there.url})
-            return await check_served(there.url, config, load_tokenizer(str(policy))), there
+            return await check_server(there.url, config, load_tokenizer(str(policy))), there
 
     return asyncio.run(asyncio.wait_for(play(), 30))
 

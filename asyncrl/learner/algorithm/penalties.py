@@ -1,4 +1,4 @@
-"""What is subtracted from the rewards of a step before its advantages are taken."""
+"""Penalties, which are subtracted from the rewards of a step before its advantages are taken. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """What is subtracted, in units of the reward. ``past`` and ``total`` are of a group's trajectories, in order."""
+    """Amounts to subtract, in units of the reward. ``past`` and ``total`` are of a group's trajectories, in order."""
 
     total: list[np.ndarray]
     """For each group float64 [n]."""
