@@ -1,7 +1,7 @@
-"""Figures of a trajectory that follow from its sequences alone. Pure.
+"""Figures of a trajectory, or a group of them, that follow from its sequences alone. Pure.
 
 They speak of sampled tokens, in the order of ``Sequence.logprobs``: what is context, or repeated from an earlier
-sequence, is in none of them. They rely on what learner/group_check.py checks, and fail in no other way.
+sequence, is in none of them. They rely on what learner/algorithm/group_check.py checks, and fail in no other way.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from asyncrl.messages import FinishReason
-from asyncrl.messages.groups import Sequence, Trajectory, VersionSpan
+from asyncrl.messages.groups import Group, Sequence, Trajectory, VersionSpan
 
 TRUNCATED: frozenset[FinishReason] = frozenset({"length", "turns", "time"})
 """Ends that a limit brought about: of tokens, turns or time."""
@@ -50,6 +50,17 @@ def sampled_versions(sequence: Sequence) -> np.ndarray:
 def versions_of(trajectory: Trajectory) -> list[int]:
     """The version of each sampled span, in order."""
     return [span.version for sequence in trajectory.sequences for span in sampled_spans(sequence)]
+
+
+def oldest_version(group: Group) -> int | None:
+    """That of its oldest sampled token; None where it has none."""
+    return min((version for trajectory in group.trajectories for version in versions_of(trajectory)), default=None)
+
+
+def is_late(group: Group, version: int, limit: int) -> bool:
+    """Whether a token of it is staler than ``limit`` when it is trained at ``version``."""
+    oldest = oldest_version(group)
+    return oldest is not None and version - oldest > limit
 
 
 def past_rewards(sequence: Sequence) -> tuple[np.ndarray, np.ndarray]:

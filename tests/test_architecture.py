@@ -59,6 +59,14 @@ MAY_IMPORT = {
     "cli": FOR_ACTORS | {"preflight", "launcher", "doctor"} | ACTORS,
     **{actor: FOR_ACTORS | {actor} for actor in ACTORS},
 }
+ROOMS_OF_LEARNER = {
+    "algorithm": set(),
+    "fsdp": {"algorithm"},
+    "groups": {"algorithm"},
+    "metrics": {"groups"},
+    "publishing": set(),
+    "checkpoint": {"fsdp"},
+}
 # What looks at a run from outside, beside what actors use of the same folder.
 OUTSIDE = {"monitor/client.py": {"config", "runtime", "wire"}}
 HEAVY = {
@@ -101,6 +109,21 @@ def test_imports_go_one_way(modules):
             if part == "__init__":
                 wrong += [f"{place} imports {module}"] * (top and module != "typing")
             elif module.startswith(".") or (ours and module.split(".")[1] not in allowed):
+                wrong.append(f"{place} imports {module}")
+    assert not wrong
+
+
+def test_rooms_of_the_learner_know_each_other_one_way(modules):
+    wrong = []
+    for place, tree in modules:
+        room = Path(place).parent.name
+        if not place.startswith("learner/") or room == "learner":
+            continue
+        for module, _ in imports(tree):
+            other = module.removeprefix("asyncrl.learner.").partition(".")[0]
+            if module.startswith("asyncrl.learner.") and other in ROOMS_OF_LEARNER.keys() - ROOMS_OF_LEARNER[room] - {
+                room
+            }:
                 wrong.append(f"{place} imports {module}")
     assert not wrong
 

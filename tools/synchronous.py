@@ -29,9 +29,9 @@ from asyncrl.dataloader.prompts import PromptSet
 from asyncrl.dataloader.sources import load_dataset
 from asyncrl.errors import ConfigError
 from asyncrl.learner.algorithm.signal import has_signal
+from asyncrl.learner.fsdp.trainer import Trainer
+from asyncrl.learner.metrics.records import RecordFiles
 from asyncrl.learner.planning import plan_step
-from asyncrl.learner.records import RecordFiles
-from asyncrl.learner.trainer import Trainer
 from asyncrl.messages.groups import Group, Ticket, Trajectory
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.order import EpochOrder

@@ -73,7 +73,7 @@ def _export(given: argparse.Namespace) -> int:
         raise UsageError(f"{given.out}: it is there already; name a folder that is not")
     config, checkpoints, found = _find(given.run, given.version)
 
-    from asyncrl.learner.export_checkpoint import export_checkpoint
+    from asyncrl.learner.checkpoint.export_checkpoint import export_checkpoint
 
     model = config.model if given.model is None else config.model.model_copy(update={"path": given.model})
     chosen = given.dtype or ("bfloat16" if config.learner.dtype == "bfloat16" else "float32")

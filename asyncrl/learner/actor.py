@@ -23,22 +23,22 @@ from asyncrl.checkpoint.folder import checkpoint_dir
 from asyncrl.checkpoint.state import CheckpointState, Geometry
 from asyncrl.disk import in_words
 from asyncrl.errors import DeadlineExceeded, NonFiniteStep
+from asyncrl.learner.algorithm.group_metrics import rewards_of
 from asyncrl.learner.algorithm.supervised import SupervisedSteps
 from asyncrl.learner.backend import Backend, create
+from asyncrl.learner.checkpoint.failed_writes import Failed, checkpoint_complete_again, checkpoint_failed
+from asyncrl.learner.checkpoint.last_writes import LastWrites
 from asyncrl.learner.checkpoint.writer import Checkpoints, Written
-from asyncrl.learner.evals import EvalCollector, eval_metrics
-from asyncrl.learner.failed_writes import Failed, checkpoint_complete_again, checkpoint_failed
-from asyncrl.learner.group_metrics import rewards_of
-from asyncrl.learner.intake import Intake, Snapshot
-from asyncrl.learner.last_writes import LastWrites
-from asyncrl.learner.learning_watch import LearningWatch
-from asyncrl.learner.records import RecordFiles
-from asyncrl.learner.served_teacher import ServedTeacher, begin_all
-from asyncrl.learner.step_lines import StepLines
-from asyncrl.learner.supply_line import DATALOADER, SupplyLine
-from asyncrl.learner.training import Training
-from asyncrl.learner.version_mark import FILE, VersionMark, find_used
-from asyncrl.learner.versions import Versions
+from asyncrl.learner.groups.dataloader_link import DATALOADER, DataloaderLink
+from asyncrl.learner.groups.evals import EvalCollector, eval_metrics
+from asyncrl.learner.groups.intake import Intake, Snapshot
+from asyncrl.learner.groups.served_teacher import ServedTeacher, begin_all
+from asyncrl.learner.loop import Training
+from asyncrl.learner.metrics.learning_watch import LearningWatch
+from asyncrl.learner.metrics.records import RecordFiles
+from asyncrl.learner.metrics.step_lines import StepLines
+from asyncrl.learner.publishing.version_mark import FILE, VersionMark, find_used
+from asyncrl.learner.publishing.versions import Versions
 from asyncrl.messages import Request
 from asyncrl.messages.actors import CheckpointWritten, Notice, Resolve, Resolved, RunFinished
 from asyncrl.messages.dataloader import Outcome
@@ -90,7 +90,7 @@ class Learner(Actor):
         self._conversations: Conversations | None
         self._teacher: ServedTeacher | None = None
         self._last_writes: LastWrites
-        self._supply: SupplyLine
+        self._supply: DataloaderLink
 
     @property
     def _is_rank_0(self) -> bool:
@@ -290,7 +290,7 @@ class Learner(Actor):
             clock=self.clock,
             log=self.log,
         )
-        self._supply = self._training.supply = SupplyLine(
+        self._supply = self._training.supply = DataloaderLink(
             lambda request: self.peer(DATALOADER).call(request),
             self._intake,
             self._evals,

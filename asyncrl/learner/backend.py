@@ -154,6 +154,6 @@ def create(config: Config, rank: int) -> Backend:
         from asyncrl.learner.sim import SimTrainer
 
         return SimTrainer(config, rank)
-    from asyncrl.learner.trainer import Trainer
+    from asyncrl.learner.fsdp.trainer import Trainer
 
     return Trainer(config, rank)

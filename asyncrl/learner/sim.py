@@ -19,9 +19,9 @@ from asyncrl.checkpoint.trainer_contents import CONTENTS, TrainerContents, read_
 from asyncrl.config import Config
 from asyncrl.learner.algorithm.batch import StepPlan
 from asyncrl.learner.algorithm.scoring import ScoringPlan
+from asyncrl.learner.fsdp.schedule import learning_rate
 from asyncrl.learner.probe_sequences import ProbeSequence
 from asyncrl.learner.publication import OnSealed, Publication
-from asyncrl.learner.schedule import learning_rate
 from asyncrl.messages.weights import Manifest, Probe
 from asyncrl.weights.segments import Segment, layout
 

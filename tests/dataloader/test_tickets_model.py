@@ -22,8 +22,8 @@ from asyncrl.dataloader.limit import WorkingLimit
 from asyncrl.dataloader.prompt_queue import PromptQueue, TrainingPrompt
 from asyncrl.dataloader.suspects import ALONE_FROM
 from asyncrl.dataloader.tickets import Tickets
-from asyncrl.learner.buffer import GroupBuffer
-from asyncrl.learner.stragglers import Stragglers
+from asyncrl.learner.groups.buffer import GroupBuffer
+from asyncrl.learner.groups.stragglers import Stragglers
 from asyncrl.ledger import Ledger, position_of
 from asyncrl.messages.dataloader import GrantsOpen, OpenGrant, Outcome, Outcomes
 from asyncrl.messages.groups import Group, VersionSpan

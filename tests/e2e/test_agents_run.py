@@ -18,8 +18,8 @@ import torch
 
 from asyncrl.checkpoint.contents import TRAINER
 from asyncrl.config.training import ModelConfig
-from asyncrl.learner.checkpoint.dcp import load_weights
-from asyncrl.learner.policy import load_policy
+from asyncrl.learner.fsdp.dcp import load_weights
+from asyncrl.learner.fsdp.policy import load_policy
 from tools.learn.assets import ensure_assets
 from tools.learn.tool_lookup import RECIPE
 

@@ -16,8 +16,8 @@ from tiny_models import VOCAB, Publisher
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.config.training import ModelConfig
-from asyncrl.learner.policy import Policy, load_policy
-from asyncrl.learner.probe import score_probe
+from asyncrl.learner.fsdp.policy import Policy, load_policy
+from asyncrl.learner.fsdp.probe import score_probe
 from asyncrl.learner.probe_sequences import ProbeSequence, from_prompts
 from asyncrl.messages import Done, Request
 from asyncrl.messages.learner import UpdateTimes

@@ -17,7 +17,7 @@ from asyncrl.launcher.checks import (
     summary,
     warnings_of,
 )
-from asyncrl.learner.learning_watch import LearningWatch
+from asyncrl.learner.metrics.learning_watch import LearningWatch
 from asyncrl.preflight.findings import fail, ok, warn
 from asyncrl.preflight.part import Part, check_part
 

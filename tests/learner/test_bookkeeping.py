@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 from learner_cases import make_sequence
 from test_messages import make_group
 
-from asyncrl.learner.buffer import GroupBuffer
-from asyncrl.learner.evals import EvalCollector, eval_metrics
-from asyncrl.learner.generation_log import GenerationLog, merge, update_line, update_metrics
-from asyncrl.learner.outcomes import OutcomeQueue
+from asyncrl.learner.groups.buffer import GroupBuffer
+from asyncrl.learner.groups.evals import EvalCollector, eval_metrics
+from asyncrl.learner.groups.outcomes import OutcomeQueue
+from asyncrl.learner.metrics.generation_log import GenerationLog, merge, update_line, update_metrics
 from asyncrl.ledger import IntervalSet, Ledger
 from asyncrl.messages.dataloader import Outcome
 from asyncrl.messages.groups import Group

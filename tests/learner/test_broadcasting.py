@@ -17,7 +17,7 @@ from publications import BUCKETS, make_publication, open_descriptors
 
 from asyncrl.config.load import validate_config
 from asyncrl.errors import BroadcastFailed
-from asyncrl.learner.broadcasting import Broadcaster, Sending, collective_backend
+from asyncrl.learner.publishing.broadcasting import Broadcaster, Sending, collective_backend
 from asyncrl.messages import Done
 from asyncrl.messages.weights import Announce, Announced, BroadcastEnded, BucketLayout, CollectiveGroup, Probe
 from asyncrl.monitor.logging import get_logger

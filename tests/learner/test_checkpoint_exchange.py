@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Any
 
-from test_parallel import WAIT_S, _meet, _pair
+from test_ranks import WAIT_S, _meet, _pair
 
 from asyncrl.errors import DeadlineExceeded
 

@@ -22,7 +22,7 @@ from asyncrl.checkpoint.trainer_contents import read_trainer_contents
 from asyncrl.disk import full_errno
 from asyncrl.errors import CheckpointError
 from asyncrl.learner.algorithm.batch import build_step
-from asyncrl.learner.checkpoint import dcp, saver
+from asyncrl.learner.fsdp import dcp, saver
 
 SCHEDULE = {"lr": 3e-3, "weight_decay": 0.1, "warmup_steps": 2, "steps": 10, "decay": "linear"}
 

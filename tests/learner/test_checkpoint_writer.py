@@ -22,8 +22,8 @@ from asyncrl.checkpoint.state import CheckpointState, Geometry
 from asyncrl.errors import CheckpointError, DamagedCheckpoint
 from asyncrl.learner.backend import create
 from asyncrl.learner.checkpoint import writer as writer_module
+from asyncrl.learner.checkpoint.failed_writes import Failed, Kept
 from asyncrl.learner.checkpoint.writer import Checkpoints, Written
-from asyncrl.learner.failed_writes import Failed, Kept
 from asyncrl.ledger import Ledger
 from asyncrl.messages.groups import Group
 from asyncrl.runtime.clock import LoopClock

@@ -14,7 +14,7 @@ import torch
 from model_matrix import VOCABULARY, make_family, save_family
 
 from asyncrl.config.training import ModelConfig
-from asyncrl.learner.policy import Policy, Row, load_policy, make_row
+from asyncrl.learner.fsdp.policy import Policy, Row, load_policy, make_row
 
 # Dynamo looks at the inputs' gradients when it makes a graph.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")

@@ -4,7 +4,7 @@ import errno
 
 import pytest
 
-from asyncrl.learner.failed_writes import version_failed
+from asyncrl.learner.checkpoint.failed_writes import version_failed
 
 MARK = "/no/such/folder/version_mark.json"
 

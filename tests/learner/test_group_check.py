@@ -9,7 +9,7 @@ import pytest
 from learner_cases import make_config, make_group, make_sequence, make_trajectory, random_groups
 
 from asyncrl.learner.algorithm.batch import build_step
-from asyncrl.learner.group_check import check_group
+from asyncrl.learner.algorithm.group_check import check_group
 from asyncrl.messages.groups import Group, Turn, VersionSpan
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from asyncrl.learner import head
-from asyncrl.learner.head import score_hidden, score_logits
+from asyncrl.learner.fsdp import head
+from asyncrl.learner.fsdp.head import score_hidden, score_logits
 
 VOCABULARY, WIDTH, COUNT = 64, 16, 50
 

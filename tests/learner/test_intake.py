@@ -10,7 +10,7 @@ from learner_cases import make_sequence
 from test_messages import make_group
 
 from asyncrl.config.training import LearnerConfig
-from asyncrl.learner.intake import FRACTION_FROM, Intake
+from asyncrl.learner.groups.intake import FRACTION_FROM, Intake
 from asyncrl.messages.dataloader import Outcome
 from asyncrl.messages.groups import Group, Turn
 

@@ -17,10 +17,10 @@ from learner_cases import make_config
 
 from asyncrl.checkpoint.state import CheckpointState, Geometry
 from asyncrl.errors import ActorFailed, DeadlineExceeded
-from asyncrl.learner import failed_writes
 from asyncrl.learner.backend import create
+from asyncrl.learner.checkpoint import failed_writes
+from asyncrl.learner.checkpoint.last_writes import LastWrites
 from asyncrl.learner.checkpoint.writer import Checkpoints
-from asyncrl.learner.last_writes import LastWrites
 from asyncrl.ledger import Ledger
 from asyncrl.monitor.logging import get_logger
 from asyncrl.runtime.clock import Clock

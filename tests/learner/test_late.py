@@ -11,11 +11,12 @@ from learner_cases import make_group, make_sequence, make_trajectory
 from msgspec.structs import replace
 
 from asyncrl.config.training import StalenessConfig
-from asyncrl.learner.buffer import GroupBuffer
-from asyncrl.learner.group_metrics import requeue_metrics
-from asyncrl.learner.late import Calendar, Choice, choose_step, is_late, to_requeue
+from asyncrl.learner.algorithm.group_metrics import requeue_metrics
+from asyncrl.learner.groups.buffer import GroupBuffer
+from asyncrl.learner.groups.late import Calendar, Choice, choose_step, to_requeue
 from asyncrl.messages.dataloader import OpenGrant
 from asyncrl.messages.groups import Group
+from asyncrl.trajectories import is_late
 
 
 def group(index: int, version: int | list[int], tokens: int = 2) -> Group:

@@ -10,9 +10,9 @@ from learner_cases import VOCABULARY, save_small_model
 from torch.utils.checkpoint import checkpoint
 
 from asyncrl.config.training import ModelConfig
-from asyncrl.learner.memory import USABLE, Load, ModelShape, advise, estimate
-from asyncrl.learner.policy import load_policy, make_row
-from asyncrl.learner.sharding import shape_of
+from asyncrl.learner.fsdp.memory import USABLE, Load, ModelShape, advise, estimate
+from asyncrl.learner.fsdp.policy import load_policy, make_row
+from asyncrl.learner.fsdp.sharding import shape_of
 
 QWEN_7B = ModelShape(
     parameters=7_615_616_512,

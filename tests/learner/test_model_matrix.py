@@ -15,8 +15,8 @@ from model_matrix import EXPERTS, FAMILIES, VOCABULARY, WINDOW, make_family, pla
 from safetensors.torch import load_file
 from segment_reading import read_manifest
 
-from asyncrl.learner import head
-from asyncrl.learner.policy import make_row
+from asyncrl.learner.fsdp import head
+from asyncrl.learner.fsdp.policy import make_row
 from asyncrl.learner.probe_sequences import ProbeSequence
 
 TOLERANCE = 1e-4

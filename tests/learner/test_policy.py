@@ -12,10 +12,11 @@ from torch.nn import functional
 
 from asyncrl.config.training import LearnerConfig, ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.learner import check, head
-from asyncrl.learner.check import Scoring, choose_scoring
-from asyncrl.learner.head import score_logits
-from asyncrl.learner.policy import Policy, empty_policy, load_policy, make_row
+from asyncrl.learner.fsdp import head
+from asyncrl.learner.fsdp import startup_check as check
+from asyncrl.learner.fsdp.head import score_logits
+from asyncrl.learner.fsdp.policy import Policy, empty_policy, load_policy, make_row
+from asyncrl.learner.fsdp.startup_check import Scoring, choose_scoring
 
 LENGTHS = [9, 1, 30, 4]
 CPU = torch.device("cpu")
@@ -137,7 +138,7 @@ def test_own_attention_is_given_up_where_a_layer_needs_more(loaded, monkeypatch)
     def refuse(*_args, **_kwargs):
         raise NotImplementedError("needs s_aux")
 
-    from asyncrl.learner import attention
+    from asyncrl.learner.fsdp import attention
 
     monkeypatch.setattr(attention, "packed_attention", refuse)
     scoring = choose_scoring(loaded, LearnerConfig(), seed=0).scoring

@@ -14,7 +14,7 @@ from segment_reading import read_manifest
 from torch.distributed.tensor import DTensor
 
 from asyncrl.learner.algorithm.batch import build_step
-from asyncrl.learner.probe import PLACES
+from asyncrl.learner.fsdp.probe import PLACES
 from asyncrl.learner.probe_sequences import LENGTH, ProbeSequence, from_prompts
 
 TEMPERATURE = 0.8
@@ -132,7 +132,7 @@ def test_of_a_large_vocabulary_the_likeliest_tokens_are_told_and_without_sequenc
         return [backend.probe(chosen()), backend.probe([])]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("asyncrl.learner.probe.LIKELIEST", 4)
+        patch.setattr("asyncrl.learner.fsdp.probe.LIKELIEST", 4)
         probe, nothing = run_alone(make_config(folder), main)
     assert nothing is None
     assert probe.likeliest.shape == probe.likeliest_logprobs.shape == (len(probe.places), 4)

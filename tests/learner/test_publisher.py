@@ -10,7 +10,7 @@ from harness import Net
 from publications import is_open, make_publication, open_descriptors
 
 from asyncrl.errors import ProtocolError, RemoteError
-from asyncrl.learner.publisher import Publisher
+from asyncrl.learner.publishing.publisher import Publisher
 from asyncrl.messages import Done
 from asyncrl.messages.weights import KeepPublished, Publish, Published
 from asyncrl.monitor.logging import get_logger

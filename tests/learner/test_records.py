@@ -13,9 +13,9 @@ from disks import fill, small_disk
 from learner_cases import make_sequence
 from test_messages import make_group
 
-from asyncrl.learner.intake import Quarantined
-from asyncrl.learner.records import RecordFiles
-from asyncrl.learner.step_lines import StepLines
+from asyncrl.learner.groups.intake import Quarantined
+from asyncrl.learner.metrics.records import RecordFiles
+from asyncrl.learner.metrics.step_lines import StepLines
 from asyncrl.messages.groups import Turn
 from asyncrl.monitor.logging import get_logger
 from asyncrl.runtime.clock import Clock

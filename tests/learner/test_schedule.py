@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.config.training import LearnerConfig
-from asyncrl.learner.schedule import learning_rate
+from asyncrl.learner.fsdp.schedule import learning_rate
 
 
 @pytest.mark.parametrize(

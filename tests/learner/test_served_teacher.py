@@ -17,9 +17,9 @@ from teacher_server import logprob_of, scored, served
 from asyncrl.config.algorithm import TeacherServerConfig
 from asyncrl.config.load import validate_config
 from asyncrl.errors import ActorFailed, ConfigError
-from asyncrl.learner import served_teacher
 from asyncrl.learner.algorithm.batch import build_step
-from asyncrl.learner.served_teacher import ServedTeacher
+from asyncrl.learner.groups import served_teacher
+from asyncrl.learner.groups.served_teacher import ServedTeacher
 from asyncrl.monitor.metrics import Figures
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.clock import Clock

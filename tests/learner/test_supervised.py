@@ -16,7 +16,7 @@ from asyncrl.config.sft import SftConfig
 from asyncrl.errors import NonFiniteStep
 from asyncrl.learner.algorithm.batch import build_step
 from asyncrl.learner.algorithm.supervised import SupervisedSteps
-from asyncrl.learner.schedule import warm_learning_rate
+from asyncrl.learner.fsdp.schedule import warm_learning_rate
 from asyncrl.sft.conversations import Conversation, Conversations
 from asyncrl.sft.encoding import Encoded
 
@@ -232,7 +232,7 @@ def test_from_a_checkpoint_of_any_step_a_run_goes_on_with_the_same_bits(at, rank
 
 def _refuse(backend, config) -> list[tuple[str, list[str], list[str], str, bool]]:
     """A warm step and a mixed one with a NaN in the log-probs of a conversation."""
-    import asyncrl.learner.updates as updates
+    import asyncrl.learner.fsdp.updates as updates
 
     found, steps = [], _steps(config, packed=backend.packed)
     real = updates.supervised

@@ -267,7 +267,7 @@ def test_publication_and_export_are_what_save_pretrained_would_write(ranks, tied
 
 
 def _export_in_parts(backend, config, target: Path) -> None:
-    from asyncrl.learner import export
+    from asyncrl.learner.fsdp import export
 
     with mock.patch.object(export, "SHARD_BYTES", 40_000):
         backend.export(target)
@@ -288,10 +288,10 @@ def test_large_weights_are_exported_in_several_files(folder: Path, tmp_path: Pat
 
 def _fail_to_write(backend, config, target: Path) -> tuple[list[str], int]:
     """Out of memory while publishing and a file in the way while exporting; then everything works again."""
-    from asyncrl.learner import publish
+    from asyncrl.learner.fsdp import gather
 
     opened = len(os.listdir("/proc/self/fd"))
-    real, calls, problems = publish.Segment, [], []
+    real, calls, problems = gather.Segment, [], []
 
     class Full(real):
         def __init__(self, name: str, size: int) -> None:
@@ -300,13 +300,13 @@ def _fail_to_write(backend, config, target: Path) -> tuple[list[str], int]:
                 raise OSError(errno.ENOMEM, "no memory left")
             super().__init__(name, size)
 
-    publish.Segment = Full
+    gather.Segment = Full
     for attempt in (lambda: backend.publish(1), lambda: backend.export(target / "file" / "export")):
         try:
             attempt()
         except OSError as error:
             problems.append(type(error).__name__)
-    publish.Segment = real
+    gather.Segment = real
     leaked = len(os.listdir("/proc/self/fd")) - opened
     backend.train(_plan(backend, config, 0))
     with backend.publish(1) as publication:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from asyncrl.learner.utilisation import mfu, peak_flops
+from asyncrl.learner.fsdp.utilisation import mfu, peak_flops
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.errors import ConfigError
-from asyncrl.learner import version_mark
-from asyncrl.learner.version_mark import FILE, Used, VersionMark, find_used
+from asyncrl.learner.publishing import version_mark
+from asyncrl.learner.publishing.version_mark import FILE, Used, VersionMark, find_used
 
 
 def test_a_fresh_run_begins_with_0_and_the_next_start_after_the_mark(tmp_path):

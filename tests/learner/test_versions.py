@@ -19,8 +19,8 @@ from inprocess import sim_config
 from publications import make_publication, open_descriptors
 
 from asyncrl.learner.publication import OnSealed, Publication
-from asyncrl.learner.version_mark import VersionMark
-from asyncrl.learner.versions import Versions
+from asyncrl.learner.publishing.version_mark import VersionMark
+from asyncrl.learner.publishing.versions import Versions
 from asyncrl.messages import Done
 from asyncrl.messages.weights import (
     Announce,

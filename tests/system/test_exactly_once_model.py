@@ -25,8 +25,8 @@ from asyncrl.dataloader.limit import WorkingLimit
 from asyncrl.dataloader.restoring import Answer, Source, rebuild
 from asyncrl.dataloader.suspects import ALONE_FROM
 from asyncrl.dataloader.tickets import Tickets
-from asyncrl.learner.evals import EvalCollector
-from asyncrl.learner.intake import Intake, Snapshot
+from asyncrl.learner.groups.evals import EvalCollector
+from asyncrl.learner.groups.intake import Intake, Snapshot
 from asyncrl.ledger import Ledger, position_of
 from asyncrl.messages.dataloader import Outcome, Outcomes, Restored
 from asyncrl.messages.groups import Group

@@ -8,9 +8,9 @@ import pytest
 from inprocess import System, sim_config
 
 from asyncrl.errors import ActorFailed, DeadlineExceeded
-from asyncrl.learner import training as learner_module
+from asyncrl.learner import loop as learner_module
+from asyncrl.learner.publishing.version_mark import FILE, VersionMark
 from asyncrl.learner.sim import SimTrainer
-from asyncrl.learner.version_mark import FILE, VersionMark
 
 STEPS, GROUPS = 16, 4
 CAPACITY = 3

@@ -8,7 +8,7 @@ import pytest
 from inprocess import System, sim_config
 from structlog.testing import capture_logs
 
-from asyncrl.learner.training import Training
+from asyncrl.learner.loop import Training
 from asyncrl.monitor.metrics_file import read_metrics
 from asyncrl.weights.segments import Segment
 
@@ -161,7 +161,7 @@ def test_i4_a_version_with_a_flipped_bit_is_named_never_loaded_and_made_anew(tmp
             return msgspec.structs.replace(bucket, checksum=bucket.checksum ^ 1) if len(sealed) == 5 else bucket
 
     monkeypatch.setattr("asyncrl.learner.sim.Segment", Flipped)
-    monkeypatch.setattr("asyncrl.learner.training.OWED_RETRY_S", 0.2)
+    monkeypatch.setattr("asyncrl.learner.loop.OWED_RETRY_S", 0.2)
     system = System(config, tmp_path / "run")
     with capture_logs() as logs:
         state = asyncio.run(asyncio.wait_for(system.run(), 60))

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.learner.algorithm.batch import build_step
-from asyncrl.learner.trainer import Trainer, make_optimizer
+from asyncrl.learner.fsdp.trainer import Trainer, make_optimizer
 from asyncrl.messages.groups import Group
 from tools.bench import learner_batch
 

@@ -1,1 +1,1 @@
-"""Checkpoints of the learner: what the run goes on from."""
+"""The files of a checkpoint that rank 0 writes beside the shards, and checkpoints as folders for others."""

@@ -37,7 +37,7 @@ from asyncrl.checkpoint.trainer_contents import CONTENTS
 from asyncrl.disk import free_bytes, no_room
 from asyncrl.errors import CheckpointError, DamagedCheckpoint
 from asyncrl.learner.backend import Backend
-from asyncrl.learner.failed_writes import LOOK_S, Failed, Kept
+from asyncrl.learner.checkpoint.failed_writes import LOOK_S, Failed, Kept
 from asyncrl.messages.groups import Group
 from asyncrl.runtime.clock import Clock
 

@@ -26,9 +26,9 @@ from asyncrl.config import Config
 from asyncrl.disk import free_bytes, full_errno, in_words, no_room
 from asyncrl.errors import ActorFailed, AsyncRLError
 from asyncrl.learner.backend import Backend
+from asyncrl.learner.checkpoint.failed_writes import Failed, end_of_run, room, waits_for_room
 from asyncrl.learner.checkpoint.writer import Checkpoints
-from asyncrl.learner.failed_writes import Failed, end_of_run, room, waits_for_room
-from asyncrl.learner.training import Training
+from asyncrl.learner.loop import Training
 from asyncrl.monitor.states import StateLedger
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.notices import Notify

@@ -18,8 +18,8 @@ import numpy as np
 from structlog.typing import FilteringBoundLogger
 
 from asyncrl.errors import ConfigError, DeadlineExceeded, RemoteError, RestoreNeeded, RunChanged
-from asyncrl.learner.evals import EvalCollector
-from asyncrl.learner.intake import Intake
+from asyncrl.learner.groups.evals import EvalCollector
+from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.probe_sequences import SEQUENCES
 from asyncrl.messages import Request
 from asyncrl.messages.dataloader import (
@@ -50,7 +50,7 @@ class Stand:
     finished: bool
 
 
-class SupplyLine:
+class DataloaderLink:
     """``call`` asks the dataloader; ``news`` is told of everything that changes ``supply``."""
 
     def __init__(

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from asyncrl.errors import ActorFailed, DeadlineExceeded
-from asyncrl.learner import parallel
-from asyncrl.learner.parallel import pack_parcel, unpack_parcel
+from asyncrl.learner.fsdp import ranks as rendezvous
+from asyncrl.learner.fsdp.ranks import pack_parcel, unpack_parcel
 
 WAIT_S = 120.0
 TIMEOUT_S = 2.0
@@ -37,7 +37,7 @@ def test_a_parcel_holds_what_was_put_in(body: bytes, values: list[np.ndarray]) -
 
 
 def test_the_store_is_bound_to_one_address_and_a_port_of_its_own() -> None:
-    first, second = (parallel.open_store("127.0.0.1", 5.0) for _ in range(2))
+    first, second = (rendezvous.open_store("127.0.0.1", 5.0) for _ in range(2))
     assert first.port != second.port
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(("127.0.0.1", first.port))
@@ -47,23 +47,23 @@ def test_the_store_is_bound_to_one_address_and_a_port_of_its_own() -> None:
 
 
 def test_the_store_keeps_to_the_ports_that_it_may_bind() -> None:
-    with parallel.listen("127.0.0.1") as taken:
+    with rendezvous.listen("127.0.0.1") as taken:
         port = taken.getsockname()[1]
         ports = f"{port}-{port + 20}"
-        stores = [parallel.open_store("127.0.0.1", 5.0, ports) for _ in range(2)]
+        stores = [rendezvous.open_store("127.0.0.1", 5.0, ports) for _ in range(2)]
         assert port < stores[0].port < stores[1].port <= port + 20
         with pytest.raises(OSError, match=f"no port of {port}-{port} at 127.0.0.1 is free; widen network.ports"):
-            parallel.open_store("127.0.0.1", 5.0, f"{port}-{port}")
+            rendezvous.open_store("127.0.0.1", 5.0, f"{port}-{port}")
 
 
-def _meet(rank: int, addresses: Any) -> parallel.Ranks:
+def _meet(rank: int, addresses: Any) -> rendezvous.Ranks:
     import torch
 
     torch.set_num_threads(1)
-    parallel.IDLE_WAIT_S = 0.2
+    rendezvous.IDLE_WAIT_S = 0.2
     store = None
     if rank == 0:
-        store = parallel.open_store("127.0.0.1", WAIT_S)
+        store = rendezvous.open_store("127.0.0.1", WAIT_S)
         addresses.put(store.port)
         port = store.port
         # The timeout below is for what the tests do; to import torch may take longer.
@@ -71,7 +71,7 @@ def _meet(rank: int, addresses: Any) -> parallel.Ranks:
     else:
         port = addresses.get(timeout=WAIT_S)
         dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False).set("rank 1 is there", "")
-    return parallel.Ranks(rank, 2, "127.0.0.1", port, device=torch.device("cpu"), timeout_s=TIMEOUT_S, store=store)
+    return rendezvous.Ranks(rank, 2, "127.0.0.1", port, device=torch.device("cpu"), timeout_s=TIMEOUT_S, store=store)
 
 
 def _long_run(rank: int, addresses: Any, results: Any) -> None:
@@ -169,14 +169,14 @@ def test_a_follower_knows_at_once_that_rank_zero_is_gone() -> None:
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_rendezvous_with_a_dead_rank_ends_after_its_deadline_and_may_be_tried_again(dead: int) -> None:
     """I7: a rank that was sent to one starts anew by itself."""
-    store = parallel.open_store("127.0.0.1", TIMEOUT_S)
+    store = rendezvous.open_store("127.0.0.1", TIMEOUT_S)
     port, rank = store.port, 1 - dead
     if dead == 0:
-        with parallel.listen("127.0.0.1") as gone:
+        with rendezvous.listen("127.0.0.1") as gone:
             port, store = gone.getsockname()[1], None
     with pytest.raises(
         DeadlineExceeded, match=rf"learner/{rank} waited 2.0 s on the 2 ranks for rendezvous at 127.0.0.1:{port}"
     ) as failure:
-        parallel.Ranks(rank, 2, "127.0.0.1", port, device=torch.device("cpu"), timeout_s=TIMEOUT_S, store=store)
+        rendezvous.Ranks(rank, 2, "127.0.0.1", port, device=torch.device("cpu"), timeout_s=TIMEOUT_S, store=store)
     assert failure.value.restartable
     assert not dist.is_initialized()

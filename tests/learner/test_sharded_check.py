@@ -12,11 +12,11 @@ import torch
 from learner_cases import make_config
 from model_matrix import make_family, save_family
 
-from asyncrl.learner import attention, sharding
-from asyncrl.learner.check import LENGTHS
-from asyncrl.learner.check_sharded import FLOPS, LONG, PAST, STRETCH, attention_window, long_length
-from asyncrl.learner.parallel import Ranks
-from asyncrl.learner.policy import Policy
+from asyncrl.learner.fsdp import attention, sharding
+from asyncrl.learner.fsdp.policy import Policy
+from asyncrl.learner.fsdp.ranks import Ranks
+from asyncrl.learner.fsdp.sharded_check import FLOPS, LONG, PAST, STRETCH, attention_window, long_length
+from asyncrl.learner.fsdp.startup_check import LENGTHS
 
 WINDOW = 2 * max(LENGTHS)
 """Longer than all sequences of the first part."""

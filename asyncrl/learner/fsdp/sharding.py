@@ -1,10 +1,10 @@
 """Loading the policy and cutting it up over the ranks with FSDP2.
 
-Rank 0 alone reads the weights, checks how the model may be called (check.py), and hands each rank its shards;
+Rank 0 alone reads the weights, checks how the model may be called (startup_check.py), and hands each rank its shards;
 the others begin with a model without memory. Master weights stay float32; a layer is gathered in the compute
 type just before it is used, and gradients are reduced in float32. Each decoder layer is a unit, and the rest
 (embedding, last norm, head, tied or not) is one more. All ranks then check that what was found holds of what was
-sharded (check_sharded.py).
+sharded (sharded_check.py).
 
 Fails with ConfigError, on all ranks alike, when the model cannot be loaded or fails the check.
 """
@@ -28,12 +28,12 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from asyncrl.config import Config
 from asyncrl.config.training import LearnerConfig, ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.learner.check import Choice, Scoring, choose_scoring
-from asyncrl.learner.check_sharded import confirm_scoring
-from asyncrl.learner.head import chunk_size
-from asyncrl.learner.memory import Checkpointing, Load, ModelShape, advise, estimate, in_gigabytes
-from asyncrl.learner.parallel import Ranks
-from asyncrl.learner.policy import Policy, empty_policy, load_policy
+from asyncrl.learner.fsdp.head import chunk_size
+from asyncrl.learner.fsdp.memory import Checkpointing, Load, ModelShape, advise, estimate, in_gigabytes
+from asyncrl.learner.fsdp.policy import Policy, empty_policy, load_policy
+from asyncrl.learner.fsdp.ranks import Ranks
+from asyncrl.learner.fsdp.sharded_check import confirm_scoring
+from asyncrl.learner.fsdp.startup_check import Choice, Scoring, choose_scoring
 
 _LOG = logging.getLogger(__name__)
 KEPT = (

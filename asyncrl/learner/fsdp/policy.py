@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from asyncrl.config.training import ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.learner import attention
-from asyncrl.learner.head import find_likeliest, head_logits, score_hidden, score_logits
+from asyncrl.learner.fsdp import attention
+from asyncrl.learner.fsdp.head import find_likeliest, head_logits, score_hidden, score_logits
 
 Attention = Literal["packed", "loaded", "plain"]
 """Ours (attention.py), what transformers chose when it loaded the model, and transformers' own matrix products, which

@@ -22,10 +22,10 @@ from typing import Literal
 
 from asyncrl.config.training import LearnerConfig
 from asyncrl.errors import ConfigError
+from asyncrl.learner.algorithm.group_check import check_group
 from asyncrl.learner.algorithm.signal import has_signal
-from asyncrl.learner.buffer import GroupBuffer, in_order
-from asyncrl.learner.group_check import check_group
-from asyncrl.learner.outcomes import OutcomeQueue
+from asyncrl.learner.groups.buffer import GroupBuffer, in_order
+from asyncrl.learner.groups.outcomes import OutcomeQueue
 from asyncrl.ledger import Kind, Ledger, position_of
 from asyncrl.messages.dataloader import Outcome
 from asyncrl.messages.groups import Group, LedgerState

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from asyncrl.errors import AsyncRLError, CheckpointError
-from asyncrl.learner.checkpoint.dcp import EXCHANGE_WAIT_S, Staged, write
-from asyncrl.learner.parallel import Ranks
+from asyncrl.learner.fsdp.dcp import EXCHANGE_WAIT_S, Staged, write
+from asyncrl.learner.fsdp.ranks import Ranks
 
 BEFORE_WAIT_S = 10.0
 """Time that the save before has to end on this rank once it has ended on rank 0."""

@@ -32,8 +32,8 @@ from asyncrl.learner.algorithm.losses import supervised
 from asyncrl.learner.algorithm.objective import Objective
 from asyncrl.learner.algorithm.statistics import TokenSums, token_sums
 from asyncrl.learner.algorithm.token_batch import TokenBatch
-from asyncrl.learner.parallel import Ranks
-from asyncrl.learner.policy import Policy, Row, make_row
+from asyncrl.learner.fsdp.policy import Policy, Row, make_row
+from asyncrl.learner.fsdp.ranks import Ranks
 
 
 class TermShape(msgspec.Struct, frozen=True):

@@ -18,10 +18,10 @@ from asyncrl.checkpoint.contents import TRAINER
 from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.checkpoint.retention import Found
 from asyncrl.config.training import ModelConfig
-from asyncrl.learner.checkpoint.dcp import load_weights
-from asyncrl.learner.export import export
-from asyncrl.learner.policy import load_policy, model_folder
-from asyncrl.learner.publish import whole_buckets
+from asyncrl.learner.fsdp.dcp import load_weights
+from asyncrl.learner.fsdp.export import export
+from asyncrl.learner.fsdp.gather import whole_buckets
+from asyncrl.learner.fsdp.policy import load_policy, model_folder
 
 
 def export_checkpoint(

@@ -10,7 +10,7 @@ sequence a row, transformers' plain attention, the model's own logits. The learn
     attention   of several: ours, else what transformers chose, else the plain one; of one: the last two
     logits      in chunks, else the model's own
 
-The second part (check_sharded.py) holds what was chosen here against itself where it will run.
+The second part (sharded_check.py) holds what was chosen here against itself where it will run.
 
 Fails with ConfigError under ``packing = "required"`` when no way of packing agrees.
 """
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from asyncrl.config.training import LearnerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.learner.policy import Attention, Policy, Row, make_row
+from asyncrl.learner.fsdp.policy import Attention, Policy, Row, make_row
 
 TOLERANCE = 1e-4
 """Largest difference of a log-prob, nats, that still counts as rounding (float32)."""

@@ -35,19 +35,19 @@ from asyncrl.errors import CheckpointError, DamagedCheckpoint, NonFiniteStep
 from asyncrl.learner.algorithm.batch import MicroBatch, StepPlan, UpdatePlan
 from asyncrl.learner.algorithm.objective import Objective
 from asyncrl.learner.algorithm.scoring import ScoringPlan
-from asyncrl.learner.checkpoint import dcp
-from asyncrl.learner.checkpoint.saver import Saver
-from asyncrl.learner.export import export
-from asyncrl.learner.parallel import Ranks, open_store, pack_parcel, unpack_parcel
-from asyncrl.learner.policy import Policy, model_folder
-from asyncrl.learner.probe import score_probe
+from asyncrl.learner.fsdp import dcp
+from asyncrl.learner.fsdp.export import export
+from asyncrl.learner.fsdp.gather import gather_buckets, publish
+from asyncrl.learner.fsdp.policy import Policy, model_folder
+from asyncrl.learner.fsdp.probe import score_probe
+from asyncrl.learner.fsdp.ranks import Ranks, open_store, pack_parcel, unpack_parcel
+from asyncrl.learner.fsdp.saver import Saver
+from asyncrl.learner.fsdp.schedule import learning_rate, warm_learning_rate
+from asyncrl.learner.fsdp.sharding import build_frozen, build_policy, choose_device, compute_dtype, prepare_device
+from asyncrl.learner.fsdp.updates import SUPERVISED_LOSS, Scorers, StepResult, TermShape, Updates, UpdateShape
+from asyncrl.learner.fsdp.utilisation import mfu
 from asyncrl.learner.probe_sequences import ProbeSequence
 from asyncrl.learner.publication import OnSealed, Publication
-from asyncrl.learner.publish import gather_buckets, publish
-from asyncrl.learner.schedule import learning_rate, warm_learning_rate
-from asyncrl.learner.sharding import build_frozen, build_policy, choose_device, compute_dtype, prepare_device
-from asyncrl.learner.updates import SUPERVISED_LOSS, Scorers, StepResult, TermShape, Updates, UpdateShape
-from asyncrl.learner.utilisation import mfu
 from asyncrl.messages.weights import Probe
 
 

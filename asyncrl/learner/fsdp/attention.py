@@ -9,7 +9,7 @@ The lengths are a tensor: as numbers they would be guards of torch.compile, and 
 more. The attention itself stays out of the graphs (``packed_attention`` is the one place that reads the lengths).
 
 Fails with NotImplementedError for attention that is more than causal dot-product, soft-capped or not (sinks,
-a bidirectional layer) and for a model that does not hand the lengths down. The start-up check (check.py)
+a bidirectional layer) and for a model that does not hand the lengths down. The start-up check (startup_check.py)
 tries it before it is used.
 """
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from asyncrl.learner.intake import Quarantined
+from asyncrl.learner.groups.intake import Quarantined
 from asyncrl.messages.groups import Group
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.monitor.metrics import check_name

@@ -15,21 +15,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl.config.training import StalenessConfig
-from asyncrl.learner.buffer import GroupBuffer, position
+from asyncrl.learner.groups.buffer import GroupBuffer, position
 from asyncrl.messages.dataloader import OpenGrant
 from asyncrl.messages.groups import Group
-from asyncrl.trajectories import versions_of
-
-
-def oldest_version(group: Group) -> int | None:
-    """That of its oldest sampled token; None where it has none."""
-    return min((version for trajectory in group.trajectories for version in versions_of(trajectory)), default=None)
-
-
-def is_late(group: Group, version: int, limit: int) -> bool:
-    """Whether a token of it is staler than ``limit`` when it is trained at ``version``."""
-    oldest = oldest_version(group)
-    return oldest is not None and version - oldest > limit
+from asyncrl.trajectories import is_late, oldest_version
 
 
 def to_requeue(

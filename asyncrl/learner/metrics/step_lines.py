@@ -16,9 +16,9 @@ from typing import Any
 
 from structlog.typing import FilteringBoundLogger
 
-from asyncrl.learner.generation_log import GenerationLog, update_line, update_metrics
-from asyncrl.learner.intake import Quarantined
-from asyncrl.learner.records import RecordFiles
+from asyncrl.learner.groups.intake import Quarantined
+from asyncrl.learner.metrics.generation_log import GenerationLog, update_line, update_metrics
+from asyncrl.learner.metrics.records import RecordFiles
 from asyncrl.messages.groups import Group
 from asyncrl.messages.learner import RolloutStats, UpdateTimes
 from asyncrl.runtime.clock import Clock

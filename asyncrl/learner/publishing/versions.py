@@ -21,11 +21,11 @@ from structlog.typing import FilteringBoundLogger
 
 from asyncrl.config import Config
 from asyncrl.learner.backend import Backend
-from asyncrl.learner.broadcasting import Broadcaster, BucketSender, Sending, collective_backend
 from asyncrl.learner.probe_sequences import ProbeSequence
 from asyncrl.learner.publication import Publication
-from asyncrl.learner.publisher import Publisher
-from asyncrl.learner.version_mark import VersionMark
+from asyncrl.learner.publishing.broadcasting import Broadcaster, BucketSender, Sending, collective_backend
+from asyncrl.learner.publishing.publisher import Publisher
+from asyncrl.learner.publishing.version_mark import VersionMark
 from asyncrl.messages import Request
 from asyncrl.messages.weights import Probe
 from asyncrl.monitor.trace import Track

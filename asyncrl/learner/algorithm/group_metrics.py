@@ -13,10 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from asyncrl.config.training import StalenessConfig
-from asyncrl.learner.late import is_late, oldest_version
 from asyncrl.messages.groups import Group, Trajectory
 from asyncrl.monitor.metrics import Histograms
-from asyncrl.trajectories import is_truncated, sampled_spans, sampled_tokens, versions_of
+from asyncrl.trajectories import is_late, is_truncated, oldest_version, sampled_spans, sampled_tokens, versions_of
 
 
 def rewards_of(group: Group) -> np.ndarray:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from asyncrl.learner.policy import Policy, Row, make_row
+from asyncrl.learner.fsdp.policy import Policy, Row, make_row
 from asyncrl.learner.probe_sequences import ProbeSequence
 from asyncrl.messages.weights import Probe
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 from structlog.typing import FilteringBoundLogger
 
 from asyncrl.config import Config
-from asyncrl.learner.intake import Intake
-from asyncrl.learner.late import Calendar, Choice, choose_step
-from asyncrl.learner.supply_line import DATALOADER, SupplyLine
+from asyncrl.learner.groups.dataloader_link import DATALOADER, DataloaderLink
+from asyncrl.learner.groups.intake import Intake
+from asyncrl.learner.groups.late import Calendar, Choice, choose_step
 from asyncrl.messages.dataloader import GrantsOpen, OpenGrant
 from asyncrl.monitor.metrics import Figures
 from asyncrl.runtime.awaits import Await, Awaits
@@ -29,7 +29,7 @@ class Stragglers:
     def __init__(
         self,
         config: Config,
-        supply: SupplyLine,
+        supply: DataloaderLink,
         intake: Intake,
         *,
         counters: Figures,

@@ -31,19 +31,19 @@ from structlog.typing import FilteringBoundLogger
 from asyncrl.config import Config
 from asyncrl.errors import ActorFailed, AsyncRLError, NonFiniteStep
 from asyncrl.learner.algorithm.batch import StepPlan, step_metrics
+from asyncrl.learner.algorithm.group_metrics import observe_staleness, requeue_metrics
 from asyncrl.learner.algorithm.supervised import SupervisedSteps
 from asyncrl.learner.backend import Backend
-from asyncrl.learner.failed_writes import to_publish, version_failed, why_not_published
-from asyncrl.learner.group_metrics import observe_staleness, requeue_metrics
-from asyncrl.learner.intake import Intake
-from asyncrl.learner.late import oldest_version, to_requeue
+from asyncrl.learner.checkpoint.failed_writes import to_publish, version_failed, why_not_published
+from asyncrl.learner.groups.dataloader_link import DataloaderLink, Stand
+from asyncrl.learner.groups.intake import Intake
+from asyncrl.learner.groups.late import to_requeue
+from asyncrl.learner.groups.served_teacher import ServedTeacher
+from asyncrl.learner.groups.stragglers import Stragglers
+from asyncrl.learner.metrics.step_lines import StepLines, TrainedStep
 from asyncrl.learner.planning import plan_step
 from asyncrl.learner.probe_sequences import ProbeSequence, from_groups, from_prompts, probe_length
-from asyncrl.learner.served_teacher import ServedTeacher
-from asyncrl.learner.step_lines import StepLines, TrainedStep
-from asyncrl.learner.stragglers import Stragglers
-from asyncrl.learner.supply_line import Stand, SupplyLine
-from asyncrl.learner.versions import Versions
+from asyncrl.learner.publishing.versions import Versions
 from asyncrl.messages.groups import Group
 from asyncrl.monitor.metrics import Figures, Histograms
 from asyncrl.monitor.states import StateLedger
@@ -52,7 +52,7 @@ from asyncrl.monitor.trace import Track
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.notices import Notify
-from asyncrl.trajectories import is_truncated, versions_of
+from asyncrl.trajectories import is_truncated, oldest_version, versions_of
 
 OWED_RETRY_S = 5.0
 """Pause before a version that could not be published is tried again."""
@@ -99,7 +99,7 @@ class Training:
         """Steps trained so far."""
         self.version = -1
         """The newest one."""
-        self.supply: SupplyLine
+        self.supply: DataloaderLink
         self.news = asyncio.Event()
         """Groups, supply or preemption: whoever waits looks again."""
         self.preempted = False

@@ -46,7 +46,7 @@ from asyncrl.checkpoint.durable import Digest, digest_file, refused, sync_folder
 from asyncrl.checkpoint.trainer_contents import CONTENTS, TrainerContents, read_trainer_contents
 from asyncrl.disk import full_errno
 from asyncrl.errors import CheckpointError, DamagedCheckpoint
-from asyncrl.learner.parallel import Ranks
+from asyncrl.learner.fsdp.ranks import Ranks
 
 METADATA = ".metadata"
 EXCHANGE_WAIT_S = 1800.0

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from asyncrl.learner.parallel import Ranks
-from asyncrl.learner.policy import Policy
+from asyncrl.learner.fsdp.policy import Policy
+from asyncrl.learner.fsdp.ranks import Ranks
 from asyncrl.learner.publication import OnSealed, Publication, fill_buckets
 from asyncrl.messages.weights import Bucket, Manifest, Probe
 from asyncrl.weights.segments import Segment, layout

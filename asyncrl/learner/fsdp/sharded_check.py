@@ -2,7 +2,8 @@
 
 All ranks score random sequences together once the model is sharded, and compiled if it is to be, in the compute type on
 the learner's device, by the path that training takes: the short ones of the first part, and one that passes the
-window of the model's attention. What agreed before (check.py) and does not here is given up for the next fastest:
+window of the model's attention. A way that agreed before (startup_check.py) and does not here is given up for the next
+fastest:
 
     logits      in chunks, against the model's own, of the short sequences
     rows        several sequences a row, the long one between short ones, against each alone
@@ -28,7 +29,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.learner.check import (
+from asyncrl.learner.fsdp.policy import Attention, Policy
+from asyncrl.learner.fsdp.ranks import Ranks
+from asyncrl.learner.fsdp.startup_check import (
     LENGTHS,
     TOLERANCE,
     Choice,
@@ -39,8 +42,6 @@ from asyncrl.learner.check import (
     score_rows,
     slower_packing,
 )
-from asyncrl.learner.parallel import Ranks
-from asyncrl.learner.policy import Attention, Policy
 
 ROUNDINGS = 4.0
 """Root mean squares of the rounding that a stretch may be away."""

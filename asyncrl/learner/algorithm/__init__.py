@@ -1,0 +1,1 @@
+"""The arithmetic of training on a group: batch, plan, packing, losses, advantages. Without processes or sockets."""

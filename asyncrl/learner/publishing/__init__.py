@@ -1,0 +1,1 @@
+"""New versions of the weights, from the shards of all ranks to the parameter server."""
