@@ -32,7 +32,7 @@ test-slow: $(STAMP) ## Run the tests that take long: whole runs, compared bit fo
 	$(BIN)/python -m pytest -m slow -n 3 --dist loadfile --no-loadscope-reorder
 
 test-cluster: $(STAMP) ## Test on clusters of namespaces with ssh and SLURM (root; says what is missing)
-	$(BIN)/python -m pytest tests/cluster -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest tests/cluster -n 4 --dist loadfile --no-loadscope-reorder
 
 check: $(STAMP) ## Format, lint and types
 	$(BIN)/ruff format --check .

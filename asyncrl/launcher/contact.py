@@ -113,13 +113,7 @@ class Contact:
         if not hasattr(self, "process"):
             return
         self.hang_up()
-        if self.process.returncode is None:
-            try:
-                async with asyncio.timeout(EXIT_S):
-                    await self.process.wait()
-            except TimeoutError:
-                self._kill()
-        await self._stop_reading()
+        await self.exited()
 
     def kill(self) -> None:
         """End the command at once."""
@@ -127,7 +121,7 @@ class Contact:
             self._kill()
 
     async def exited(self) -> int:
-        """Its exit code, after its output has ended."""
+        """Its exit code, after its output has ended; the command is ended if it has not by itself within EXIT_S."""
         try:
             async with asyncio.timeout(EXIT_S):
                 await self.process.wait()

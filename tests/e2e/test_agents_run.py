@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from asyncrl.config.training import ModelConfig
 from asyncrl.learner.fsdp.dcp import load_weights
 from asyncrl.learner.fsdp.policy import load_policy
 from tools.learn.assets import ensure_assets
-from tools.learn.tool_lookup import RECIPE
+from tools.learn.tool_lookup import RECIPE as FULL_RECIPE
 
 ROOT = Path(__file__).parent.parent.parent
 PLAYS = Path(__file__).with_name("plays_look_up.py")
@@ -30,6 +31,8 @@ POSITIONS = 16_384
 """smolagents begin with 10,000 characters, each a token of this model."""
 TOLERANCE = 1e-4
 STEPS = 4
+RECIPE = replace(FULL_RECIPE, settings=replace(FULL_RECIPE.settings, steps=250))
+"""Warmed up until calls of tools come, and no further."""
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 FRAMEWORKS = ["openai-agents", "openai-agents-streamed", "langgraph", "smolagents-tools", "smolagents-code"]
 
