@@ -31,7 +31,7 @@ POSITIONS = 16_384
 """smolagents begin with 10,000 characters, each a token of this model."""
 TOLERANCE = 1e-4
 STEPS = 4
-RECIPE = replace(FULL_RECIPE, settings=replace(FULL_RECIPE.settings, steps=250))
+RECIPE = replace(FULL_RECIPE, settings=replace(FULL_RECIPE.settings, steps=120))
 """Warmed up until calls of tools come, and no further."""
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 FRAMEWORKS = ["openai-agents", "openai-agents-streamed", "langgraph", "smolagents-tools", "smolagents-code"]

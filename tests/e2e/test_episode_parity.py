@@ -16,7 +16,7 @@ from tools.learn.recipe import Settings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-STEPS = 6
+STEPS = 4
 EPISODE = '''
 import asyncio
 import random

@@ -134,13 +134,13 @@ EXACT = (
 )
 CASES = {
     "steps": {"learner": {"steps": 12}},
-    # Several steps from one version's groups, weights by broadcast, requests frozen instead of ended.
-    "versions": {
-        "learner": {"steps": 8, "steps_per_version": 2},
+    # Several updates a batch, several steps from one version's groups, weights by broadcast, requests frozen instead of
+    # ended.
+    "updates": {
+        "learner": {"steps": 6, "steps_per_version": 2, "updates_per_batch": 3},
         "weights": {"transport": "gloo"},
         "rollout": {"on_update": "keep"},
     },
-    "updates": {"learner": {"steps": 6, "updates_per_batch": 3}},
     "bypass": {"learner": {"steps": 6, "loss": "bypass"}},
 }
 
