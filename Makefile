@@ -29,7 +29,7 @@ test: $(STAMP) ## Run the tests
 	$(BIN)/python -m pytest -m 'not slow' -n 4 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(STAMP) ## Run the tests that take long: whole runs, compared bit for bit, frozen, killed, resumed
-	$(BIN)/python -m pytest -m slow -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m slow -n 4 --dist loadfile --no-loadscope-reorder
 
 test-cluster: $(STAMP) ## Test on clusters of namespaces with ssh and SLURM (root; says what is missing)
 	$(BIN)/python -m pytest tests/cluster -n 4 --dist loadfile --no-loadscope-reorder
