@@ -257,7 +257,9 @@ def test_a_function_that_fails_whatever_it_is_given_ends_the_run(tmp_path: Path,
             codes = [getattr(outcome, "code", "") for outcome in await ending]
             assert codes.count("reward_failed") == (0 if text == "sleep 99" else 16)
             assert actor._pool is not None
-            assert actor._pool.counters.timed_out == (0 if text != "sleep 99" else 16)
+            timed_out = actor._pool.counters.timed_out
+            # Others may have been in the workers when the last of the 16 was killed.
+            assert timed_out >= 16 if text == "sleep 99" else timed_out == 0
 
     asyncio.run(body())
     assert workers() == []
