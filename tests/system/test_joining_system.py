@@ -11,7 +11,12 @@ from system.test_restarts import STEPS, audit, config
 from asyncrl.errors import InvalidRequest
 
 SUPERVISION = {"supervision": {"silence_s": 1e6, "host_lost_s": 1e6}}
-SLOWLY = {"learner": {"steps": STEPS, "groups_per_step": 4, "sim": {"step_s": 0.1}}}
+# Generation is the slower side: were training, the few places that each step frees could go to the same rollouters
+# for the whole run.
+SLOWLY = {
+    "learner": {"steps": STEPS, "groups_per_step": 4, "sim": {"step_s": 0.02}},
+    "rollout": {"sim": {"decode_step_s": 0.015}},
+}
 
 
 def live(tmp_path, scenario):
