@@ -149,7 +149,7 @@ async def respond(tokenizer: Tokenizer, ask: Ask, ticket: Ticket, sample: int) -
 async def load(engine: Engine, trainer: Trainer, version: int) -> None:
     """Bring the trainer's weights to the engine."""
     await engine.pause("wait")
-    with trainer.publish(version) as new:
+    with trainer.publish(version).result() as new:
         staged = Staged(new.manifest, layout_of(new.manifest), [os.dup(descriptor) for descriptor in new.fds])
     with closing(staged):
         await engine.load(staged, recompute_kv=True)

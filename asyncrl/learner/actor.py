@@ -45,14 +45,14 @@ from asyncrl.messages.dataloader import Outcome
 from asyncrl.messages.learner import Deliver, Delivered, Held, Holds, RolloutStats
 from asyncrl.messages.monitor import MetricsLine, ResourceRecord
 from asyncrl.monitor.story_log import EVALUATED, NOT_TRAINED, RESTORED, TAKEN
-from asyncrl.monitor.trace import CHECKPOINTS, PHASES, STEPS, Track
+from asyncrl.monitor.trace import CHECKPOINTS, PHASES, STEPS, WEIGHTS, Track
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller, handler
 from asyncrl.runtime.away import log_away
 from asyncrl.sft.conversations import Conversations, load_conversations
 
 PARAMETER_SERVER, RANK_0 = "parameter_server/0", "learner/0"
 
-PHASE_STATES = {"gather": "publishing", "probe": "publishing"}
+PHASE_STATES = {"copy": "publishing", "probe": "publishing"}
 """In which state a rank above 0 is at a part of the work; it trains at all others."""
 
 T = TypeVar("T")
@@ -234,7 +234,10 @@ class Learner(Actor):
             tasks=self.tasks,
             log=self.log,
             on_spoiled=lambda: self._training.news.set(),
+            on_failed=lambda error: self._training.publish_failed(error),
+            on_whole=lambda: self._training.published_whole(),
             track=steps,
+            assemblies=self.trace.track("versions", WEIGHTS),
         )
         url = self.config.learner.teacher_url
         if url is not None and self.config.learner.backend != "sim":

@@ -11,7 +11,7 @@ Order of calls, rank 0::
     backend.setup(host, port)                   # blocks until every rank is there and the model is checked
     backend.load(folder)                        # to go on from a checkpoint; then nothing came before it
     probe = backend.probe(sequences)
-    publication = backend.publish(0, probe)     # hand publication.manifest on, then publication.release()
+    publishing = backend.publish(0, probe)      # goes on by itself; its result is handed on, then released
     scores = backend.score(scoring)             # where the rewards of a step need it
     plan = build_step(groups, ..., world_size=config.learner.ranks, packed=backend.packed)
     metrics = backend.train(plan)               # one optimizer step; then plan.metrics and these are one line
@@ -26,11 +26,11 @@ Order of calls, every other rank::
     backend.follow()                            # does what rank 0 does until its stop, or until interrupt()
     backend.stop()
 
-Fails: an exception from any method but ``publish``, ``export``, ``sees`` and ``load`` leaves the ranks out of step;
-the only thing left to do is to end the process. The four raise after all ranks have finished their part, on rank 0
+Fails: an exception from any method but ``export``, ``sees`` and ``load`` leaves the ranks out of step;
+the only thing left to do is to end the process. The three raise after all ranks have finished their part, on rank 0
 alone but for ``load``, so that training may go on. After a failed ``load`` that is from the beginning, in new
 processes; but DamagedCheckpoint comes before anything is changed, and another checkpoint may be loaded.
-What goes wrong while a checkpoint is written is the result of its future alone.
+What goes wrong while a checkpoint or a version is written is the result of its future alone.
 """
 
 from __future__ import annotations
@@ -101,10 +101,14 @@ class Backend(Protocol):
         Training is not disturbed.
         """
 
-    def publish(self, version: int, probe: Probe | None = None, on_sealed: OnSealed | None = None) -> Publication:
+    def publish(
+        self, version: int, probe: Probe | None = None, on_sealed: OnSealed | None = None
+    ) -> Future[Publication]:
         """Rank 0: the current weights as sealed segments of shared memory; the caller releases them.
 
-        ``probe`` goes along with them. Raises OSError when they cannot be written.
+        Returns once every rank has copied its own, after what was published before has been written; training that
+        follows changes nothing of it. ``probe`` goes along. The future ends with OSError when they cannot be written,
+        which leaves the ranks in step, as no other error does.
         """
 
     def export(self, folder: Path) -> None:

@@ -2,11 +2,11 @@
 
 Supervised warm steps come before all of it: the first version is of the weights after them.
 
-It waits for groups, never for a replica, the parameter server or a disk. A version that cannot be written, as on a
-full disk, is owed: training goes on with the groups that the last one admits, and the run ends with the reason only
-when those are used up and nothing can be published for ``checkpoint.room_wait_s``. A checkpoint that cannot be
-written is told, and owed where its disk is full: it is tried again at the first boundary with room; the last complete
-one stays.
+It waits for groups, never for a replica, the parameter server or a disk. A version is assembled while the next step is
+trained, one at a time. One that cannot be written, as on a full disk, is owed: training goes on with the groups that
+the last one admits, and the run ends with the reason only when those are used up and nothing can be published for
+``checkpoint.room_wait_s``. A checkpoint that cannot be written is told, and owed where its disk is full: it is tried
+again at the first boundary with room; the last complete one stays.
 
 Preempted, it takes what the rollouters still deliver, comes to a version boundary, and writes a checkpoint.
 
@@ -134,8 +134,8 @@ class Training:
         """Whether the step under way had to wait for groups."""
         self._not_published = ""
         """Why the last attempt to publish failed."""
-        self._version_bytes = 0.0
-        """Size of the newest version."""
+        self._publish_error: OSError | None = None
+        """Of the last version that failed."""
         self._probed: list[ProbeSequence] = []
         """What engines and learner are held against each other by."""
         self._stragglers: Stragglers | None = None
@@ -181,7 +181,7 @@ class Training:
     async def begin(self, prompts: Sequence[np.ndarray]) -> None:
         """Publish the weights at the start; engines are held against them by ``prompts``. Raises ActorFailed."""
         self._probed = from_prompts(prompts, probe_length(self._config))
-        if await self._try_to_publish() is None:
+        if not await self._try_to_publish() or not await self._versions.settled():
             raise ActorFailed(self._name, f"the weights at the start cannot be published: {self._not_published}")
         self._first_version = self.version
 
@@ -216,9 +216,8 @@ class Training:
             boundary = False
             if self._unpublished >= learner.steps_per_version:
                 publish_began = self._clock.now()
-                published = await self._try_to_publish()
-                boundary = published is not None
-                step.line.update(published or {})
+                boundary = await self._try_to_publish()
+                step.line.update(self._versions.metrics)
                 step.line["time/publish_s"] = self._clock.now() - publish_began
             step.line["weights/version"] = self.version
             step.line["time/step_s"] = self._clock.now() - began
@@ -248,7 +247,7 @@ class Training:
             while not (self.preempted or await self.supply.rounds_over()):
                 self.news.clear()
                 if self._versions.spoiled:
-                    if await self._try_to_publish(until=owed_until) is None:
+                    if not await self._publish_owed(owed_until):
                         await asyncio.sleep(OWED_RETRY_S)
                 else:
                     await self.news.wait()
@@ -404,7 +403,7 @@ class Training:
                 async with asyncio.timeout(max(0.0, retry_at - self._clock.now())):
                     await self.news.wait()
             except TimeoutError:
-                await self._try_to_publish(until=owed_until)
+                await self._publish_owed(owed_until)
                 self._states.enter("waiting", "groups")
                 retry_at = self._clock.now() + OWED_RETRY_S
 
@@ -475,50 +474,63 @@ class Training:
 
     async def _publish_the_rest(self) -> None:
         owed_until = self._clock.now() + self._patience_s
-        while self._unpublished:
-            if await self._try_to_publish(until=owed_until) is None:
+        while self._unpublished or not await self._versions.settled():
+            if not await self._publish_owed(owed_until):
                 await asyncio.sleep(OWED_RETRY_S)
 
-    async def _try_to_publish(self, until: float | None = None) -> dict[str, float] | None:
-        """The figures of a new version; None when it could not be written and is owed.
+    async def _publish_owed(self, until: float) -> bool:
+        """Try to make a version that is owed, to its end; raises ActorFailed when none is there after ``until``."""
+        if await self._try_to_publish() and await self._versions.settled():
+            return True
+        if self._clock.now() >= until:
+            error = self._publish_error
+            assert error is not None
+            patience = f"{self._patience_s:g} s (checkpoint.room_wait_s)"
+            reason = f"no version could be published for {patience}: {self._not_published}"
+            to_do, _ = to_publish(error, self._version_bytes)
+            raise ActorFailed(self._name, f"{reason}; to do: {to_do}, and resume the run") from error
+        return False
 
-        Raises ActorFailed when that is so after ``until``.
-        """
+    async def _try_to_publish(self) -> bool:
+        """Begin a new version of the present weights, which then needs nobody here; False when it is owed."""
+        self._states.enter("publishing")
         try:
-            return await self._publish()
+            version = await self._versions.make(self._probed)
         except OSError as error:
             if isinstance(error, AsyncRLError):
                 # Not a disk or memory that is full: the ranks are out of step.
                 raise
-            self._not_published = why_not_published(error)
-            self._counters.add("weights/not_published")
-            self._log.error("no version published; training goes on as long as it can", error=str(error))
-            if self.version >= 0:
-                told = version_failed(error, self.version, self._version_bytes, self._patience_s)
-                self._notify(UNPUBLISHED, told.text, meanwhile=told.meanwhile, waits_for=told.waits_for)
-            if until is not None and self._clock.now() >= until:
-                patience = f"{self._patience_s:g} s (checkpoint.room_wait_s)"
-                reason = f"no version could be published for {patience}: {self._not_published}"
-                to_do, _ = to_publish(error, self._version_bytes)
-                raise ActorFailed(self._name, f"{reason}; to do: {to_do}, and resume the run") from error
-            return None
-
-    async def _publish(self) -> dict[str, float]:
-        """Make a version of the present weights; the rest of its way needs nobody here. Raises OSError."""
-        self._states.enter("publishing")
-        made = await self._versions.make(self._probed)
+            self.publish_failed(error)
+            return False
         self._unpublished = 0
-        self.version = made.version
-        self._version_bytes = made.metrics["weights/publish_bytes"]
+        self.version = version
+        self._trained_at_version = self._intake.ledger.count("trained")
+        self._published(version)
+        # Harmless before the parameter server has it: the gate counts with what engines serve.
+        self._intake.outcomes.published(version, self._trained_at_version)
+        self.supply.changed()
+        return True
+
+    def publish_failed(self, error: OSError) -> None:
+        """Tell of a version that could not be begun or assembled."""
+        self._not_published, self._publish_error = why_not_published(error), error
+        self._counters.add("weights/not_published")
+        self._log.error("no version published; training goes on as long as it can", error=str(error))
+        newest = self._versions.whole
+        if newest >= 0:
+            told = version_failed(error, newest, self._version_bytes, self._patience_s)
+            self._notify(UNPUBLISHED, told.text, meanwhile=told.meanwhile, waits_for=told.waits_for)
+
+    def published_whole(self) -> None:
+        """The newest version is assembled."""
         if self._not_published:
             self._not_published = ""
-            self._notify(UNPUBLISHED, f"versions are published again, from {made.version} on")
-        self._trained_at_version = self._intake.ledger.count("trained")
-        self._published(made.version)
-        # Harmless before the parameter server has it: the gate counts with what engines serve.
-        self._intake.outcomes.published(made.version, self._trained_at_version)
-        self.supply.changed()
-        return made.metrics
+            self._notify(UNPUBLISHED, f"versions are published again, from {self._versions.whole} on")
+
+    @property
+    def _version_bytes(self) -> float:
+        """Size of the newest version that is whole; 0 before the first."""
+        return self._versions.metrics.get("weights/publish_bytes", 0.0)
 
     async def _on_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

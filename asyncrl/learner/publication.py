@@ -10,7 +10,7 @@ from asyncrl.messages.weights import Bucket, Manifest
 
 OnSealed = Callable[[Bucket, int], None]
 """Told of each bucket, in order, with the descriptor of its segment, as soon as it is sealed. Called on the thread that
-gathers: it must neither wait nor raise, and duplicates the descriptor to keep it."""
+assembles: it must neither wait nor raise, and duplicates the descriptor to keep it."""
 
 
 @dataclass

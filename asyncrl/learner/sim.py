@@ -19,6 +19,7 @@ from asyncrl.checkpoint.trainer_contents import CONTENTS, TrainerContents, read_
 from asyncrl.config import Config
 from asyncrl.learner.algorithm.batch import StepPlan
 from asyncrl.learner.algorithm.scoring import ScoringPlan
+from asyncrl.learner.background import Background
 from asyncrl.learner.fsdp.schedule import learning_rate
 from asyncrl.learner.probe_sequences import ProbeSequence
 from asyncrl.learner.publication import OnSealed, Publication
@@ -38,6 +39,7 @@ class SimTrainer:
         self._config = config
         self._rank = rank
         self._steps = 0
+        self._background = Background("assembly", f"learner/{rank}")
 
     def open_store(self, host: str) -> tuple[str, int]:
         return host, 0
@@ -59,7 +61,13 @@ class SimTrainer:
         """Nothing could be asked."""
         return None
 
-    def publish(self, version: int, probe: Probe | None = None, on_sealed: OnSealed | None = None) -> Publication:
+    def publish(
+        self, version: int, probe: Probe | None = None, on_sealed: OnSealed | None = None
+    ) -> Future[Publication]:
+        self._background.wait(self._config.learner.collective_timeout_s)
+        return self._background.start(lambda: self._assemble(version, probe, on_sealed))
+
+    def _assemble(self, version: int, probe: Probe | None, on_sealed: OnSealed | None) -> Publication:
         began = time.monotonic()
         publication = Publication(manifest=Manifest(version=version, buckets=[], probe=probe), gather_s=0.0)
         left, limit = self._config.learner.sim.publish_bytes, self._config.weights.bucket_bytes

@@ -238,7 +238,7 @@ def test_the_timeline_shows_generation_of_a_version_beside_training_of_the_one_b
     for rank in ("learner/0", "learner/1"):
         phases = [span.name for span in trace[rank]["phases"]]
         assert phases.count("optimizer") == phases.count("forward and backward") == STEPS
-        assert phases.count("gather") >= STEPS
+        assert phases.count("copy") >= STEPS
 
 
 def test_the_story_of_an_aborted_group_is_what_its_samples_say(folder, finished):

@@ -16,7 +16,7 @@ BUCKETS = 3
 def make_publication(version: int, on_sealed: OnSealed | None = None) -> Publication:
     """BUCKETS sealed buckets of 4096 bytes, all of them different."""
     config = sim_config(learner={"sim": {"publish_bytes": BUCKETS * 4096}}, weights={"bucket_bytes": 4096})
-    return SimTrainer(config, 0).publish(version, on_sealed=on_sealed)
+    return SimTrainer(config, 0).publish(version, on_sealed=on_sealed).result()
 
 
 def is_open(publication: Publication) -> bool:

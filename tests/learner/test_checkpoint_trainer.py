@@ -93,7 +93,7 @@ def _save_then_train(backend, config, target: Path) -> dict[str, Any]:
     saving = backend.save(target)
     metrics = [_train(backend, config, step) for step in (2, 3)]
     torch.rand(3), np.random.rand(3), random.random()
-    with backend.publish(1):
+    with backend.publish(1).result():
         pass
     early = saving.done()
     go.set()

@@ -38,7 +38,7 @@ def _learned(backend: Any, config: Any) -> dict[str, Any]:
     tokens, logprobs = policy.likeliest(row, TEMPERATURE, VOCABULARY)
     scores, entropies = policy.score(row, TEMPERATURE)
     scores.sum().backward()
-    with backend.publish(0) as publication:
+    with backend.publish(0).result() as publication:
         weights = _weights(publication)
     return {
         "way": (backend.packed, policy.model.config._attn_implementation, policy.chunked),
@@ -101,7 +101,7 @@ def test_the_learner_computes_what_the_model_says(family: str, tied: bool, tmp_p
 
 def _probed(backend: Any, config: Any) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
     probe = backend.probe([ProbeSequence(tokens, 1) for tokens in PROBED])
-    with backend.publish(0) as publication:
+    with backend.publish(0).result() as publication:
         return probe.logprobs, _weights(publication)
 
 

@@ -64,7 +64,7 @@ def _train_and_publish(backend, config, probing: bool) -> tuple[list[Any], Any, 
             probes.append(backend.probe(chosen()))
     # No rank holds more of the weights than its share.
     assert all(isinstance(parameter, DTensor) for parameter in backend._policy.parameters())
-    with backend.publish(1, probes[-1] if probing else None) as publication:
+    with backend.publish(1, probes[-1] if probing else None).result() as publication:
         assert publication.manifest.probe is (probes[-1] if probing else None)
         weights = {spec.name: bytes(view) for spec, view in read_manifest(publication.manifest)}
     if probing:

@@ -118,7 +118,7 @@ def test_the_simulated_learner_publishes_and_counts(tmp_path: Path) -> None:
     config = make_config(None, backend="sim", sim=SimLearnerConfig(step_s=0.0, publish_bytes=1000), lr=0.5)
     trainer = create(config, 0)
     trainer.setup(*trainer.open_store("127.0.0.1"))
-    with trainer.publish(1) as first, trainer.publish(2) as second:
+    with trainer.publish(1).result() as first, trainer.publish(2).result() as second:
         [(spec, view)] = read_manifest(first.manifest)
         assert (spec.dtype, len(view)) == ("uint8", 1000)
         assert first.manifest.buckets[0].checksum != second.manifest.buckets[0].checksum

@@ -36,7 +36,7 @@ REST = [
 
 def _publish(backend: Any, config: Any, kept: ExitStack) -> str:
     """The manifest as the engine's worker gets it; its memory stays until ``kept`` ends."""
-    publication = kept.enter_context(backend.publish(0))
+    publication = kept.enter_context(backend.publish(0).result())
     return msgspec.json.encode(publication.manifest).decode()
 
 

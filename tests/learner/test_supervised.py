@@ -176,7 +176,7 @@ TAUGHT = {"warm_steps": 6, "lr": 1e-2, "weight": WEIGHT, "batch": 3}
 
 
 def _weights(backend) -> dict[str, np.ndarray]:
-    with backend.publish(1) as publication:
+    with backend.publish(1).result() as publication:
         return {
             spec.name: np.frombuffer(bytes(view), np.float32).copy()
             for spec, view in read_manifest(publication.manifest)

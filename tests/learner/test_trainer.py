@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import threading
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -51,7 +52,7 @@ def _weights(publication) -> dict[str, np.ndarray]:
 def _train(backend, config) -> tuple[list[dict[str, float]], dict[str, np.ndarray], list[int]]:
     plans = [_plan(backend, config, step) for step in range(STEPS)]
     metrics = [backend.train(plan) for plan in plans]
-    with backend.publish(1) as publication:
+    with backend.publish(1).result() as publication:
         return metrics, _weights(publication), [len(only(plan).ranks[0]) for plan in plans]
 
 
@@ -154,7 +155,7 @@ def _train_with_fillers(backend, config) -> tuple[dict[str, float], dict[str, np
     assert backend.train(plan) == {}
     assert backend.steps == 1
     assert all(torch.equal(a, b.detach().to_local()) for a, b in zip(before, backend._parameters, strict=True))
-    with backend.publish(1) as publication:
+    with backend.publish(1).result() as publication:
         return metrics, _weights(publication)
 
 
@@ -208,7 +209,7 @@ def test_what_is_not_finite_on_one_rank_stops_the_step_on_all(ranks, what, folde
 
 def _publish_and_export(backend, config, target: Path) -> dict[str, Any]:
     backend.train(_plan(backend, config, 0))
-    with backend.publish(7) as publication:
+    with backend.publish(7).result() as publication:
         manifest = publication.manifest
         found = {
             "version": manifest.version,
@@ -266,6 +267,46 @@ def test_publication_and_export_are_what_save_pretrained_would_write(ranks, tied
         torch.testing.assert_close(model(ids).logits, twin(ids).logits, rtol=0, atol=0)
 
 
+def _publish_beside_training(backend, config, beside: bool) -> list[dict[str, np.ndarray]]:
+    """The weights after each of two steps; ``beside``: the first are assembled once the second step is trained."""
+    from asyncrl.learner.fsdp import gather
+
+    real, go_on = gather._write_bucket, threading.Event()
+
+    def write(name: str, tensors: dict[str, torch.Tensor]) -> Any:
+        assert go_on.wait(60)
+        return real(name, tensors)
+
+    with mock.patch.object(gather, "_write_bucket", write):
+        if not beside:
+            go_on.set()
+        found = []
+        backend.train(_plan(backend, config, 0))
+        first = backend.publish(1)
+        if not beside:
+            with first.result() as publication:
+                found.append(_weights(publication))
+        backend.train(_plan(backend, config, 1))
+        if beside:
+            assert not first.done()
+            go_on.set()
+            with first.result() as publication:
+                found.append(_weights(publication))
+        with backend.publish(2).result() as publication:
+            return [*found, _weights(publication)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_version_is_of_one_moment_whatever_is_trained_while_it_is_assembled(ranks, folder, run) -> None:
+    config = make_config(folder, ranks=ranks, bucket_bytes=50_000)
+    one_after_the_other, _ = run(config, _publish_beside_training, False)
+    beside, _ = run(config, _publish_beside_training, True)
+    for expected, found in zip(one_after_the_other, beside, strict=True):
+        assert expected.keys() == found.keys()
+        assert all(np.array_equal(expected[name], found[name]) for name in expected)
+    assert any(not np.array_equal(beside[0][name], beside[1][name]) for name in beside[0])
+
+
 def _export_in_parts(backend, config, target: Path) -> None:
     from asyncrl.learner.fsdp import export
 
@@ -301,7 +342,7 @@ def _fail_to_write(backend, config, target: Path) -> tuple[list[str], int]:
             super().__init__(name, size)
 
     gather.Segment = Full
-    for attempt in (lambda: backend.publish(1), lambda: backend.export(target / "file" / "export")):
+    for attempt in (lambda: backend.publish(1).result(), lambda: backend.export(target / "file" / "export")):
         try:
             attempt()
         except OSError as error:
@@ -309,7 +350,7 @@ def _fail_to_write(backend, config, target: Path) -> tuple[list[str], int]:
     gather.Segment = real
     leaked = len(os.listdir("/proc/self/fd")) - opened
     backend.train(_plan(backend, config, 0))
-    with backend.publish(1) as publication:
+    with backend.publish(1).result() as publication:
         assert len(_weights(publication)) == 27
     return problems, leaked
 

@@ -117,7 +117,7 @@ def test_every_actor_and_every_slot_has_a_track_with_what_it_did(tmp_path, logs)
     for loading in [span for span in rollouter["weights"] if span.name.startswith("load")]:
         assert not any(loading.began < span.began < loading.end for span in submissions), "I4"
     phases = [span.name.partition(" ")[0] for span in trace["learner/0"]["steps"]]
-    assert set(phases) == {"publish", "gather", "wait", "pack", "train"}
+    assert set(phases) == {"publish", "copy", "wait", "pack", "train"}
     assert [span.facts["step"] for span in trace["learner/0"]["checkpoint"]] == [3, 6, 8]
     scored = [span.facts["uid"] for span in trace["reward/0"]["worker 0"] if span.name == "score"]
     ended = [span for span in generation(trace) if span.facts.get("ended") in ("stop", "length")]

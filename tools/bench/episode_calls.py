@@ -203,7 +203,7 @@ async def living(folder: Path) -> AsyncIterator[Agent]:
             lives.append(asyncio.create_task(main))
 
         trainer = SimTrainer(chosen, 0)
-        with trainer.publish(0) as publication:
+        with trainer.publish(0).result() as publication:
             exchange = Exchange(publication.manifest)
             processes = Processes(run)
             controller = Controller(context(CONTROLLER, None))

@@ -4,8 +4,9 @@ Every parameter of the model appears exactly once, under the name and in the sha
 ``save_pretrained`` would give it: a tied head only under the name of what it is tied to, experts and other
 merged weights split again. Weights go layer by layer; a layer is never split over buckets.
 
-All ranks gather a bucket, then rank 0 writes it while the next one is being gathered. Whatever becomes of the
-writing, every rank finishes the gather, and the error is raised afterwards on rank 0 alone.
+Every rank first copies its own shards to host memory, which is all that training waits for. The copies are then
+gathered bucket by bucket, and rank 0 writes one while the next is on its way. Whatever becomes of the writing, every
+rank finishes the gather, and the error is raised afterwards on rank 0 alone.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -81,37 +82,75 @@ def _write_bucket(name: str, tensors: dict[str, Tensor]) -> tuple[Bucket, int]:
 
 
 @dataclass(frozen=True)
-class _Unit:
-    """The weights of one layer, or one weight outside of any."""
+class _Weight:
+    """A weight, and this rank's part of it."""
 
-    weights: dict[str, Tensor]
-    size: int
-    """Bytes once gathered."""
+    name: str
+    shape: torch.Size
+    sharded: bool
+    """By rows over the ranks; else every rank has all of it."""
+    part: Tensor
+    """[elements of this rank], where the model keeps it or in a copy."""
+
+    @property
+    def size(self) -> int:
+        """Bytes once gathered."""
+        return self.shape.numel() * self.part.itemsize
+
+
+_Unit = list[_Weight]
+"""The weights of one layer, or one weight outside of any."""
+
+
+class ShardCopies:
+    """This rank's part of all that is published, copied to host memory in the publishing type.
+
+    The memory is taken once, pinned where the model is on a GPU, and used again by every copy.
+    """
+
+    def __init__(self, policy: Policy, dtype: torch.dtype) -> None:
+        self.model = policy.model
+        self._live = [weight for unit in _units(policy) for weight in unit]
+        copies = iter(
+            replace(
+                weight,
+                part=torch.empty(
+                    weight.part.numel(), dtype=_published(weight.part, dtype), pin_memory=weight.part.is_cuda
+                ),
+            )
+            for weight in self._live
+        )
+        self.units: list[_Unit] = [[next(copies) for _ in unit] for unit in _units(policy)]
+
+    def take(self) -> None:
+        """Copy the weights as they are now. Whoever reads the copy before has ended."""
+        on_gpu = False
+        for live, copy in zip(self._live, (weight for unit in self.units for weight in unit), strict=True):
+            on_gpu |= live.part.is_cuda
+            copy.part.copy_(live.part, non_blocking=live.part.is_cuda)
+        if on_gpu:
+            torch.cuda.current_stream().synchronize()
 
 
 def gather_buckets(
-    policy: Policy, ranks: Ranks, *, dtype: torch.dtype, bucket_bytes: int
+    copies: ShardCopies, ranks: Ranks, group: dist.ProcessGroup | None, *, bucket_bytes: int
 ) -> Iterator[dict[str, Tensor]]:
     """All ranks together: full weights by checkpoint name, bucket by bucket; empty dicts on ranks above 0.
 
-    Floating-point weights are cast to ``dtype``. The tensors lie on rank 0's device and may share memory with
-    the model: they are to be copied before the next bucket is asked for. The next bucket is gathered
+    ``group`` is from ``Ranks.another_group``, and nothing else uses it meanwhile. The tensors are in host memory and
+    may share it with ``copies``: they are to be copied before the next bucket is asked for. The next bucket is gathered
     meanwhile.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    units = _units(policy, dtype)
     pending: tuple[list[_Unit], _Gather] | None = None
     with ranks.waiting("gathering the weights"):
-        plan = fill_buckets([unit.size for unit in units], bucket_bytes)
+        plan = fill_buckets([sum(weight.size for weight in unit) for unit in copies.units], bucket_bytes)
         for bucket in [*plan, None]:
             ready = pending
             if bucket is not None:
-                members = [units[i] for i in bucket]
-                pending = (
-                    members,
-                    _Gather([w for unit in members for w in unit.weights.values()], ranks, dtype),
-                )
+                members = [copies.units[i] for i in bucket]
+                pending = (members, _Gather([weight for unit in members for weight in unit], ranks, group))
             if ready is None:
                 continue
             full = ready[1].wait()
@@ -121,7 +160,7 @@ def gather_buckets(
             found: dict[str, Tensor] = {}
             values = iter(full)
             for unit in ready[0]:
-                found |= revert_weight_conversion(policy.model, {name: next(values) for name in unit.weights})
+                found |= revert_weight_conversion(copies.model, {weight.name: next(values) for weight in unit})
             yield found
 
 
@@ -129,28 +168,30 @@ def whole_buckets(policy: Policy, *, dtype: torch.dtype) -> Iterator[dict[str, T
     """What ``gather_buckets`` gives on rank 0, of a model that is whole in this process; a layer at a time."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    for unit in _units(policy, dtype):
-        cast = {name: weight.to(_published(weight, dtype)) for name, weight in unit.weights.items()}
+    for unit in _units(policy):
+        cast = {w.name: w.part.to(_published(w.part, dtype)).view(w.shape) for w in unit}
         yield revert_weight_conversion(policy.model, cast)
 
 
-def _units(policy: Policy, dtype: torch.dtype) -> list[_Unit]:
-    """What is published, in the order of the checkpoint."""
+def _units(policy: Policy) -> list[_Unit]:
+    """All that is published, where the model keeps it, in the order of the checkpoint."""
     model: Any = policy.model
     persistent = set(model.state_dict().keys())
     ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_save or ()]
     tied = set(model.all_tied_weights_keys)
-    layers: dict[str, dict[str, Tensor]] = {}
+    layers: dict[str, _Unit] = {}
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
     order = {name: i for i, name in enumerate(model.state_dict())}
     for name, weight in sorted(named, key=lambda item: order.get(item[0], 0)):
         if name in persistent and name not in tied and not any(p.search(name) for p in ignored):
             match = _LAYER.match(name)
-            layers.setdefault(match[1] if match else name, {})[name] = weight.detach()
-    return [
-        _Unit(weights, sum(w.numel() * _published(w, dtype).itemsize for w in weights.values()))
-        for weights in layers.values()
-    ]
+            sharded, found = isinstance(weight, DTensor), weight.detach()
+            if sharded:
+                assert weight.placements == (Shard(0),)
+            part = found.to_local() if sharded else found
+            unit = layers.setdefault(match[1] if match else name, [])
+            unit.append(_Weight(name, weight.shape, sharded, part.reshape(-1)))
+    return list(layers.values())
 
 
 def _published(weight: Tensor, dtype: torch.dtype) -> torch.dtype:
@@ -158,53 +199,48 @@ def _published(weight: Tensor, dtype: torch.dtype) -> torch.dtype:
 
 
 class _Gather:
-    """One bucket on its way to rank 0: the shards of each rank in one buffer, in one collective."""
+    """One bucket on its way to rank 0: the parts of each rank in one buffer, in one collective."""
 
-    def __init__(self, weights: list[Tensor], ranks: Ranks, dtype: torch.dtype) -> None:
-        self._weights, self._ranks, self._dtype = weights, ranks, dtype
+    def __init__(self, weights: list[_Weight], ranks: Ranks, group: dist.ProcessGroup | None) -> None:
+        self._weights, self._ranks = weights, ranks
         self._work: Any = None
         self._received: list[Tensor] = []
-        if ranks.world_size == 1:
+        sharded = [weight for weight in weights if weight.sharded]
+        if group is None or not sharded:
             return
-        sharded = [w for w in weights if isinstance(w, DTensor)]
-        shards = [w.to_local().to(dtype).reshape(-1) for w in sharded]
-        # Rank 0 has the largest shard of everything, so all send as much as it has.
-        size = sum(_rows(w, 0, ranks.world_size) * w[:1].numel() for w in sharded)
-        self._sent = torch.zeros(size, dtype=dtype, device=ranks.device)
-        if shards:
-            flat = torch.cat(shards)
-            self._sent[: flat.numel()] = flat
+        # Rank 0 has the largest part of everything, so all send as much as it has.
+        size = sum(_rows(w.shape, 0, ranks.world_size) * w.shape[1:].numel() for w in sharded)
+        (dtype,) = {w.part.dtype for w in sharded}
+        sent = torch.zeros(size, dtype=dtype)
+        flat = torch.cat([w.part for w in sharded])
+        sent[: flat.numel()] = flat
         if ranks.rank == 0:
-            self._received = [torch.empty_like(self._sent) for _ in range(ranks.world_size)]
-        self._work = dist.gather(self._sent, self._received or None, dst=0, async_op=True)
+            self._received = [torch.empty_like(sent) for _ in range(ranks.world_size)]
+        self._work = dist.gather(sent, self._received or None, dst=0, group=group, async_op=True)
 
     def wait(self) -> list[Tensor]:
         """On rank 0 the full weights in order; otherwise nothing."""
-        if self._work is None:
-            return [
-                (w.to_local() if isinstance(w, DTensor) else w).to(_published(w, self._dtype)) for w in self._weights
-            ]
-        self._work.wait()
+        if self._work is not None:
+            self._work.wait()
         if self._ranks.rank:
             return []
         world = self._ranks.world_size
         full, offsets = [], [0] * world
         for weight in self._weights:
-            if not isinstance(weight, DTensor):
-                full.append(weight.to(_published(weight, self._dtype)))
+            if not weight.sharded or self._work is None:
+                full.append(weight.part.view(weight.shape))
                 continue
             width = weight.shape[1:].numel()
             parts = []
             for rank in range(world):
-                count = _rows(weight, rank, world) * width
+                count = _rows(weight.shape, rank, world) * width
                 parts.append(self._received[rank][offsets[rank] : offsets[rank] + count])
                 offsets[rank] += count
             full.append(torch.cat(parts).view(weight.shape))
         return full
 
 
-def _rows(weight: DTensor, rank: int, world_size: int) -> int:
+def _rows(shape: torch.Size, rank: int, world_size: int) -> int:
     """Rows of a weight that a rank holds: FSDP2 cuts dimension 0 as torch.chunk does."""
-    assert weight.placements == (Shard(0),)
-    each = -(-weight.shape[0] // world_size)
-    return max(0, min(each, weight.shape[0] - rank * each))
+    each = -(-shape[0] // world_size)
+    return max(0, min(each, shape[0] - rank * each))

@@ -26,7 +26,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
-from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from asyncrl.checkpoint.durable import refused
@@ -36,8 +35,9 @@ from asyncrl.learner.algorithm.batch import MicroBatch, StepPlan, UpdatePlan
 from asyncrl.learner.algorithm.objective import Objective
 from asyncrl.learner.algorithm.scoring import ScoringPlan
 from asyncrl.learner.fsdp import dcp
+from asyncrl.learner.fsdp.assembly import Assembly, take_part
 from asyncrl.learner.fsdp.export import export
-from asyncrl.learner.fsdp.gather import gather_buckets, publish
+from asyncrl.learner.fsdp.gather import publish
 from asyncrl.learner.fsdp.policy import Policy, model_folder
 from asyncrl.learner.fsdp.probe import score_probe
 from asyncrl.learner.fsdp.ranks import Ranks, open_store, pack_parcel, unpack_parcel
@@ -159,6 +159,8 @@ class Trainer:
             lambda name: self.on_phase(name),
         )
         self._saver = Saver(self._ranks)
+        bucket_bytes = self._config.weights.bucket_bytes
+        self._assembly = Assembly(self._policy, self._ranks, dtype=self._dtype, bucket_bytes=bucket_bytes)
 
     def _build_scorers(self, objective: Objective) -> Scorers:
         def frozen(key: str, path: str | None) -> Policy:
@@ -256,14 +258,17 @@ class Trainer:
         self._tell(command)
         return self._score_probe(command)
 
-    def publish(self, version: int, probe: Probe | None = None, on_sealed: OnSealed | None = None) -> Publication:
+    def publish(
+        self, version: int, probe: Probe | None = None, on_sealed: OnSealed | None = None
+    ) -> Future[Publication]:
         self._tell(Gather())
-        with self._phase("gather"):
-            return publish(self._gather(), version, probe=probe, on_sealed=on_sealed)
+        with self._phase("copy"):
+            return self._assembly.begin(lambda gathered: publish(gathered, version, probe=probe, on_sealed=on_sealed))
 
     def export(self, folder: Path) -> None:
         self._tell(Gather())
-        export(self._gather(), model_folder(self._config.model), folder, self._dtype)
+        source = model_folder(self._config.model)
+        self._assembly.begin(lambda gathered: export(gathered, source, folder, self._dtype)).result()
 
     def checkpoint_bytes(self) -> int:
         return dcp.expected_bytes(self._policy)
@@ -311,9 +316,8 @@ class Trainer:
                 parcel = ranks.scatter(None, command.parcel_bytes[self._rank], "a batch to be scored")
                 self._score_batches(command, _micro_batches(parcel))
             elif isinstance(command, Gather):
-                with self._phase("gather"):
-                    for _ in self._gather():
-                        pass
+                with self._phase("copy"):
+                    self._assembly.begin(take_part)
             elif isinstance(command, Score):
                 self._score_probe(command)
             elif isinstance(command, See):
@@ -336,7 +340,8 @@ class Trainer:
         if self._ranks is not None:
             if self._rank == 0:
                 self._tell(Stop())
-            if hasattr(self, "_saver"):
+            if hasattr(self, "_assembly"):
+                self._assembly.close()
                 self._saver.close()
             self._ranks.close()
             self._ranks = None
@@ -354,12 +359,6 @@ class Trainer:
         assert self._ranks is not None
         self._ranks.command(msgspec.msgpack.encode(command))
         return self._ranks
-
-    def _gather(self) -> Iterator[dict[str, Tensor]]:
-        assert self._ranks is not None
-        return gather_buckets(
-            self._policy, self._ranks, dtype=self._dtype, bucket_bytes=self._config.weights.bucket_bytes
-        )
 
     def _look(self, path: Path) -> list[str]:
         assert self._ranks is not None

@@ -1,6 +1,7 @@
 """Broadcasts new versions to the engines, bucket after bucket as they are sealed, off the training path.
 
-A version is announced to the parameter server when its gathering begins. Once every member of the group is paused the
+A version is announced to the parameter server when its first bucket is sealed: engines go on until then. Once every
+member of the group is paused the
 sender's thread sends what has been sealed so far and then the rest, so that gathering a bucket overlaps sending the
 one before. The training thread hands its buckets over and waits for nobody.
 
@@ -79,7 +80,7 @@ def collective_backend(config: Config, *, on_gpu: bool) -> CollectiveBackend | N
 
 
 class Sending:
-    """The buckets of one version: put in on the training thread, taken out on the sender's."""
+    """The buckets of one version: put in on the thread that assembles, taken out on the sender's."""
 
     def __init__(self, version: int, layouts: list[BucketLayout], timeout_s: float) -> None:
         self.version, self.layouts = version, layouts
@@ -90,6 +91,17 @@ class Sending:
         self._gathered = threading.Event()
         self._problem = ""
         self._closed = False
+        self._loop = asyncio.get_running_loop()
+        self._begun = asyncio.Event()
+
+    async def begun(self) -> bool:
+        """Once the first bucket is there; False if none will come."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._begun.wait()
+        except TimeoutError:
+            self.fail(f"the learner waited {self._timeout_s:g} s for its own bucket 0")
+        return not self._problem
 
     def put(self, bucket: Bucket, descriptor: int) -> None:
         """The next bucket is sealed. Returns at once; what is wrong with it fails the broadcast alone."""
@@ -107,6 +119,8 @@ class Sending:
                 return
             self._descriptors.append(own)
             self._queue.put_nowait((bucket, own))
+            if not index:
+                self._loop.call_soon_threadsafe(self._begun.set)
 
     def gathered(self) -> None:
         """The version is whole and will be published: its last bucket may go."""
@@ -122,6 +136,7 @@ class Sending:
             self._problem = reason
             self._queue.put_nowait(None)
             self._gathered.set()
+            self._loop.call_soon_threadsafe(self._begun.set)
 
     def buckets(self) -> Iterator[SealedBucket]:
         """All of them in order, each as soon as it is there. Raises BroadcastFailed when one will not come.
@@ -185,7 +200,7 @@ class Broadcaster:
             self._sending.gathered()
 
     def begin(self, version: int, probe: Probe | None, tasks: asyncio.TaskGroup) -> Sending | None:
-        """Announce a version whose gathering begins, and send what is put into the result.
+        """Announce a version once its first bucket is put into the result, and send what is.
 
         None if it is not broadcast: it is the first, one before it is still on its way, or too many have failed.
         """
@@ -222,7 +237,7 @@ class Broadcaster:
             probe=probe,
             token=sender.token,
         )
-        group = await self._decision(announcement)
+        group = await self._decision(announcement) if await sending.begun() else None
         if group is not None:
             error = ""
             try:

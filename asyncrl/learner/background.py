@@ -1,0 +1,52 @@
+"""One piece of work at a time, on a thread beside the one that trains.
+
+It keeps: a piece begins only after the one before has ended, and whoever began it has its result or its error by the
+future alone. The thread is a daemon: memory or a disk that hangs must not keep the process from ending.
+
+Fails with DeadlineExceeded where the piece before does not end in time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from asyncrl.errors import DeadlineExceeded
+
+T = TypeVar("T")
+
+
+class Background:
+    """``name`` is that of the thread; ``who`` waits for what it does. One thread alone calls its methods."""
+
+    def __init__(self, name: str, who: str) -> None:
+        self._name, self._who = name, who
+        self._thread: threading.Thread | None = None
+
+    def wait(self, timeout_s: float) -> None:
+        """Until the piece before has ended. Raises DeadlineExceeded."""
+        if self._thread is None:
+            return
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise DeadlineExceeded(self._who, f"its thread {self._name!r}", "the work before", timeout_s)
+        self._thread = None
+
+    def start(self, work: Callable[[], T]) -> Future[T]:
+        """Begin; the piece before has ended."""
+        assert self._thread is None or not self._thread.is_alive()
+        done: Future[T] = Future()
+        # Nobody may cancel it: the thread will set its result.
+        done.set_running_or_notify_cancel()
+        self._thread = threading.Thread(target=_run, args=(work, done), name=self._name, daemon=True)
+        self._thread.start()
+        return done
+
+
+def _run(work: Callable[[], T], done: Future[T]) -> None:
+    try:
+        done.set_result(work())
+    except BaseException as error:
+        done.set_exception(error)

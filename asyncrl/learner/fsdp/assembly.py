@@ -1,0 +1,73 @@
+"""Assembles the weights beside the training: copied on the training thread, gathered and written on one of its own.
+
+It keeps: the copy is of one moment, and is read to its end before the next is taken, so that no version is torn and
+one copy bounds the memory. The exchange among the ranks has a process group to itself and cannot mix with the
+collectives of a step.
+
+Fails with DeadlineExceeded, in the training, where the assembly before does not end in time, or with the error in which
+its exchange ended: the ranks are out of step then. What becomes of a result on rank 0 is in its future alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from asyncrl.errors import AsyncRLError, DeadlineExceeded
+from asyncrl.learner.background import Background
+from asyncrl.learner.fsdp.gather import ShardCopies, gather_buckets
+from asyncrl.learner.fsdp.policy import Policy
+from asyncrl.learner.fsdp.ranks import Ranks
+
+STOP_WAIT_S = 30.0
+"""Time that an assembly has to end when the rank stops."""
+_LOG = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Assembly:
+    """Made by all ranks together, at most one at a time on each."""
+
+    def __init__(self, policy: Policy, ranks: Ranks, *, dtype: torch.dtype, bucket_bytes: int) -> None:
+        self._copies = ShardCopies(policy, dtype)
+        self._ranks, self._bucket_bytes = ranks, bucket_bytes
+        self._group = ranks.another_group(ranks.timeout_s)
+        self._background = Background("assembly", f"learner/{ranks.rank}")
+        self._last: Future[Any] | None = None
+
+    def begin(self, consume: Callable[[Iterator[dict[str, Tensor]]], T]) -> Future[T]:
+        """All ranks together: returns once this rank's shards are copied.
+
+        The future is of ``consume``, called with what ``gather_buckets`` gives. Raises as the module says.
+        """
+        self._background.wait(self._ranks.timeout_s)
+        self._see_last()
+        self._copies.take()
+        gathered = gather_buckets(self._copies, self._ranks, self._group, bucket_bytes=self._bucket_bytes)
+        self._last = begun = self._background.start(lambda: consume(gathered))
+        return begun
+
+    def close(self) -> None:
+        """Wait for a limited time for what is being assembled."""
+        try:
+            self._background.wait(STOP_WAIT_S)
+        except DeadlineExceeded:
+            _LOG.warning("learner/%d stops while weights are being assembled", self._ranks.rank)
+
+    def _see_last(self) -> None:
+        error = self._last.exception() if self._last is not None else None
+        # A disk or memory that is full leaves the ranks in step.
+        if error is not None and (not isinstance(error, OSError) or isinstance(error, AsyncRLError)):
+            raise error
+
+
+def take_part(gathered: Iterator[dict[str, Tensor]]) -> None:
+    """Ranks above 0: send what rank 0 gathers."""
+    for _ in gathered:
+        pass
