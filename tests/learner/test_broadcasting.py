@@ -190,11 +190,13 @@ def test_the_first_version_is_never_broadcast_and_the_next_as_its_buckets_come()
         assert sending is not None
         with make_publication(1) as publication:
             manifest = publication.manifest
-            await scene.until(lambda: scene.sender.sent)
-            (version, epoch, received) = scene.sender.sent[0]
-            assert (version, epoch) == (1, 1)
+            await asyncio.sleep(0.05)
+            assert scene.stub.announced == [], "engines would be paused for what is not there"
             for index, (bucket, fd) in enumerate(zip(manifest.buckets, publication.fds, strict=True)):
                 sending.put(bucket, fd)
+                await scene.until(lambda: scene.sender.sent)
+                (version, epoch, received) = scene.sender.sent[0]
+                assert (version, epoch) == (1, 1)
                 if index + 1 < len(manifest.buckets):
                     # Sent before the next one is there.
                     await scene.until(lambda: len(received) == index + 1)  # noqa: B023
@@ -255,7 +257,10 @@ def test_when_there_is_nobody_to_send_to_nothing_is_sent() -> None:
         await scene.first()
         scene.stub.answer = lambda _request: Announced(decided=True)
         sending = scene.begin(1)
+        with make_publication(1) as early:
+            sending.put(early.manifest.buckets[0], early.fds[0])
         await scene.idle()
+        assert [announced.version for announced in scene.stub.announced] == [1]
         opened = open_descriptors()
         with make_publication(1, sending.put) as publication:
             assert open_descriptors() == opened + len(publication.fds)
@@ -290,10 +295,14 @@ def test_what_is_not_gathered_to_its_end_is_broken_off(told: int) -> None:
         with make_publication(1) as publication:
             for bucket, fd in list(zip(publication.manifest.buckets, publication.fds, strict=True))[:told]:
                 sending.put(bucket, fd)
+                await scene.until(lambda: scene.sender.sent)
             sending.fail("no memory left")
             sending.put(publication.manifest.buckets[told], publication.fds[told])
         await scene.idle()
-        assert scene.sender.aborts == 1
+        assert scene.sender.aborts == told
+        if not told:
+            assert (scene.stub.announced, scene.sender.sent, scene.stub.ended) == ([], [], [])
+            return
         ((_, _, received),) = scene.sender.sent
         assert received == content(1)[: len(received)]
         (ended,) = scene.stub.ended
@@ -310,6 +319,7 @@ def test_a_bucket_that_is_not_as_announced_is_not_sent(change: dict[str, Any]) -
         with make_publication(1) as publication:
             first, second, third = zip(publication.manifest.buckets, publication.fds, strict=True)
             sending.put(*first)
+            await scene.until(lambda: scene.sender.sent)
             sending.put(replace(second[0], **change), second[1])
             sending.put(*third)
         await scene.idle()
@@ -324,6 +334,7 @@ def test_a_bucket_too_many_is_not_sent() -> None:
         await scene.first()
         sending = scene.begin(1)
         with make_publication(1, sending.put) as publication:
+            await scene.until(lambda: scene.sender.sent)
             sending.put(publication.manifest.buckets[0], publication.fds[0])
         await scene.idle()
         (ended,) = scene.stub.ended
@@ -338,8 +349,13 @@ def test_a_bucket_that_does_not_come_is_waited_for_only_so_long() -> None:
         await scene.first()
         assert scene.begin(1) is not None
         await scene.idle()
+        assert scene.stub.announced == []
+        sending = scene.begin(2)
+        with make_publication(2) as publication:
+            sending.put(publication.manifest.buckets[0], publication.fds[0])
+        await scene.idle()
         (ended,) = scene.stub.ended
-        assert ended.error == "broadcast of version 1: the learner waited 1 s for its own bucket 0"
+        assert ended.error == "broadcast of version 2: the learner waited 1 s for its own bucket 1"
 
     play(scenario)
 

@@ -137,18 +137,24 @@ class Versions:
             _fail(sending, error)
             raise
         self._failed = False
+
+        def ended(task: asyncio.Task[None]) -> None:
+            # Also where it was cancelled before it began. The thread goes on, and nobody else closes what it makes.
+            if task.cancelled():
+                _fail(sending, asyncio.CancelledError())
+                assembly.add_done_callback(_release)
+
         self._assembling = self._tasks.create_task(
             self._assemble(version, assembly, sending), name=f"assembly of version {version}"
         )
+        self._assembling.add_done_callback(ended)
         return version
 
     async def _assemble(self, version: int, assembly: Future[Publication], sending: Sending | None) -> None:
         self._assemblies.enter(f"gather v{version}", version=version)
         try:
             publication = await asyncio.wrap_future(assembly)
-        except BaseException as error:
-            if isinstance(error, asyncio.CancelledError):
-                assembly.add_done_callback(_release)
+        except Exception as error:
             _fail(sending, error)
             if not isinstance(error, OSError) or isinstance(error, AsyncRLError):
                 raise
