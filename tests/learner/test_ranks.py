@@ -104,6 +104,22 @@ def _long_run(rank: int, addresses: Any, results: Any) -> None:
     ranks.close()
 
 
+def _late_reader(rank: int, addresses: Any, results: Any) -> None:
+    ranks = _meet(rank, addresses)
+    told = [b"first", b"second", b"third"]
+    if rank == 0:
+        for body in told:
+            ranks.command(body)
+        addresses.put("told")
+        assert addresses.get(timeout=WAIT_S) == "read"
+        results.put([ranks._commands.check([f"command/1/{number}"]) for number in (1, 2, 3)])
+    else:
+        assert addresses.get(timeout=WAIT_S) == "told"
+        results.put([ranks.next_command() for _ in told])
+        addresses.put("read")
+    ranks.close()
+
+
 def _dying_rank_zero(rank: int, addresses: Any, results: Any) -> None:
     ranks = _meet(rank, addresses)
     if rank == 0:
@@ -155,6 +171,14 @@ def test_a_follower_waits_as_long_as_it_takes_and_no_longer_than_it_should() -> 
         "a collective that rank 0 does not enter",
         TIMEOUT_S,
     )
+    said.close()
+
+
+def test_a_follower_that_comes_late_obeys_every_command() -> None:
+    said = _pair(_late_reader)
+    assert next(said) == [b"first", b"second", b"third"]
+    # The store keeps none that was read.
+    assert next(said) == [False, False, False]
     said.close()
 
 

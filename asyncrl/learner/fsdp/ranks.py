@@ -163,8 +163,6 @@ class Ranks:
         self._count += 1
         for rank in range(1, self.world_size):
             self._commands.set(f"command/{rank}/{self._count}", body)  # type: ignore[arg-type]
-            # Everyone has read the one before: it has taken part in what it asked for.
-            self._commands.delete_key(f"command/{rank}/{self._count - 1}")
 
     def next_command(self) -> bytes | None:
         """Ranks above 0: what rank 0 says next, or None once interrupted. Raises ActorFailed when rank 0 is
@@ -175,7 +173,10 @@ class Ranks:
         while not self._interrupted.is_set():
             try:
                 self._commands.wait([key], timedelta(seconds=IDLE_WAIT_S))
-                return bytes(self._commands.get(key)) or None
+                body = bytes(self._commands.get(key))
+                # By its reader, who may come late: rank 0 does not wait for the others in every command.
+                self._commands.delete_key(key)
+                return body or None
             except DistStoreError:
                 # Nothing to do yet: the wait is renewed.
                 continue
