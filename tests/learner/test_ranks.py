@@ -110,13 +110,13 @@ def _late_reader(rank: int, addresses: Any, results: Any) -> None:
     if rank == 0:
         for body in told:
             ranks.command(body)
-        addresses.put("told")
-        assert addresses.get(timeout=WAIT_S) == "read"
-        results.put([ranks._commands.check([f"command/1/{number}"]) for number in (1, 2, 3)])
+        ranks._commands.set("all are told", "")
+        ranks._commands.wait(["all are read"], timedelta(seconds=WAIT_S))
     else:
-        assert addresses.get(timeout=WAIT_S) == "told"
+        ranks._commands.wait(["all are told"], timedelta(seconds=WAIT_S))
         results.put([ranks.next_command() for _ in told])
-        addresses.put("read")
+        results.put([ranks._commands.check([f"command/1/{number}"]) for number in (1, 2, 3)])
+        ranks._commands.set("all are read", "")
     ranks.close()
 
 
