@@ -18,6 +18,7 @@ def test_the_commands():
     chosen = parser().parse_args(["calls", "--vs", "ray", "--json"])
     assert (chosen.bench, chosen.vs, chosen.json, chosen.pairs) == ("calls", "ray", True, 30)
     assert parser().parse_args(["calls"]).vs is None
+    assert parser().parse_args(["learner", "--vs", "trl"]).vs == "trl"
     assert parser().parse_args(["rollout", "--pairs", "3"]).pairs == 3
     assert parser().parse_args(["overlap", "--steps", "5", "--json"]).steps == 5
 

@@ -32,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
     bench = benches.add_parser("learner", help="tokens/s of a training step against a padded plain loop of torch")
     bench.add_argument("--pairs", type=_positive, default=10, help="pairs of each comparison (10)")
     bench.add_argument("--threads", type=_positive, default=1, help="of each side (1)")
+    bench.add_argument("--vs", choices=["trl"], help="also measure against TRL's GRPO")
     bench = benches.add_parser("overlap", help="throughput of the whole system against max(T_generate, T_train)")
     bench.add_argument("--steps", type=_positive, default=48, help="steps measured in each run (48)")
     bench = benches.add_parser("stall", help="generation time lost to an update in each mode, simulated")
@@ -84,7 +85,7 @@ def _measure(chosen: argparse.Namespace, report: Report) -> None:
     elif chosen.bench == "learner":
         from tools.bench import learner
 
-        uvloop.run(learner.measure(report, pairs=chosen.pairs, threads=chosen.threads))
+        uvloop.run(learner.measure(report, pairs=chosen.pairs, threads=chosen.threads, vs_trl=chosen.vs == "trl"))
     elif chosen.bench == "stall":
         from tools.bench import stall
 

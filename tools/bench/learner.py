@@ -1,8 +1,8 @@
-"""``python -m tools.bench learner``: tokens/s of a training step against a padded plain loop of torch.
+"""``python -m tools.bench learner``: tokens/s of a training step against a padded plain loop of torch, and TRL's.
 
-Both sides are processes of their own with the same model, batch, loss, optimizer and threads (learner_side.py); their
-losses before the first step are equal, or the measurement is an error. Lengths are lognormal; memory is the most that
-each process has held resident.
+The sides are processes of their own with the same model, batch, loss, optimizer and threads (learner_side.py and
+trl_learner.py); their losses before the first step are equal, or the measurement is an error. Lengths are lognormal;
+memory is the most that each process has held resident.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ import asyncio
 import json
 import sys
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ActorFailed
 from tools.bench import learner_batch
+from tools.bench.environments import environment, without_python_settings
 from tools.bench.paired import compare, measure_pairs
 from tools.bench.report import Report, Target
 
 TARGETS = {0.9: 1.5, 0.3: 1.0}
 """Sigma of the lengths, and the ratio that is wanted."""
+TRL = ("trl==1.16.*", "torch==2.13.*", "transformers==5.17.*")
 SAME_LOSS = 1e-3
 """Largest relative difference of the two losses that is rounding."""
 ANSWER_S, CLOSE_S = 600.0, 20.0
@@ -50,12 +52,10 @@ class Side:
 
 
 @asynccontextmanager
-async def side(name: str, model: Path, threads: int) -> AsyncIterator[Side]:
+async def side(name: str, command: Sequence[str], variables: Mapping[str, str] | None = None) -> AsyncIterator[Side]:
     """A running process of ``name``, gone when the context ends."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tools.bench.learner_side", name, str(model), str(threads)),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
+        *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=variables
     )
     try:
         yield Side(name, process)
@@ -69,36 +69,55 @@ async def side(name: str, model: Path, threads: int) -> AsyncIterator[Side]:
             await process.wait()
 
 
-async def measure(report: Report, *, pairs: int, threads: int) -> None:
-    """Fill the report. Raises ValueError when the two sides do not train the same."""
+async def measure(report: Report, *, pairs: int, threads: int, vs_trl: bool) -> None:
+    """Fill the report. Raises ValueError when the sides do not train the same."""
     report.settings |= {
         "model": learner_batch.SETTINGS,
         "sequences": learner_batch.GROUPS * learner_batch.SAMPLES,
         "budget": learner_batch.BUDGET,
         "threads": threads,
     }
+    trl = await asyncio.to_thread(environment, "trl", TRL) if vs_trl else None
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as name:
         model = Path(name) / "model"
         await asyncio.to_thread(learner_batch.make_model, model)
         for sigma, wanted in TARGETS.items():
-            tokens = int((learner_batch.lengths(sigma) + learner_batch.PROMPT).sum())
-            async with side("learner", model, threads) as ours, side("padded", model, threads) as plain:
-                losses = [(await each.step(sigma))["loss"] for each in (ours, plain)]
-                if abs(losses[0] - losses[1]) > SAME_LOSS * abs(losses[1]):
-                    raise ValueError(f"the sides do not train the same: losses {losses} at sigma {sigma}")
+            async with AsyncExitStack() as stack:
+                sides = {
+                    of: await stack.enter_async_context(
+                        side(of, [sys.executable, "-m", "tools.bench.learner_side", of, str(model), str(threads)])
+                    )
+                    for of in ("learner", "padded")
+                }
+                if trl is not None:
+                    arguments = learner_batch.write_padded(sigma, Path(name), model, threads)
+                    command = [str(trl), "-I", str(Path(__file__).with_name("trl_learner.py")), *arguments]
+                    sides["trl"] = await stack.enter_async_context(side("trl", command, without_python_settings()))
+                await _compare(report, sides, sigma, wanted, pairs)
 
-                def rate(of: Side, sigma: float = sigma, tokens: int = tokens) -> Any:
-                    async def once() -> float:
-                        return float(tokens / (await of.step(sigma))["seconds"])
 
-                    return once
+async def _compare(report: Report, sides: dict[str, Side], sigma: float, wanted: float, pairs: int) -> None:
+    losses = {name: (await each.step(sigma))["loss"] for name, each in sides.items()}
+    if max(abs(loss - losses["padded"]) for loss in losses.values()) > SAME_LOSS * abs(losses["padded"]):
+        raise ValueError(f"the sides do not train the same: losses {losses} at sigma {sigma}")
+    tokens = int((learner_batch.lengths(sigma) + learner_batch.PROMPT).sum())
 
-                found = compare(await measure_pairs(rate(ours), rate(plain), pairs))
-                key = f"learner_sigma_{sigma:g}"
-                sides = ("learner", "padded loop")
-                report.comparison(key, found, unit="tokens/s", sides=sides, target=Target(">=", wanted))
-                report.figures[f"{key}_peak_bytes"] = {"learner": ours.peak_bytes, "padded loop": plain.peak_bytes}
-                memory = f"{ours.peak_bytes / 1e6:,.0f} MB against {plain.peak_bytes / 1e6:,.0f} MB"
-                report.say(f"{'':24} at most {memory}")
-                found = compare(await measure_pairs(rate(ours), rate(ours), max(2, pairs // 2)))
-                report.same(key, found)
+    def rate(name: str) -> Callable[[], Awaitable[float]]:
+        async def once() -> float:
+            return float(tokens / (await sides[name].step(sigma))["seconds"])
+
+        return once
+
+    key = f"learner_sigma_{sigma:g}"
+    for name in sides:
+        found = compare(await measure_pairs(rate("learner"), rate(name), pairs))
+        if name == "learner":
+            report.same(key, found)
+        elif name == "padded":
+            target = Target(">=", wanted)
+            report.comparison(key, found, unit="tokens/s", sides=("learner", "padded loop"), target=target)
+        else:
+            report.comparison(f"{key}_vs_trl", found, unit="tokens/s", sides=("learner", "TRL"))
+    report.figures[f"{key}_peak_bytes"] = {name: each.peak_bytes for name, each in sides.items()}
+    memory = ", ".join(f"{name} {each.peak_bytes / 1e6:,.0f} MB" for name, each in sides.items())
+    report.say(f"{'':24} memory at most: {memory}")

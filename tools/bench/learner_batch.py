@@ -5,6 +5,7 @@ Lengths are lognormal, as those of responses are: at sigma 0.9 the longest of 64
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ SETTINGS: dict[str, Any] = {
     "max_position_embeddings": PROMPT + LONGEST,
     "tie_word_embeddings": False,
 }
-LR, CAP, MAX_NORM = 1e-4, 2.0, 1.0
+LR, MAX_NORM = 1e-4, 1.0
+CAP = 100.0
+"""No ratio of the batch reaches it, so a loss without a cap is the same."""
 
 
 def make_model(folder: Path) -> None:
@@ -106,3 +109,48 @@ def make_groups(sigma: float) -> list[Group]:
         )
         found.append(Group(ticket=ticket, trajectories=trajectories))
     return found
+
+
+def advantages(group: Group) -> np.ndarray:
+    """float64 [SAMPLES]: rewards less their mean, over their standard deviation."""
+    rewards = np.array([trajectory.reward for trajectory in group.trajectories])
+    return np.asarray((rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6))
+
+
+def write_padded(sigma: float, folder: Path, model: Path, threads: int) -> list[str]:
+    """Write the batch as TRL holds it, in FOLDER/SIGMA.npz; returns the arguments of trl_learner.py."""
+    groups = make_groups(sigma)
+    rows = [(group, trajectory) for group in groups for trajectory in group.trajectories]
+    shape = len(rows), int(lengths(sigma).max())
+    completion, mask = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+    behaviour = np.zeros(shape, dtype=np.float32)
+    for at, (_, trajectory) in enumerate(rows):
+        (sequence,) = trajectory.sequences
+        count = len(sequence.tokens)
+        completion[at, :count], mask[at, :count], behaviour[at, :count] = sequence.tokens, 1, sequence.logprobs
+    prompts = np.stack([group.ticket.prompt_ids for group, _ in rows]).astype(np.int64)
+    np.savez(
+        folder / f"{sigma:g}.npz",
+        prompt_ids=prompts,
+        prompt_mask=np.ones_like(prompts),
+        completion_ids=completion,
+        completion_mask=mask,
+        old_per_token_logps=behaviour,
+        advantages=np.concatenate([advantages(group) for group in groups]).astype(np.float32),
+        num_items_in_batch=np.array(mask.sum()),
+    )
+    learner = config(model, threads).learner
+    settings = {
+        "vocabulary": VOCABULARY,
+        "sequences": len(rows),
+        "samples": SAMPLES,
+        "longest": LONGEST,
+        "budget": BUDGET,
+        "threads": threads,
+        "lr": learner.lr,
+        "betas": learner.betas,
+        "weight_decay": learner.weight_decay,
+        "max_grad_norm": learner.max_grad_norm,
+        "scratch": str(folder / "trl"),
+    }
+    return [str(model), str(folder), json.dumps(settings)]

@@ -75,9 +75,7 @@ Padded = tuple[np.ndarray, int, np.ndarray, float]
 
 
 def _rows(group: Group) -> Iterator[Padded]:
-    rewards = np.array([trajectory.reward for trajectory in group.trajectories])
-    advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
-    for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
+    for trajectory, advantage in zip(group.trajectories, learner_batch.advantages(group), strict=True):
         (sequence,) = trajectory.sequences
         ids = np.concatenate([group.ticket.prompt_ids, sequence.tokens])
         yield ids, len(group.ticket.prompt_ids), sequence.logprobs, float(advantage)

@@ -1,4 +1,4 @@
-"""Ray in an environment of its own, made on demand under .bench/ray, and a process that runs its side.
+"""Ray in an environment of its own, and a process that runs its side.
 
 Ray is never a dependency of asyncrl and never imported here. What the process starts (raylet, GCS, workers) is gone
 when the context ends, by itself or killed; so is its folder.
@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
-import subprocess
-import sys
 import tempfile
-import venv
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,30 +18,12 @@ from typing import Any
 import psutil
 
 from asyncrl.errors import ActorFailed
+from tools.bench.environments import environment, without_python_settings
 
 REQUIREMENT = "ray==2.60.*"
-FOLDER = Path(__file__).resolve().parents[2] / ".bench" / "ray"
 CPUS = 2
 ANSWER_S = 300.0
 CLOSE_S = 20.0
-
-
-def environment() -> Path:
-    """The interpreter that has Ray; made at the first use. Raises CalledProcessError when it cannot be installed."""
-    python = FOLDER / "bin" / "python"
-    complete = FOLDER / ".complete"
-    if not complete.exists() or complete.read_text() != REQUIREMENT:
-        print(f"making {FOLDER} with {REQUIREMENT}", file=sys.stderr, flush=True)
-        shutil.rmtree(FOLDER, ignore_errors=True)
-        venv.create(FOLDER, with_pip=True)
-        subprocess.run(
-            [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", REQUIREMENT],
-            check=True,
-            stdout=sys.stderr,
-            env=_without_python_settings(),
-        )
-        complete.write_text(REQUIREMENT)
-    return python
 
 
 class Ray:
@@ -70,7 +48,7 @@ class Ray:
 @asynccontextmanager
 async def ray() -> AsyncIterator[Ray]:
     """A running Ray with CPUS cores, and nothing of it left afterwards."""
-    python = environment()
+    python = environment("ray", [REQUIREMENT])
     # The paths of its sockets have to be short.
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     process = await asyncio.create_subprocess_exec(
@@ -81,7 +59,7 @@ async def ray() -> AsyncIterator[Ray]:
         folder,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        env=_without_python_settings(),
+        env=without_python_settings(),
     )
     family: list[psutil.Process] = []
     try:
@@ -107,7 +85,3 @@ async def ray() -> AsyncIterator[Ray]:
                     member.kill()
             psutil.wait_procs(family, timeout=CLOSE_S)
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _without_python_settings() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}

@@ -1,0 +1,60 @@
+"""Environments of peers: made once, made again when they are not what is asked for; and the batch that TRL is given."""
+
+import json
+import subprocess
+import zipfile
+
+import numpy as np
+import pytest
+
+from tools.bench import environments, learner_batch
+
+WHEEL = "peer-1.0-py3-none-any.whl"
+
+
+@pytest.fixture
+def requirements(tmp_path):
+    """A package of one module, from a file: nothing is asked of an index."""
+    wheel = tmp_path / WHEEL
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("peer.py", "ANSWER = 42\n")
+        archive.writestr("peer-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: peer\nVersion: 1.0\n")
+        archive.writestr("peer-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr("peer-1.0.dist-info/RECORD", "")
+    return ["--no-index", str(wheel)]
+
+
+def test_an_environment_is_made_once_and_again_when_it_is_half_made(requirements, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(environments, "FOLDER", tmp_path / "made")
+    python = environments.environment("peer", requirements)
+    told = subprocess.run([python, "-I", "-c", "import peer; print(peer.ANSWER)"], capture_output=True, check=True)
+    assert told.stdout.strip() == b"42"
+    witness = python.parent.parent / "witness"
+    witness.touch()
+    assert environments.environment("peer", requirements) == python and witness.exists()
+    (python.parent.parent / ".complete").unlink()
+    environments.environment("peer", requirements)
+    assert not witness.exists() and python.exists()
+    with pytest.raises(subprocess.CalledProcessError):
+        environments.environment("peer", ["--no-index", str(tmp_path / "absent.whl")])
+    assert not (python.parent.parent / ".complete").exists()
+    assert "made/peer" in capfd.readouterr().err
+
+
+def test_trl_is_given_the_batch_that_the_others_train(tmp_path):
+    arguments = learner_batch.write_padded(0.9, tmp_path, tmp_path / "model", threads=2)
+    assert arguments[:2] == [str(tmp_path / "model"), str(tmp_path)] and json.loads(arguments[2])["threads"] == 2
+    groups = learner_batch.make_groups(0.9)
+    with np.load(tmp_path / "0.9.npz") as batch:
+        rows = [(group, trajectory) for group in groups for trajectory in group.trajectories]
+        assert batch["num_items_in_batch"] == learner_batch.lengths(0.9).sum()
+        for at, (group, trajectory) in enumerate(rows):
+            (sequence,) = trajectory.sequences
+            held = batch["completion_mask"][at].astype(bool)
+            np.testing.assert_array_equal(batch["completion_ids"][at][held], sequence.tokens)
+            np.testing.assert_array_equal(batch["old_per_token_logps"][at][held], sequence.logprobs)
+            np.testing.assert_array_equal(batch["prompt_ids"][at], group.ticket.prompt_ids)
+        best = max(range(len(rows)), key=lambda at: batch["advantages"][at])
+        assert rows[best][1].reward == max(each.reward for each in rows[best][0].trajectories), (
+            "an advantage that is not its trajectory's"
+        )
