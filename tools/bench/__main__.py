@@ -33,6 +33,11 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--pairs", type=_positive, default=10, help="pairs of each comparison (10)")
     bench.add_argument("--threads", type=_positive, default=1, help="of each side (1)")
     bench.add_argument("--vs", choices=["trl"], help="also measure against TRL's GRPO")
+    bench = benches.add_parser("quickstart", help="seconds until the quickstart's policy is right on held-out problems")
+    bench.add_argument("--vs", choices=["trl"], required=True, help="the other side: TRL's GRPO")
+    bench.add_argument("--seed", type=_positive, action="append", metavar="N", help="of a pair of runs (1, 2 and 3)")
+    bench.add_argument("--accuracy", type=float, default=0.8, help="share of right samples that is waited for (0.8)")
+    bench.add_argument("--steps", type=_positive, default=40, help="of each run (40)")
     bench = benches.add_parser("overlap", help="throughput of the whole system against max(T_generate, T_train)")
     bench.add_argument("--steps", type=_positive, default=48, help="steps measured in each run (48)")
     bench = benches.add_parser("stall", help="generation time lost to an update in each mode, simulated")
@@ -86,6 +91,11 @@ def _measure(chosen: argparse.Namespace, report: Report) -> None:
         from tools.bench import learner
 
         uvloop.run(learner.measure(report, pairs=chosen.pairs, threads=chosen.threads, vs_trl=chosen.vs == "trl"))
+    elif chosen.bench == "quickstart":
+        from tools.bench import quickstart
+
+        seeds = chosen.seed or [1, 2, 3]
+        quickstart.measure(report, seeds=seeds, accuracy=chosen.accuracy, steps=chosen.steps)
     elif chosen.bench == "stall":
         from tools.bench import stall
 

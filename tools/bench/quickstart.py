@@ -1,0 +1,179 @@
+"""``python -m tools.bench quickstart``: seconds until the quickstart's policy is right on held-out problems, vs TRL's.
+
+Both sides train the same model on the same prompts with the same learning rate, responses a step and cores; their runs
+take turns. Seconds are those of the steps alone, from the first to the one whose weights are right often enough:
+starts, and the writing of TRL's weights, are left out, and so are evaluations, which are made afterwards by one
+function for both. Between two versions that were kept, accuracy is taken to rise evenly.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from asyncrl.config.load import load_config
+from tools.bench.environments import environment, without_python_settings
+from tools.bench.learner import TRL
+from tools.bench.report import Report, Target
+from tools.quickstart.__main__ import CACHE, CONFIG, launch_command
+from tools.quickstart.assets import Assets, ensure_assets
+from tools.quickstart.settings import Settings
+
+EVERY = 5
+"""Steps between two versions whose accuracy is known."""
+SAMPLES = 4
+"""Of each held-out problem."""
+RUN_S = 1800.0
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A version: the seconds of all steps up to it, and its share of right samples."""
+
+    step: int
+    seconds: float
+    accuracy: float
+
+
+def seconds_until(accuracy: float, points: Sequence[Point]) -> float | None:
+    """When the line through the points first is at ``accuracy``; None if it never is."""
+    before = None
+    for point in points:
+        if point.accuracy >= accuracy:
+            if before is None:
+                return point.seconds
+            share = (accuracy - before.accuracy) / (point.accuracy - before.accuracy)
+            return before.seconds + share * (point.seconds - before.seconds)
+        before = point
+    return None
+
+
+def measure(report: Report, *, seeds: Iterable[int], accuracy: float, steps: int) -> None:
+    """Fill the report. Raises RuntimeError when a run fails."""
+    python = environment("trl", TRL)
+    assets = ensure_assets(Settings(), CACHE)
+    report.settings |= {"accuracy": accuracy, "steps": steps, "every": EVERY}
+    ratios = []
+    with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as name:
+        for at, seed in enumerate(seeds):
+            folder = Path(name) / str(seed)
+            folder.mkdir()
+            sides = {
+                "asyncrl": partial(ours, assets, folder, seed, steps),
+                "trl": partial(trl, python, assets, folder, seed, steps),
+            }
+            order = list(sides) if at % 2 == 0 else list(reversed(sides))
+            found = {side: sides[side]() for side in order}
+            reached = {side: seconds_until(accuracy, points) for side, points in found.items()}
+            for side in sides:
+                _tell(report, f"{side}_seed_{seed}", found[side], reached[side])
+            if (one := reached["asyncrl"]) is not None and (other := reached["trl"]) is not None:
+                ratios.append(other / one)
+    if ratios:
+        report.ratio("quickstart_vs_trl", median(ratios), Target(">=", 1.0))
+        each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+        report.say(f"TRL's seconds over ours: median {median(ratios):.3f} of {each}")
+    else:
+        report.say(f"no seed reached {accuracy} on both sides")
+
+
+def _tell(report: Report, name: str, points: Sequence[Point], reached: float | None) -> None:
+    curve = [[point.step, round(point.seconds, 3), round(point.accuracy, 4)] for point in points]
+    report.figures[name] = {"seconds": reached, "step_accuracy_seconds": curve}
+    when = "never" if reached is None else f"after {reached:.1f} s"
+    last = points[-1]
+    report.say(f"{name:20} there {when}; {last.seconds / last.step:.3f} s a step, {last.accuracy:.3f} at the end")
+
+
+def ours(assets: Assets, folder: Path, seed: int, steps: int) -> list[Point]:
+    """One run by asyncrl-launch, with a checkpoint wherever accuracy is to be known."""
+    out = folder / "asyncrl"
+    keys = {
+        "run.dir": out,
+        "run.name": "run",
+        "run.seed": seed,
+        "learner.steps": steps,
+        "checkpoint.every_versions": EVERY,
+        "checkpoint.keep_every_steps": EVERY,
+        **{f"eval.{of}.{when}": "false" for of in ("heldout", "heldout_greedy") for when in ("at_start", "at_end")},
+    }
+    flags = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+    _run(launch_command(assets, str(CONFIG), flags), folder)
+    lines = [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
+    seconds = [line["time/step_s"] for line in lines if line.get("kind") == "train"]
+    for step in range(EVERY, steps + 1, EVERY):
+        export = [str(out / "run"), str(out / f"v{step}"), "--version", str(step)]
+        _run([sys.executable, "-m", "asyncrl.cli.export", *export], folder)
+    return _points(assets, out, seconds)
+
+
+def trl(python: Path, assets: Assets, folder: Path, seed: int, steps: int) -> list[Point]:
+    """One run of GRPOTrainer, with the settings of the quickstart's file."""
+    heldout = {f"eval.{of}.data.path": str(assets.heldout) for of in ("heldout", "heldout_greedy")}
+    config = load_config([CONFIG], {"model.path": str(assets.model), "data.path": str(assets.train), **heldout})
+    learner, rollout = config.learner, config.rollout
+    settings = {
+        "seed": seed,
+        "steps": steps,
+        "every": EVERY,
+        "threads": 2,
+        "trajectories": learner.groups_per_step * rollout.samples_per_prompt,
+        "samples": rollout.samples_per_prompt,
+        "max_tokens": rollout.max_tokens,
+        "pattern": config.reward.options["pattern"],
+        "lr": learner.lr,
+        "betas": learner.betas,
+        "weight_decay": learner.weight_decay,
+        "max_grad_norm": learner.max_grad_norm,
+    }
+    out = folder / "trl"
+    out.mkdir()
+    script = Path(__file__).with_name("trl_quickstart.py")
+    command = [str(python), "-I", str(script), str(assets.model), str(assets.train), str(out), json.dumps(settings)]
+    _run(command, folder, without_python_settings())
+    return _points(assets, out, json.loads((out / "steps.json").read_text()))
+
+
+def _run(command: Sequence[str], folder: Path, variables: dict[str, str] | None = None) -> None:
+    output = folder / "output.txt"
+    with output.open("w") as file:
+        ended = subprocess.run(
+            command, stdout=file, stderr=subprocess.STDOUT, check=False, timeout=RUN_S, env=variables
+        )
+    if ended.returncode != 0:
+        last = "\n".join(output.read_text().splitlines()[-10:])
+        raise RuntimeError(f"exit code {ended.returncode} of {' '.join(command[:4])}:\n{last}")
+
+
+def _points(assets: Assets, folder: Path, seconds: Sequence[float]) -> list[Point]:
+    passed = [0.0, *accumulate(seconds)]
+    kept = range(EVERY, len(seconds) + 1, EVERY)
+    return [
+        Point(0, 0.0, heldout_accuracy(assets, assets.model)),
+        *(Point(step, passed[step], heldout_accuracy(assets, folder / f"v{step}")) for step in kept),
+    ]
+
+
+def heldout_accuracy(assets: Assets, model: Path) -> float:
+    """Share of right samples at temperature 1, ``SAMPLES`` of each held-out problem; the same seed for every model."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from tools.quickstart.task import Problem
+    from tools.quickstart.warmup import solved_share
+
+    rows = [json.loads(line) for line in assets.heldout.read_text().splitlines()]
+    problems = [Problem(*map(int, row["prompt"].rstrip("=").split("+"))) for row in rows] * SAMPLES
+    policy: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tokenizer: Any = AutoTokenizer.from_pretrained(assets.model)
+    torch.manual_seed(0)
+    return solved_share(policy.eval(), tokenizer, problems)
