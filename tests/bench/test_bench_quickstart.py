@@ -9,7 +9,7 @@ CURVE = [Point(0, 0.0, 0.3), Point(5, 10.0, 0.5), Point(10, 18.0, 0.45), Point(1
 
 
 @pytest.mark.parametrize(
-    "accuracy, seconds",
+    ("accuracy", "seconds"),
     [(0.2, 0.0), (0.3, 0.0), (0.4, 5.0), (0.5, 10.0), (0.65, 24.0), (0.85, 30.0), (0.86, None)],
 )
 def test_it_is_there_when_the_line_through_the_points_first_is(accuracy, seconds):
