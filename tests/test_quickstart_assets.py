@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import random
 import re
 import signal
@@ -18,8 +19,8 @@ from hypothesis import strategies as st
 from tools.quickstart import settings as settings_module
 from tools.quickstart.__main__ import launch_command
 from tools.quickstart.assets import Assets, draw_splits, ensure_assets
-from tools.quickstart.settings import Settings, content_hash
-from tools.quickstart.task import CHARACTERS, Problem, draw_problems, write_out
+from tools.quickstart.settings import LOGNORMAL, Settings, content_hash
+from tools.quickstart.task import CHARACTERS, Problem, draw_dots, draw_problems, is_right, write_out
 
 ROOT = Path(__file__).parent.parent
 SMALL = Settings(heldout=20, train=50, probes=4, layers=1, width=32, heads=1, intermediate=32, batch=4, check_every=1)
@@ -68,6 +69,32 @@ def test_responses_are_long_enough_to_be_overtaken_by_updates():
     assert min(lengths) >= 30
     assert median(lengths) >= 40
     assert max(lengths) < 64
+
+
+def test_dots_are_lognormal_and_fit_into_the_model():
+    source = random.Random(0)
+    dots = [draw_dots(source, LOGNORMAL.dots, LOGNORMAL.dots_sigma, LOGNORMAL.most_dots) for _ in range(20_000)]
+    counts = sorted(map(len, dots))
+    assert set("".join(dots)) == {"."}
+    assert median(counts) == LOGNORMAL.dots == 24
+    # One sigma to either side: a sixth of them lies below, and a sixth above.
+    assert counts[len(counts) * 16 // 100] == pytest.approx(24 / math.e, abs=1)
+    assert counts[len(counts) * 84 // 100] == pytest.approx(24 * math.e, rel=0.05)
+    assert counts[-1] == LOGNORMAL.most_dots
+    solutions = [
+        len(problem.prompt) + len(write_out(problem, source, 0.0)) for problem in draw_splits(LOGNORMAL).heldout
+    ]
+    assert max(solutions) + LOGNORMAL.most_dots + 1 <= LOGNORMAL.positions
+
+
+@given(numbers, numbers, st.integers(0, 9))
+def test_dots_change_nothing_of_what_is_right(left, right, dots):
+    problem = Problem(left, right)
+    solution = write_out(problem, random.Random(0), 0.0)
+    assert is_right(solution + "." * dots, problem)
+    assert not is_right(solution + "." * dots + "1", problem)
+    assert not is_right(solution[:-1] + "." * dots, problem)
+    assert not is_right("." * dots, problem)
 
 
 def test_the_reward_of_the_configuration_agrees_with_the_task():

@@ -2,8 +2,12 @@
 
 import pytest
 
+from asyncrl.config.load import load_config
+from asyncrl.reward.functions import BUILT_IN
 from tools.bench.__main__ import parser
-from tools.bench.quickstart import Point, seconds_until
+from tools.bench.quickstart import TASKS, Point, seconds_until
+from tools.quickstart.__main__ import CONFIG
+from tools.quickstart.task import Problem, is_right
 
 CURVE = [Point(0, 0.0, 0.3), Point(5, 10.0, 0.5), Point(10, 18.0, 0.45), Point(15, 30.0, 0.85)]
 
@@ -18,7 +22,29 @@ def test_it_is_there_when_the_line_through_the_points_first_is(accuracy, seconds
 
 def test_the_command_names_its_other_side(capsys):
     chosen = parser().parse_args(["quickstart", "--vs", "trl", "--seed", "2", "--seed", "5"])
-    assert (chosen.seed, chosen.accuracy, chosen.steps) == ([2, 5], 0.8, 40)
+    assert (chosen.seed, chosen.accuracy, chosen.steps, chosen.lengths) == ([2, 5], 0.8, 40, "equal")
     with pytest.raises(SystemExit):
         parser().parse_args(["quickstart"])
     assert "--vs" in capsys.readouterr().err
+
+
+WITHOUT_DOTS = ["7+5=12;2", "7+5=12;12", "12", ";12", ""]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "response"),
+    [(lengths, response) for lengths in TASKS for response in WITHOUT_DOTS]
+    + [("lognormal", "7+5=12;12.."), ("lognormal", "7+5=12;12.1")],
+)
+def test_the_reward_of_a_run_is_what_its_model_is_evaluated_by(lengths, response):
+    paths = {f"{key}.path": "x" for key in ("model", "data", "eval.heldout.data", "eval.heldout_greedy.data")}
+    config = load_config([CONFIG], {**paths, **TASKS[lengths].keys})
+    reward = BUILT_IN[config.reward.function](**config.reward.options)
+    problem = Problem(7, 5)
+    assert reward(completion=response, row={"answer": problem.answer}) == is_right(response, problem)
+
+
+def test_the_longest_response_fits_into_the_model():
+    paths = {f"{key}.path": "x" for key in ("model", "data", "eval.heldout.data", "eval.heldout_greedy.data")}
+    for task in TASKS.values():
+        assert load_config([CONFIG], {**paths, **task.keys}).longest_sequence <= task.settings.positions

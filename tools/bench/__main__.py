@@ -35,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--vs", choices=["trl"], help="also measure against TRL's GRPO")
     bench = benches.add_parser("quickstart", help="seconds until the quickstart's policy is right on held-out problems")
     bench.add_argument("--vs", choices=["trl"], required=True, help="the other side: TRL's GRPO")
+    bench.add_argument("--lengths", choices=["equal", "lognormal"], default="equal", help="of the responses (equal)")
     bench.add_argument("--seed", type=_positive, action="append", metavar="N", help="of a pair of runs (1, 2 and 3)")
     bench.add_argument("--accuracy", type=float, default=0.8, help="share of right samples that is waited for (0.8)")
     bench.add_argument("--steps", type=_positive, default=40, help="of each run (40)")
@@ -94,8 +95,8 @@ def _measure(chosen: argparse.Namespace, report: Report) -> None:
     elif chosen.bench == "quickstart":
         from tools.bench import quickstart
 
-        seeds = chosen.seed or [1, 2, 3]
-        quickstart.measure(report, seeds=seeds, accuracy=chosen.accuracy, steps=chosen.steps)
+        given = {"lengths": chosen.lengths, "accuracy": chosen.accuracy, "steps": chosen.steps}
+        quickstart.measure(report, seeds=chosen.seed or [1, 2, 3], **given)
     elif chosen.bench == "stall":
         from tools.bench import stall
 

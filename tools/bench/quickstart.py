@@ -4,6 +4,9 @@ Both sides train the same model on the same prompts with the same learning rate,
 take turns. Seconds are those of the steps alone, from the first to the one whose weights are right often enough:
 starts, and the writing of TRL's weights, are left out, and so are evaluations, which are made afterwards by one
 function for both. Between two versions that were kept, accuracy is taken to rise evenly.
+
+Lengths of responses are nearly equal, or lognormal with sigma 1: then dots follow each solution, and a side that waits
+for the longest response of a step, or computes with padding, pays for it.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -26,13 +29,39 @@ from tools.bench.learner import TRL
 from tools.bench.report import Report, Target
 from tools.quickstart.__main__ import CACHE, CONFIG, launch_command
 from tools.quickstart.assets import Assets, ensure_assets
-from tools.quickstart.settings import Settings
+from tools.quickstart.settings import LOGNORMAL, Settings
+from tools.quickstart.task import DOT
 
 EVERY = 5
 """Steps between two versions whose accuracy is known."""
 SAMPLES = 4
 """Of each held-out problem."""
 RUN_S = 1800.0
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """The quickstart's task in one of its lengths."""
+
+    settings: Settings
+    keys: Mapping[str, str]
+    """Those in which a run differs from the quickstart."""
+    target: float
+    """TRL's seconds over ours."""
+
+
+TASKS = {
+    "equal": Task(Settings(), {}, 1.0),
+    "lognormal": Task(
+        LOGNORMAL,
+        {
+            "rollout.max_tokens": str(LOGNORMAL.positions - 16),
+            "rollout.vllm.cpu_kv_cache_bytes": str(256 << 20),
+            "reward.options.pattern": rf";(\d+)\{DOT}*$",
+        },
+        1.5,
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +86,20 @@ def seconds_until(accuracy: float, points: Sequence[Point]) -> float | None:
     return None
 
 
-def measure(report: Report, *, seeds: Iterable[int], accuracy: float, steps: int) -> None:
-    """Fill the report. Raises RuntimeError when a run fails."""
+def measure(report: Report, *, lengths: str, seeds: Iterable[int], accuracy: float, steps: int) -> None:
+    """Fill the report with the task ``lengths`` of TASKS. Raises RuntimeError when a run fails."""
     python = environment("trl", TRL)
-    assets = ensure_assets(Settings(), CACHE)
-    report.settings |= {"accuracy": accuracy, "steps": steps, "every": EVERY}
+    task = TASKS[lengths]
+    assets = ensure_assets(task.settings, CACHE)
+    report.settings |= {"lengths": lengths, "accuracy": accuracy, "steps": steps, "every": EVERY}
     ratios = []
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as name:
         for at, seed in enumerate(seeds):
             folder = Path(name) / str(seed)
             folder.mkdir()
             sides = {
-                "asyncrl": partial(ours, assets, folder, seed, steps),
-                "trl": partial(trl, python, assets, folder, seed, steps),
+                "asyncrl": partial(ours, assets, task.keys, folder, seed, steps),
+                "trl": partial(trl, python, assets, task.keys, folder, seed, steps),
             }
             order = list(sides) if at % 2 == 0 else list(reversed(sides))
             found = {side: sides[side]() for side in order}
@@ -79,7 +109,7 @@ def measure(report: Report, *, seeds: Iterable[int], accuracy: float, steps: int
             if (one := reached["asyncrl"]) is not None and (other := reached["trl"]) is not None:
                 ratios.append(other / one)
     if ratios:
-        report.ratio("quickstart_vs_trl", median(ratios), Target(">=", 1.0))
+        report.ratio(f"quickstart_{lengths}_vs_trl", median(ratios), Target(">=", task.target))
         each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
         report.say(f"TRL's seconds over ours: median {median(ratios):.3f} of {each}")
     else:
@@ -94,7 +124,7 @@ def _tell(report: Report, name: str, points: Sequence[Point], reached: float | N
     report.say(f"{name:20} there {when}; {last.seconds / last.step:.3f} s a step, {last.accuracy:.3f} at the end")
 
 
-def ours(assets: Assets, folder: Path, seed: int, steps: int) -> list[Point]:
+def ours(assets: Assets, further: Mapping[str, str], folder: Path, seed: int, steps: int) -> list[Point]:
     """One run by asyncrl-launch, with a checkpoint wherever accuracy is to be known."""
     out = folder / "asyncrl"
     keys = {
@@ -104,6 +134,7 @@ def ours(assets: Assets, folder: Path, seed: int, steps: int) -> list[Point]:
         "learner.steps": steps,
         "checkpoint.every_versions": EVERY,
         "checkpoint.keep_every_steps": EVERY,
+        **further,
         **{f"eval.{of}.{when}": "false" for of in ("heldout", "heldout_greedy") for when in ("at_start", "at_end")},
     }
     flags = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
@@ -116,10 +147,12 @@ def ours(assets: Assets, folder: Path, seed: int, steps: int) -> list[Point]:
     return _points(assets, out, seconds)
 
 
-def trl(python: Path, assets: Assets, folder: Path, seed: int, steps: int) -> list[Point]:
+def trl(python: Path, assets: Assets, further: Mapping[str, str], folder: Path, seed: int, steps: int) -> list[Point]:
     """One run of GRPOTrainer, with the settings of the quickstart's file."""
     heldout = {f"eval.{of}.data.path": str(assets.heldout) for of in ("heldout", "heldout_greedy")}
-    config = load_config([CONFIG], {"model.path": str(assets.model), "data.path": str(assets.train), **heldout})
+    config = load_config(
+        [CONFIG], {"model.path": str(assets.model), "data.path": str(assets.train), **heldout, **further}
+    )
     learner, rollout = config.learner, config.rollout
     settings = {
         "seed": seed,

@@ -79,7 +79,7 @@ def make_assets(settings: Settings, folder: Path) -> None:
     splits = draw_splits(settings)
     _write_jsonl(assets.train, splits.train)
     _write_jsonl(assets.heldout, splits.heldout)
-    tokenizer, model = make_tokenizer(), make_model(settings)
+    tokenizer, model = make_tokenizer(settings.characters), make_model(settings)
     print(
         f"  a model of {model.num_parameters():,} parameters, {settings.train:,} problems to train on, "
         f"{settings.heldout} held out",

@@ -17,9 +17,9 @@ INITIAL_STD = 0.05
 """Of the initial weights: with transformers' 0.02 a model this narrow is slow to start learning."""
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer(characters: str = CHARACTERS) -> PreTrainedTokenizerFast:
     """One token a character, and an end token with id 0. A character that it does not know is an error."""
-    vocabulary = {END: 0} | {character: i for i, character in enumerate(CHARACTERS, start=1)}
+    vocabulary = {END: 0} | {character: i for i, character in enumerate(characters, start=1)}
     backend = Tokenizer(models.WordLevel(vocabulary))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     backend.decoder = decoders.Fuse()
@@ -33,7 +33,7 @@ def make_model(settings: Settings) -> Qwen2ForCausalLM:
     torch.manual_seed(settings.seed)
     return Qwen2ForCausalLM(  # type: ignore[no-untyped-call]
         Qwen2Config(
-            vocab_size=len(CHARACTERS) + 1,
+            vocab_size=len(settings.characters) + 1,
             hidden_size=settings.width,
             intermediate_size=settings.intermediate,
             num_hidden_layers=settings.layers,

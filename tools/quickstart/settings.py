@@ -1,5 +1,7 @@
 """Everything that determines the quickstart's model and data, and the hash that names them.
 
+``LOGNORMAL`` is the task with responses of lognormal length, for the benchmark: 33 to 300 tokens.
+
 Invariant: two sets of assets with the same hash were made by the same code, settings and library versions.
 """
 
@@ -9,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tools import asset_cache
+from tools.quickstart.task import CHARACTERS, DOT
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,12 @@ class Settings:
     """Problems of reinforcement learning."""
     probes: int = 256
     """Of the training problems, those on which the warm-up looks for a signal."""
+
+    dots: float = 0.0
+    """Median number of dots behind a demonstrated solution; 0 has none."""
+    dots_sigma: float = 1.0
+    """Of their lognormal distribution."""
+    most_dots: int = 256
 
     layers: int = 3
     width: int = 128
@@ -48,6 +57,14 @@ class Settings:
     """Loss above which no response comes out right, so that a look would be wasted."""
     max_steps: int = 800
     """Steps after which the warm-up fails."""
+
+    @property
+    def characters(self) -> str:
+        """Each is a token."""
+        return CHARACTERS + DOT if self.dots else CHARACTERS
+
+
+LOGNORMAL = Settings(dots=24.0, positions=320)
 
 
 def content_hash(settings: Settings) -> str:

@@ -8,18 +8,24 @@ alone is rewarded. A response is one token a character and an end token: 32 to 4
 four digits. The demonstrations of the warm-up come from a teacher who forgets carries: they show the form of a
 solution and leave reinforcement learning something to find out.
 
+Where lengths are to differ, dots follow the answer, a lognormal number of them: they stand for thinking that a task may
+need or not, and change nothing of what is right.
+
 Everything here is pure. Invariant: no two problems drawn from one stream are the same sum, whatever the order of its
 two numbers.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 CHARACTERS = "0123456789+=;"
-"""Every character that prompts and responses are made of."""
+"""Every character that prompts and solutions are made of."""
+DOT = "."
+"""Behind a solution, where lengths are to differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,16 @@ def write_out(problem: Problem, random_source: random.Random, forget: float) -> 
             carry = 0
         left, right = left // 10, right // 10
     return "".join(steps) + ("1" if carry else "") + digits
+
+
+def draw_dots(random_source: random.Random, median: float, sigma: float, most: int) -> str:
+    """Dots of a lognormal number with this median and sigma, ``most`` at the most."""
+    return DOT * min(most, round(median * math.exp(random_source.gauss(0.0, sigma))))
+
+
+def is_right(response: str, problem: Problem) -> bool:
+    """Whether the answer follows the last step of ``response``, and nothing but dots follows the answer."""
+    return response.rstrip(DOT).rpartition(";")[1:] == (";", problem.answer)
 
 
 def _draw_number(random_source: random.Random, digits: int) -> int:

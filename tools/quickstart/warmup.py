@@ -15,12 +15,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from tools.quickstart.settings import Settings
-from tools.quickstart.task import Problem, write_out
+from tools.quickstart.task import DOT, Problem, draw_dots, is_right, write_out
 
+LONGEST = 64
+"""Tokens after which a solution is given up."""
 IGNORED = -100
 """The label of a token that is not learned."""
-LONGEST = 64
-"""Tokens after which a sampled response is given up."""
 BETAS = (0.9, 0.99)
 
 
@@ -40,7 +40,7 @@ def warm_up(
         for group in optimizer.param_groups:
             group["lr"] = settings.lr * min(1.0, step / settings.rise)
         problems = list(islice(demonstrated, settings.batch))
-        solutions = [write_out(problem, teacher, settings.forget) for problem in problems]
+        solutions = [_demonstrate(problem, teacher, settings) for problem in problems]
         ids, labels = _demonstrations(tokenizer, problems, solutions)
         # Padding is on the right, behind everything that is learned: causal attention needs no mask.
         loss = model(input_ids=ids, labels=labels, use_cache=False).loss
@@ -73,13 +73,20 @@ def solved_share(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, pr
         do_sample=True,
         temperature=1.0,
         top_k=0,
+        # What follows the answer is not looked at.
+        eos_token_id=[i for i in (tokenizer.eos_token_id, tokenizer.get_vocab().get(DOT)) if i is not None],
         max_new_tokens=LONGEST,
     )
     responses = tokenizer.batch_decode(ids[:, length:], skip_special_tokens=True)
-    right = [
-        response.rpartition(";")[2] == problem.answer for problem, response in zip(problems, responses, strict=True)
-    ]
+    right = [is_right(response, problem) for problem, response in zip(problems, responses, strict=True)]
     return sum(right) / len(right)
+
+
+def _demonstrate(problem: Problem, teacher: random.Random, settings: Settings) -> str:
+    solution = write_out(problem, teacher, settings.forget)
+    if not settings.dots:
+        return solution
+    return solution + draw_dots(teacher, settings.dots, settings.dots_sigma, settings.most_dots)
 
 
 def _demonstrations(
