@@ -24,9 +24,7 @@ def tensor_names(layer: str) -> tuple[str, str]:
 
 def publishes_adapter(config: Config) -> bool:
     """Whether a version is the adapters alone."""
-    if not config.lora.is_on or config.lora.publish == "merged":
-        return False
-    return config.lora.publish == "adapter" or config.rollout.engine == "vllm"
+    return config.lora.publishes_adapter(config.rollout.engine)
 
 
 def adapter_settings(lora: LoraConfig, *, model: str, targets: Iterable[str]) -> dict[str, Any]:
