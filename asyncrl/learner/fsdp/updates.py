@@ -166,7 +166,10 @@ class Updates:
         """float32 [N] for each micro-batch, nats: log-probs by the reference, in a pass of its own."""
         assert self._scorers.reference is not None
         with torch.no_grad(), self._ranks.waiting("scoring by the reference"):
-            return [self._scorers.reference.score(self._row(batch), temperature)[0] for batch in batches]
+            found = [self._scorers.reference.score(self._row(batch), temperature)[0] for batch in batches]
+        # It may have scored with the weights of the policy.
+        self._policy.reshard()
+        return found
 
     def _row(self, batch: MicroBatch) -> Row:
         return make_row(batch.input_ids, batch.lengths, batch.predict, batch.targets, self._ranks.device)
