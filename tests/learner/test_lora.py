@@ -270,7 +270,7 @@ def _published(publication) -> dict[str, torch.Tensor]:
 
 
 def _leave(backend, config, run: Path) -> dict[str, Any]:
-    """Two steps, then a checkpoint, an export and a version of one moment; the version is written behind a third step."""
+    """Two steps, then a checkpoint, an export and a version of one moment; that is written behind a third step."""
     before = _frozen(backend)
     for step in range(2):
         _train(backend, config, step)
