@@ -7,6 +7,8 @@ import pytest
 from asyncrl.config.keys import known_keys
 from asyncrl.config.load import config_from_json, config_to_json, load_config, validate_config
 from asyncrl.errors import ConfigError
+from asyncrl.learner.publishing.broadcasting import collective_backend
+from asyncrl.lora import publishes_adapter
 
 SIMULATED = {"rollout": {"engine": "sim"}, "learner": {"backend": "sim"}, "data": {"source": "synthetic"}}
 
@@ -170,6 +172,60 @@ def test_every_problem_is_reported_at_once():
 def test_what_does_not_fit_together_is_named(tree, problem):
     merged = {key: SIMULATED.get(key, {}) | tree.get(key, {}) for key in SIMULATED | tree}
     assert any(problem in line for line in problems(merged)), problems(merged)
+
+
+TRAINED = {
+    "model": {"path": "m"},
+    "data": {"source": "synthetic"},
+    "rollout": {"gpus_per_replica": 0},
+    "lora": {"rank": 8},
+}
+
+
+@pytest.mark.parametrize(
+    ("tree", "problem"),
+    [
+        ({"lora": {"rank": 0, "alpha": 16.0}}, "lora.alpha: has no effect without adapters; set lora.rank"),
+        ({"lora": {"rank": 0, "targets": ["q_proj"]}}, "lora.targets: has no effect without adapters"),
+        ({"lora": {"rank": 0, "publish": "merged"}}, "lora.publish: has no effect without adapters"),
+        ({"lora": {"targets": []}}, "lora.targets: is empty"),
+        ({"lora": {"rank": -1}}, "lora.rank: input should be"),
+        ({"learner": {"backend": "sim"}}, 'lora.rank: learner.backend = "sim" trains nothing'),
+        (
+            {"rollout": {"engine": "reference"}, "lora": {"publish": "adapter"}},
+            "lora.publish: is adapter, which the engine reference cannot load",
+        ),
+        ({"weights": {"transport": "gloo"}}, "weights.transport: is gloo, a broadcast"),
+        ({"weights": {"delta": True}}, "weights.delta: has no use for adapters"),
+    ],
+)
+def test_adapters_that_do_not_fit_together_with_the_rest_are_named(tree, problem):
+    merged = {key: TRAINED.get(key, {}) | tree.get(key, {}) for key in TRAINED | tree}
+    assert any(problem in line for line in problems(merged)), problems(merged)
+
+
+@pytest.mark.parametrize(
+    ("engine", "publish", "adapter"),
+    [
+        ("vllm", "auto", True),
+        ("vllm", "merged", False),
+        ("vllm", "adapter", True),
+        ("reference", "auto", False),
+        ("reference", "merged", False),
+    ],
+)
+def test_what_a_version_is_of_a_run_with_adapters(engine, publish, adapter):
+    tree = TRAINED | {"rollout": {"engine": engine, "gpus_per_replica": 0}, "lora": {"rank": 8, "publish": publish}}
+    config = validate_config(tree | ({} if adapter else {"weights": {"transport": "gloo"}}))
+    assert publishes_adapter(config) == adapter
+    assert collective_backend(config, on_gpu=True) == (None if adapter else "gloo")
+    assert not publishes_adapter(validate_config(tree | {"lora": {}}))
+
+
+def test_adapters_are_broadcast_to_no_engine():
+    tree = TRAINED | {"rollout": {"gpus_per_replica": 1}}
+    assert collective_backend(validate_config(tree), on_gpu=True) is None
+    assert collective_backend(validate_config(tree | {"lora": {}}), on_gpu=True) == "nccl"
 
 
 def test_a_problem_names_the_file_or_flag_that_it_comes_from(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 from asyncrl.config.keys import known_keys
 from asyncrl.config.load import load_config
 from asyncrl.episodes.players import resolve
+from asyncrl.lora import publishes_adapter
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 FILES = sorted(CONFIGS.glob("*.toml"))
@@ -62,6 +63,14 @@ def test_the_quickstart_shows_that_it_learns():
     assert config.rollout.gpus_per_replica == 0
     assert {name: e.temperature for name, e in config.eval.items()} == {"heldout": 1.0, "heldout_greedy": 0.0}
     assert all(e.at_start and e.at_end for e in config.eval.values())
+
+
+@pytest.mark.parametrize("name", ["quickstart.toml", "qwen2.5-1.5b-gsm8k.toml"])
+@pytest.mark.parametrize("publish", ["auto", "merged"])
+def test_a_recipe_takes_adapters_by_flags(name, publish):
+    paths = user_paths(tomllib.loads((CONFIGS / name).read_text()))
+    config = load_config([CONFIGS / name], paths | {"lora.rank": "8", "lora.publish": publish, "learner.lr": "1e-3"})
+    assert (config.lora.rank, publishes_adapter(config)) == (8, publish == "auto")
 
 
 def test_the_rehearsed_agent_takes_its_options():

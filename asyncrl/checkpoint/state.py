@@ -30,6 +30,23 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class Adapters(msgspec.Struct, frozen=True, kw_only=True):
+    """What is trained of the model: its own weights, at rank 0, or adapters of this form."""
+
+    rank: Count = 0
+    alpha: float = 0.0
+    targets: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, config: Config) -> Adapters:
+        """Those of a configuration."""
+        lora = config.lora
+        if not lora.is_on:
+            return cls()
+        targets = lora.targets if isinstance(lora.targets, list) else [lora.targets]
+        return cls(rank=lora.rank, alpha=lora.alpha, targets=tuple(sorted(targets)))
+
+
 class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     """Where the run stands at a version boundary. Fields are only ever added, with a default."""
 
@@ -68,5 +85,6 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     """Groups filtered since the last step; they follow."""
     prompts: Count = 0
     """How many the ledger speaks of; 0 where that is not known."""
+    adapters: Adapters = Adapters()
     conversations: str = ""
     """Fingerprint of those of sft.data; empty without."""

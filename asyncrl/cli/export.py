@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from asyncrl.config import Config
 
 PROGRAM = "asyncrl-export"
-DESCRIPTION = "Write the weights of a run's checkpoint as a Hugging Face model. The run may be going on meanwhile."
+DESCRIPTION = "Write the weights of a run's checkpoint, adapters added in, as a Hugging Face model. It may be going on."
 EPILOG = """\
 RUN is a run folder, or a name under runs/. OUT must not be there yet, or be empty; it is there when all of it is.
 
@@ -61,6 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16"], help="of the weights (learner.dtype; auto: float32)"
     )
+    parser.add_argument(
+        "--adapter", action="store_true", help="of a run with lora.rank: the adapter alone, as PEFT has it"
+    )
     parser.add_argument("--model", metavar="PATH", help="the model that the run began with, if model.path has moved")
     return parser
 
@@ -72,12 +75,14 @@ def _export(given: argparse.Namespace) -> int:
     if given.out.exists() and (not given.out.is_dir() or any(given.out.iterdir())):
         raise UsageError(f"{given.out}: it is there already; name a folder that is not")
     config, checkpoints, found = _find(given.run, given.version)
+    if given.adapter and not config.lora.is_on:
+        raise UsageError(f"--adapter: {given.run} trains the whole model; it has lora.rank = 0")
 
     from asyncrl.learner.checkpoint.export_checkpoint import export_checkpoint
 
     model = config.model if given.model is None else config.model.model_copy(update={"path": given.model})
     chosen = given.dtype or ("bfloat16" if config.learner.dtype == "bfloat16" else "float32")
-    export_checkpoint(checkpoints, found, model, given.out, chosen)
+    export_checkpoint(checkpoints, found, model, config, given.out, chosen, adapter_alone=given.adapter)
     return found.version
 
 

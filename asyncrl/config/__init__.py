@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from asyncrl.config.episode import ChatConfig, EpisodeConfig
+from asyncrl.config.lora import LoraConfig
 from asyncrl.config.monitor import DriftConfig, LogConfig, MonitorConfig, SinksConfig, TraceConfig
 from asyncrl.config.operation import (
     CheckpointConfig,
@@ -54,6 +55,8 @@ class Config(Section):
     """Scoring."""
     learner: LearnerConfig = LearnerConfig()
     """Training."""
+    lora: LoraConfig = LoraConfig()
+    """Adapters that are trained in place of the model's own weights."""
     sft: SftConfig = SftConfig()
     """Supervised training, before and beside it."""
     staleness: StalenessConfig = StalenessConfig()

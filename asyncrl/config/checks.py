@@ -7,6 +7,7 @@ import re
 from asyncrl.config import Config
 from asyncrl.config.algorithm import TeacherServerConfig
 from asyncrl.config.episode import OWN_REASONING_PARSERS, OWN_TOOL_PARSERS
+from asyncrl.config.lora import LoraConfig
 from asyncrl.config.training import DataConfig, StalenessConfig
 
 FORBIDDEN_VLLM_KEYS = (
@@ -31,6 +32,29 @@ def _weight_problems(config: Config) -> list[tuple[str, str]]:
         found.append(("weights.broadcast_timeout_s", "must be at most weights.deadline_s"))
     if rollout.engine == "sim" and rollout.sim.load_s >= weights.deadline_s:
         found.append(("rollout.sim.load_s", "must be below weights.deadline_s"))
+    return found
+
+
+def _lora_problems(config: Config) -> list[tuple[str, str]]:
+    lora, weights, found = config.lora, config.weights, []
+    if not lora.is_on:
+        told = "has no effect without adapters; set lora.rank, as 32"
+        changed = [key for key in ("alpha", "targets", "publish") if getattr(lora, key) != getattr(LoraConfig(), key)]
+        return [(f"lora.{key}", told) for key in changed]
+    if config.learner.backend == "sim":
+        found.append(("lora.rank", 'learner.backend = "sim" trains nothing; leave it out'))
+    if not lora.targets:
+        found.append(("lora.targets", 'is empty; name layers, as ["q_proj", "v_proj"], or take "all-linear"'))
+    if not lora.publishes_adapter(config.rollout.engine):
+        return found
+    if config.rollout.engine != "vllm":
+        told = f'is adapter, which the engine {config.rollout.engine} cannot load; take auto or "merged"'
+        found.append(("lora.publish", told))
+    if weights.transport in ("gloo", "nccl"):
+        told = f"is {weights.transport}, a broadcast, and an adapter has few megabytes; take auto, shm or stream"
+        found.append(("weights.transport", told))
+    if weights.delta:
+        found.append(("weights.delta", "has no use for adapters, whose every number changes; leave it out"))
     return found
 
 
@@ -156,6 +180,7 @@ def cross_check(config: Config) -> list[tuple[str, str]]:
         if key in rollout.vllm.extra
     ]
     found += _weight_problems(config)
+    found += _lora_problems(config)
     found += _chat_problems(config)
     found += _sft_problems(config)
     found += _teacher_problems(config)

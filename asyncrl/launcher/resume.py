@@ -3,7 +3,8 @@
 Looks and compares; nothing is changed before ``begin``, which is called with the run's private folder held. The order
 of the data and the meaning of a step depend on the seed and on the geometry of batches, so a run is refused with
 RunChanged (exit code 78) when they are not those of its checkpoint, unless the user allows it; the prompts are
-compared by the checks before the start, or, where these do not come to their end, by the dataloader.
+compared by the checks before the start, or, where these do not come to their end, by the dataloader. Adapters of
+another form, and a whole model in place of adapters, are refused with ConfigError: no flag makes them fit.
 
 A damaged checkpoint is stepped back from, and refused with CheckpointError where the user has named it. All sizes are
 looked at here, and checksums as far as CHECKED_BYTES go: the ranks of the learner read each its share of the rest when
@@ -19,11 +20,11 @@ from pathlib import Path
 from asyncrl.checkpoint.contents import read_state
 from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
 from asyncrl.checkpoint.retention import Found
-from asyncrl.checkpoint.state import CheckpointState, Geometry
+from asyncrl.checkpoint.state import Adapters, CheckpointState, Geometry
 from asyncrl.checkpoint.step_back import StepBack, newest_whole
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
-from asyncrl.errors import CheckpointError, DamagedCheckpoint, RunChanged, UsageError
+from asyncrl.errors import CheckpointError, ConfigError, DamagedCheckpoint, RunChanged, UsageError
 from asyncrl.launcher.choice import Choice, choose, find_candidates
 from asyncrl.launcher.folders import CONFIG, RunFolder, begin_attempt, in_use, is_living, next_attempt
 from asyncrl.preflight.inputs import KnownPrompts
@@ -93,7 +94,7 @@ def find_resumption(config: Config, place: str) -> tuple[Config, Resumption]:
     """Where the run of ``config`` goes on; ``place`` is "auto", a run folder, or a checkpoint.
 
     The configuration comes back with the name and folder of the run that was found. Raises UsageError,
-    CheckpointError or RunChanged.
+    CheckpointError, ConfigError or RunChanged.
     """
     chosen: Path | None = None
     choice: Choice | None = None
@@ -177,10 +178,20 @@ def _locate(config: Config, place: Path) -> tuple[Path, Path | None]:
 def _compare(config: Config, state: CheckpointState) -> None:
     if state.seed != config.run.seed and "seed" not in config.resume.allow:
         raise RunChanged("seed", "run.seed", was=str(state.seed), now=str(config.run.seed))
+    if problems := list(_adapter_problems(state.adapters, Adapters.of(config))):
+        raise ConfigError(problems, found=True)
     changed = [] if "batch" in config.resume.allow else list(_differences(state.geometry, Geometry.of(config)))
     if changed:
         keys, was, now = (", ".join(parts) for parts in zip(*changed, strict=True))
         raise RunChanged("batch", keys, was=was, now=now)
+
+
+def _adapter_problems(was: Adapters, now: Adapters) -> Iterator[str]:
+    for key in ("rank", "alpha", "targets") if was.rank and now.rank else ("rank",):
+        before, after = getattr(was, key), getattr(now, key)
+        if before != after:
+            told = f"was {before} when the run was left, is {after} now; its checkpoint fits no other"
+            yield f"lora.{key}: {told}: put it back, or begin another run"
 
 
 def _differences(was: Geometry, now: Geometry) -> Iterator[tuple[str, str, str]]:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from asyncrl.checkpoint.contents import Contents
 from asyncrl.checkpoint.folder import checkpoint_dir
-from asyncrl.checkpoint.state import CheckpointState, Geometry
+from asyncrl.checkpoint.state import Adapters, CheckpointState, Geometry
 from asyncrl.disk import in_words
 from asyncrl.errors import DeadlineExceeded, NonFiniteStep
 from asyncrl.learner.algorithm.group_metrics import rewards_of
@@ -492,6 +492,7 @@ class Learner(Actor):
             seed=self._supply.seed,
             prompts=self._supply.prompts,
             geometry=Geometry.of(self.config),
+            adapters=Adapters.of(self.config),
             world_size=self.config.learner.ranks,
             limit=self._supply.limit,
             rounds_closed=sorted(self._rounds_written),

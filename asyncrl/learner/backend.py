@@ -104,7 +104,8 @@ class Backend(Protocol):
     def publish(
         self, version: int, probe: Probe | None = None, on_sealed: OnSealed | None = None
     ) -> Future[Publication]:
-        """Rank 0: the current weights as sealed segments of shared memory; the caller releases them.
+        """Rank 0: the current weights, or the adapters alone where a version is those, as sealed segments of shared
+        memory; the caller releases them.
 
         Returns once every rank has copied its own, after what was published before has been written; training that
         follows changes nothing of it. ``probe`` goes along. The future ends with OSError when they cannot be written,
@@ -112,7 +113,8 @@ class Backend(Protocol):
         """
 
     def export(self, folder: Path) -> None:
-        """Rank 0: write the current weights to ``folder`` in Hugging Face layout. Raises OSError."""
+        """Rank 0: write the current weights to ``folder`` in Hugging Face layout, adapters added in and once more in a
+        folder of their own. Raises OSError."""
 
     def checkpoint_bytes(self) -> int:
         """From any thread: about how much all ranks together write in a ``save``."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config
+from asyncrl.config.lora import LoraConfig
 from asyncrl.disk import in_bytes
 from asyncrl.preflight.findings import Finding, fail, listed, ok
 from asyncrl.preflight.needs import ModelSize
@@ -53,9 +54,9 @@ def weight_files(folder: Path) -> dict[Path, list[str]]:
     raise Unreadable("there are no weights: neither *.safetensors nor *.bin")
 
 
-def measure(folder: Path) -> ModelSize:
+def measure(folder: Path, lora: LoraConfig = LoraConfig()) -> ModelSize:  # noqa: B008 - it is constant
     """Raises Unreadable or OSError."""
-    parameters = size = 0
+    parameters = size = adapters = 0
     for file, named in weight_files(folder).items():
         there = file.stat().st_size
         size += there
@@ -64,11 +65,21 @@ def measure(folder: Path) -> ModelSize:
             if missing := [tensor for tensor in named if tensor not in tensors]:
                 raise Unreadable(f"{file.name} holds no {listed(missing, 4)}, which its index says it does")
             parameters += sum(math.prod(shape) for shape in tensors.values())
+            adapters += sum(_adapter(name, shape, lora) for name, shape in tensors.items())
         else:
             config = _read_json(folder / "config.json")
             dtype = str(config.get("torch_dtype") or config.get("dtype") or "float32")
             parameters += there // BYTES_OF_DTYPE.get(dtype, 4)
-    return ModelSize(parameters=parameters, bytes=size)
+    return ModelSize(parameters=parameters, bytes=size, adapters=adapters)
+
+
+def _adapter(name: str, shape: tuple[int, ...], lora: LoraConfig) -> int:
+    """About how many numbers the adapter of this tensor has: one of a matrix in a numbered layer."""
+    layer, own = name.removesuffix(".weight"), name.endswith(".weight") and len(shape) == 2
+    if not own or not any(part.isdecimal() for part in layer.split(".")):
+        return 0
+    is_target = lora.targets == "all-linear" or any(layer.endswith(f".{target}") for target in lora.targets)
+    return lora.rank * sum(shape) if is_target else 0
 
 
 def read_header(file: Path) -> dict[str, tuple[int, ...]]:
@@ -109,8 +120,11 @@ def digest(folder: Path) -> str:
     return found.hexdigest()
 
 
-def check_model(path: str | None) -> tuple[Finding, ModelSize | None]:
-    """Look at ``model.path``: the finding, and the size if it can be told."""
+def check_model(
+    path: str | None,
+    lora: LoraConfig = LoraConfig(),  # noqa: B008 - it is constant
+) -> tuple[Finding, ModelSize | None]:
+    """Look at ``model.path``: the finding, and the size if it can be told, with the adapters of ``lora``."""
     if path is None:
         return ok("model", "none: everything is simulated", key=KEY), None
     folder = Path(path)
@@ -121,7 +135,7 @@ def check_model(path: str | None) -> tuple[Finding, ModelSize | None]:
         if not (folder / "config.json").is_file():
             raise Unreadable("there is no config.json, so it is not a Hugging Face model folder")
         _read_json(folder / "config.json")
-        size = measure(folder)
+        size = measure(folder, lora)
     except (OSError, Unreadable) as error:
         told = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else f"{folder}: {error}"
         fix = "copy or download the model's folder again, as a whole and readable for this user"

@@ -1,6 +1,7 @@
 """Needs of disk, memory and descriptors, estimated from a run and the size of its model. Pure.
 
-A checkpoint holds master weights and both moments of AdamW in float32: 12 bytes a parameter. Published weights lie in
+A checkpoint holds master weights and both moments of AdamW in float32: 12 bytes for each number that is trained, of the
+model or of its adapters. Published weights lie in
 shared memory, two versions of them while one takes over from the other.
 """
 
@@ -14,9 +15,9 @@ from asyncrl.disk import in_bytes
 from asyncrl.runtime.supervision import role_of
 
 CHECKPOINT_BYTES = 12
-"""For each parameter."""
-TRAINING_BYTES = 16
-"""For each parameter on a learner that trains on CPU: a checkpoint's worth, and the gradient."""
+"""For each number that is trained."""
+WEIGHT_BYTES, GRADIENT_BYTES = 4, 4
+"""On a learner that trains on CPU, beside the moments: of each number, and of each that is trained."""
 VERSIONS_AT_ONCE = 2
 RECORDS_BYTES = 1 << 30
 """Room for logs, metrics and samples."""
@@ -39,6 +40,18 @@ class ModelSize:
 
     parameters: int
     bytes: int
+    adapters: int = 0
+    """Numbers of the adapters that are trained in their place; 0 without."""
+
+    @property
+    def trained(self) -> int:
+        """Numbers that are trained."""
+        return self.adapters or self.parameters
+
+    def published(self, config: Config) -> int:
+        """Bytes of a version."""
+        alone = self.adapters and config.lora.publishes_adapter(config.rollout.engine)
+        return WEIGHT_BYTES * self.adapters if alone else self.bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +84,7 @@ def checkpoints_need(config: Config, size: ModelSize | None) -> Need:
     kept = checkpoint.keep + 1
     if checkpoint.keep_every_steps:
         kept += config.learner.steps // checkpoint.keep_every_steps
-    each = size.parameters * CHECKPOINT_BYTES
+    each = size.trained * CHECKPOINT_BYTES
     if not checkpoint.every_versions:
         # None but when the run makes way.
         return Need(least=0, wanted=each, made_of=(f"{in_bytes(each)} for a checkpoint when the run makes way",))
@@ -81,7 +94,7 @@ def checkpoints_need(config: Config, size: ModelSize | None) -> Need:
 def memory_need(config: Config, actors: Sequence[str], size: ModelSize | None, *, on_gpu: bool) -> int:
     """Memory of one host with these actors."""
     ranks, replicas = count(actors, "learner"), count(actors, "rollouter")
-    published = size.bytes if size is not None else config.learner.sim.publish_bytes
+    published = size.published(config) if size is not None else config.learner.sim.publish_bytes
     need = PROCESS_BYTES * (len(actors) + config.episode.workers * count(actors, "episodes"))
     if ranks or replicas:
         need += VERSIONS_AT_ONCE * published
@@ -90,7 +103,8 @@ def memory_need(config: Config, actors: Sequence[str], size: ModelSize | None, *
     if size is None:
         return need
     if ranks and not on_gpu:
-        need += size.parameters * TRAINING_BYTES * ranks // config.learner.ranks
+        training = WEIGHT_BYTES * size.parameters + (CHECKPOINT_BYTES - WEIGHT_BYTES + GRADIENT_BYTES) * size.trained
+        need += training * ranks // config.learner.ranks
     if config.rollout.engine == "reference":
         need += replicas * size.bytes
     elif config.rollout.engine == "vllm" and config.rollout.gpus_per_replica == 0:

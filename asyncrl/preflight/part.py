@@ -46,7 +46,7 @@ async def check_part(part: Part) -> tuple[list[Finding], ModelSize | None]:
     found: list[Finding] = []
     size: ModelSize | None = None
     if any(count(actors, role) for role in WITH_MODEL):
-        finding, size = await asyncio.to_thread(check_model, config.model.path)
+        finding, size = await asyncio.to_thread(check_model, config.model.path, config.lora)
         found.append(finding)
     if count(actors, "rollouter"):
         problems = [await asyncio.to_thread(check, config) for check in (check_window, check_served)]

@@ -9,10 +9,10 @@ import pytest
 from asyncrl.checkpoint.contents import write_contents
 from asyncrl.checkpoint.durable import write_file
 from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
-from asyncrl.checkpoint.state import CheckpointState, Geometry
+from asyncrl.checkpoint.state import Adapters, CheckpointState, Geometry
 from asyncrl.checkpoint.trainer_contents import TrainerContents
 from asyncrl.config.load import config_from_json, validate_config
-from asyncrl.errors import CheckpointError, RunChanged, UsageError
+from asyncrl.errors import CheckpointError, ConfigError, RunChanged, UsageError
 from asyncrl.launcher import resume
 from asyncrl.launcher.folders import create_run_folder, private_folder
 from asyncrl.launcher.resume import find_resumption
@@ -180,6 +180,40 @@ def test_what_the_ledger_depends_on_must_be_the_same(tmp_path, left, sections, w
         find_resumption(config(tmp_path, resume={"allow": [other]}, **sections), "auto")
     _, resumption = find_resumption(config(tmp_path, resume={"allow": [what]}, **sections), "auto")
     assert resumption.checkpoint.version == 4
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "said"),
+    [
+        ({"rank": 8}, {"rank": 16}, ["lora.rank: was 8 when the run was left, is 16 now"]),
+        ({}, {"rank": 8}, ["lora.rank: was 0 when the run was left, is 8 now"]),
+        ({"rank": 8}, {}, ["lora.rank: was 8 when the run was left, is 0 now"]),
+        (
+            {"rank": 8, "alpha": 16.0},
+            {"rank": 8, "alpha": 32.0, "targets": ["q_proj"]},
+            [
+                "lora.alpha: was 16.0 when",
+                "lora.targets: was ('all-linear',) when the run was left, is ('q_proj',) now",
+            ],
+        ),
+        ({"rank": 8, "targets": ["a", "b"]}, {"rank": 8, "targets": ["b", "a"], "publish": "merged"}, []),
+    ],
+)
+def test_adapters_must_be_of_the_same_form(tmp_path, was, now, said):
+    def settings(lora):
+        rollout = {"engine": "reference", "gpus_per_replica": 0}
+        return config(tmp_path, model={"path": "m"}, rollout=rollout, learner={"backend": "fsdp2"}, lora=lora)
+
+    left = create_run_folder(settings(was)).path
+    write_checkpoint(settings(was), left, 2, adapters=Adapters.of(settings(was)))
+    if not said:
+        assert find_resumption(settings(now), "auto")[1].checkpoint.version == 2
+        return
+    with pytest.raises(ConfigError) as refused:
+        find_resumption(settings(now), "auto")
+    assert refused.value.exit_code == 78
+    assert len(refused.value.problems) == len(said)
+    assert all(text in problem for text, problem in zip(said, refused.value.problems, strict=True))
 
 
 def test_a_finished_run_goes_on_with_more_steps(tmp_path, left):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from learner_cases import RankPool, make_config, random_groups, run_alone, save_small_model
 from safetensors.torch import load_file
 
@@ -16,6 +17,7 @@ from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.checkpoint.state import CheckpointState, Geometry
 from asyncrl.cli.export import main
 from asyncrl.config.load import config_to_json
+from asyncrl.config.lora import LoraConfig
 from asyncrl.config.training import DataConfig
 from asyncrl.learner.algorithm.batch import build_step
 from asyncrl.messages.groups import LedgerState
@@ -87,6 +89,41 @@ def test_tied_weights_are_written_once(tmp_path):
     folder = write_run(tmp_path, config, [1], run_alone)
     assert main([str(folder), str(tmp_path / "out")]) == 0
     assert contents(tmp_path / "out") == contents(folder / "export")
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory) -> Path:
+    """Of two ranks, with adapters."""
+    tmp_path = tmp_path_factory.mktemp("adapted")
+    config = make_config(save_small_model(tmp_path / "model"), ranks=2, lr=3e-2)
+    config = config.model_copy(update={"lora": LoraConfig(rank=4, targets=["q_proj", "down_proj"])})
+    pool = RankPool(2)
+    try:
+        return write_run(tmp_path, config, [3], lambda *arguments: pool.run(*arguments))
+    finally:
+        pool.close()
+
+
+def test_adapters_are_exported_alone_or_added_in(adapted, tmp_path, capsys):
+    assert main([str(adapted), str(tmp_path / "whole")]) == 0
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "whole", adapted / "export"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.allclose(ours[name], theirs[name], rtol=1e-6, atol=1e-7) for name in ours)
+    original = load_file(adapted.parent / "model" / "model.safetensors")
+    changed = {name.split(".")[-2] for name, weight in ours.items() if not torch.equal(weight, original[name])}
+    assert changed == {"q_proj", "down_proj"}
+    assert main([str(adapted), str(tmp_path / "alone"), "--adapter"]) == 0
+    assert contents(tmp_path / "alone") == contents(adapted / "export" / "adapter")
+    half = tmp_path / "half"
+    assert main([str(adapted), str(half), "--adapter", "--dtype", "bfloat16"]) == 0
+    for name, weight in load_file(half / "adapter_model.safetensors").items():
+        assert torch.equal(weight, load_file(tmp_path / "alone" / "adapter_model.safetensors")[name].bfloat16())
+    assert capsys.readouterr().out.count("version 3:") == 3
+
+
+def test_a_whole_model_has_no_adapter_to_export(trained, tmp_path, capsys):
+    assert main([str(trained), str(tmp_path / "out"), "--adapter"]) == 2
+    assert "trains the whole model; it has lora.rank = 0" in capsys.readouterr().err
 
 
 def test_version_dtype_and_a_model_that_has_moved(trained, tmp_path, capsys):

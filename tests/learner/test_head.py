@@ -48,6 +48,19 @@ def test_chunks_have_the_values_and_gradients_of_the_whole(
         torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
 
 
+def test_a_frozen_head_gets_no_gradient_and_what_is_below_it_the_same(monkeypatch) -> None:
+    monkeypatch.setattr(head, "CHUNK_BYTES", 4 * VOCABULARY * 7)
+    found = []
+    for is_frozen in (False, True):
+        hidden, weight, shift, targets, by_logprob, _ = _case(torch.float32, bias=True)
+        for each in (weight, shift):
+            each.requires_grad_(not is_frozen)
+        (score_hidden(hidden, weight, shift, targets, 0.7)[0] * by_logprob).sum().backward()
+        found.append(hidden.grad)
+        assert (weight.grad is None, shift.grad is None) == (is_frozen, is_frozen)
+    assert torch.equal(*found)
+
+
 def test_more_chunks_do_not_make_the_gradient_of_the_head_worse(monkeypatch) -> None:
     """Advantages of both signs, as in a step: what the parts sum to is small beside them."""
     torch.manual_seed(0)

@@ -16,6 +16,7 @@ from asyncrl.learner.fsdp.sharding import shape_of
 
 QWEN_7B = ModelShape(
     parameters=7_615_616_512,
+    trained=7_615_616_512,
     layer_parameters=233_057_792,
     layers=28,
     hidden=3584,

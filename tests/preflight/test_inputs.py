@@ -8,6 +8,7 @@ import pytest
 from model_files import write_model, write_weights
 
 from asyncrl.config.load import validate_config
+from asyncrl.config.lora import LoraConfig
 from asyncrl.preflight import inputs
 from asyncrl.preflight.inputs import check_inputs, read_inputs
 from asyncrl.preflight.model import check_model, check_served, check_window, digest, measure
@@ -36,6 +37,21 @@ def test_several_files_are_counted_together(model):
     (model / "two.safetensors").unlink()
     finding, _ = check_model(str(model))
     assert finding.result == "fail" and "two.safetensors" in finding.detail
+
+
+def test_adapters_are_counted_where_layers_are_numbered(model):
+    shapes = {
+        "model.layers.0.q_proj.weight": (6, 4),
+        "model.layers.1.mlp.up_proj.weight": (8, 4),
+        "lm_head.weight": (9, 4),
+    }
+    (model / "model.safetensors").unlink()
+    for number, (name, shape) in enumerate((shapes | {"model.layers.0.q_proj.bias": (6, 1)}).items()):
+        write_weights(model / f"{number}.safetensors", shape, name=name)
+    assert measure(model).adapters == 0
+    assert measure(model, LoraConfig(rank=2)).adapters == 2 * (6 + 4) + 2 * (8 + 4)
+    _, size = check_model(str(model), LoraConfig(rank=2, targets=["mlp.up_proj", "lm_head"]))
+    assert size is not None and (size.adapters, size.trained) == (2 * (8 + 4), 2 * (8 + 4))
 
 
 def test_files_of_torch_are_counted_by_their_size(model):

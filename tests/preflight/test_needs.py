@@ -53,6 +53,18 @@ def test_memory_is_two_versions_of_the_weights_and_what_computes_on_the_cpu():
     assert 8 * GIB + (512 << 20) <= engine < 9 * GIB
 
 
+def test_adapters_need_room_for_themselves_alone():
+    size, none = ModelSize(parameters=GIB, bytes=2 * GIB, adapters=1000), ModelSize(parameters=GIB, bytes=2 * GIB)
+    actors = ["learner/0"]
+    lora = config(lora={"rank": 8})
+    assert checkpoints_need(config(lora={"rank": 8}, checkpoint={"keep": 2}), size).wanted == 36_000
+    alone = memory_need(lora, actors, size, on_gpu=False)
+    assert 4 * GIB <= alone < 5 * GIB
+    merged = memory_need(config(lora={"rank": 8, "publish": "merged"}), actors, size, on_gpu=False)
+    assert merged == alone + 4 * GIB - 2 * 4 * 1000
+    assert memory_need(config(), actors, none, on_gpu=False) == merged + 12 * (GIB - 1000)
+
+
 def test_the_export_is_in_the_run_folder():
     size = ModelSize(parameters=GIB, bytes=2 * GIB)
     plain = run_dir_need(config(), size, is_head=False).wanted

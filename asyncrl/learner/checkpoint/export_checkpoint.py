@@ -2,7 +2,8 @@
 
 On the CPU of one host, whatever the learner's ranks were: it needs the memory of the weights in float32, and nothing
 of the optimizer's. The model's layout, its buffers and its tokenizer are those of model.path. What is written is, bit
-for bit, what the learner would have written at that version in that dtype.
+for bit, what the learner would have written at that version in that dtype; where adapters are added in, to the rounding
+of a sum in float32.
 
 Fails with CheckpointError naming the file that is damaged, ConfigError if model.path is not there or is another model,
 and OSError if the target cannot be written; then there is no target.
@@ -17,22 +18,43 @@ import torch
 from asyncrl.checkpoint.contents import TRAINER
 from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.checkpoint.retention import Found
+from asyncrl.config import Config
 from asyncrl.config.training import ModelConfig
+from asyncrl.learner.fsdp.copies import adapter_units, model_units, whole_buckets
 from asyncrl.learner.fsdp.dcp import load_weights
-from asyncrl.learner.fsdp.export import export
-from asyncrl.learner.fsdp.gather import whole_buckets
+from asyncrl.learner.fsdp.export import export, export_adapter
+from asyncrl.learner.fsdp.lora import add_adapters, target_names
 from asyncrl.learner.fsdp.policy import load_policy, model_folder
+from asyncrl.lora import adapter_settings
 
 
 def export_checkpoint(
-    checkpoints: CheckpointFolder, found: Found, model: ModelConfig, target: Path, dtype: str
+    checkpoints: CheckpointFolder,
+    found: Found,
+    model: ModelConfig,
+    config: Config,
+    target: Path,
+    dtype: str,
+    *,
+    adapter_alone: bool = False,
 ) -> None:
-    """Write ``found`` to ``target``, in place of what is there; ``dtype`` is float32 or bfloat16."""
+    """Write ``found`` to ``target``, in place of what is there; ``dtype`` is float32 or bfloat16.
+
+    ``model`` is where the model of ``config``, the run's, is now. ``adapter_alone``: the adapter in PEFT's layout in
+    place of the model that it is added into.
+    """
     import transformers
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     checkpoints.verify(found)
-    policy, kind = load_policy(model), getattr(torch, dtype)
+    policy, lora, kind = load_policy(model), config.lora, getattr(torch, dtype)
+    if lora.is_on:
+        add_adapters(policy, lora, seed=config.run.seed)
     load_weights(found.path / TRAINER, policy)
     target.parent.mkdir(parents=True, exist_ok=True)
-    export(whole_buckets(policy, dtype=kind), model_folder(model), target, kind)
+    source = model_folder(model)
+    if not adapter_alone:
+        export(whole_buckets(model_units(policy), dtype=kind), source, target, kind)
+        return
+    settings = adapter_settings(lora, model=str(model.path), targets=target_names(policy.model, lora))
+    export_adapter(whole_buckets(adapter_units(policy), dtype=kind), source, target, settings)

@@ -1,5 +1,8 @@
 """Assembles the weights beside the training: copied on the training thread, gathered and written on one of its own.
 
+A version is the adapters alone where versions are published so, and else the whole model with adapters added in; an
+export is the whole model, and the adapters beside it.
+
 It keeps: the copy is of one moment, and is read to its end before the next is taken, so that no version is torn and
 one copy bounds the memory. The exchange among the ranks has a process group to itself and cannot mix with the
 collectives of a step.
@@ -13,14 +16,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from asyncrl.errors import AsyncRLError, DeadlineExceeded
 from asyncrl.learner.background import Background
-from asyncrl.learner.fsdp.gather import ShardCopies, gather_buckets
+from asyncrl.learner.fsdp.copies import ShardCopies, adapter_units, model_units
+from asyncrl.learner.fsdp.gather import gather_buckets
 from asyncrl.learner.fsdp.policy import Policy
 from asyncrl.learner.fsdp.ranks import Ranks
 
@@ -28,28 +32,40 @@ STOP_WAIT_S = 30.0
 """Time that an assembly has to end when the rank stops."""
 _LOG = logging.getLogger(__name__)
 
+Purpose = Literal["version", "export"]
 T = TypeVar("T")
 
 
 class Assembly:
     """Made by all ranks together, at most one at a time on each."""
 
-    def __init__(self, policy: Policy, ranks: Ranks, *, dtype: torch.dtype, bucket_bytes: int) -> None:
-        self._copies = ShardCopies(policy, dtype)
+    def __init__(
+        self, policy: Policy, ranks: Ranks, *, dtype: torch.dtype, bucket_bytes: int, adapters_alone: bool
+    ) -> None:
+        """``adapters_alone``: what a version is."""
+        model = ShardCopies(model_units(policy), ranks, dtype)
+        adapters = ShardCopies(adapter_units(policy), ranks, dtype)
+        self._copies: dict[Purpose, list[ShardCopies]] = {
+            "version": [adapters if adapters_alone else model],
+            "export": [model, adapters],
+        }
         self._ranks, self._bucket_bytes = ranks, bucket_bytes
         self._group = ranks.another_group(ranks.timeout_s)
         self._background = Background("assembly", f"learner/{ranks.rank}")
         self._last: Future[Any] | None = None
 
-    def begin(self, consume: Callable[[Iterator[dict[str, Tensor]]], T]) -> Future[T]:
+    def begin(self, purpose: Purpose, consume: Callable[[Iterator[dict[str, Tensor]]], T]) -> Future[T]:
         """All ranks together: returns once this rank's shards are copied.
 
         The future is of ``consume``, called with what ``gather_buckets`` gives. Raises as the module says.
         """
         self._background.wait(self._ranks.timeout_s)
         self._see_last()
-        self._copies.take()
-        gathered = gather_buckets(self._copies, self._ranks, self._group, bucket_bytes=self._bucket_bytes)
+        copies = self._copies[purpose]
+        for each in copies:
+            each.take()
+        units = [unit for each in copies for unit in each.units]
+        gathered = gather_buckets(units, self._ranks, self._group, bucket_bytes=self._bucket_bytes)
         self._last = begun = self._background.start(lambda: consume(gathered))
         return begun
 

@@ -5,9 +5,10 @@
         __R_0.distcp .metadata    DCP: the shards of rank R, and where each one is
         rank_RRRRR.msgpack        random number generators of rank R
 
-Each rank writes its own shards and each rank reads what it needs, whatever the number of ranks was. DCP plans, writes
-and reads; what the ranks tell one another meanwhile goes through ``Ranks.exchange`` as MessagePack, since DCP would
-pickle it, and loading needs no exchange at all.
+The weights are those that are trained: adapters, where there are some, without the frozen model. Each rank writes its
+own shards and each rank reads what it needs, whatever the number of ranks was. DCP plans, writes and reads; what the
+ranks tell one another meanwhile goes through ``Ranks.exchange`` as MessagePack, since DCP would pickle it, and loading
+needs no exchange at all.
 
 It keeps: what is written is the state when ``Staged`` was made, whatever is trained meanwhile (every tensor is copied);
 and a file is held against its checksum before anything is made of it.
@@ -46,6 +47,7 @@ from asyncrl.checkpoint.durable import Digest, digest_file, refused, sync_folder
 from asyncrl.checkpoint.trainer_contents import CONTENTS, TrainerContents, read_trainer_contents
 from asyncrl.disk import full_errno
 from asyncrl.errors import CheckpointError, DamagedCheckpoint
+from asyncrl.learner.fsdp.lora import A
 from asyncrl.learner.fsdp.ranks import Ranks
 
 METADATA = ".metadata"
@@ -120,8 +122,8 @@ class Staged:
 
 
 def expected_bytes(policy: nn.Module) -> int:
-    """About what all ranks together write of a model and its optimizer."""
-    tensors = [parameter.numel() * parameter.element_size() for parameter in policy.parameters()]
+    """About what all ranks together write of what is trained and its optimizer."""
+    tensors = [parameter.numel() * parameter.element_size() for parameter in _trained(policy).values()]
     # Weights and two moments; the steps are of no size.
     return 3 * sum(tensors) + 4 * AROUND_TENSOR_BYTES * len(tensors)
 
@@ -262,7 +264,14 @@ def _read(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer | No
     reader = FileSystemReader(folder)
     metadata = reader.read_metadata()
     there = metadata.state_dict_metadata
-    parameters = dict(policy.named_parameters())
+    parameters = _trained(policy)
+    of_adapters = [any(name.endswith(f".{A}") for name in names) for names in (there, parameters)]
+    if of_adapters == [True, False]:
+        raise CheckpointError(
+            str(folder), "holds adapters, and lora.rank = 0 trains the model itself: set it as it was"
+        )
+    if of_adapters == [False, True]:
+        raise CheckpointError(str(folder), "holds a whole model and no adapters: set lora.rank = 0, as it was")
     for name in sorted(
         {f"{WEIGHTS}/{name}" for name in parameters} ^ {n for n in there if n.startswith(WEIGHTS + "/")}
     ):
@@ -294,12 +303,17 @@ def _read(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer | No
 def _tensors(policy: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
     """What is saved, by name: views of the live tensors; without an optimizer the weights alone."""
     found: dict[str, Tensor] = {}
-    for name, parameter in policy.named_parameters():
+    for name, parameter in _trained(policy).items():
         found[f"{WEIGHTS}/{name}"] = parameter.detach()
         state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
         assert not state or sorted(state) == sorted(MOMENTS)
         found |= {f"{key}/{name}": state[key] for key in MOMENTS if key in state}
     return found
+
+
+def _trained(policy: nn.Module) -> dict[str, Tensor]:
+    """The parameters that are trained, by name: frozen ones come from model.path."""
+    return {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """The weights as a folder that transformers and vLLM load: Hugging Face layout.
 
 ``config.json`` and the tokenizer's files are those of model.path, with the dtype that the weights are written
-in; the weights lie in ``model.safetensors``, or, past SHARD_BYTES, in several files with an index. Written
-aside, synced, then renamed, so that the folder is either complete or as it was.
+in; the weights lie in ``model.safetensors``, or, past SHARD_BYTES, in several files with an index. Adapters have a
+folder of their own, in the layout of PEFT (https://huggingface.co/docs/peft/developer_guides/checkpoint), with the
+tokenizer's files. Written aside, synced, then renamed, so that the folder is either complete or as it was.
 
 Fails with OSError on rank 0, after all ranks have finished the gather; nothing of what was written aside is left then.
 """
@@ -13,26 +14,81 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from asyncrl.lora import ADAPTER_FILE, PREFIX, SETTINGS_FILE
+
 SHARD_BYTES = 4 << 30
 """Size of a file of weights, past which the next one begins."""
+ADAPTER = "adapter"
+"""Folder of the adapters beside a model that they are added into."""
+_TOKENIZER = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+)
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
 
 
-def export(gathered: Iterator[dict[str, Tensor]], source: Path, folder: Path, dtype: torch.dtype) -> None:
+def export(
+    gathered: Iterator[dict[str, Tensor]],
+    source: Path,
+    folder: Path,
+    dtype: torch.dtype,
+    *,
+    adapter: dict[str, Any] | None = None,
+) -> None:
     """Rank 0: write what gather_buckets gives to ``folder``, in place of what is there. Raises OSError.
 
-    ``source`` is the folder that the model was loaded from.
+    ``source`` is the folder that the model was loaded from. Adapters that are gathered beside the model go to the
+    folder ADAPTER in it; ``adapter`` is their adapter_config.json.
     """
+    with _aside(folder) as aside:
+        writer, adapters = _Writer(aside), dict[str, Tensor]()
+        try:
+            for tensors in gathered:
+                adapters |= {name: tensor.clone() for name, tensor in tensors.items() if name.startswith(PREFIX)}
+                writer.add({name: tensor for name, tensor in tensors.items() if not name.startswith(PREFIX)})
+        except OSError:
+            # The other ranks send all of it.
+            for _ in gathered:
+                pass
+            raise
+        writer.finish()
+        copy_settings(source, aside, dtype)
+        if adapter is not None:
+            _write_adapter(adapters, adapter, source, aside / ADAPTER)
+
+
+def export_adapter(units: Iterator[dict[str, Tensor]], source: Path, folder: Path, settings: dict[str, Any]) -> None:
+    """Write adapters alone to ``folder``, in place of what is there, in PEFT's layout. Raises OSError.
+
+    ``source`` is the folder that the model was loaded from, ``settings`` adapter_config.json.
+    """
+    with _aside(folder) as aside:
+        adapters = {name: tensor for tensors in units for name, tensor in tensors.items()}
+        _write_adapter(adapters, settings, source, aside)
+
+
+@contextmanager
+def _aside(folder: Path) -> Iterator[Path]:
+    """A folder that takes the place of ``folder`` once it is written; nothing of it is left when that fails."""
     aside = folder.with_name(f".{folder.name}.partial")
     try:
-        _write_aside(gathered, source, aside, dtype)
+        shutil.rmtree(aside, ignore_errors=True)
+        yield aside
+        _sync_folder(aside)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
@@ -45,22 +101,6 @@ def export(gathered: Iterator[dict[str, Tensor]], source: Path, folder: Path, dt
     _sync(folder.parent)
 
 
-def _write_aside(gathered: Iterator[dict[str, Tensor]], source: Path, aside: Path, dtype: torch.dtype) -> None:
-    problem: OSError | None = None
-    writer = _Writer(aside)
-    for tensors in gathered:
-        if problem is None:
-            try:
-                writer.add(tensors)
-            except OSError as error:
-                problem = error
-    if problem is not None:
-        raise problem
-    writer.finish()
-    copy_settings(source, aside, dtype)
-    _sync_folder(aside)
-
-
 def copy_settings(source: Path, target: Path, dtype: torch.dtype) -> None:
     """All files of a model's folder but its weights; config.json says ``dtype``."""
     for file in sorted(source.iterdir()):
@@ -70,6 +110,27 @@ def copy_settings(source: Path, target: Path, dtype: torch.dtype) -> None:
     settings.pop("torch_dtype", None)
     settings["dtype"] = str(dtype).removeprefix("torch.")
     (target / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def _write_adapter(adapters: dict[str, Tensor], settings: dict[str, Any], source: Path, target: Path) -> None:
+    """A new folder with the adapter and the tokenizer of the model in ``source``."""
+    target.mkdir(parents=True)
+    _save(adapters, target / ADAPTER_FILE)
+    (target / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n")
+    for file in sorted(source.iterdir()):
+        if file.is_file() and any(file.match(pattern) for pattern in _TOKENIZER):
+            shutil.copyfile(file, target / file.name)
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    path.touch()
+    permissions = path.stat().st_mode
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path.parent}: {error}") from error
+    # safetensors leaves it to its owner alone; who serves the model may be somebody else.
+    path.chmod(permissions)
 
 
 class _Writer:
@@ -84,9 +145,7 @@ class _Writer:
 
     def add(self, tensors: dict[str, Tensor]) -> None:
         """Take copies of a bucket's tensors."""
-        if not self._files and not self._held:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder.mkdir(parents=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
         for name, tensor in tensors.items():
             if self._held and self._held_bytes + tensor.nbytes > SHARD_BYTES:
                 self._write()
@@ -95,15 +154,7 @@ class _Writer:
 
     def _write(self) -> None:
         self._files.append(list(self._held))
-        path = self._folder / _part(len(self._files))
-        path.touch()
-        permissions = path.stat().st_mode
-        try:
-            save_file(self._held, path, metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise OSError(f"{self._folder}: {error}") from error
-        # safetensors leaves it to its owner alone; who serves the model may be somebody else.
-        path.chmod(permissions)
+        _save(self._held, self._folder / _part(len(self._files)))
         self._bytes += self._held_bytes
         self._held, self._held_bytes = {}, 0
 
@@ -128,8 +179,8 @@ def _part(number: int) -> str:
 
 
 def _sync_folder(folder: Path) -> None:
-    for file in folder.iterdir():
-        _sync(file)
+    for path in folder.rglob("*"):
+        _sync(path)
     _sync(folder)
 
 

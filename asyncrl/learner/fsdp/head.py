@@ -2,7 +2,7 @@
 
 The head is applied to chunks of positions, in the forward pass and again in the backward pass. It keeps: the gradient
 of the head's weights is summed over chunks in float32, whatever the compute type, so that it does not get worse with
-their number.
+their number. A frozen head gets none, and no memory for one.
 
 Fails as torch does when a chunk's logits do not fit.
 """
@@ -96,20 +96,25 @@ class _ScoreHidden(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets = ctx.saved_tensors
-        of_hidden = torch.empty_like(hidden)
+        of_hidden, head, needed = torch.empty_like(hidden), (weight, bias), ctx.needs_input_grad[1:3]
         # Each chunk's own gradient is of the compute type; only their sum is not.
-        sums = [torch.zeros_like(p, dtype=torch.float32) for p in (weight, bias) if p is not None]
+        sums = [torch.zeros_like(p, dtype=torch.float32) for p, needs in zip(head, needed, strict=True) if needs]
         outputs = slice(None) if ctx.entropy_gradient else slice(1)
         for chunk in _chunks(len(hidden), ctx.size):
             with torch.enable_grad():
-                inputs = [p.detach().requires_grad_() for p in (hidden[chunk], weight, bias) if p is not None]
+                inputs: list[Any] = [
+                    None if p is None else p.detach().requires_grad_(needs)
+                    for p, needs in zip((hidden[chunk], *head), (True, *needed), strict=True)
+                ]
                 logits = head_logits(ctx.softcap, *inputs)
                 scores = score_logits(logits, targets[chunk], ctx.temperature, entropy_gradient=ctx.entropy_gradient)
-            found = torch.autograd.grad(scores[outputs], inputs, [g[chunk] for g in gradients[outputs]])
+            learnt = [p for p in inputs if p is not None and p.requires_grad]
+            found = torch.autograd.grad(scores[outputs], learnt, [g[chunk] for g in gradients[outputs]])
             of_hidden[chunk] = found[0]
             for total, part in zip(sums, found[1:], strict=True):
                 total += part
-        of_head = [total.to(weight.dtype) for total in sums] + [None] * (bias is None)
+        totals = iter(sums)
+        of_head = [next(totals).to(weight.dtype) if needs else None for needs in needed]
         return of_hidden, *of_head, None, None, None, None, None
 
 

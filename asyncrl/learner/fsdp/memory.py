@@ -1,7 +1,8 @@
 """Memory that a rank of the learner needs, estimated before anything is computed, and the key to change. Pure.
 
-Counted are the shards of weights, gradients and optimizer states, the layers that FSDP gathers, the activations of one
-micro-batch, and the head's logits. It is an estimate: allocators lose some to fragments, libraries have workspaces.
+Counted are the shards of weights, gradients and optimizer states (the last two of what is trained alone), the layers
+that FSDP gathers, the activations of one micro-batch, and the head's logits. It is an estimate: allocators lose some to
+fragments, libraries have workspaces.
 Nothing is refused because of it.
 
 Bytes of a token's activations in a decoder layer, for a width of h, queries of q and keys and values of k numbers each,
@@ -33,6 +34,8 @@ class ModelShape:
     """Counts of a dense causal LM."""
 
     parameters: int
+    trained: int
+    """Those with a gradient: all, or the adapters'."""
     layer_parameters: int
     """Of the largest decoder layer."""
     layers: int
@@ -102,16 +105,16 @@ class Estimate:
 
 def estimate(shape: ModelShape, load: Load) -> Estimate:
     """Bytes that a rank needs."""
-    each = FLOAT32 * shape.parameters // load.shards
+    each, trained = (FLOAT32 * count // load.shards for count in (shape.parameters, shape.trained))
     # A whole copy in the type of the shards is computed with as it is.
     apart = load.shards > 1 or load.compute_bytes != FLOAT32
     gathered = shape.other_parameters + GATHERED_LAYERS * shape.layer_parameters if apart else 0
     return Estimate(
         weights=each,
-        gradients=each,
-        states=ADAM_STATES * each,
-        # And the gradient of each until it is reduced.
-        gathered=2 * load.compute_bytes * gathered,
+        gradients=trained,
+        states=ADAM_STATES * trained,
+        # And the gradient of what is trained of it until it is reduced.
+        gathered=load.compute_bytes * gathered * (shape.parameters + shape.trained) // shape.parameters,
         activations=load.tokens * _activation_bytes(shape, load),
         logits=LOGITS_KEPT * FLOAT32 * load.chunk * shape.vocabulary,
         offloaded=load.offloaded,

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from asyncrl.config.training import ModelConfig
 from asyncrl.errors import ConfigError
@@ -124,6 +125,12 @@ class Policy(nn.Module):
                 row.input_ids, row.position_ids, row.lengths, row.predict, row.targets, temperature, count
             )
         return found
+
+    def reshard(self) -> None:
+        """Cut up again what FSDP keeps whole outside of the layers for a backward pass, where none will come."""
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def decoder_layers(self) -> list[nn.Module]:
         """The repeated blocks: what is sharded, compiled and checkpointed as a unit."""

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from asyncrl.learner.fsdp.policy import Policy, Row, make_row
 from asyncrl.learner.probe_sequences import ProbeSequence
@@ -48,10 +47,7 @@ def score_probe(
         places += chosen
         likeliest.append(tokens)
         likeliest_logprobs.append(values)
-    for module in policy.modules():
-        # FSDP keeps what is outside of the layers whole for a backward pass, which will not come.
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    policy.reshard()
     return Probe(
         tokens=np.concatenate([sequence.tokens for sequence in sequences]).astype(np.int32),
         lengths=np.array([len(sequence.tokens) for sequence in sequences], np.int32),

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
@@ -70,10 +69,7 @@ def confirm_scoring(
     with ranks.waiting("the check at start"):
         scoring = check.run(path)
     scoring.apply(policy)
-    for module in policy.modules():
-        # FSDP keeps what is outside of the layers whole for a backward pass, which will not come.
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    policy.reshard()
     return scoring
 
 

@@ -26,14 +26,16 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from asyncrl.config import Config
+from asyncrl.config.lora import LoraConfig
 from asyncrl.config.training import LearnerConfig, ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.fsdp.head import chunk_size
+from asyncrl.learner.fsdp.lora import add_adapters, unreached
 from asyncrl.learner.fsdp.memory import Checkpointing, Load, ModelShape, advise, estimate, in_gigabytes
 from asyncrl.learner.fsdp.policy import Policy, empty_policy, load_policy
 from asyncrl.learner.fsdp.ranks import Ranks
 from asyncrl.learner.fsdp.sharded_check import confirm_scoring
-from asyncrl.learner.fsdp.startup_check import Choice, Scoring, choose_scoring
+from asyncrl.learner.fsdp.startup_check import LENGTHS, Choice, Scoring, choose_scoring, make_batch, random_tokens
 
 _LOG = logging.getLogger(__name__)
 KEPT = (
@@ -77,7 +79,7 @@ def prepare_device(device: torch.device, config: LearnerConfig) -> None:
 
 def build_policy(config: Config, ranks: Ranks, dtype: torch.dtype) -> tuple[Policy, Scoring]:
     """All ranks together: the sharded policy and how it scores. Raises ConfigError on all ranks."""
-    policy, choice = _load(config.model, config, ranks)
+    policy, choice = _load(config.model, config, ranks, config.lora)
     if ranks.rank == 0 and ranks.device.type == "cuda":
         tell_memory(policy, ranks, config.learner, dtype)
     shard(policy, ranks, config.learner, dtype, _offload(ranks) if config.learner.offload else OffloadPolicy())
@@ -115,8 +117,9 @@ def _offload(ranks: Ranks) -> CPUOffloadPolicy:
     return CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
 
 
-def _load(model: ModelConfig, config: Config, ranks: Ranks) -> tuple[Policy, Choice]:
-    """The whole model on rank 0, without memory on the others, and how it may score on all."""
+def _load(model: ModelConfig, config: Config, ranks: Ranks, lora: LoraConfig | None = None) -> tuple[Policy, Choice]:
+    """The whole model on rank 0, without memory on the others, and how it may score on all; with adapters where
+    ``lora`` has some."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -126,9 +129,11 @@ def _load(model: ModelConfig, config: Config, ranks: Ranks) -> tuple[Policy, Cho
     try:
         if ranks.rank == 0:
             policy = load_policy(model)
-            choice = choose_scoring(policy, config.learner, seed=config.run.seed)
+            choice = _choose(policy, config, lora)
         else:
             policy = empty_policy(model)
+            if lora is not None and lora.is_on:
+                add_adapters(policy, lora, seed=config.run.seed)
     except ConfigError as error:
         problem = "\n".join(error.problems)
     problems = ranks.agree(problem, "loading the model")
@@ -138,6 +143,20 @@ def _load(model: ModelConfig, config: Config, ranks: Ranks) -> tuple[Policy, Cho
     data = msgspec.msgpack.encode(choice) if choice is not None else None
     choice = msgspec.msgpack.decode(ranks.broadcast_bytes(data, "the ways of scoring"), type=Choice)
     return policy, choice
+
+
+def _choose(policy: Policy, config: Config, lora: LoraConfig | None) -> Choice:
+    """How the whole model may score, with the adapters that it gets here. Raises ConfigError."""
+    seed = config.run.seed
+    if lora is None or not lora.is_on:
+        return choose_scoring(policy, config.learner, seed=seed)
+    add_adapters(policy, lora, seed=seed)
+    choice = choose_scoring(policy, config.learner, seed=seed)
+    row, _ = make_batch(random_tokens(policy, LENGTHS, seed), torch.device("cpu")).longest
+    if silent := unreached(policy, row):
+        told = f"the adapters of {len(silent)} layers got no gradient in the check at start, the first {silent[0]}"
+        choice.warnings.append(f"{told}: the model does not call them, and merging adds what it does not train")
+    return choice
 
 
 def shard(
@@ -177,6 +196,7 @@ def shape_of(policy: Policy) -> ModelShape:
     layers = policy.decoder_layers()
     return ModelShape(
         parameters=sum(parameter.numel() for parameter in policy.parameters()),
+        trained=sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad),
         layer_parameters=max(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers),
         layers=len(layers),
         hidden=config.hidden_size,

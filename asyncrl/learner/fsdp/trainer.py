@@ -35,19 +35,21 @@ from asyncrl.learner.algorithm.batch import MicroBatch, StepPlan, UpdatePlan
 from asyncrl.learner.algorithm.objective import Objective
 from asyncrl.learner.algorithm.scoring import ScoringPlan
 from asyncrl.learner.fsdp import dcp
-from asyncrl.learner.fsdp.assembly import Assembly, take_part
+from asyncrl.learner.fsdp.assembly import Assembly, Purpose, take_part
 from asyncrl.learner.fsdp.export import export
 from asyncrl.learner.fsdp.gather import publish
+from asyncrl.learner.fsdp.lora import WithoutAdapters, target_names
 from asyncrl.learner.fsdp.policy import Policy, model_folder
 from asyncrl.learner.fsdp.probe import score_probe
 from asyncrl.learner.fsdp.ranks import Ranks, open_store, pack_parcel, unpack_parcel
 from asyncrl.learner.fsdp.saver import Saver
 from asyncrl.learner.fsdp.schedule import learning_rate, warm_learning_rate
 from asyncrl.learner.fsdp.sharding import build_frozen, build_policy, choose_device, compute_dtype, prepare_device
-from asyncrl.learner.fsdp.updates import SUPERVISED_LOSS, Scorers, StepResult, TermShape, Updates, UpdateShape
+from asyncrl.learner.fsdp.updates import SUPERVISED_LOSS, Scorer, Scorers, StepResult, TermShape, Updates, UpdateShape
 from asyncrl.learner.fsdp.utilisation import mfu
 from asyncrl.learner.probe_sequences import ProbeSequence
 from asyncrl.learner.publication import OnSealed, Publication
+from asyncrl.lora import adapter_settings, publishes_adapter
 from asyncrl.messages.weights import Probe
 
 
@@ -74,7 +76,9 @@ class Reference(msgspec.Struct, frozen=True, tag=True):
 
 
 class Gather(msgspec.Struct, frozen=True, tag=True):
-    """Take part in gathering the weights, for a publication or an export."""
+    """Take part in gathering the weights."""
+
+    purpose: Purpose
 
 
 class Score(msgspec.Struct, frozen=True, tag=True):
@@ -159,8 +163,13 @@ class Trainer:
             lambda name: self.on_phase(name),
         )
         self._saver = Saver(self._ranks)
-        bucket_bytes = self._config.weights.bucket_bytes
-        self._assembly = Assembly(self._policy, self._ranks, dtype=self._dtype, bucket_bytes=bucket_bytes)
+        self._assembly = Assembly(
+            self._policy,
+            self._ranks,
+            dtype=self._dtype,
+            bucket_bytes=self._config.weights.bucket_bytes,
+            adapters_alone=publishes_adapter(self._config),
+        )
 
     def _build_scorers(self, objective: Objective) -> Scorers:
         def frozen(key: str, path: str | None) -> Policy:
@@ -169,9 +178,14 @@ class Trainer:
             return build_frozen(key, path, self._config, self._ranks, self._dtype, packed=self.packed)
 
         kl, teacher = self._learner.kl, self._learner.teacher
-        wants_reference = objective.needs_reference or kl.in_reward
+        reference: Scorer | None = None
+        if objective.needs_reference or kl.in_reward:
+            if self._config.lora.is_on and kl.path is None:
+                reference = WithoutAdapters(self._policy)
+            else:
+                reference = frozen("learner.kl.path", kl.path or self._config.model.path)
         return Scorers(
-            frozen("learner.kl.path", kl.path or self._config.model.path) if wants_reference else None,
+            reference,
             frozen("learner.teacher", teacher) if objective.traits.teacher and not self._learner.teacher_url else None,
         )
 
@@ -244,6 +258,7 @@ class Trainer:
         assert self._ranks is not None
         share = mfu(
             parameters=sum(parameter.numel() for parameter in self._parameters),
+            trained=sum(parameter.numel() for parameter in self._parameters if parameter.requires_grad),
             tokens=tokens,
             seconds=seconds,
             devices=self._ranks.world_size,
@@ -261,14 +276,22 @@ class Trainer:
     def publish(
         self, version: int, probe: Probe | None = None, on_sealed: OnSealed | None = None
     ) -> Future[Publication]:
-        self._tell(Gather())
+        self._tell(Gather("version"))
         with self._phase("copy"):
-            return self._assembly.begin(lambda gathered: publish(gathered, version, probe=probe, on_sealed=on_sealed))
+            return self._assembly.begin(
+                "version", lambda gathered: publish(gathered, version, probe=probe, on_sealed=on_sealed)
+            )
 
     def export(self, folder: Path) -> None:
-        self._tell(Gather())
-        source = model_folder(self._config.model)
-        self._assembly.begin(lambda gathered: export(gathered, source, folder, self._dtype)).result()
+        self._tell(Gather("export"))
+        source, lora = model_folder(self._config.model), self._config.lora
+        settings = None
+        if lora.is_on:
+            targets = target_names(self._policy.model, lora)
+            settings = adapter_settings(lora, model=str(self._config.model.path), targets=targets)
+        self._assembly.begin(
+            "export", lambda gathered: export(gathered, source, folder, self._dtype, adapter=settings)
+        ).result()
 
     def checkpoint_bytes(self) -> int:
         return dcp.expected_bytes(self._policy)
@@ -317,7 +340,7 @@ class Trainer:
                 self._score_batches(command, _micro_batches(parcel))
             elif isinstance(command, Gather):
                 with self._phase("copy"):
-                    self._assembly.begin(take_part)
+                    self._assembly.begin(command.purpose, take_part)
             elif isinstance(command, Score):
                 self._score_probe(command)
             elif isinstance(command, See):
@@ -422,8 +445,8 @@ class Trainer:
 
 
 def make_optimizer(policy: Policy, config: Config) -> torch.optim.AdamW:
-    """AdamW over the float32 master shards; norms and biases (one dimension) do not decay."""
-    parameters = list(policy.parameters())
+    """AdamW over the float32 master shards of what is trained; norms and biases (one dimension) do not decay."""
+    parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     return torch.optim.AdamW(
         [
             {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.learner.weight_decay},

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -94,12 +95,19 @@ class _Scored:
     teacher: Tensor | None
 
 
+class Scorer(Protocol):
+    """A model that scores rows, as Policy does."""
+
+    def score(self, row: Row, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-prob of each target, float32 [N], nats, and the entropy there."""
+
+
 @dataclass(frozen=True, slots=True)
 class Scorers:
     """Frozen models, where the objective asks for them."""
 
-    reference: Policy | None = None
-    teacher: Policy | None = None
+    reference: Scorer | None = None
+    teacher: Scorer | None = None
 
 
 class Updates:
@@ -118,7 +126,7 @@ class Updates:
         self._policy, self._scorers, self._optimizer, self._ranks = policy, scorers, optimizer, ranks
         self._config, self._on_phase = config, on_phase
         self._objective = objective
-        self._parameters = list(policy.parameters())
+        self._parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         policy.entropy_gradient = self._objective.needs_entropy_gradient
 
     def step(
@@ -158,18 +166,21 @@ class Updates:
         """float32 [N] for each micro-batch, nats: log-probs by the reference, in a pass of its own."""
         assert self._scorers.reference is not None
         with torch.no_grad(), self._ranks.waiting("scoring by the reference"):
-            return [self._scorers.reference.score(self._row(batch), temperature)[0] for batch in batches]
+            found = [self._scorers.reference.score(self._row(batch), temperature)[0] for batch in batches]
+        # It may have scored with the weights of the policy.
+        self._policy.reshard()
+        return found
 
     def _row(self, batch: MicroBatch) -> Row:
         return make_row(batch.input_ids, batch.lengths, batch.predict, batch.targets, self._ranks.device)
 
     def _score(self, rows: Sequence[Row], temperature: float, *, several: bool) -> list[_Scored]:
-        def by(policy: Policy | None, name: str) -> list[Tensor | None]:
-            if policy is None:
+        def by(scorer: Scorer | None, name: str) -> list[Tensor | None]:
+            if scorer is None:
                 return [None] * len(rows)
             with torch.no_grad(), self._ranks.waiting(name):
                 self._on_phase(name)
-                return [policy.score(row, temperature)[0] for row in rows]
+                return [scorer.score(row, temperature)[0] for row in rows]
 
         proximal = by(self._policy if several else None, "scoring by the proximal policy")
         wanted = self._scorers.reference if self._objective.needs_reference else None

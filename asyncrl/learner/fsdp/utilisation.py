@@ -1,7 +1,8 @@
 """How much of what its devices could compute a step has used: model FLOPs utilisation (MFU). Pure.
 
-A token of training is counted with 6 floating-point operations a parameter (Kaplan et al. 2020, arXiv:2001.08361):
-attention and recomputed activations are left out, as is usual. None where the peak of the device is not known.
+A token of training is counted with 6 floating-point operations a parameter (Kaplan et al. 2020, arXiv:2001.08361), and
+with 4 of one that is frozen, which needs no gradient of its own: attention and recomputed activations are left out, as
+is usual. None where the peak of the device is not known.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ PEAK_FLOPS = (
     ("RTX 4090", 1.65e14),
 )
 """Dense bfloat16 operations a second by a part of the device's name, as its maker states them; the first counts."""
-OPERATIONS = 6
-"""Of a parameter for each token: 2 forward, 4 backward."""
+OPERATIONS, OF_TRAINED = 4, 2
+"""Of each parameter for each token, 2 forward and 2 for the gradient of the layer's input; and of each that is trained,
+for its own gradient."""
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -34,9 +36,9 @@ def peak_flops(device_name: str) -> float | None:
     return next((peak for part, peak in PEAK_FLOPS if part in device_name), None)
 
 
-def mfu(*, parameters: int, tokens: int, seconds: float, devices: int, device_name: str) -> float | None:
+def mfu(*, parameters: int, trained: int, tokens: int, seconds: float, devices: int, device_name: str) -> float | None:
     """Share of the peak of all devices, 0 to 1."""
     peak = peak_flops(device_name)
     if peak is None or seconds <= 0:
         return None
-    return OPERATIONS * parameters * tokens / (seconds * devices * peak)
+    return (OPERATIONS * parameters + OF_TRAINED * trained) * tokens / (seconds * devices * peak)

@@ -1,0 +1,34 @@
+"""Low-rank adapters in place of full training."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from asyncrl.config.section import NonNegative, Section
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (LoRA, arXiv 2106.09685) on linear layers: the model's own weights stay as model.path has
+    them."""
+
+    rank: NonNegative = 0
+    """Rank of each adapter; 0 trains all weights and no adapter."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """An adapter adds (alpha / rank) B A x to what its layer makes of x."""
+    targets: Literal["all-linear"] | list[str] = "all-linear"
+    """Layers that get an adapter, by the last part of their names, as ["q_proj", "v_proj"]; or every linear layer of
+    the decoder."""
+    publish: Literal["auto", "adapter", "merged"] = "auto"
+    """A version is the adapters alone, a few megabytes that an engine loads beside its model, or the whole weights with
+    the adapters added in. auto is adapter where rollout.engine is vllm, and merged elsewhere."""
+
+    def publishes_adapter(self, engine: str) -> bool:
+        """Whether a version for this engine is the adapters alone."""
+        return self.is_on and (self.publish == "adapter" or (self.publish == "auto" and engine == "vllm"))
+
+    @property
+    def is_on(self) -> bool:
+        """Whether adapters are trained."""
+        return self.rank > 0

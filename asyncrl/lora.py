@@ -1,0 +1,43 @@
+"""The form of an adapter outside of the learner: names of its tensors and its adapter_config.json, as PEFT has them.
+
+Pure. Learner, engines and exports share it, so that one set of names goes all the way. The adapter of the linear layer
+``NAME`` [out, in] is two matrices: ``base_model.model.NAME.lora_A.weight`` [rank, in] and
+``base_model.model.NAME.lora_B.weight`` [out, rank] (https://huggingface.co/docs/peft/developer_guides/checkpoint).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from asyncrl.config import Config
+from asyncrl.config.lora import LoraConfig
+
+PREFIX = "base_model.model."
+ADAPTER_FILE, SETTINGS_FILE = "adapter_model.safetensors", "adapter_config.json"
+
+
+def tensor_names(layer: str) -> tuple[str, str]:
+    """Names of the matrices A and B of the layer that the model calls ``layer``."""
+    return f"{PREFIX}{layer}.lora_A.weight", f"{PREFIX}{layer}.lora_B.weight"
+
+
+def publishes_adapter(config: Config) -> bool:
+    """Whether a version is the adapters alone."""
+    return config.lora.publishes_adapter(config.rollout.engine)
+
+
+def adapter_settings(lora: LoraConfig, *, model: str, targets: Iterable[str]) -> dict[str, Any]:
+    """adapter_config.json of adapters on layers whose names end in ``targets``, over the model folder ``model``."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted(set(targets)),
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
