@@ -7,11 +7,14 @@ import re
 from asyncrl.config import Config
 from asyncrl.config.algorithm import TeacherServerConfig
 from asyncrl.config.episode import OWN_REASONING_PARSERS, OWN_TOOL_PARSERS
+from asyncrl.config.lora import VLLM_RANKS
 from asyncrl.config.training import DataConfig, StalenessConfig
 
 FORBIDDEN_VLLM_KEYS = (
     *("temperature", "top_p", "top_k", "min_p", "logprobs_mode", "weight_transfer_config"),
     *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
+    *("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_dtype", "lora_target_modules"),
+    "worker_extension_cls",
 )
 
 
@@ -32,6 +35,17 @@ def _weight_problems(config: Config) -> list[tuple[str, str]]:
     if rollout.engine == "sim" and rollout.sim.load_s >= weights.deadline_s:
         found.append(("rollout.sim.load_s", "must be below weights.deadline_s"))
     return found
+
+
+def _adapter_problems(config: Config) -> list[tuple[str, str]]:
+    lora = config.lora
+    served = config.rollout.engine == "vllm" and lora.publish != "merged"
+    if served and lora.rank > VLLM_RANKS[-1]:
+        told = (
+            f'is {lora.rank}, and vLLM takes adapters up to {VLLM_RANKS[-1]}; lower it or set lora.publish to "merged"'
+        )
+        return [("lora.rank", told)]
+    return []
 
 
 def _chat_problems(config: Config) -> list[tuple[str, str]]:
@@ -156,6 +170,7 @@ def cross_check(config: Config) -> list[tuple[str, str]]:
         if key in rollout.vllm.extra
     ]
     found += _weight_problems(config)
+    found += _adapter_problems(config)
     found += _chat_problems(config)
     found += _sft_problems(config)
     found += _teacher_problems(config)
