@@ -107,7 +107,7 @@ def launch(config: Config, name: str, model: dict[str, Any], folder: str, load: 
 
 
 def _require_lora_support(model: dict[str, Any]) -> None:
-    """Raise ConfigError where vLLM's class of the model takes no adapters; it judges itself one that it does not know."""
+    """Raise ConfigError where vLLM's class of the model takes no adapters. Others are left to it."""
     for architecture in model.get("architectures") or ():
         known = ModelRegistry.models.get(architecture)
         if known is not None and not supports_lora(known.load_model_cls()):

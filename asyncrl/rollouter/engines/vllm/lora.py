@@ -5,14 +5,13 @@ what that adapter holds, straight from sealed memory, which the engine's owner h
 model is not touched. vLLM passes over adapters of layers that it does not know, and says nothing: so the layers are
 looked up before the load, and afterwards what the layers compute with is compared with what was published.
 
-Either the adapter is whole afterwards, or ``load_adapter`` raises RuntimeError and the engine has none: a step would
-end it, so it must not be stepped until an update has succeeded. Any number of failed updates may come before.
+Either the adapter is whole afterwards, or ``load_adapter`` raises and the engine has the one before or none, never a
+part: it must not be stepped until an update has succeeded. Any number of failed updates may come before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -20,11 +19,15 @@ import torch
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.utils import parse_fine_tuned_lora_name
+from vllm.platforms import current_platform
 
 from asyncrl.messages.weights import Manifest
 from asyncrl.rollouter.engines.vllm.buckets import tensors_of
+from asyncrl.rollouter.engines.vllm.one_adapter import compute_at_once
 
 ADAPTER_ID = 1
+Matrices = tuple[torch.Tensor, torch.Tensor]
+"""a [rank, in] and b [out, rank]: a layer adds b a x to what it makes of x."""
 
 
 class AdapterLoader:
@@ -40,47 +43,40 @@ class AdapterLoader:
         model = self.model_runner.get_model()
         version = msgspec.json.decode(manifest, type=Manifest)
         mapper = getattr(model, "hf_to_vllm_mapper", None)
-        layers = _layers(tensors_of(version), mapper and mapper.get_rename_mapper(), scaling)
-        _replace(model.lora_manager, layers)
-        # The bytes may be gone after the load.
+        manager = model.lora_manager
+        renaming = mapper.get_rename_mapper() if mapper is not None else None
+        _replace(manager, _layers(tensors_of(version), renaming, scaling, manager.lora_config.lora_dtype))
+        if current_platform.is_cpu():
+            compute_at_once(manager)
         torch.accelerator.synchronize()
 
 
-@dataclass(slots=True)
-class _Layer:
-    """The adapter of a linear layer: it adds b a x. a: [rank, in]; b: [out, rank]."""
-
-    a: torch.Tensor | None = None
-    b: torch.Tensor | None = None
-
-
-def _layers(tensors: Iterable[tuple[str, torch.Tensor]], mapper: Any, scaling: float) -> dict[str, _Layer]:
-    """By vLLM's names, in memory of their own. The scaling is applied in float32."""
-    found: dict[str, _Layer] = {}
+def _layers(
+    tensors: Iterable[tuple[str, torch.Tensor]], mapper: Any, scaling: float, dtype: torch.dtype
+) -> dict[str, Matrices]:
+    """By vLLM's names, in memory of their own; the scaling is in b, multiplied in float32."""
+    a: dict[str, torch.Tensor] = {}
+    b: dict[str, torch.Tensor] = {}
     for name, tensor in tensors:
         layer, is_a = parse_fine_tuned_lora_name(name, mapper)
         if is_a:
-            found.setdefault(layer, _Layer()).a = tensor.clone()
+            a[layer] = tensor.to(dtype, copy=True)
         else:
-            found.setdefault(layer, _Layer()).b = (tensor.float() * scaling).to(tensor.dtype)
-    return found
+            b[layer] = (tensor.float() * scaling).to(dtype)
+    if halves := sorted(a.keys() ^ b.keys()):
+        raise RuntimeError(f"only one of two matrices came for {halves[:3]}")
+    return {layer: (a[layer], b[layer]) for layer in a}
 
 
-def _replace(manager: Any, layers: dict[str, _Layer]) -> None:
+def _replace(manager: Any, layers: dict[str, Matrices]) -> None:
     homes = _homes(manager)
     if unknown := sorted(layers.keys() - homes.keys()):
         raise RuntimeError(f"vLLM has no place for adapters on {len(unknown)} of {len(layers)} layers: {unknown[:3]}")
-    if halves := sorted(name for name, layer in layers.items() if layer.a is None or layer.b is None):
-        raise RuntimeError(f"only one of two matrices came for {halves[:3]}")
-    ranks = {len(layer.a) for layer in layers.values() if layer.a is not None}
+    ranks = {len(a) for a, _ in layers.values()}
     if len(ranks) != 1:
         raise RuntimeError(f"the adapters have the ranks {sorted(ranks)}, and not one and the same")
     (rank,) = ranks
-    dtype = manager.lora_config.lora_dtype
-    loras = {}
-    for name, layer in layers.items():
-        layer.a, layer.b = layer.a.to(dtype), layer.b.to(dtype)
-        loras[name] = LoRALayerWeights(name, rank, rank, layer.a, layer.b, scaling=1.0)
+    loras = {name: LoRALayerWeights(name, rank, rank, a, b, scaling=1.0) for name, (a, b) in layers.items()}
     manager.remove_adapter(ADAPTER_ID)
     try:
         manager.add_adapter(LoRAModel(ADAPTER_ID, rank, loras))
@@ -92,48 +88,42 @@ def _replace(manager: Any, layers: dict[str, _Layer]) -> None:
         raise
 
 
-def _homes(manager: Any) -> dict[str, tuple[str, int]]:
-    """The module of vLLM's model, and the slice of it, in which each of the checkpoint's layers is computed."""
-    found = {}
-    for module in manager.modules:
-        for index, layer in enumerate(manager.packed_modules.get(module) or [module]):
-            found[layer] = (module, index)
-    return found
+def _homes(manager: Any) -> dict[str, str]:
+    """The module of vLLM's model in which each of the checkpoint's layers is computed, slice after slice."""
+    return {layer: module for module in manager.modules for layer in manager.packed_modules.get(module) or [module]}
 
 
-def _absent(manager: Any, homes: dict[str, tuple[str, int]], layers: dict[str, _Layer]) -> Iterable[str]:
+def _absent(manager: Any, homes: dict[str, str], layers: dict[str, Matrices]) -> Iterator[str]:
     """Layers whose buffers do not hold what was published; nothing but zeros where nothing was."""
     slot = manager.lora_index_to_id.index(ADAPTER_ID)
-    parts: dict[str, dict[int, str]] = {}
-    for layer, (module, index) in homes.items():
-        parts.setdefault(module, {})[index] = layer
+    parts: dict[str, list[str]] = {}
+    for layer, module in homes.items():
+        parts.setdefault(module, []).append(layer)
     for name, module in manager.modules.items():
         names = parts[name]
-        held_a, held_b = _slices(module.lora_a_stacked), _slices(module.lora_b_stacked)
-        if len(held_a) != len(names):
-            # It computes fewer or more layers than the checkpoint has, so nobody can say where which lies.
-            yield from (layer for layer in names.values() if layer in layers)
+        held = list(zip(_slices(module.lora_a_stacked), _slices(module.lora_b_stacked), strict=True))
+        if len(held) != len(names):
+            # It computes fewer or more layers than the checkpoint has, so nobody can say which lies where.
+            yield from (layer for layer in names if layer in layers)
             continue
-        expected_a, expected_b = [[getattr(layers.get(names[i]), m, None) for i in range(len(names))] for m in "ab"]
-        if getattr(module, "tp_size", 1) > 1:
-            expected_a, expected_b = _shard(module, expected_a, expected_b)
-        for index, layer in names.items():
-            pairs = ((held_a[index][slot, 0], expected_a[index]), (held_b[index][slot, 0], expected_b[index]))
-            if not all(_holds(held, expected) for held, expected in pairs):
+        published = [layers.get(layer, (None, None)) for layer in names]
+        for layer, (held_a, held_b), (a, b) in zip(names, held, _shard(module, published), strict=True):
+            if not (_holds(held_a[slot, 0], a) and _holds(held_b[slot, 0], b)):
                 yield layer
+
+
+def _shard(module: Any, published: list[Any]) -> list[Any]:
+    """This worker's parts of the matrices, as the module itself takes them."""
+    a, b = [pair[0] for pair in published], [pair[1] for pair in published]
+    if getattr(module, "tp_size", 1) == 1 or not any(each is not None for each in a):
+        return published
+    if len(published) > 1:
+        return list(zip(module.slice_lora_a(a), module.slice_lora_b(b), strict=True))
+    return [(module.slice_lora_a(a[0]), module.slice_lora_b(b[0]))]
 
 
 def _slices(stacked: Any) -> tuple[torch.Tensor, ...]:
     return stacked if isinstance(stacked, tuple) else (stacked,)
-
-
-def _shard(module: Any, a: list[Any], b: list[Any]) -> tuple[list[Any], list[Any]]:
-    """This worker's parts of the matrices, as the module itself takes them."""
-    if len(a) > 1:
-        return module.slice_lora_a(a), module.slice_lora_b(b)
-    if a[0] is None:
-        return a, b
-    return [module.slice_lora_a(a[0])], [module.slice_lora_b(b[0])]
 
 
 def _holds(held: torch.Tensor, expected: torch.Tensor | None) -> bool:
