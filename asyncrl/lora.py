@@ -22,6 +22,15 @@ def tensor_names(layer: str) -> tuple[str, str]:
     return f"{PREFIX}{layer}.lora_A.weight", f"{PREFIX}{layer}.lora_B.weight"
 
 
+def layer_of(tensor: str) -> tuple[str, str] | None:
+    """The layer of an adapter's tensor, and "A" or "B"; None where the name is no adapter's."""
+    for matrix in ("A", "B"):
+        suffix = f".lora_{matrix}.weight"
+        if tensor.startswith(PREFIX) and tensor.endswith(suffix):
+            return tensor[len(PREFIX) : -len(suffix)], matrix
+    return None
+
+
 def publishes_adapter(config: Config) -> bool:
     """Whether a version is the adapters alone."""
     return config.lora.publishes_adapter(config.rollout.engine)

@@ -7,12 +7,14 @@ import re
 from asyncrl.config import Config
 from asyncrl.config.algorithm import TeacherServerConfig
 from asyncrl.config.episode import OWN_REASONING_PARSERS, OWN_TOOL_PARSERS
-from asyncrl.config.lora import LoraConfig
+from asyncrl.config.lora import VLLM_RANKS, LoraConfig
 from asyncrl.config.training import DataConfig, StalenessConfig
 
 FORBIDDEN_VLLM_KEYS = (
     *("temperature", "top_p", "top_k", "min_p", "logprobs_mode", "weight_transfer_config"),
     *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
+    *("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_dtype", "lora_target_modules"),
+    "worker_extension_cls",
 )
 
 
@@ -50,6 +52,11 @@ def _lora_problems(config: Config) -> list[tuple[str, str]]:
     if config.rollout.engine != "vllm":
         told = f'is adapter, which the engine {config.rollout.engine} cannot load; take auto or "merged"'
         found.append(("lora.publish", told))
+    elif lora.rank > VLLM_RANKS[-1]:
+        told = (
+            f'is {lora.rank}, and vLLM takes adapters up to {VLLM_RANKS[-1]}; lower it or set lora.publish to "merged"'
+        )
+        found.append(("lora.rank", told))
     if weights.transport in ("gloo", "nccl"):
         told = f"is {weights.transport}, a broadcast, and an adapter has few megabytes; take auto, shm or stream"
         found.append(("weights.transport", told))

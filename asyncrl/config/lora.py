@@ -8,6 +8,9 @@ from pydantic import Field
 
 from asyncrl.config.section import NonNegative, Section
 
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks for which vLLM makes room; an adapter takes the room of the next."""
+
 
 class LoraConfig(Section):
     """Low-rank adapters (LoRA, arXiv 2106.09685) on linear layers: the model's own weights stay as model.path has

@@ -22,6 +22,7 @@ from test_vllm_engine import TOLERANCE, VllmEngine, config_for
 from tiny_models import VOCAB, Publisher, logprobs_of, make_model, save_model
 
 from asyncrl.messages.groups import Ticket
+from asyncrl.messages.weights import Manifest
 from asyncrl.monitor.states import StateLedger
 from asyncrl.rollouter import generation
 from asyncrl.rollouter.account import SampleAccount
@@ -116,13 +117,13 @@ class Changing:
         self.models = [make_model(seed) for seed in (1, 2)]
         self.prompts = PROMPTS
         self.of: dict[int, Any] = {}
-        self._versions, self._publisher = versions, Publisher()
+        self._versions, self.publisher = versions, Publisher()
 
     async def update(self) -> None:
         """As the update follower does it."""
         version = next(self._versions)
         model = self.of[version] = self.models[version % 2]
-        staged = await asyncio.to_thread(stage, self._publisher.publish_model(version, model))
+        staged = await asyncio.to_thread(stage, self.publish(version, model))
         try:
             await self.host.accept(staged)
             assert await self.host.quiesced(60.0)
@@ -133,6 +134,9 @@ class Changing:
             await self.host.commit()
         finally:
             staged.close()
+
+    def publish(self, version: int, model: Any) -> Manifest:
+        return self.publisher.publish_model(version, model)
 
     async def episode(self, number: int, max_tokens: int = MAX_TOKENS) -> Response:
         prompt = self.prompts[number % len(self.prompts)]
@@ -160,7 +164,7 @@ class Changing:
                 while self.host.sampled_tokens < before + 200 and not all(task.done() for task in running):
                     await asyncio.sleep(0.002)
                 await self.update()
-        self._publisher.close()
+        self.publisher.close()
         return [task.result() for task in running]
 
     async def run_over_versions(self, updates: int, episodes: int, max_tokens: int) -> list[Response]:
@@ -175,7 +179,7 @@ class Changing:
                 tasks += [group.create_task(self.episode(number, max_tokens)) for number in numbers]
                 while self.host.sampled_tokens < enough and not all(task.done() for task in tasks):
                     await asyncio.sleep(0.002)
-        self._publisher.close()
+        self.publisher.close()
         return [task.result() for task in tasks]
 
     def worst(self, found: list[Response]) -> float:

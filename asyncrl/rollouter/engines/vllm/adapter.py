@@ -18,6 +18,8 @@ from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import tokens_input
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.models import ModelRegistry, supports_lora
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -27,8 +29,10 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, EngineDied
+from asyncrl.lora import publishes_adapter
 from asyncrl.rollouter.engines.base import EngineLoad, GenerationRequest
 from asyncrl.rollouter.engines.vllm import options
+from asyncrl.rollouter.engines.vllm.lora import ADAPTER_ID
 from asyncrl.rollouter.engines.vllm.plugin import BACKEND
 from asyncrl.weights.broadcast import Broadcast
 from asyncrl.weights.staging import Staged
@@ -42,6 +46,8 @@ __all__ = [
     "SamplingParams",
     "VLLMClientError",
     "WeightTransferUpdateRequest",
+    "adapter_request",
+    "adapter_update",
     "kv_tokens",
     "launch",
     "sampling",
@@ -84,6 +90,8 @@ def launch(config: Config, name: str, model: dict[str, Any], folder: str, load: 
                 f"{current_platform.device_type}"
             ]
         )
+    if publishes_adapter(config):
+        _require_lora_support(model)
     try:
         arguments = AsyncEngineArgs(
             **options.engine_arguments(config, name), weight_transfer_config=WeightTransferConfig(backend=BACKEND)
@@ -96,6 +104,23 @@ def launch(config: Config, name: str, model: dict[str, Any], folder: str, load: 
         raise ConfigError([f"rollout.vllm: vLLM refuses the configuration: {error}"]) from error
     except RuntimeError as error:
         raise EngineDied(name, f"did not start: {error} (the reason is above in this log)") from error
+
+
+def _require_lora_support(model: dict[str, Any]) -> None:
+    """Raise ConfigError where vLLM's class of the model takes no adapters. Others are left to it."""
+    for architecture in model.get("architectures") or ():
+        known = ModelRegistry.models.get(architecture)
+        if known is not None and not supports_lora(known.load_model_cls()):
+            told = f'vLLM\'s {architecture} takes no adapters; set lora.publish to "merged"'
+            raise ConfigError([f"model.path: {told}"])
+
+
+def adapter_request(config: Config, folder: str) -> LoRARequest | None:
+    """The adapter that all requests go with, where versions are adapters; see lora.py.
+
+    vLLM looks into ``folder`` where it has none, and ends because there is none either.
+    """
+    return LoRARequest("policy", ADAPTER_ID, folder) if publishes_adapter(config) else None
 
 
 def kv_tokens(llm: AsyncLLM) -> int:
@@ -144,13 +169,21 @@ def submission_seed(request: GenerationRequest) -> int | None:
 def update_info(weights: Staged | Broadcast) -> dict[str, Any]:
     """What the workers need for a load; see weights.py."""
     if isinstance(weights, Staged):
-        manifest = msgspec.structs.replace(weights.manifest, probe=None)
-        return {"manifest": msgspec.json.encode(manifest).decode()}
+        return {"manifest": _manifest(weights)}
     collective = msgspec.structs.replace(weights.collective, probe=None)
     return {
         "collective": msgspec.json.encode(collective).decode(),
         "timeout_s": weights.timeout_s,
     }
+
+
+def adapter_update(weights: Staged, config: Config) -> dict[str, Any]:
+    """Arguments of the workers' ``load_adapter``; see lora.py."""
+    return {"manifest": _manifest(weights), "scaling": config.lora.alpha / config.lora.rank}
+
+
+def _manifest(weights: Staged) -> str:
+    return msgspec.json.encode(msgspec.structs.replace(weights.manifest, probe=None)).decode()
 
 
 def scoring() -> SamplingParams:

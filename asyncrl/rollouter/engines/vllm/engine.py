@@ -25,9 +25,11 @@ import xxhash
 
 from asyncrl.config import Config
 from asyncrl.errors import BroadcastFailed, WeightsCorrupt
+from asyncrl.lora import publishes_adapter
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.rollouter.engines.base import Delta, EngineLoad, GenerationRequest, PauseMode
 from asyncrl.rollouter.engines.vllm import checkpoint
+from asyncrl.rollouter.engines.vllm.lora_layout import check_adapters
 from asyncrl.rollouter.engines.vllm.options import environment, make_scratch_folder
 from asyncrl.rollouter.engines.vllm.processes import Processes
 from asyncrl.rollouter.engines.vllm.watch import Watch
@@ -67,6 +69,9 @@ class VllmEngine:
         self._heard = 0.0
         self._paused = False
         self._version = -1
+        self._loads_adapters = publishes_adapter(config)
+        self._checksums: list[int] = []
+        """Of the buckets of the adapter that is served."""
         self._layout: Layout | None = None
         self._update_open = False
         self._scores = 0
@@ -79,6 +84,7 @@ class VllmEngine:
         self._tick: asyncio.TimerHandle | None = None
         # vLLM's own classes are known only once it is imported; see adapter.py.
         self._llm: Any = None
+        self._adapter: Any = None
         self._load_logger: Any = None
         self._vllm: Any = None
 
@@ -110,6 +116,7 @@ class VllmEngine:
             # The thread cannot be cancelled; ``close`` makes it end.
             llm = self._llm = await asyncio.shield(self._launching)
         self._cores = list(llm.engine_core.resources.engine_manager.processes)
+        self._adapter = self._vllm.adapter_request(self._config, self._folder)
         self._kv_tokens = self._vllm.kv_tokens(llm)
         self._processes.adopt(self._cores)
         for core in self._cores:
@@ -214,6 +221,7 @@ class VllmEngine:
                 vllm.tokens_input(_plain(request.prompt_ids), cache_salt=request.cache_salt or None),
                 vllm.sampling(request, self._eos_token_ids, self._stream_interval),
                 request.id,
+                lora_request=self._adapter,
                 priority=request.priority,
             )
             async with aclosing(outputs):
@@ -257,7 +265,8 @@ class VllmEngine:
             try:
                 prompt = self._vllm.tokens_input(_plain(ids))
                 params = self._vllm.scoring()
-                async for output in self._llm.generate(prompt, params, f"score/{self._scores}"):
+                name = f"score/{self._scores}"
+                async for output in self._llm.generate(prompt, params, name, lora_request=self._adapter):
                     final = output
             except self._vllm.VLLMClientError as error:
                 raise ValueError(f"cannot score {len(ids)} tokens: {error}") from error
@@ -293,6 +302,8 @@ class VllmEngine:
     def _check_layout(self, staged: Staged) -> None:
         if self._layout is not None:
             check_complete(staged.version, staged.layout, self._layout)
+        elif self._loads_adapters:
+            check_adapters(staged, self._model_path, self._config.lora)
         else:
             checkpoint.check_layout(staged, self._model_path)
 
@@ -300,16 +311,16 @@ class VllmEngine:
         """See Engine."""
         version = weights.version
         assert self._paused, "only a paused engine may load"
-        info = {"version": version, **self._vllm.update_info(weights)}
         async with self._control(f"the load of version {version}", self._load_deadline_s(weights)):
             try:
-                if not self._update_open:
-                    self._update_open = True
-                    await self._llm.start_weight_update()
-                await self._llm.update_weights(self._vllm.WeightTransferUpdateRequest(update_info=info))
+                await self._give(weights)
                 if recompute_kv and not await self._llm.reset_prefix_cache(reset_running_requests=True):
                     raise WeightsCorrupt("vLLM did not drop its KV cache", version=version)
-                await self._llm.finish_weight_update(str(version))
+                if self._loads_adapters:
+                    # The end of vLLM's own kind of update removes all adapters.
+                    await self._llm.update_weight_version(str(version))
+                else:
+                    await self._llm.finish_weight_update(str(version))
             except (WeightsCorrupt, self._vllm.EngineDeadError):
                 raise
             except Exception as error:
@@ -321,16 +332,30 @@ class VllmEngine:
         self._update_open = False
         if isinstance(weights, Staged):
             self._layout = weights.layout
+            if self._loads_adapters:
+                self._checksums = [bucket.checksum for bucket in weights.manifest.buckets]
         if not recompute_kv:
             for flight in self._flights.values():
                 flight.stale.add(version)
         self._version = version
 
+    async def _give(self, weights: Staged | Broadcast) -> None:
+        """Let the workers load it."""
+        if self._loads_adapters:
+            assert isinstance(weights, Staged), "adapters are not broadcast"
+            await self._llm.collective_rpc("load_adapter", kwargs=self._vllm.adapter_update(weights, self._config))
+            return
+        if not self._update_open:
+            self._update_open = True
+            await self._llm.start_weight_update()
+        info = {"version": weights.version, **self._vllm.update_info(weights)}
+        await self._llm.update_weights(self._vllm.WeightTransferUpdateRequest(update_info=info))
+
     async def checksum(self) -> str:
-        """See Engine. Layers that the CPU backend packs are not in it."""
+        """See Engine. Layers that the CPU backend packs are not in it; an adapter is, as it was published."""
         async with self._control("its checksums", self._timeout_s):
             workers: list[dict[str, str]] = await self._llm.compute_weight_checksums()
-        return xxhash.xxh3_64_hexdigest(json.dumps(workers, sort_keys=True).encode())
+        return xxhash.xxh3_64_hexdigest(json.dumps([workers, self._checksums], sort_keys=True).encode())
 
     def _load_deadline_s(self, weights: Staged | Broadcast) -> float:
         # Whoever waits for it has the same deadline from the pause on, and a name for it.

@@ -17,8 +17,11 @@ import psutil
 import xxhash
 
 from asyncrl.config import Config
+from asyncrl.config.lora import VLLM_RANKS
 from asyncrl.errors import ConfigError
+from asyncrl.lora import publishes_adapter
 from asyncrl.rollouter.engines.vllm.checkpoint import text_config
+from asyncrl.rollouter.engines.vllm.lora_layout import targets
 
 SCRATCH_PREFIX = "asyncrl-engine-"
 SOCKET_PATH_LIMIT = 107
@@ -105,7 +108,8 @@ def max_model_len(config: Config) -> int:
 def engine_arguments(config: Config, name: str) -> dict[str, Any]:
     """Arguments of AsyncEngineArgs; ``rollout.vllm.extra`` comes last.
 
-    No weights are read: the first update brings them, and nothing is generated before it.
+    No weights are read: the first update brings them, and nothing is generated before it. Where versions are adapters,
+    the model's own weights are read, and the first update brings the adapter.
     """
     vllm = config.rollout.vllm
     arguments: dict[str, Any] = {
@@ -137,7 +141,22 @@ def engine_arguments(config: Config, name: str) -> dict[str, Any]:
     else:
         arguments["tensor_parallel_size"] = config.rollout.gpus_per_replica
         arguments["gpu_memory_utilization"] = vllm.gpu_memory_utilization
+    if publishes_adapter(config):
+        arguments |= _adapter_arguments(config)
     return arguments | vllm.extra
+
+
+def _adapter_arguments(config: Config) -> dict[str, Any]:
+    assert config.model.path is not None
+    return {
+        "load_format": "auto",
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": next(rank for rank in VLLM_RANKS if rank >= config.lora.rank),
+        # All others, embedding and head among them, would have room for an adapter and compute with its zeros.
+        "lora_target_modules": targets(config.lora, config.model.path),
+        "worker_extension_cls": "asyncrl.rollouter.engines.vllm.lora.AdapterLoader",
+    }
 
 
 def check_model(config: Config, model: dict[str, Any], cpu_head_sizes: Sequence[int]) -> None:

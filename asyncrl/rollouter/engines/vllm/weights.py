@@ -11,8 +11,6 @@ before. Every wait on others has the timeout of its broadcast.
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,11 +30,11 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
-from asyncrl.messages.weights import Bucket, Collective, Manifest, TensorSpec
+from asyncrl.messages.weights import Collective, Manifest
+from asyncrl.rollouter.engines.vllm.buckets import tensors_in, tensors_of
 from asyncrl.rollouter.engines.vllm.nccl import NcclReceiver
 from asyncrl.weights.broadcast import Broadcast
 from asyncrl.weights.collective.receiver import Receiver
-from asyncrl.weights.segments import size_of
 
 Named = Iterable[tuple[str, torch.Tensor]]
 """Checkpoint names and tensors, which may be views of memory that is gone after the load."""
@@ -96,7 +94,7 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         if update_info.manifest is not None:
             manifest = msgspec.json.decode(update_info.manifest, type=Manifest)
             with self._reload() as load:
-                load(named for bucket in manifest.buckets for named in _tensors(_mapped(bucket), bucket.tensors))
+                load(tensors_of(manifest))
             return
         assert update_info.collective is not None, "an update has a manifest or a collective"
         collective = msgspec.json.decode(update_info.collective, type=Collective)
@@ -106,7 +104,7 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             memory = self._gloo.receive(weights, worker)
             with self._reload() as load:
                 buckets = zip(memory, collective.buckets, strict=True)
-                load(named for received, layout in buckets for named in _tensors(received, layout.tensors))
+                load(named for received, layout in buckets for named in tensors_in(received, layout.tensors))
         else:
             with self._reload() as load:
                 self._nccl.receive(weights, worker, load)
@@ -158,25 +156,3 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         for name, layer in self.model.named_modules():
             if isinstance(layer, ParallelLMHead) and f"{name}.weight" not in self._names:
                 layer.quant_method.process_weights_after_loading(layer)
-
-
-def _tensors(memory: torch.Tensor, specs: list[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a bucket, as views of its bytes."""
-    for spec in specs:
-        dtype = getattr(torch, spec.dtype)
-        size = size_of(spec)
-        if size:
-            yield spec.name, memory[spec.offset : spec.offset + size].view(dtype).view(spec.shape)
-        else:
-            yield spec.name, torch.empty(spec.shape, dtype=dtype)
-
-
-def _mapped(bucket: Bucket) -> torch.Tensor:
-    """The bytes of a bucket's segment: uint8 [size]."""
-    descriptor = os.open(bucket.path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        # Copy on write: a loader that works in place changes pages of its own.
-        mapping = mmap.mmap(descriptor, bucket.size, access=mmap.ACCESS_COPY)
-    finally:
-        os.close(descriptor)
-    return torch.frombuffer(mapping, dtype=torch.uint8)
