@@ -254,8 +254,10 @@ def _hand_out(policy: Policy, whole: dict[str, Tensor], ranks: Ranks, mesh: Devi
     for name, parameter in policy.named_parameters():
         assert isinstance(parameter, DTensor)
         # Only rank 0's values are read.
-        place = {"dtype": parameter.dtype, "device": ranks.device}
-        full = whole[name].to(**place) if whole else torch.empty(parameter.shape, **place)
+        if whole:
+            full = whole[name].to(ranks.device)
+        else:
+            full = torch.empty(parameter.shape, dtype=parameter.dtype, device=ranks.device)
         shards = distribute_tensor(full, mesh, parameter.placements)
         with torch.no_grad():
             parameter.to_local().copy_(shards.to_local())
