@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -137,6 +138,8 @@ def test_the_memory_of_a_frozen_model_is_its_weights_alone(folder) -> None:
     assert (found.gradients, found.states) == (4 * trained, 8 * trained)
     assert whole.states == 2 * whole.gradients == 2 * whole.weights
     assert found.weights == whole.weights + 4 * trained
+    half = estimate(shape_of(policy), replace(load, compute_bytes=2))
+    assert half.weights == whole.weights // 2 + 4 * trained
 
 
 # --- training ---
@@ -356,15 +359,16 @@ def test_versions_checkpoints_and_exports_hold_what_was_trained(
     assert [size / guess for size, guess in zip(sizes, left["bytes"], strict=True)] == pytest.approx([1, 1], rel=0.3)
 
 
-def _publish(backend, config) -> dict[str, torch.Tensor]:
+def _publish(backend, config) -> tuple[dict[str, torch.Tensor], set[tuple[torch.dtype, bool]]]:
     _train(backend, config, 0)
-    return _published(backend.publish(1).result(60))
+    types = {(parameter.dtype, parameter.requires_grad) for parameter in backend._policy.parameters()}
+    return _published(backend.publish(1).result(60)), types
 
 
-def test_a_sum_is_made_in_float32_and_then_cast(folder, run) -> None:
-    """Adapters this small are lost in a bfloat16 weight one by one and seen in the mean."""
+def test_in_bfloat16_the_frozen_weights_are_that_and_adapters_are_not(folder, run) -> None:
     config = _config(folder, ranks=2, dtype="bfloat16", lora={"publish": "merged", "targets": ["down_proj"]})
-    found, _ = run(config, _publish)
+    (found, types), _ = run(config, _publish)
+    assert types == {(torch.bfloat16, False), (torch.float32, True)}
     assert {value.dtype for value in found.values()} == {torch.bfloat16}
     original = load_file(folder / "model.safetensors")
     for name, value in found.items():

@@ -51,7 +51,9 @@ class LoraLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.linear(x, self.weight, self.bias)
-        return y + self.scale * F.linear(F.linear(x, self.lora_A), self.lora_B) if self.enabled else y
+        if not self.enabled:
+            return y
+        return torch.add(y, F.linear(F.linear(x, self.lora_A), self.lora_B), alpha=self.scale)
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:

@@ -105,12 +105,13 @@ class Estimate:
 
 def estimate(shape: ModelShape, load: Load) -> Estimate:
     """Bytes that a rank needs."""
-    each, trained = (FLOAT32 * count // load.shards for count in (shape.parameters, shape.trained))
+    trained = FLOAT32 * shape.trained // load.shards
+    frozen = load.compute_bytes * (shape.parameters - shape.trained) // load.shards
     # A whole copy in the type of the shards is computed with as it is.
     apart = load.shards > 1 or load.compute_bytes != FLOAT32
     gathered = shape.other_parameters + GATHERED_LAYERS * shape.layer_parameters if apart else 0
     return Estimate(
-        weights=each,
+        weights=trained + frozen,
         gradients=trained,
         states=ADAM_STATES * trained,
         # And the gradient of what is trained of it until it is reduced.

@@ -1,10 +1,10 @@
 """Loading the policy and cutting it up over the ranks with FSDP2.
 
 Rank 0 alone reads the weights, checks how the model may be called (startup_check.py), and hands each rank its shards;
-the others begin with a model without memory. Master weights stay float32; a layer is gathered in the compute
-type just before it is used, and gradients are reduced in float32. Each decoder layer is a unit, and the rest
-(embedding, last norm, head, tied or not) is one more. All ranks then check that what was found holds of what was
-sharded (sharded_check.py).
+the others begin with a model without memory. Weights that are trained stay float32, and those that are frozen below
+adapters are held in the compute type; a layer is gathered in the compute type just before it is used, and gradients are
+reduced in float32. Each decoder layer is a unit with its adapters, and the rest (embedding, last norm, head, tied or
+not) is one more. All ranks then check that what was found holds of what was sharded (sharded_check.py).
 
 Fails with ConfigError, on all ranks alike, when the model cannot be loaded or fails the check.
 """
@@ -80,6 +80,10 @@ def prepare_device(device: torch.device, config: LearnerConfig) -> None:
 def build_policy(config: Config, ranks: Ranks, dtype: torch.dtype) -> tuple[Policy, Scoring]:
     """All ranks together: the sharded policy and how it scores. Raises ConfigError on all ranks."""
     policy, choice = _load(config.model, config, ranks, config.lora)
+    for parameter in policy.parameters():
+        if not parameter.requires_grad:
+            # No small steps are added to it.
+            parameter.data = parameter.data.to(dtype)
     if ranks.rank == 0 and ranks.device.type == "cuda":
         tell_memory(policy, ranks, config.learner, dtype)
     shard(policy, ranks, config.learner, dtype, _offload(ranks) if config.learner.offload else OffloadPolicy())
@@ -250,7 +254,10 @@ def _hand_out(policy: Policy, whole: dict[str, Tensor], ranks: Ranks, mesh: Devi
     for name, parameter in policy.named_parameters():
         assert isinstance(parameter, DTensor)
         # Only rank 0's values are read.
-        full = whole[name].to(ranks.device) if whole else torch.empty(parameter.shape, device=ranks.device)
+        if whole:
+            full = whole[name].to(ranks.device)
+        else:
+            full = torch.empty(parameter.shape, dtype=parameter.dtype, device=ranks.device)
         shards = distribute_tensor(full, mesh, parameter.placements)
         with torch.no_grad():
             parameter.to_local().copy_(shards.to_local())
