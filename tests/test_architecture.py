@@ -24,6 +24,7 @@ CONTRACT = {
     "order",
     "sft",
     "teacher",
+    "lora",
 }
 ACTORS = {"dataloader", "rollouter", "reward", "learner", "parameter_server", "controller", "episodes"}
 FOR_ACTORS = CONTRACT | {"wire", "runtime", "monitor", "weights", "checkpoint"}
@@ -42,6 +43,7 @@ MAY_IMPORT = {
     "order": set(),
     "sft": {"errors", "config", "chat", "tokenizer", "stops", "jsonl", "order"},
     "teacher": {"config"},
+    "lora": {"config"},
     "ledger": {"messages"},
     "trajectories": {"messages"},
     "outcome": set(),

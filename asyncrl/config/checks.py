@@ -37,17 +37,6 @@ def _weight_problems(config: Config) -> list[tuple[str, str]]:
     return found
 
 
-def _adapter_problems(config: Config) -> list[tuple[str, str]]:
-    lora = config.lora
-    served = config.rollout.engine == "vllm" and lora.publish != "merged"
-    if served and lora.rank > VLLM_RANKS[-1]:
-        told = (
-            f'is {lora.rank}, and vLLM takes adapters up to {VLLM_RANKS[-1]}; lower it or set lora.publish to "merged"'
-        )
-        return [("lora.rank", told)]
-    return []
-
-
 def _chat_problems(config: Config) -> list[tuple[str, str]]:
     chat, found = config.chat, []
     named = (("tool_parser", OWN_TOOL_PARSERS), ("reasoning_parser", OWN_REASONING_PARSERS))
@@ -120,6 +109,17 @@ def _teacher_problems(config: Config) -> list[tuple[str, str]]:
     return found
 
 
+def _adapter_problems(config: Config) -> list[tuple[str, str]]:
+    lora = config.lora
+    served = config.rollout.engine == "vllm" and lora.publish != "merged"
+    if served and lora.rank > VLLM_RANKS[-1]:
+        told = (
+            f'is {lora.rank}, and vLLM takes adapters up to {VLLM_RANKS[-1]}; lower it or set lora.publish to "merged"'
+        )
+        return [("lora.rank", told)]
+    return []
+
+
 def cross_check(config: Config) -> list[tuple[str, str]]:
     """Problems between sections, as (dotted key, what is wrong and what to do)."""
     found: list[tuple[str, str]] = []
@@ -170,10 +170,10 @@ def cross_check(config: Config) -> list[tuple[str, str]]:
         if key in rollout.vllm.extra
     ]
     found += _weight_problems(config)
-    found += _adapter_problems(config)
     found += _chat_problems(config)
     found += _sft_problems(config)
     found += _teacher_problems(config)
+    found += _adapter_problems(config)
     if config.weights.transport == "nccl" and (rollout.engine != "vllm" or rollout.gpus_per_replica == 0):
         found.append(("weights.transport", "nccl reaches engines on GPUs only; take auto, shm, stream or gloo"))
     if reward.truncated == "penalty" and reward.overlong.margin_tokens >= rollout.max_tokens:
