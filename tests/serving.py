@@ -33,6 +33,8 @@ class Job(msgspec.Struct, frozen=True):
     max_tokens: int
     extra: dict[str, Any] = {}
     """rollout.vllm.extra."""
+    lora: dict[str, Any] = {}
+    """Of the configuration; where it is given the manifests are of adapters."""
 
 
 class Version(msgspec.Struct, frozen=True):
@@ -53,13 +55,14 @@ class Served(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
-def config_of(folder: str, extra: dict[str, Any]) -> Any:
+def config_of(folder: str, extra: dict[str, Any], lora: dict[str, Any]) -> Any:
     """As a run's on CPU."""
     vllm = {"cpu_kv_cache_bytes": 16 << 20, "threads": 1, "max_num_seqs": 8, "extra": extra}
     return validate_config(
         {
             "model": {"path": folder},
             "data": {"source": "synthetic", "max_prompt_tokens": 128},
+            "lora": lora,
             "rollout": {"gpus_per_replica": 0, "max_tokens": 128, "vllm": vllm},
         }
     )
@@ -72,6 +75,7 @@ def serve(job: Job) -> Served:
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.inputs import tokens_input
 
+    from asyncrl.rollouter.engines.vllm.adapter import adapter_request
     from asyncrl.rollouter.engines.vllm.plugin import BACKEND
 
     def chosen(entries: Any) -> list[float]:
@@ -83,16 +87,23 @@ def serve(job: Job) -> Served:
     )
     llm: Any = None
     try:
-        arguments = engine_arguments(config_of(job.folder, job.extra), "rollouter/0")
+        config = config_of(job.folder, job.extra, job.lora)
+        arguments = engine_arguments(config, "rollouter/0")
+        adapter = adapter_request(config, job.folder)
         llm = LLM(**arguments, weight_transfer_config=WeightTransferConfig(backend=BACKEND))
         versions = []
         for number, manifest in enumerate(job.manifests):
-            llm.collective_rpc("start_weight_update")
-            llm.collective_rpc("update_weights", args=({"version": number, "manifest": manifest},))
-            llm.collective_rpc("finish_weight_update")
+            if job.lora:
+                llm.collective_rpc("load_adapter", args=(manifest, config.lora.alpha / config.lora.rank))
+            else:
+                llm.collective_rpc("start_weight_update")
+                llm.collective_rpc("update_weights", args=({"version": number, "manifest": manifest},))
+                llm.collective_rpc("finish_weight_update")
             assert llm.reset_prefix_cache()
-            scored = llm.generate([tokens_input(ids) for ids in job.scored], score, use_tqdm=False)
-            sampled = llm.generate([tokens_input(ids) for ids in job.prompts], sample, use_tqdm=False)
+            scored, sampled = (
+                llm.generate([tokens_input(ids) for ids in asked], parameters, use_tqdm=False, lora_request=adapter)
+                for asked, parameters in ((job.scored, score), (job.prompts, sample))
+            )
             done = [output.outputs[0] for output in sampled]
             versions.append(
                 Version(
@@ -123,7 +134,7 @@ def main(path: str) -> None:
         for line in sys.stdin.buffer:
             job = msgspec.json.decode(line, type=Job)
             if first:
-                for variable, value in environment(config_of(job.folder, {})).items():
+                for variable, value in environment(config_of(job.folder, {}, {})).items():
                     os.environ.setdefault(variable, value)
                 first = False
             answers.write(msgspec.json.encode(serve(job)) + b"\n")

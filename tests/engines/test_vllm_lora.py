@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import ALPHA, RANK, make_adapter, with_adapter
 from published_weights import stage
 from test_update_modes import EPISODES, Changing, check
 from test_vllm_engine import PROMPT, TOLERANCE, ask, collect, worst
+from tiny_adapters import ALPHA, RANK, make_adapter, with_adapter
 from tiny_models import Publisher, logprobs_of, make_model, parameters_of, save_model
 
 from asyncrl.config import Config

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -40,39 +40,40 @@ def _publish(backend: Any, config: Any, kept: ExitStack) -> str:
     return msgspec.json.encode(publication.manifest).decode()
 
 
-def serve(folders: Sequence[Sequence[Path]], tmp_path: Path, extra: dict[str, Any] | None = None) -> Iterator[Any]:
-    """A job for each folder's models, which are versions of one, with what vLLM made of it."""
+def make_jobs(folders: Iterable[Path], manifests: Iterable[list[str]], **fields: Any) -> list[Job]:
+    """A job for each model, all with the same questions."""
     random = np.random.default_rng(5)
 
     def sequences(*lengths: int) -> list[list[int]]:
         return [random.integers(0, VOCABULARY, length).tolist() for length in lengths]
 
-    with ExitStack() as kept:
-        jobs = [
-            Job(
-                folder=str(versions[0]),
-                manifests=[run_alone(make_config(version), _publish, kept) for version in versions],
-                scored=sequences(2, 3 * WINDOW),
-                prompts=sequences(5, 2 * WINDOW),
-                max_tokens=MAX_TOKENS,
-                extra=extra or {},
-            )
-            for versions in folders
-        ]
-        answers = tmp_path / "answers"
-        done = subprocess.run(
-            [sys.executable, "tests/serving.py", str(answers)],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            input=b"".join(msgspec.json.encode(job) + b"\n" for job in jobs),
-            capture_output=True,
-            timeout=SERVE_S,
-            check=False,
+    return [
+        Job(
+            folder=str(folder),
+            manifests=versions,
+            scored=sequences(2, 3 * WINDOW),
+            prompts=sequences(5, 2 * WINDOW),
+            max_tokens=MAX_TOKENS,
+            **fields,
         )
-        assert not done.returncode, done.stderr.decode()[-4000:]
-    with answers.open("rb") as lines:
-        for versions, job, line in zip(folders, jobs, lines, strict=True):
-            yield versions, job, msgspec.json.decode(line, type=Served)
+        for folder, versions in zip(folders, manifests, strict=True)
+    ]
+
+
+def serve(jobs: Sequence[Job], tmp_path: Path) -> list[Served]:
+    """What vLLM makes of each."""
+    answers = tmp_path / "answers"
+    done = subprocess.run(
+        [sys.executable, "tests/serving.py", str(answers)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        input=b"".join(msgspec.json.encode(job) + b"\n" for job in jobs),
+        capture_output=True,
+        timeout=SERVE_S,
+        check=False,
+    )
+    assert not done.returncode, done.stderr.decode()[-4000:]
+    return [msgspec.json.decode(line, type=Served) for line in answers.read_bytes().splitlines()]
 
 
 def worst(folder: Path, sequences: Sequence[Sequence[int]], found: Sequence[Sequence[float]]) -> float:
@@ -81,10 +82,20 @@ def worst(folder: Path, sequences: Sequence[Sequence[int]], found: Sequence[Sequ
     return max(float(np.abs(np.array(each) - expected[-len(each) :]).max()) for each, expected in pairs)
 
 
-def differences(models: dict[str, list[Path]], tmp_path: Path, extra: dict[str, Any] | None = None) -> dict[str, Any]:
+def differences(models: dict[str, list[Path]], tmp_path: Path) -> dict[str, Any]:
     """By name, of versions of one model each: (scored, sampled) of each version, nats, or why there are none."""
+    with ExitStack() as kept:
+        manifests = [
+            [run_alone(make_config(version), _publish, kept) for version in versions] for versions in models.values()
+        ]
+        jobs = make_jobs([versions[0] for versions in models.values()], manifests)
+        return compare(models, jobs, serve(jobs, tmp_path))
+
+
+def compare(models: dict[str, list[Path]], jobs: Sequence[Job], answers: Sequence[Served]) -> dict[str, Any]:
+    """As ``differences``; the folders of a model hold what its versions should give."""
     found: dict[str, Any] = {}
-    for name, (versions, job, served) in zip(models, serve(list(models.values()), tmp_path, extra), strict=True):
+    for (name, versions), job, served in zip(models.items(), jobs, answers, strict=True):
         found[name] = served.problem
         if served.versions:
             found[name] = [

@@ -23,16 +23,16 @@ _INDEX = re.compile(r"\.\d+\.")
 def targets(lora: LoraConfig, folder: str) -> list[str] | None:
     """Last parts of the names of the layers that may have an adapter; None where the folder does not say."""
     if lora.targets != "all-linear":
-        return sorted(lora.targets)
+        return sorted({_last(target) for target in lora.targets})
     linear = _linear(folder)
-    return None if linear is None else sorted({name.rpartition(".")[2] for name in linear if _INDEX.search(name)})
+    return None if linear is None else sorted({_last(name) for name in linear if _INDEX.search(name)})
 
 
 def check_adapters(staged: Staged, folder: str, lora: LoraConfig) -> None:
     """Raise WeightsCorrupt unless ``staged`` has nothing but adapters of lora.rank, whole and on layers of the model.
 
-    Layers are alike where nothing but numbers in their names differ: either all of them have an adapter or none. A
-    folder without safetensors files does not say what layers there are.
+    Layers are alike where nothing but numbers in their names differ: of those that fit lora.targets, either all have an
+    adapter or none. A folder without safetensors files does not say what layers there are.
     """
     layers = _layers(staged.layout, staged.version)
     linear = _linear(folder)
@@ -40,9 +40,10 @@ def check_adapters(staged: Staged, folder: str, lora: LoraConfig) -> None:
         linear = {layer: _shape(staged.layout, layer) for layer in layers}
     kinds = {_INDEX.sub(".N.", layer) for layer in layers}
     if lora.targets != "all-linear":
-        ends = {kind.rpartition(".")[2] for kind in kinds}
-        if odd := sorted(ends.symmetric_difference(lora.targets)):
-            raise WeightsCorrupt(f"adapters and lora.targets differ in {', '.join(odd)}", version=staged.version)
+        for target in lora.targets:
+            if not any(_fits(layer, target) for layer in layers):
+                raise WeightsCorrupt(f"no layer of lora.targets = {target!r} has an adapter", version=staged.version)
+        linear = {layer: shape for layer, shape in linear.items() if any(_fits(layer, each) for each in lora.targets)}
     expected: dict[str, tuple[str, tuple[int, ...]]] = {}
     for layer, (out, into) in linear.items():
         if _INDEX.sub(".N.", layer) in kinds:
@@ -58,6 +59,14 @@ def _layers(layout: Layout, version: int) -> list[str]:
     if not found:
         raise WeightsCorrupt("it holds no adapter", version=version)
     return sorted({layer[0] for layer in found.values() if layer is not None})
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _fits(layer: str, target: str) -> bool:
+    return f".{layer}".endswith(f".{target}")
 
 
 def _shape(layout: Layout, layer: str) -> tuple[int, int]:

@@ -1,0 +1,115 @@
+"""Which adapters a version must hold, by the headers of a model folder: every wrong set is refused with its reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from asyncrl.config.lora import LoraConfig
+from asyncrl.errors import WeightsCorrupt
+from asyncrl.lora import layer_of, tensor_names
+from asyncrl.messages.weights import Manifest
+from asyncrl.rollouter.engines.vllm.lora_layout import check_adapters, targets
+from asyncrl.weights.staging import Staged
+
+LAYERS = {
+    **{f"model.layers.{index}.self_attn.q_proj": (12, 8) for index in range(2)},
+    **{f"model.layers.{index}.mlp.down_proj": (8, 20) for index in range(2)},
+}
+OTHERS = {"model.embed_tokens": (30, 8), "lm_head": (30, 8), "vision.blocks.0.q_proj": (4, 4)}
+RANK = 4
+EVERYWHERE = LoraConfig(rank=RANK)
+Shapes = dict[str, tuple[int, ...]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    tensors = {f"{name}.weight": torch.zeros(shape) for name, shape in (LAYERS | OTHERS).items()}
+    tensors |= {"model.norm.weight": torch.zeros(8), "model.layers.0.self_attn.q_proj.bias": torch.zeros(12)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    return str(tmp_path)
+
+
+def adapters(*ends: str) -> Shapes:
+    found: Shapes = {}
+    for name, (out, into) in LAYERS.items():
+        if not ends or name.endswith(ends):
+            a, b = tensor_names(name)
+            found |= {a: (RANK, into), b: (out, RANK)}
+    return found
+
+
+def staged(shapes: Shapes) -> Staged:
+    return Staged(Manifest(version=3, buckets=[]), {name: ("float32", shape) for name, shape in shapes.items()}, [])
+
+
+@pytest.mark.parametrize(
+    ("shapes", "lora"),
+    [
+        (adapters(), {}),
+        (adapters("q_proj"), {}),
+        (adapters("q_proj"), {"targets": ["q_proj"]}),
+        (adapters("q_proj"), {"targets": ["self_attn.q_proj"]}),
+        (adapters("1.mlp.down_proj", "q_proj"), {"targets": ["q_proj", "layers.1.mlp.down_proj"]}),
+    ],
+)
+def test_whole_sets_are_accepted(folder: str, shapes: Shapes, lora: dict[str, Any]) -> None:
+    check_adapters(staged(shapes), folder, LoraConfig(rank=RANK, **lora))
+
+
+A, B = tensor_names("model.layers.1.mlp.down_proj")
+
+
+@pytest.mark.parametrize(
+    ("change", "lora", "told"),
+    [
+        ({A: None}, {}, "1 of 8 parameters are missing"),
+        ({A: None, B: None}, {}, "2 of 8 parameters are missing"),
+        ({A: (RANK + 1, 20), B: (8, RANK + 1)}, {}, "2 parameters have changed"),
+        ({A: (RANK, 8)}, {}, "1 parameters have changed"),
+        ({B: (20, RANK)}, {}, "1 parameters have changed"),
+        (dict(zip(tensor_names("model.layers.2.mlp.down_proj"), ((RANK, 20), (8, RANK)), strict=True)), {}, "unknown"),
+        (dict(zip(tensor_names("model.layers.0.mlp.up_proj"), ((RANK, 8), (20, RANK)), strict=True)), {}, "unknown"),
+        ({"model.norm.weight": (8,)}, {}, "model.norm.weight is no name of an adapter's tensor"),
+        ({A.removeprefix("base_model.model."): (RANK, 20)}, {}, "is no name of an adapter's tensor"),
+        ({}, {"targets": ["q_proj"]}, "4 parameters are unknown"),
+        ({}, {"targets": ["q_proj", "down_proj", "up_proj"]}, "no layer of lora.targets = 'up_proj' has an adapter"),
+    ],
+)
+def test_others_are_refused(
+    folder: str, change: dict[str, tuple[int, ...] | None], lora: dict[str, Any], told: str
+) -> None:
+    shapes = {name: shape for name, shape in (adapters() | change).items() if shape is not None}
+    with pytest.raises(WeightsCorrupt, match=told):
+        check_adapters(staged(shapes), folder, LoraConfig(rank=RANK, **lora))
+
+
+def test_a_version_without_adapters_is_refused(folder: str) -> None:
+    with pytest.raises(WeightsCorrupt, match="it holds no adapter"):
+        check_adapters(staged({}), folder, EVERYWHERE)
+
+
+@pytest.mark.parametrize("change", [{A: None}, {A: (RANK + 1, 20)}])
+def test_a_folder_that_says_nothing_leaves_rank_and_pairs(
+    tmp_path: Path, change: dict[str, tuple[int, ...] | None]
+) -> None:
+    check_adapters(staged(adapters()), str(tmp_path), EVERYWHERE)
+    shapes = {name: shape for name, shape in (adapters() | change).items() if shape is not None}
+    with pytest.raises(WeightsCorrupt):
+        check_adapters(staged(shapes), str(tmp_path), EVERYWHERE)
+
+
+def test_layers_that_may_have_an_adapter_are_those_of_the_decoder(folder: str, tmp_path: Path) -> None:
+    assert targets(EVERYWHERE, folder) == ["down_proj", "q_proj"]
+    assert targets(LoraConfig(rank=RANK, targets=["self_attn.q_proj"]), folder) == ["q_proj"]
+    assert targets(EVERYWHERE, str(tmp_path / "none")) is None
+
+
+def test_names_are_read_as_they_are_made() -> None:
+    assert [layer_of(name) for name in tensor_names("a.b")] == [("a.b", "A"), ("a.b", "B")]
+    assert layer_of("a.b.lora_A.weight") is None
+    assert layer_of("base_model.model.a.b.weight") is None
