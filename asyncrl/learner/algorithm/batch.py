@@ -140,7 +140,7 @@ class StepPlan:
     fresh: bool
     """Whether the weights being trained are the newest published ones: no step was taken since."""
     metrics: dict[str, float]
-    """Group-level metrics (group_metrics.py), and those of the supervised term."""
+    """Those of the penalties and of the supervised term; step_metrics has those of its groups."""
     warm: bool = False
     """A supervised step before the first of the run."""
 
@@ -158,7 +158,6 @@ class StepPlan:
 def build_step(
     groups: Sequence[Group],
     *,
-    filtered: Sequence[Group] = (),
     penalties: Penalties | None = None,
     teacher: Sequence[GroupScores] | None = None,
     version: int,
@@ -169,8 +168,7 @@ def build_step(
 ) -> StepPlan:
     """The plan of one optimizer step.
 
-    ``groups`` are trained, in the order given (the caller orders them by (epoch, index)); ``filtered`` were
-    scored since the last step and are not trained, requeued ones among them: they appear in the metrics alone.
+    ``groups`` are trained, in the order given (the caller orders them by (epoch, index)).
     ``penalties`` are subtracted from the rewards of ``groups``, in the advantages alone; ``teacher`` has the log-probs
     of ``groups`` by one on a server. ``version`` is the newest published version and ``fresh`` whether no step was
     taken since it was. ``packed`` False puts each sequence in a row of its own.
@@ -213,12 +211,15 @@ def build_step(
         updates=updates,
         temperature=config.rollout.temperature,
         fresh=fresh,
-        metrics=step_metrics(groups, filtered, version, config) | (penalties.metrics if penalties is not None else {}),
+        metrics=dict(penalties.metrics) if penalties is not None else {},
     )
 
 
 def step_metrics(trained: Sequence[Group], filtered: Sequence[Group], version: int, config: Config) -> dict[str, float]:
-    """Group-level metrics of a step that trains these, as in build_step."""
+    """Group-level metrics (group_metrics.py) of a step that trains these at ``version``.
+
+    ``filtered`` were scored since the last step and are not trained, requeued ones among them.
+    """
     return (
         reward_metrics(trained, filtered, config.learner.signal_tolerance)
         | rollout_metrics(trained, filtered)
