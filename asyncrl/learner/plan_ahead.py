@@ -16,6 +16,7 @@ groups are planned again in another, and fail there.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -86,11 +87,16 @@ def oldest_groups(buffer: GroupBuffer, requeues: Mapping[str, int], step: Outloo
 
     ``requeues`` is the ledger's.
     """
-    staleness, wanted = config.staleness, groups_wanted(step, config)
-    late = set(to_requeue(buffer.groups, requeues, step.version, staleness)) if staleness.late == "requeue" else set()
-    if len(buffer) - len(late) < wanted:
+    learner, staleness = config.learner, config.staleness
+    if len(buffer) < groups_wanted(step, config):
         return ()
-    return tuple(buffer.oldest(config.learner.groups_per_step, but=late))
+    stay = (
+        group.ticket.uid
+        for group in buffer.by_age()
+        if staleness.late != "requeue" or not to_requeue([group], requeues, step.version, staleness)
+    )
+    uids = tuple(itertools.islice(stay, learner.groups_per_step))
+    return uids if len(uids) == learner.groups_per_step else ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ are granted than it allows.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Iterator
 
 from asyncrl.messages.groups import Group
 
@@ -43,10 +43,13 @@ class GroupBuffer:
         self._groups[group.ticket.uid] = group
         insort(self._by_age, (_age(group), group.ticket.uid))
 
-    def oldest(self, count: int, but: Collection[str] = ()) -> list[str]:
-        """Uids of the ``count`` oldest, without those in ``but``."""
-        ages = self._by_age if not but else [(age, uid) for age, uid in self._by_age if uid not in but]
-        return [uid for _, uid in ages[:count]]
+    def oldest(self, count: int) -> list[str]:
+        """Uids of the ``count`` oldest."""
+        return [uid for _, uid in self._by_age[:count]]
+
+    def by_age(self) -> Iterator[Group]:
+        """All, the oldest first."""
+        return (self._groups[uid] for _, uid in self._by_age)
 
     def look_up(self, uids: Iterable[str]) -> list[Group]:
         """These, in the order in which they are trained."""
