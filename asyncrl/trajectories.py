@@ -39,14 +39,6 @@ def sampled_positions(sequence: Sequence) -> np.ndarray:
     return np.concatenate([np.arange(0), *(np.arange(span.start, span.end) for span in sampled_spans(sequence))])
 
 
-def sampled_versions(sequence: Sequence) -> np.ndarray:
-    """int64 [S]: the version that sampled each of them."""
-    spans = list(sampled_spans(sequence))
-    return np.repeat(
-        np.array([span.version for span in spans], np.int64), np.array([s.end - s.start for s in spans], np.int64)
-    )
-
-
 def versions_of(trajectory: Trajectory) -> list[int]:
     """The version of each sampled span, in order."""
     return [span.version for sequence in trajectory.sequences for span in sampled_spans(sequence)]

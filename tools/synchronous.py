@@ -28,6 +28,7 @@ from asyncrl.config.load import load_config
 from asyncrl.dataloader.prompts import PromptSet
 from asyncrl.dataloader.sources import load_dataset
 from asyncrl.errors import ConfigError
+from asyncrl.learner.algorithm.batch import step_metrics
 from asyncrl.learner.algorithm.signal import has_signal
 from asyncrl.learner.fsdp.trainer import Trainer
 from asyncrl.learner.metrics.records import RecordFiles
@@ -84,10 +85,11 @@ def train(config: Config, runner: asyncio.Runner, engine: Engine, trainer: Train
         for first in range(0, len(batch), learner.groups_per_step):
             groups = batch[first : first + learner.groups_per_step]
             step, rest = trainer.steps + 1, filtered if first == 0 else []
-            planned = plan(groups, filtered=rest, version=version, fresh=first == 0, step=step)
+            planned = plan(groups, version=version, fresh=first == 0, step=step)
             if not planned.sequences:
                 raise RuntimeError(f"every trajectory of step {step} is masked")
-            line = {"kind": "train", **planned.metrics, **trainer.train(planned), "step": trainer.steps}
+            metrics = step_metrics(groups, rest, version, config)
+            line = {"kind": "train", **metrics, **planned.metrics, **trainer.train(planned), "step": trainer.steps}
             newest = trainer.steps // learner.steps_per_version
             if newest > version:
                 runner.run(load(engine, trainer, newest))

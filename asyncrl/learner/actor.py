@@ -233,7 +233,7 @@ class Learner(Actor):
             call=lambda request: self.peer(PARAMETER_SERVER).call(request),
             tasks=self.tasks,
             log=self.log,
-            on_spoiled=lambda: self._training.news.set(),
+            on_spoiled=lambda: self._training.tell_news(),
             on_failed=lambda error: self._training.publish_failed(error),
             on_whole=lambda: self._training.published_whole(),
             track=steps,
@@ -249,7 +249,7 @@ class Learner(Actor):
                 counters=self.counters,
                 awaits=self.awaits,
                 log=self.log,
-                news=lambda: self._training.news.set(),
+                news=lambda: self._training.tell_news(),
             )
             begin_all(self._teacher, self._intake.buffer.groups)
         self._training = Training(
@@ -360,6 +360,7 @@ class Learner(Actor):
             await self._checkpoint()
         self.tasks.create_task(self._supply.report())
         self.tasks.create_task(self._supply.watch())
+        self.tasks.create_task(training.plan_ahead())
         await training.run()
         self._is_trained = True
         preempted = training.step < self.config.learner.steps
@@ -397,7 +398,7 @@ class Learner(Actor):
         if self._is_rank_0 and hasattr(self, "_last_writes"):
             self._last_writes.make_way()
             self._training.preempted = True
-            self._training.news.set()
+            self._training.tell_news()
 
     async def close(self) -> None:
         if hasattr(self, "_backend"):
@@ -409,6 +410,8 @@ class Learner(Actor):
             await self._versions.close()
         if self._teacher is not None:
             await self._teacher.close()
+        if hasattr(self, "_training"):
+            self._training.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _on_thread(self, work: Callable[[], T]) -> T:
@@ -442,7 +445,7 @@ class Learner(Actor):
             self._notify_all(self._watch.group_came(rewards_of(group), filtered=self._intake.without_signal))
         if taken != "duplicate":
             self._supply.changed()
-            self._training.news.set()
+            self._training.tell_news()
         return Delivered(duplicate=taken == "duplicate")
 
     @handler
@@ -462,7 +465,7 @@ class Learner(Actor):
     def _supply_news(self) -> None:
         self._rounds_changed.set()
         self._quarantine_changed.set()
-        self._training.news.set()
+        self._training.tell_news()
 
     def _published(self, version: int) -> None:
         self.param_version = version

@@ -14,7 +14,8 @@ Order of calls, rank 0::
     publishing = backend.publish(0, probe)      # goes on by itself; its result is handed on, then released
     scores = backend.score(scoring)             # where the rewards of a step need it
     plan = build_step(groups, ..., world_size=config.learner.ranks, packed=backend.packed)
-    metrics = backend.train(plan)               # one optimizer step; then plan.metrics and these are one line
+    parcels = backend.pack(plan)                # by any thread, beside whatever goes on
+    metrics = backend.train(plan, parcels)      # one optimizer step; then plan.metrics and these are one line
     saving = backend.save(folder)               # goes on by itself; saving.result() says how it ended
     backend.export(folder)
     backend.stop()                              # ends the followers too
@@ -49,6 +50,9 @@ from asyncrl.learner.probe_sequences import ProbeSequence
 from asyncrl.learner.publication import OnSealed, Publication
 from asyncrl.messages.weights import Probe
 
+Parcels = list[np.ndarray]
+"""For each rank uint8, its micro-batches of a step packed; that of rank 0, which has them, is empty."""
+
 
 class Backend(Protocol):
     """One rank of whatever trains."""
@@ -73,8 +77,13 @@ class Backend(Protocol):
         ``packing = "required"``, DeadlineExceeded when a rank does not come in time.
         """
 
-    def train(self, plan: StepPlan) -> dict[str, float]:
+    def pack(self, plan: StepPlan) -> Parcels:
+        """From any thread of rank 0: what ``train`` sends to the other ranks."""
+
+    def train(self, plan: StepPlan, parcels: Parcels | None = None) -> dict[str, float]:
         """Rank 0: one optimizer step from ``plan``. Returns the trained metrics by name.
+
+        ``parcels`` are what ``pack`` has made of it; where nobody has, it is packed here.
 
         A plan without updates is no step: nothing is changed and there are no metrics. The last of sft.warm_steps ends
         with an optimizer as new.

@@ -30,10 +30,10 @@ from structlog.typing import FilteringBoundLogger
 
 from asyncrl.config import Config
 from asyncrl.errors import ActorFailed, AsyncRLError, NonFiniteStep
-from asyncrl.learner.algorithm.batch import StepPlan, step_metrics
+from asyncrl.learner.algorithm.batch import GroupScores, StepPlan, step_metrics
 from asyncrl.learner.algorithm.group_metrics import observe_staleness, requeue_metrics
 from asyncrl.learner.algorithm.supervised import SupervisedSteps
-from asyncrl.learner.backend import Backend
+from asyncrl.learner.backend import Backend, Parcels
 from asyncrl.learner.checkpoint.failed_writes import to_publish, version_failed, why_not_published
 from asyncrl.learner.groups.dataloader_link import DataloaderLink, Stand
 from asyncrl.learner.groups.intake import Intake
@@ -41,7 +41,8 @@ from asyncrl.learner.groups.late import to_requeue
 from asyncrl.learner.groups.served_teacher import ServedTeacher
 from asyncrl.learner.groups.stragglers import Stragglers
 from asyncrl.learner.metrics.step_lines import StepLines, TrainedStep
-from asyncrl.learner.planning import plan_step
+from asyncrl.learner.plan_ahead import Basis, Outlook, PlanAhead, groups_wanted, oldest_groups
+from asyncrl.learner.planning import needs_scores, plan_step
 from asyncrl.learner.probe_sequences import ProbeSequence, from_groups, from_prompts, probe_length
 from asyncrl.learner.publishing.versions import Versions
 from asyncrl.messages.groups import Group
@@ -100,8 +101,6 @@ class Training:
         self.version = -1
         """The newest one."""
         self.supply: DataloaderLink
-        self.news = asyncio.Event()
-        """Groups, supply or preemption: whoever waits looks again."""
         self.preempted = False
         self._config = config
         self._name = name
@@ -125,6 +124,10 @@ class Training:
         self._track = track
         self._supervised = supervised
         self._teacher = teacher
+        self._news = asyncio.Event()
+        self._ahead = PlanAhead(self._expected, self._planned_early, counters)
+        self._outlook: Outlook | None = None
+        """The next step that is to be planned early."""
         self._trained_at_version = 0
         self._first_version = -1
         self._unpublished = 0
@@ -142,6 +145,19 @@ class Training:
         """Under staleness.late = wait; of groups that may be of several versions."""
         self._step_uids: tuple[str, ...] = ()
         """Groups of the next step; empty for the oldest."""
+
+    def tell_news(self) -> None:
+        """Groups, supply or preemption: whoever waits looks again."""
+        self._news.set()
+        self._ahead.look_again()
+
+    async def plan_ahead(self) -> None:
+        """Plan each step while the one before is trained, until cancelled; without it, when it begins."""
+        await self._ahead.run()
+
+    def close(self) -> None:
+        """The tasks have ended."""
+        self._ahead.close()
 
     @property
     def stand(self) -> Stand:
@@ -226,6 +242,7 @@ class Training:
             if boundary and self.step < learner.steps and self._checkpoint_is_due():
                 self._states.enter("checkpointing")
                 await self._checkpoint()
+        self._foresee(None)
         await self._publish_the_rest()
 
     def _checkpoint_is_due(self) -> bool:
@@ -245,12 +262,12 @@ class Training:
         owed_until = self._clock.now() + self._patience_s
         with self._awaits.on("rollouter", "last evaluations"):
             while not (self.preempted or await self.supply.rounds_over()):
-                self.news.clear()
+                self._news.clear()
                 if self._versions.spoiled:
                     if not await self._publish_owed(owed_until):
                         await asyncio.sleep(OWED_RETRY_S)
                 else:
-                    await self.news.wait()
+                    await self._news.wait()
 
     async def _train_step(self, began: float) -> TrainedStep | None:
         """One step; None when it was not taken, and its groups are filtered or the bad ones quarantined."""
@@ -259,6 +276,9 @@ class Training:
         groups, filtered = intake.begin_step(self._step_uids)
         scored = [*filtered, *intake.requeued]
         late = self._stragglers.taken() if self._stragglers is not None else {}
+        basis = self._next_step.basis(groups)
+        following = self._next_step.after(learner.steps_per_version, self._versions.next_number)
+        self._foresee(following if following.step <= learner.steps else None)
         self._histograms.observe_all("groups/age_s", intake.take_ages(self._clock.now()))
         if self._waited or not late.get("staleness/waited_groups"):
             # A step that has waited for a straggler, and for nothing else, says nothing of the working limit.
@@ -267,26 +287,17 @@ class Training:
         train_began, train_wall = self._clock.now(), self._clock.wall()
         self._states.enter("training")
         self._track.enter("pack", step=self.step + 1, groups=len(groups))
-        teacher = await self._teacher.scores(groups) if self._teacher is not None else None
         try:
-            plan = await self._on_thread(
-                lambda: plan_step(
-                    groups,
-                    filtered=scored,
-                    version=version,
-                    fresh=self._unpublished == 0,
-                    step=self.step + 1,
-                    config=self._config,
-                    backend=self._backend,
-                    teacher=teacher,
-                    supervised=self._supervised,
-                )
-            )
+            plan, parcels = await self._plan(basis)
+            plan_s = self._clock.now() - train_began
             if not plan.sequences:
                 self._filter_step(groups)
                 return None
             self._track.enter("train", step=self.step + 1, version=version, **_sampled(groups))
-            trained = await self._on_thread(lambda: self._backend.train(plan))
+            trained, metrics = await asyncio.gather(
+                self._on_thread(lambda: self._backend.train(plan, parcels)),
+                asyncio.to_thread(step_metrics, groups, scored, version, self._config),
+            )
         except NonFiniteStep as error:
             if learner.on_nonfinite != "skip" or error.places:
                 # Conversations are the user's to mend: the next step would come to them again.
@@ -300,14 +311,15 @@ class Training:
                 return None
             trained = dict(error.metrics)
             groups = [group for group in groups if group.ticket.uid in error.trained]
-            plan = _taken(plan, error.trained, step_metrics(groups, scored, version, self._config))
+            plan = _taken(plan, error.trained)
+            metrics = step_metrics(groups, scored, version, self._config)
         await self._on_thread(lambda: observe_staleness(self._histograms, groups, version, self._config.staleness))
         train_ended = self._clock.now()
         self._track.leave()
         self._probed = from_groups(groups, probe_length(self._config)) or self._probed
         if staleness.late == "requeue":
             late = requeue_metrics(groups, intake.requeued)
-        self._count_late(plan)
+        self._count_late(metrics)
         lengths = intake.end_step()
         if self._teacher is not None:
             self._teacher.keep(intake.claims)
@@ -322,6 +334,7 @@ class Training:
             "kind": "train",
             "step": self.step + 1,
             "weights/version": version,
+            **metrics,
             **plan.metrics,
             **late,
             **trained,
@@ -330,6 +343,7 @@ class Training:
             "buffer/groups": len(intake.buffer),
             "time/wait_for_groups_s": train_began - began,
             "time/train_s": train_ended - train_began,
+            "time/plan_s": plan_s,
             "time/publish_s": 0.0,
             "ledger/trained": ledger.count("trained"),
             "ledger/filtered": ledger.count("filtered"),
@@ -339,11 +353,54 @@ class Training:
         }
         return TrainedStep(line=line, train_began=train_wall, train_ended=self._clock.wall(), groups=groups)
 
-    def _count_late(self, plan: StepPlan) -> None:
+    @property
+    def _next_step(self) -> Outlook:
+        return Outlook(self.step + 1, self.version, self._unpublished)
+
+    def _foresee(self, outlook: Outlook | None) -> None:
+        """Plan this step early."""
+        self._outlook = outlook if not needs_scores(self._config) else None
+        self._ahead.look_again()
+
+    def _expected(self) -> Basis | None:
+        """Of what the next step would be planned if it began now; None where that is not known yet."""
+        outlook, intake = self._outlook, self._intake
+        if outlook is None:
+            return None
+        if self._stragglers is not None:
+            uids = self._stragglers.foreseen(outlook.version, outlook.unpublished)
+        else:
+            uids = oldest_groups(intake.buffer, intake.ledger.requeues, outlook, self._config)
+        return outlook.basis(intake.buffer.look_up(uids)) if uids else None
+
+    def _planned_early(self, basis: Basis) -> tuple[StepPlan, Parcels]:
+        plan = self._plan_step(basis, None)
+        return plan, self._backend.pack(plan)
+
+    async def _plan(self, basis: Basis) -> tuple[StepPlan, Parcels | None]:
+        """The plan of the step that begins, made early or now."""
+        if (early := await self._ahead.take(basis)) is not None:
+            return early
+        teacher = await self._teacher.scores(basis.groups) if self._teacher is not None else None
+        return await self._on_thread(lambda: self._plan_step(basis, teacher)), None
+
+    def _plan_step(self, basis: Basis, teacher: Sequence[GroupScores] | None) -> StepPlan:
+        return plan_step(
+            basis.groups,
+            version=basis.version,
+            fresh=basis.fresh,
+            step=basis.step,
+            config=self._config,
+            backend=self._backend,
+            teacher=teacher,
+            supervised=self._supervised,
+        )
+
+    def _count_late(self, metrics: dict[str, float]) -> None:
         """Groups with late tokens, trained or masked."""
         hard = self._config.staleness.hard
         name = "staleness/late_masked_groups" if hard else "staleness/late_trained_groups"
-        self._counters.add(name, plan.metrics["staleness/late_groups"])
+        self._counters.add(name, metrics["staleness/late_groups"])
 
     def _filter_step(self, groups: list[Group]) -> None:
         """A step without a token to train: momentum alone would move the weights."""
@@ -364,19 +421,17 @@ class Training:
 
         Raises ActorFailed when the run cannot go on.
         """
-        learner, intake = self._config.learner, self._intake
+        intake = self._intake
         self._states.enter("waiting", "groups")
         self._track.enter("wait for groups", step=self.step + 1)
-        wanted = learner.groups_per_step
-        if not self._config.staleness.max:
-            # All of a version's, or which of them make up a step would be a matter of who came first.
-            wanted *= max(1, learner.steps_per_version - self._unpublished)
+        wanted = groups_wanted(self._next_step, self._config)
         self._requeue_late()
+        self._foresee(self._next_step)
         self._waited = len(intake.buffer) < wanted
         self._step_uids = ()
         owed_until, retry_at = self._clock.now() + self._patience_s, self._clock.now() + OWED_RETRY_S
         while True:
-            self.news.clear()
+            self._news.clear()
             self._requeue_late()
             if problem := intake.problem():
                 raise ActorFailed(self._name, problem)
@@ -396,14 +451,15 @@ class Training:
             if not self._owes_version or (self._awaited and not self._versions.spoiled):
                 # A new version would make the group late that is waited for. One whose weights are lost has to be: an
                 # engine that has died may need them for that very group.
-                await self.news.wait()
+                await self._news.wait()
                 continue
             try:
                 # News that come again and again must not put it off.
                 async with asyncio.timeout(max(0.0, retry_at - self._clock.now())):
-                    await self.news.wait()
+                    await self._news.wait()
             except TimeoutError:
                 await self._publish_owed(owed_until)
+                self._foresee(self._next_step)
                 self._states.enter("waiting", "groups")
                 retry_at = self._clock.now() + OWED_RETRY_S
 
@@ -454,8 +510,8 @@ class Training:
         try:
             async with asyncio.timeout(within):
                 while not (self.supply.supply.exhausted and self.supply.supply.outstanding <= len(self._intake.buffer)):
-                    self.news.clear()
-                    await self.news.wait()
+                    self._news.clear()
+                    await self._news.wait()
         except TimeoutError:
             self._log.warning("not all groups came in before the checkpoint", waited_s=within)
 
@@ -555,10 +611,10 @@ def _masked(groups: list[Group], step: int, version: int, config: Config) -> str
     return f"{told}. Its {len(groups)} groups count as filtered, and others take their places"
 
 
-def _taken(plan: StepPlan, uids: Sequence[str], metrics: dict[str, float]) -> StepPlan:
+def _taken(plan: StepPlan, uids: Sequence[str]) -> StepPlan:
     """What was trained of a plan: the updates of these groups."""
     updates = [update for update in plan.updates if set(uids).issuperset(update.uids)]
-    return replace(plan, updates=updates, metrics=metrics)
+    return replace(plan, updates=updates, metrics={})
 
 
 def _sampled(groups: list[Group]) -> dict[str, int]:

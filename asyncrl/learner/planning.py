@@ -1,6 +1,7 @@
 """How the plan of a step comes about: what has to be scored first, its updates, and the conversations beside them.
 
-Runs on the thread of the backend, which does the scoring. Fails as build_step and kl_reward.py say.
+Runs on the thread of the backend where that has to score first (``needs_scores``), else on any. Fails as build_step and
+kl_reward.py say.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from asyncrl.messages.groups import Group
 def plan_step(
     groups: Sequence[Group],
     *,
-    filtered: Sequence[Group],
     version: int,
     fresh: bool,
     step: int,
@@ -32,7 +32,6 @@ def plan_step(
     """The plan of step ``step``, counted from 1; the rest as for build_step. Raises NonFiniteStep or ConfigError."""
     plan = build_step(
         groups,
-        filtered=filtered,
         penalties=_penalties(groups, step, config, backend),
         teacher=teacher,
         version=version,
@@ -42,6 +41,12 @@ def plan_step(
         packed=backend.packed,
     )
     return plan if supervised is None else supervised.beside(plan, step)
+
+
+def needs_scores(config: Config) -> bool:
+    """Whether a model has to score a step's groups before they can be planned."""
+    learner = config.learner
+    return learner.backend != "sim" and (learner.kl.in_reward or learner.teacher_url is not None)
 
 
 def _penalties(groups: Sequence[Group], step: int, config: Config, backend: Backend) -> Penalties | None:

@@ -19,6 +19,7 @@ from asyncrl.checkpoint.trainer_contents import CONTENTS, TrainerContents, read_
 from asyncrl.config import Config
 from asyncrl.learner.algorithm.batch import StepPlan
 from asyncrl.learner.algorithm.scoring import ScoringPlan
+from asyncrl.learner.backend import Parcels
 from asyncrl.learner.background import Background
 from asyncrl.learner.fsdp.schedule import learning_rate
 from asyncrl.learner.probe_sequences import ProbeSequence
@@ -47,7 +48,11 @@ class SimTrainer:
     def setup(self, host: str, port: int) -> None:
         """Nothing to meet for and nothing to load."""
 
-    def train(self, plan: StepPlan) -> dict[str, float]:
+    def pack(self, plan: StepPlan) -> Parcels:
+        """Nobody is sent anything."""
+        return []
+
+    def train(self, plan: StepPlan, parcels: Parcels | None = None) -> dict[str, float]:
         if not plan.sequences:
             return {}
         time.sleep(self._config.learner.sim.step_s)

@@ -15,7 +15,7 @@ from learner_cases import make_config, make_group, make_sequence, make_trajector
 
 from asyncrl.config.training import LearnerConfig, StalenessConfig
 from asyncrl.errors import ConfigError
-from asyncrl.learner.algorithm.batch import build_step
+from asyncrl.learner.algorithm.batch import build_step, step_metrics
 from asyncrl.learner.algorithm.signal import has_signal
 from asyncrl.messages.groups import Group, Trajectory, Turn, VersionSpan
 from asyncrl.trajectories import sampled_tokens
@@ -80,7 +80,7 @@ def test_the_step_does_not_depend_on_how_it_is_cut(seed, world_size, budget, pac
             )
             found += [row for row in rows if row[0] >= 0]
             assert (batch.weights[batch.sequences[member] < 0] == 0).all()
-        return sorted(found), only(plan).denominator, plan.metrics
+        return sorted(found), only(plan).denominator
 
     base = tokens(make_config(budget=10_000, aggregation=aggregation), 1, True)
     assert tokens(make_config(budget=budget, aggregation=aggregation), world_size, packed) == base
@@ -93,18 +93,13 @@ def test_a_masked_trajectory_counts_in_the_baseline_and_in_nothing_else() -> Non
     cut = make_trajectory([7, 8, 9], reward=1.0, finish_reason="length")
     whole = make_trajectory([7, 8], reward=0.0)
     group = make_group(0, [1], [cut, whole])
-    plan = build_step(
-        [group],
-        version=0,
-        config=make_config(truncated="mask", advantage="dr_grpo"),
-        world_size=1,
-        packed=True,
-    )
+    config = make_config(truncated="mask", advantage="dr_grpo")
+    plan = build_step([group], version=0, config=config, world_size=1, packed=True)
     [[batch]] = only(plan).ranks
     assert batch.advantages.tolist() == [-0.5, -0.5]
     assert only(plan).denominator == 2.0
     assert [s.sample for s in plan.sequences] == [1]
-    assert plan.metrics["rollout/truncated_fraction"] == 0.5
+    assert step_metrics([group], (), 0, config)["rollout/truncated_fraction"] == 0.5
 
 
 def test_a_step_with_nothing_to_train_has_no_update() -> None:
@@ -160,9 +155,7 @@ def test_metrics_of_a_step() -> None:
     )
     zeros = make_group(1, [1], [make_trajectory([1], reward=0.0, version=4) for _ in range(2)])
     best = make_group(2, [1], [make_trajectory([1], reward=1.0, version=4) for _ in range(2)])
-    config = make_config()
-    plan = build_step([trained], filtered=[zeros, best], version=4, config=config, world_size=1, packed=True)
-    assert plan.metrics == pytest.approx(
+    assert step_metrics([trained], [zeros, best], 4, make_config()) == pytest.approx(
         {
             "reward/mean": 0.5,
             "reward/std": 0.5,
@@ -194,24 +187,24 @@ def test_metrics_of_a_step_of_episodes() -> None:
             stage_s={"engine": 3.0, "user": 1.0},
         ),
     ]
-    plan = build_step([make_group(0, [1], episodes)], version=0, config=make_config(), world_size=1, packed=True)
-    found = {name: value for name, value in plan.metrics.items() if "turns" in name or "fork" in name}
+    metrics = step_metrics([make_group(0, [1], episodes)], (), 0, make_config())
+    found = {name: value for name, value in metrics.items() if "turns" in name or "fork" in name}
     assert found == {
         "rollout/turns_mean": 2.5,
         "rollout/turns_p95": np.percentile([1, 4], 95),
         "rollout/forks/edited": 2.0,
         "rollout/forks/cut": 1.0,
     }
-    shares = {name.rpartition("/")[2]: value for name, value in plan.metrics.items() if "episode_share" in name}
+    shares = {name.rpartition("/")[2]: value for name, value in metrics.items() if "episode_share" in name}
     assert shares == {"engine": 4 / 8, "tool": 2 / 8, "user": 1 / 8, "score": 1 / 8}
 
 
 def test_lateness_is_that_of_the_first_sampled_token() -> None:
     repeated = make_trajectory([1, 2], roles="rs", version=[0, 3])
     group = make_group(0, [1], [repeated, make_trajectory([1], version=3, reward=1.0)])
-    plan = build_step([group], version=3, config=make_config(), world_size=1, packed=True)
-    assert plan.metrics["staleness/late_groups"] == 0.0
-    assert plan.metrics["staleness/token_max"] == 0.0
+    metrics = step_metrics([group], (), 3, make_config())
+    assert metrics["staleness/late_groups"] == 0.0
+    assert metrics["staleness/token_max"] == 0.0
 
 
 def test_signal() -> None:
@@ -231,13 +224,9 @@ def test_each_sampled_token_is_trained_in_the_sequence_where_it_is_sampled() -> 
     main = make_sequence([10, 11, 12, 13], roles="scss")
     fork = make_sequence([10, 30, 31], roles="rcs", prompt_ids=np.array([7], np.int32))
     whole = make_trajectory(sequences=[main, fork], reward=1.0)
-    plan = build_step(
-        [make_group(0, [1, 2], [whole, make_trajectory([20], reward=0.0)])],
-        version=0,
-        config=make_config(advantage="dr_grpo", aggregation="sequence"),
-        world_size=1,
-        packed=True,
-    )
+    group = make_group(0, [1, 2], [whole, make_trajectory([20], reward=0.0)])
+    config = make_config(advantage="dr_grpo", aggregation="sequence")
+    plan = build_step([group], version=0, config=config, world_size=1, packed=True)
     [[batch]] = only(plan).ranks
     assert batch.input_ids.tolist() == [1, 2, 10, 11, 12, 7, 10, 30, 1, 2]
     assert batch.targets.tolist() == [10, 12, 13, 31, 20]
@@ -245,7 +234,7 @@ def test_each_sampled_token_is_trained_in_the_sequence_where_it_is_sampled() -> 
     assert batch.weights.tolist() == [0.25] * 4 + [1.0]
     assert only(plan).denominator == 2.0
     assert [(s.sample, s.sequence) for s in plan.sequences] == [(0, 0), (0, 1), (1, 0)]
-    assert plan.metrics["rollout/length_mean"] == 2.5
+    assert step_metrics([group], (), 0, config)["rollout/length_mean"] == 2.5
 
 
 def test_what_has_no_loss_is_not_computed() -> None:
@@ -416,7 +405,7 @@ def test_updates_share_the_groups_and_the_baseline_of_the_step(seed, updates, wo
     assert sorted(_computed(plan)) == sorted(_computed(whole))
     assert sum(update.denominator for update in plan.updates) == only(whole).denominator
     assert plan.sequences == only(whole).sequences
-    assert (plan.tokens, plan.metrics) == (whole.tokens, whole.metrics)
+    assert plan.tokens == whole.tokens
     uids = [update.uids for update in plan.updates]
     assert len({uid for each in uids for uid in each}) == sum(map(len, uids))
 
@@ -442,27 +431,29 @@ def test_late_tokens_are_left_out_and_their_reward_stays() -> None:
     old = make_trajectory([4, 5], reward=0.0, version=0)
     config = make_config(advantage="dr_grpo", aggregation="sequence")
     config = config.model_copy(update={"staleness": StalenessConfig(max=1, late="mask")})
-    plan = build_step([make_group(0, [9], [mixed, old])], version=3, config=config, world_size=1, packed=True)
+    group = make_group(0, [9], [mixed, old])
+    plan = build_step([group], version=3, config=config, world_size=1, packed=True)
     [[batch]] = only(plan).ranks
     assert batch.input_ids.tolist() == [9, 1, 2]
     assert (batch.targets.tolist(), batch.staleness.tolist()) == ([2, 3], [1, 0])
     assert (batch.weights.tolist(), only(plan).denominator) == ([0.5, 0.5], 1.0)
     assert batch.advantages.tolist() == [0.5, 0.5]
     names = ("late_groups", "late_fraction", "masked_tokens", "token_mean", "token_max")
-    assert [plan.metrics[f"staleness/{name}"] for name in names] == pytest.approx([1.0, 3 / 5, 3.0, 0.5, 1.0])
-    trained = build_step([make_group(0, [9], [mixed, old])], version=3, config=make_config(), world_size=1, packed=True)
-    assert "staleness/masked_tokens" not in trained.metrics
-    assert trained.metrics["staleness/late_fraction"] == pytest.approx(3 / 5)
-    assert trained.metrics["staleness/token_max"] == 3.0
+    masked, trained = (step_metrics([group], (), 3, c) for c in (config, make_config()))
+    assert [masked[f"staleness/{name}"] for name in names] == pytest.approx([1.0, 3 / 5, 3.0, 0.5, 1.0])
+    assert "staleness/masked_tokens" not in trained
+    assert trained["staleness/late_fraction"] == pytest.approx(3 / 5)
+    assert trained["staleness/token_max"] == 3.0
 
 
 @pytest.mark.parametrize("reason", ["length", "turns", "time"])
 def test_every_limit_counts_as_truncated(reason) -> None:
     cut = make_trajectory([7, 8, 9], reward=1.0, finish_reason=reason)
     group = make_group(0, [1], [cut, make_trajectory([7], reward=0.0)])
-    plan = build_step([group], version=0, config=make_config(truncated="mask"), world_size=1, packed=True)
+    config = make_config(truncated="mask")
+    plan = build_step([group], version=0, config=config, world_size=1, packed=True)
     assert [s.sample for s in plan.sequences] == [1]
-    assert plan.metrics["rollout/truncated_fraction"] == 0.5
+    assert step_metrics([group], (), 0, config)["rollout/truncated_fraction"] == 0.5
 
 
 def test_turns_that_differ_are_a_signal_where_trajectories_are_equal() -> None:

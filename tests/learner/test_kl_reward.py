@@ -143,7 +143,7 @@ def other(tmp_path_factory) -> Path:
 
 def _plan_and_train(backend, config) -> tuple[list[tuple[int, float]], dict[str, float]]:
     """The advantage of each token of a step, by the place of its sequence in the plan, and all metrics."""
-    plan = plan_step(random_groups(0, 3), filtered=[], version=0, fresh=True, step=1, config=config, backend=backend)
+    plan = plan_step(random_groups(0, 3), version=0, fresh=True, step=1, config=config, backend=backend)
     (update,) = plan.updates
     found = []
     for batch in (batch for rank in update.ranks for batch in rank):

@@ -3,6 +3,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,6 +56,26 @@ def test_a_micro_batch_has_rows_of_like_cost(lengths, budget, world_size) -> Non
     costs = cost(np.array(lengths))
     steps = [[costs[row].sum() if row else 0.0 for row in column] for column in zip(*ranks, strict=True)]
     assert all(min(a) >= max(b) - 1e-9 for a, b in pairwise(steps))
+
+
+@given(**CASES)
+def test_the_work_of_two_ranks_differs_by_no_more_than_the_rows_of_one_micro_batch(lengths, budget, world_size) -> None:
+    """Dealing the costliest row to the rank that has done least never adds to a difference that is larger."""
+    ranks = pack(lengths, budget=budget, world_size=world_size)
+    costs = cost(np.array(lengths))
+    work = np.array([[costs[row].sum() if row else 0.0 for row in rank] for rank in ranks])
+    assert np.ptp(work.sum(axis=1)) <= np.ptp(work, axis=0).max() + 1e-9 * work.sum()
+
+
+@pytest.mark.parametrize("sigma", [0.3, 0.9])
+def test_ranks_hardly_wait_for_one_another(sigma) -> None:
+    """A micro-batch takes as long as its costliest row; what that is of the mean is the time of all of them."""
+    drawn = np.random.default_rng(0).lognormal(np.log(700), sigma, 1024)
+    lengths = np.clip(drawn, 1, 8192).astype(int)
+    work = np.array(
+        [[cost(lengths[row]).sum() for row in rank] for rank in pack(lengths.tolist(), budget=16384, world_size=8)]
+    )
+    assert work.mean(axis=0).sum() > 0.98 * work.max(axis=0).sum()
 
 
 def test_lognormal_lengths_are_packed_tightly_and_evenly() -> None:

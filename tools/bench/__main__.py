@@ -41,6 +41,9 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--steps", type=_positive, default=40, help="of each run (40)")
     bench = benches.add_parser("overlap", help="throughput of the whole system against max(T_generate, T_train)")
     bench.add_argument("--steps", type=_positive, default=48, help="steps measured in each run (48)")
+    bench = benches.add_parser("planning", help="how long the learner stands still to plan a step of 1M tokens")
+    bench.add_argument("--pairs", type=_positive, default=5, help="pairs of each comparison (5)")
+    bench.add_argument("--steps", type=_positive, default=5, help="steps measured in each run (5)")
     bench = benches.add_parser("stall", help="generation time lost to an update in each mode, simulated")
     bench.add_argument("--steps", type=_positive, default=20, help="steps, and updates, of each run (20)")
     bench = benches.add_parser("weights", help="bytes/s of each weight transport against memcpy, TCP and bare gloo")
@@ -97,6 +100,10 @@ def _measure(chosen: argparse.Namespace, report: Report) -> None:
 
         given = {"lengths": chosen.lengths, "accuracy": chosen.accuracy, "steps": chosen.steps}
         quickstart.measure(report, seeds=chosen.seed or [1, 2, 3], **given)
+    elif chosen.bench == "planning":
+        from tools.bench import planning
+
+        uvloop.run(planning.measure(report, pairs=chosen.pairs, steps=chosen.steps))
     elif chosen.bench == "stall":
         from tools.bench import stall
 

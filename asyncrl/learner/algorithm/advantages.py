@@ -57,7 +57,11 @@ def grpo(groups: Sequence[ScoredGroup]) -> Advantages:
     deviation of all rewards likewise (section 4.1.3). Where trajectories all but agree and their turns do not, std(r)
     alone would blow these up a million times.
     """
-    return [_scaled(_returns(group), _std(_centred(group))) for group in groups]
+    found = []
+    for group in groups:
+        centred = _centred(group)
+        found.append(_scaled(_less_past(centred, group), _std(centred)))
+    return found
 
 
 def dr_grpo(groups: Sequence[ScoredGroup]) -> Advantages:
@@ -65,7 +69,7 @@ def dr_grpo(groups: Sequence[ScoredGroup]) -> Advantages:
 
     Dr. GRPO (arXiv 2503.20783, section 3.2).
     """
-    return [_returns(group) for group in groups]
+    return [_less_past(_centred(group), group) for group in groups]
 
 
 def rloo(groups: Sequence[ScoredGroup]) -> Advantages:
@@ -115,24 +119,23 @@ def _by_turn(name: str, group: ScoredGroup, values: Sequence[np.ndarray]) -> lis
     if len(values) != len(group.rewards):
         told = f"{len(values)} advantages for the {len(group.rewards)} trajectories of group {group.uid}"
         raise ValueError(f"{name} returned {told}")
-    found = []
-    for value, turns in zip(values, group.past, strict=True):
-        each = np.asarray(value, dtype=np.float64)
+    found = [np.asarray(value, dtype=np.float64) for value in values]
+    for each, turns in zip(found, group.past, strict=True):
         if each.shape not in ((), turns.shape):
             told = f"shape {each.shape} for a trajectory of {len(turns)} turns in group {group.uid}"
             raise ValueError(f"{name} returned an advantage of {told}; it is one number, or one for each turn")
-        if not np.isfinite(each).all():
-            raise ValueError(f"{name} returned an advantage that is not finite for group {group.uid}")
-        found.append(np.broadcast_to(each, turns.shape))
-    return found
+    if not np.isfinite(np.concatenate([each.reshape(-1) for each in found])).all():
+        raise ValueError(f"{name} returned an advantage that is not finite for group {group.uid}")
+    return [each if each.ndim else np.full(turns.shape, each) for each, turns in zip(found, group.past, strict=True)]
 
 
-def _returns(group: ScoredGroup) -> list[np.ndarray]:
-    return [centred - turns for centred, turns in zip(_centred(group), group.past, strict=True)]
+def _less_past(centred: np.ndarray, group: ScoredGroup) -> list[np.ndarray]:
+    """The centred return of each turn."""
+    return [value - turns for value, turns in zip(centred, group.past, strict=True)]
 
 
 def _scaled(returns: list[np.ndarray], std: float) -> list[np.ndarray]:
-    squares = np.array([np.mean(turns**2) if len(turns) else 0.0 for turns in returns])
+    squares = np.array([(turns**2).sum() / len(turns) if len(turns) else 0.0 for turns in returns])
     spread = max(std, float(np.sqrt(squares.sum() / (len(returns) - 1))))
     return [turns / (spread + STD_EPSILON) for turns in returns]
 

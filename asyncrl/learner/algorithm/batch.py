@@ -40,7 +40,7 @@ from asyncrl.learner.algorithm.group_metrics import reward_metrics, rewards_of, 
 from asyncrl.learner.algorithm.packing import pack
 from asyncrl.learner.algorithm.penalties import Penalties
 from asyncrl.learner.algorithm.signal import turns_past
-from asyncrl.messages.groups import Group, Trajectory
+from asyncrl.messages.groups import Group, Trajectory, VersionSpan
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.runtime.workers.user_code import describe
 from asyncrl.trajectories import (
@@ -49,7 +49,6 @@ from asyncrl.trajectories import (
     sampled_positions,
     sampled_spans,
     sampled_tokens,
-    sampled_versions,
 )
 
 GroupScores = list[list[np.ndarray]]
@@ -141,7 +140,7 @@ class StepPlan:
     fresh: bool
     """Whether the weights being trained are the newest published ones: no step was taken since."""
     metrics: dict[str, float]
-    """Group-level metrics (group_metrics.py), and those of the supervised term."""
+    """Those of the penalties and of the supervised term; step_metrics has those of its groups."""
     warm: bool = False
     """A supervised step before the first of the run."""
 
@@ -159,7 +158,6 @@ class StepPlan:
 def build_step(
     groups: Sequence[Group],
     *,
-    filtered: Sequence[Group] = (),
     penalties: Penalties | None = None,
     teacher: Sequence[GroupScores] | None = None,
     version: int,
@@ -170,8 +168,7 @@ def build_step(
 ) -> StepPlan:
     """The plan of one optimizer step.
 
-    ``groups`` are trained, in the order given (the caller orders them by (epoch, index)); ``filtered`` were
-    scored since the last step and are not trained, requeued ones among them: they appear in the metrics alone.
+    ``groups`` are trained, in the order given (the caller orders them by (epoch, index)).
     ``penalties`` are subtracted from the rewards of ``groups``, in the advantages alone; ``teacher`` has the log-probs
     of ``groups`` by one on a server. ``version`` is the newest published version and ``fresh`` whether no step was
     taken since it was. ``packed`` False puts each sequence in a row of its own.
@@ -214,12 +211,15 @@ def build_step(
         updates=updates,
         temperature=config.rollout.temperature,
         fresh=fresh,
-        metrics=step_metrics(groups, filtered, version, config) | (penalties.metrics if penalties is not None else {}),
+        metrics=dict(penalties.metrics) if penalties is not None else {},
     )
 
 
 def step_metrics(trained: Sequence[Group], filtered: Sequence[Group], version: int, config: Config) -> dict[str, float]:
-    """Group-level metrics of a step that trains these, as in build_step."""
+    """Group-level metrics (group_metrics.py) of a step that trains these at ``version``.
+
+    ``filtered`` were scored since the last step and are not trained, requeued ones among them.
+    """
     return (
         reward_metrics(trained, filtered, config.learner.signal_tolerance)
         | rollout_metrics(trained, filtered)
@@ -274,19 +274,23 @@ def _trained_sequences(
 ) -> list[SampledSequence]:
     """Those that have a loss; ``advantages`` is float64 [turns], tokens of versions before ``oldest`` have none."""
     found, turn = [], 0
+    values = advantages.astype(np.float32)
     for number, sequence in enumerate(trajectory.sequences):
         lengths = past_rewards(sequence)[1]
-        of_tokens = np.repeat(advantages[turn : turn + len(lengths)], lengths)
+        of_turns = values[turn : turn + len(lengths)]
         turn += len(lengths)
-        versions = sampled_versions(sequence)
-        kept = slice(None) if oldest is None else np.flatnonzero(versions >= oldest)
-        if len(versions[kept]):
-            prompt_ids = _prompt_ids(group, sequence)
-            name = SequenceId(group.ticket.uid, trajectory.sample, number)
-            stale = _staleness(sequence, version - versions)
+        spans = list(sampled_spans(sequence))
+        kept = _kept(spans, oldest)
+        if spans and (kept is None or len(kept)):
             found.append(
                 SampledSequence(
-                    name, prompt_ids, sequence, of_tokens, stale, kept, teacher[number] if teacher is not None else None
+                    SequenceId(group.ticket.uid, trajectory.sample, number),
+                    _prompt_ids(group, sequence),
+                    sequence,
+                    np.repeat(of_turns, lengths),
+                    _staleness(spans, version),
+                    kept,
+                    teacher[number] if teacher is not None else None,
                 )
             )
     return found
@@ -296,18 +300,27 @@ def _prompt_ids(group: Group, sequence: TokenSequence) -> np.ndarray:
     return group.ticket.prompt_ids if sequence.prompt_ids is None else sequence.prompt_ids
 
 
-def _staleness(sequence: TokenSequence, stale: np.ndarray) -> np.ndarray:
-    """As in MicroBatch."""
-    if any(span.mixed_kv for span in sequence.spans):
-        spans = list(sampled_spans(sequence))
-        stale[np.repeat([span.mixed_kv for span in spans], [span.end - span.start for span in spans])] = -1
-    return stale
+def _kept(spans: Sequence[VersionSpan], oldest: int | None) -> np.ndarray | None:
+    """Which sampled tokens of these spans are not of a version before ``oldest``; None for all."""
+    if oldest is None or all(span.version >= oldest for span in spans):
+        return None
+    return np.flatnonzero(np.repeat([span.version >= oldest for span in spans], _lengths(spans)))
+
+
+def _staleness(spans: Sequence[VersionSpan], version: int) -> np.ndarray:
+    """As in MicroBatch, of each sampled token."""
+    stale = np.array([-1 if span.mixed_kv else version - span.version for span in spans], np.int32)
+    return np.repeat(stale, _lengths(spans))
+
+
+def _lengths(spans: Sequence[VersionSpan]) -> list[int]:
+    return [span.end - span.start for span in spans]
 
 
 class SampledSequence:
     """A sequence of the policy's as the learner computes it.
 
-    ``advantages``, ``stale`` and ``teacher`` are [S], ``kept`` chooses among them.
+    ``advantages`` float32, ``stale`` int32 and ``teacher`` are [S]; ``kept`` chooses among them, None all.
     """
 
     def __init__(
@@ -317,25 +330,40 @@ class SampledSequence:
         sequence: TokenSequence,
         advantages: np.ndarray,
         stale: np.ndarray,
-        kept: slice | np.ndarray,
+        kept: np.ndarray | None,
         teacher: np.ndarray | None = None,
     ) -> None:
+        def chosen(values: np.ndarray) -> np.ndarray:
+            return values if kept is None else values[kept]
+
         self.id = name
-        positions = sampled_positions(sequence)[kept]
-        self.input_ids = np.concatenate([prompt_ids, sequence.tokens[: positions[-1]]]).astype(np.int32)
-        self.predict = (positions + (len(prompt_ids) - 1)).astype(np.int32)
-        self.targets = sequence.tokens[positions].astype(np.int32)
-        self.behaviour = sequence.logprobs[kept].astype(np.float32)
-        self.advantages = advantages[kept].astype(np.float32)
-        self.staleness = stale[kept].astype(np.int32)
-        self.teacher = np.empty(0, np.float32) if teacher is None else teacher[kept].astype(np.float32)
+        if kept is None and len(sequence.logprobs) == len(sequence.tokens):
+            last = len(sequence.tokens) - 1
+            self.predict = np.arange(len(prompt_ids) - 1, len(prompt_ids) + last, dtype=np.int32)
+            targets = sequence.tokens
+        else:
+            positions = chosen(sampled_positions(sequence))
+            last = int(positions[-1])
+            self.predict = (positions + (len(prompt_ids) - 1)).astype(np.int32)
+            targets = sequence.tokens[positions]
+        self.input_ids = _as(np.concatenate([prompt_ids, sequence.tokens[:last]]), np.int32)
+        self.targets = _as(targets, np.int32)
+        self.behaviour = _as(chosen(sequence.logprobs), np.float32)
+        self.advantages = chosen(advantages)
+        self.staleness = chosen(stale)
+        self.teacher = np.empty(0, np.float32) if teacher is None else _as(chosen(teacher), np.float32)
 
     @classmethod
     def whole(cls, group: Group, sequence: TokenSequence) -> SampledSequence:
         """With all that was sampled, to be scored and not to be trained."""
-        nothing = np.zeros(len(sequence.logprobs))
+        nothing = np.zeros(len(sequence.logprobs), np.float32)
         name = SequenceId(group.ticket.uid, -1, -1)
-        return cls(name, _prompt_ids(group, sequence), sequence, nothing, nothing, slice(None))
+        return cls(name, _prompt_ids(group, sequence), sequence, nothing, nothing.astype(np.int32), None)
+
+
+def _as(values: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
+    """``values`` themselves where they are of that type."""
+    return values.astype(dtype, copy=False)
 
 
 class Computed(Protocol):
@@ -357,12 +385,12 @@ def make_micro_batch(sequences: Sequence[Computed], weights: Sequence[float], ro
     members = [sequences[i] for i in row]
     lengths = np.array([len(s.input_ids) for s in members], dtype=np.int32)
     counts = [len(s.predict) for s in members]
-    starts = np.cumsum(lengths) - lengths
+    starts = (np.cumsum(lengths) - lengths).astype(np.int32)
     return MicroBatch(
         input_ids=np.concatenate([s.input_ids for s in members]),
         lengths=lengths,
         sequences=np.array(row, dtype=np.int32),
-        predict=np.concatenate([s.predict + start for s, start in zip(members, starts, strict=True)]).astype(np.int32),
+        predict=np.concatenate([s.predict for s in members]) + np.repeat(starts, counts),
         targets=np.concatenate([s.targets for s in members]),
         behaviour=np.concatenate([s.behaviour for s in members]),
         advantages=np.concatenate([s.advantages for s in members]),

@@ -66,7 +66,8 @@ def _check_logprobs(sequence: Sequence) -> str | None:
     sampled = sum(span.end - span.start for span in sampled_spans(sequence))
     if len(sequence.logprobs) != sampled:
         return f"{sampled} sampled tokens, {len(sequence.logprobs)} log-probs"
-    if not np.isfinite(sequence.logprobs).all() or (sequence.logprobs > ABOVE_ZERO).any():
+    # NaN is neither.
+    if sampled and not (sequence.logprobs.min() > -np.inf and sequence.logprobs.max() <= ABOVE_ZERO):
         return "a log-prob is not finite or above 0"
     return None
 

@@ -34,6 +34,7 @@ from asyncrl.errors import CheckpointError, DamagedCheckpoint, NonFiniteStep
 from asyncrl.learner.algorithm.batch import MicroBatch, StepPlan, UpdatePlan
 from asyncrl.learner.algorithm.objective import Objective
 from asyncrl.learner.algorithm.scoring import ScoringPlan
+from asyncrl.learner.backend import Parcels
 from asyncrl.learner.fsdp import dcp
 from asyncrl.learner.fsdp.assembly import Assembly, Purpose, take_part
 from asyncrl.learner.fsdp.export import export
@@ -189,15 +190,14 @@ class Trainer:
             frozen("learner.teacher", teacher) if objective.traits.teacher and not self._learner.teacher_url else None,
         )
 
-    def train(self, plan: StepPlan) -> dict[str, float]:
+    def pack(self, plan: StepPlan) -> Parcels:
+        return _pack([_of_step(plan, rank) for rank in range(self._learner.ranks)])
+
+    def train(self, plan: StepPlan, parcels: Parcels | None = None) -> dict[str, float]:
         if not plan.updates:
             # Momentum alone would move the weights. No other rank hears of it.
             return {}
-        of_ranks = [
-            [batch for update in plan.updates for batch in _of_rank(update, rank)]
-            for rank in range(self._learner.ranks)
-        ]
-        parcels = [pack_parcel(b"", _arrays(batches)) for batches in of_ranks]
+        parcels = self.pack(plan) if parcels is None else parcels
         command = Train(
             parcel_bytes=[len(parcel) for parcel in parcels],
             updates=[_shape(update) for update in plan.updates],
@@ -209,7 +209,7 @@ class Trainer:
         kind, step = self._next(plan.warm)
         ranks.scatter(parcels, 0, f"the batch of {kind} {step}")
         began = time.monotonic()
-        result = self._step(command, of_ranks[0])
+        result = self._step(command, _of_step(plan, 0))
         # The update that was refused was computed, none after it was.
         done = plan.updates if result.refused is None else plan.updates[: result.refused.update + 1]
         tokens = sum(update.tokens for update in done)
@@ -230,7 +230,7 @@ class Trainer:
         )
 
     def score(self, plan: ScoringPlan) -> list[np.ndarray]:
-        parcels = [pack_parcel(b"", _arrays(batches)) for batches in plan.ranks]
+        parcels = _pack(plan.ranks)
         tokens = [sum(len(batch.predict) for batch in batches) for batches in plan.ranks]
         command = Reference([len(parcel) for parcel in parcels], max(tokens), plan.temperature)
         ranks = self._tell(command)
@@ -456,6 +456,15 @@ def make_optimizer(policy: Policy, config: Config) -> torch.optim.AdamW:
         betas=config.learner.betas,
         fused=True,
     )
+
+
+def _pack(of_ranks: Sequence[Sequence[MicroBatch]]) -> Parcels:
+    """As in Backend."""
+    return [np.empty(0, np.uint8), *(pack_parcel(b"", _arrays(batches)) for batches in of_ranks[1:])]
+
+
+def _of_step(plan: StepPlan, rank: int) -> list[MicroBatch]:
+    return [batch for update in plan.updates for batch in _of_rank(update, rank)]
 
 
 def _of_rank(update: UpdatePlan, rank: int) -> list[MicroBatch]:

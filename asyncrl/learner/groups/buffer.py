@@ -7,7 +7,8 @@ are granted than it allows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
 
 from asyncrl.messages.groups import Group
 
@@ -17,6 +18,8 @@ class GroupBuffer:
 
     def __init__(self) -> None:
         self._groups: dict[str, Group] = {}
+        self._by_age: list[tuple[tuple[int, int, int], str]] = []
+        """Ages and uids, the oldest first."""
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -38,14 +41,28 @@ class GroupBuffer:
         """Hold a group that is not held yet."""
         assert group.ticket.uid not in self._groups
         self._groups[group.ticket.uid] = group
+        insort(self._by_age, (_age(group), group.ticket.uid))
 
     def oldest(self, count: int) -> list[str]:
         """Uids of the ``count`` oldest."""
-        return [group.ticket.uid for group in sorted(self._groups.values(), key=_age)[:count]]
+        return [uid for _, uid in self._by_age[:count]]
+
+    def by_age(self) -> Iterator[Group]:
+        """All, the oldest first."""
+        return (self._groups[uid] for _, uid in self._by_age)
+
+    def look_up(self, uids: Iterable[str]) -> list[Group]:
+        """These, in the order in which they are trained."""
+        return in_order([self._groups[uid] for uid in uids])
 
     def take(self, uids: Iterable[str]) -> list[Group]:
         """Remove and return these, in the order in which they are trained."""
-        return in_order([self._groups.pop(uid) for uid in uids])
+        groups = self.look_up(uids)
+        for group in groups:
+            uid = group.ticket.uid
+            del self._groups[uid]
+            del self._by_age[bisect_left(self._by_age, (_age(group), uid))]
+        return groups
 
 
 def in_order(groups: Iterable[Group]) -> list[Group]:

@@ -60,11 +60,8 @@ class Stragglers:
 
         ``unpublished`` steps were trained since ``version`` was published. A step's groups are in the buffer.
         """
-        size, per_version = self._learner.groups_per_step, self._learner.steps_per_version
-        left = max(1, per_version - unpublished) * size
-        calendar = Calendar(version, left, per_version * size, self._limit)
         while True:
-            choice = self._choose(calendar, size)
+            choice = self._choose(version, unpublished)
             if choice.step:
                 self._wait_for(None, version)
                 return choice.step
@@ -78,6 +75,10 @@ class Stragglers:
             self._told = told
             self._known = {*buffered, *(grant.uid for grant in told.grants)}
 
+    def foreseen(self, version: int, unpublished: int) -> tuple[str, ...]:
+        """Uids of the step under that version, as far as the dataloader has told so far; none where it has to wait."""
+        return self._choose(version, unpublished).step
+
     def taken(self) -> dict[str, float]:
         """Figures of the step that is taken now."""
         found = {"time/wait_for_late_s": self.waited_s, "staleness/waited_groups": float(self.waited_groups)}
@@ -88,9 +89,12 @@ class Stragglers:
         """Wait for nothing any more."""
         self._wait_for(None, 0)
 
-    def _choose(self, calendar: Calendar, count: int) -> Choice:
+    def _choose(self, version: int, unpublished: int) -> Choice:
+        size, per_version = self._learner.groups_per_step, self._learner.steps_per_version
+        left = max(1, per_version - unpublished) * size
+        calendar = Calendar(version, left, per_version * size, self._limit)
         outstanding = [grant for grant in self._told.grants if not self._intake.has(grant.uid)]
-        return choose_step(self._intake.buffer, self._known, outstanding, calendar, count)
+        return choose_step(self._intake.buffer, self._known, outstanding, calendar, size)
 
     @property
     def _is_up_to_date(self) -> bool:

@@ -91,6 +91,11 @@ class Versions:
         """Whether nobody can load the newest version, so that another is needed of the same weights."""
         return self._failed or self._publisher.spoiled
 
+    @property
+    def next_number(self) -> int:
+        """That of the version to come, unless it cannot be made."""
+        return self._mark.version + 1
+
     async def settled(self) -> bool:
         """Once the newest version is assembled; whether it is there."""
         if self._assembling is not None:
