@@ -111,6 +111,8 @@ class SimLearnerConfig(Section):
     """Time of an optimizer step."""
     publish_bytes: Positive = 1 << 20
     """Bytes that each publication carries."""
+    gather_s: Annotated[float, Field(ge=0)] = 0.0
+    """Time to gather them, beside the training, evenly over the buckets."""
 
 
 class LearnerConfig(Section):

@@ -75,9 +75,11 @@ class SimTrainer:
     def _assemble(self, version: int, probe: Probe | None, on_sealed: OnSealed | None) -> Publication:
         began = time.monotonic()
         publication = Publication(manifest=Manifest(version=version, buckets=[], probe=probe), gather_s=0.0)
-        left, limit = self._config.learner.sim.publish_bytes, self._config.weights.bucket_bytes
+        sim, limit = self._config.learner.sim, self._config.weights.bucket_bytes
+        left = sim.publish_bytes
         try:
             while left:
+                time.sleep(sim.gather_s * min(left, limit) / sim.publish_bytes)
                 index, count = len(publication.fds), min(left, limit)
                 tensors, size = layout([(f"weights.{index}", "uint8", (count,))])
                 segment = Segment(f"asyncrl-v{version}-{index}", size)

@@ -82,3 +82,5 @@ class RolloutStats(Message, frozen=True, kw_only=True):
     updates: list[UpdateTimes] = []
     in_flight: Count = 0
     served_version: int = -1
+    reprefill_tokens: Count = 0
+    """Tokens that its engines have computed again because of updates, since the start of this incarnation."""

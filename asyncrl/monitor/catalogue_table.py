@@ -200,16 +200,17 @@ METRICS: tuple[Metric, ...] = (
             "of attempts that have ended, by stage as in rollout/episodes_at: all of their time",
         ),
         ("rollout/malformed_calls", "calls", "of tools that could not be read in an answer"),
-        (
-            "rollout/reprefill_tokens",
-            "tokens",
-            "computed again after an update: all that an aborted call had, and what a call shares with earlier ones "
-            "of its conversation",
-        ),
     ),
     *_all(
         "counter line",
         "rollouter; train",
+        (
+            "rollout/reprefill_tokens",
+            "tokens",
+            "computed again because of updates: prompts and partial responses of aborted and of kept requests, and "
+            "what a call shares with earlier ones of its conversation; without what the prefix cache had, which of "
+            "kept requests is not known; in a line as rollout/tokens",
+        ),
         (
             "rollout/forks/*",
             "calls",
@@ -500,13 +501,17 @@ METRICS: tuple[Metric, ...] = (
         ("weights/version", "version", "trained or published; served; or the newest that sampled any of it"),
     ),
     *_all(
+        "gauge line",
+        "rollouter; train, update",
+        ("weights/stall_s", "s", "generation time lost to an update, the newest of an engine; in a train line the sum"),
+    ),
+    *_all(
         "line",
         "train, update",
         ("weights/stage_s", "s", "until the bytes of an update were there and verified; in a train line the mean"),
         ("weights/pause_s", "s", "until the engine was idle; in a train line the mean"),
         ("weights/load_s", "s", "to replace the weights; in a train line the mean"),
         ("weights/resume_s", "s", "until the engine went on; in a train line the mean"),
-        ("weights/stall_s", "s", "generation time lost; in a train line the sum"),
         ("weights/bytes", "bytes", "size of the weights; in a train line the sum"),
         ("weights/encoded_bytes", "bytes", "read or received for them; in a train line the sum"),
         ("policy/drift", "nats", "of an engine from the learner after an update; in a train line the largest"),

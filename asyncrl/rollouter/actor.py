@@ -91,7 +91,7 @@ class Rollouter(Actor):
             host=self._host,
             call=lambda request: self.peer(PARAMETER_SERVER).call(request),
             committed=self._committed,
-            updated=lambda times: self._updates.append(times),
+            updated=self._updated,
             awaits=self.awaits,
             clock=self.clock,
             log=self.log,
@@ -131,6 +131,8 @@ class Rollouter(Actor):
         self._room = asyncio.Event()
         self._ask_again = asyncio.Event()
         self._updates: list[UpdateTimes] = []
+        self._stall_s: float | None = None
+        """Of the newest update."""
         self._sampling: list[tuple[float, float]] = []
 
     # --- life ---
@@ -488,6 +490,10 @@ class Rollouter(Actor):
         self._room.set()
         self.progress()
 
+    def _updated(self, times: UpdateTimes) -> None:
+        self._updates.append(times)
+        self._stall_s = times.stall_s
+
     # --- statistics ---
 
     async def _tell_running(self) -> None:
@@ -502,6 +508,7 @@ class Rollouter(Actor):
             self._sampling += self._host.take_sampling()
             stats = RolloutStats(
                 sampled_tokens=self._host.sampled_tokens,
+                reprefill_tokens=self._host.reprefill.tokens,
                 sampling=self._sampling,
                 updates=self._updates,
                 in_flight=self._generating,
@@ -518,6 +525,7 @@ class Rollouter(Actor):
         kv_use = host.kv_use
         return super().figures() | {
             "rollout/sampled_tokens": host.sampled_tokens,
+            "rollout/reprefill_tokens": host.reprefill.tokens,
             "rollout/in_flight": self._generating,
             "rollout/running": running,
             "rollout/waiting": max(0, self._generating - running),
@@ -532,6 +540,7 @@ class Rollouter(Actor):
             "rollout/failed_alone": host.suspects.failed,
             "rollout/turns_alone": host.turns.lone_turns,
             **({"rollout/kv_use": kv_use} if kv_use is not None else {}),
+            **({"weights/stall_s": self._stall_s} if self._stall_s is not None else {}),
             **self._follower.drifts.figures,
             **(self._sessions.gauges(self._scoring) if self._player is not None else {}),
         }

@@ -24,6 +24,7 @@ from asyncrl.monitor.states import StateLedger
 from asyncrl.rollouter.drift import Drift
 from asyncrl.rollouter.engines.base import Delta, Engine, EngineLoad, GenerationRequest
 from asyncrl.rollouter.probing import probe_engine
+from asyncrl.rollouter.reprefill import Reprefill
 from asyncrl.rollouter.suspects import Suspects, Turns
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.clock import Clock
@@ -66,6 +67,7 @@ class EngineHost:
         self.version = -1
         """The version being served; -1 before the first commit of an engine."""
         self.sampled_tokens = 0
+        self.reprefill = Reprefill()
         self.restarts = 0
         self.loads = 0
         """Loads that succeeded, over all engines: it tells whether the weights have changed between two moments."""
@@ -120,18 +122,24 @@ class EngineHost:
         finally:
             self.turns.give_back(ticket)
 
-    async def stream(self, request: GenerationRequest, ticket: Ticket) -> AsyncGenerator[Delta, None]:
-        """Submit; to be called at the beginning of a turn without waiting in between. Raises EngineDied."""
+    async def stream(self, request: GenerationRequest, ticket: Ticket, *, lost: int) -> AsyncGenerator[Delta, None]:
+        """Submit; to be called at the beginning of a turn without waiting in between. Raises EngineDied.
+
+        Of the first ``lost`` tokens of its prompt an update has dropped the keys and values.
+        """
         engine = self._engine
         assert engine is not None
         assert self._open.is_set(), "submitted to an engine that does not serve"
         self._enter(ticket.uid)
+        self.reprefill.submitted(request.id, len(request.prompt_ids), lost)
         sampled = False
         try:
             async for delta in engine.generate(request):
                 self.sampled_tokens += len(delta.tokens)
                 self._tokens.renew()
-                sampled = sampled or bool(delta.tokens)
+                if delta.tokens:
+                    sampled = True
+                    self.reprefill.sampled(request.id, len(delta.tokens), delta.cached_tokens)
                 if sampled and delta.finish_reason is not None:
                     self._blamed = ""
                 yield delta
@@ -140,6 +148,7 @@ class EngineHost:
                 self.lost(str(error))
             raise
         finally:
+            self.reprefill.ended(request.id)
             self._leave(ticket.uid)
 
     async def abort(self, id: str) -> None:
@@ -220,16 +229,19 @@ class EngineHost:
         """
         assert self._engine is not None
         rollout = self._config.rollout
+        recompute = rollout.on_update != "keep" or rollout.keep_kv == "recompute"
         began = self._clock.now()
         self._loaded = None
         self._states.enter("loading", f"weights v{weights.version}")
         try:
-            await self._engine.load(weights, recompute_kv=rollout.on_update != "keep" or rollout.keep_kv == "recompute")
+            await self._engine.load(weights, recompute_kv=recompute)
         finally:
             # Not where it has died meanwhile.
             if self._states.state == "loading":
                 self._states.enter("paused", f"weights v{weights.version}")
         self._loaded = weights.version
+        if recompute and rollout.on_update == "keep":
+            self.reprefill.dropped()
         self.loads += 1
         return self._clock.now() - began
 

@@ -40,8 +40,7 @@ class EpisodeFigures:
     def __init__(self, counters: Figures, histograms: Histograms, reward: str = "") -> None:
         self._counters, self._histograms = counters, histograms
         self._scored_by = "judge" if reward in JUDGES else "score"
-        for name in ("rollout/malformed_calls", "rollout/reprefill_tokens"):
-            counters.setdefault(name)
+        counters.setdefault("rollout/malformed_calls")
         self._tools: dict[str, str] = {}
         """The tools that are told apart, by their states."""
         self._computed = self._linear = 0
@@ -49,10 +48,6 @@ class EpisodeFigures:
     def prompted(self, tokens: int) -> None:
         """A call of the policy begins with so many."""
         self._histograms.observe("rollout/prompt_tokens", tokens)
-
-    def prefilled_again(self, tokens: int) -> None:
-        """An engine computes what was computed under older weights."""
-        self._counters.add("rollout/reprefill_tokens", tokens)
 
     def malformed(self, calls: int) -> None:
         """An answer calls tools in a way that cannot be read."""

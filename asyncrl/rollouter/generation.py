@@ -46,10 +46,10 @@ class PolicyCall:
         *,
         entered: Callable[[Phase], None] = lambda phase: None,
         sampled: Callable[[Response], None] = lambda response: None,
-        submitted: Callable[[int, int], None] = lambda version, tokens: None,
+        submitted: Callable[[int], None] = lambda version: None,
     ) -> None:
         """``entered`` is told where the call is, ``sampled`` of each handover of tokens, ``submitted`` of the version
-        and the tokens that each submission begins with.
+        that each submission begins with.
         """
         self._host = host
         self._tokenizer = tokenizer
@@ -76,7 +76,7 @@ class PolicyCall:
                 self._entered("engine")
                 response.submitted(version)
                 self._account.submitted(version, len(response.tokens))
-                self._submitted(version, len(ids) + len(response.tokens))
+                self._submitted(version)
                 request = GenerationRequest(
                     id=f"{key}/{response.submissions}",
                     prompt_ids=[*ids, *response.tokens],
@@ -97,11 +97,14 @@ class PolicyCall:
         """One submission, until it ends; False when the engine died before that."""
         stopped = ended = False
         loads, known = self._host.loads, len(response.tokens)
+        prompt, lost = len(request.prompt_ids) - known, response.lost(self._host.version)
         try:
-            async with aclosing(self._host.stream(request, self._ticket)) as deltas:
+            async with aclosing(self._host.stream(request, self._ticket, lost=lost)) as deltas:
                 async for delta in deltas:
                     if not stopped and delta.tokens:
                         stopped = response.extend(delta.tokens, delta.logprobs, self._tokenizer.decode)
+                        version = delta.spans[-1].version if delta.spans else self._host.version
+                        response.computed, response.computed_at = prompt + len(response.tokens), version
                         if self._host.loads == loads:
                             known = len(response.tokens)
                         self._sampled(response)
@@ -115,6 +118,7 @@ class PolicyCall:
                 response.cut_submission(known)
             if not isinstance(error, EngineDied):
                 raise
+            response.computed = 0
         return ended
 
     def _require_innocent(self) -> None:

@@ -34,6 +34,10 @@ class Response:
     spans: list[VersionSpan] = field(default_factory=list)
     finish_reason: Literal["stop", "length"] | None = None
     submissions: int = 0
+    computed: int = 0
+    """Tokens, from the first of its prompt on, that the engine has computed; an engine that has died has none."""
+    computed_at: int = -1
+    """The version under which it did."""
     _submission_start: int = 0
     _submission_version: int = -1
 
@@ -41,6 +45,10 @@ class Response:
     def remaining(self) -> int:
         """Tokens that may still be sampled."""
         return self.max_tokens - len(self.tokens)
+
+    def lost(self, version: int) -> int:
+        """Tokens computed under older weights than those of ``version``."""
+        return self.computed if self.computed_at < version else 0
 
     def submitted(self, version: int) -> None:
         """What comes next is sampled by a new submission, begun under ``version``."""

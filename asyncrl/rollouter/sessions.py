@@ -79,6 +79,10 @@ class Session:
         where = f"{self.ticket.uid}/{self.account.sample}/{self.attempt}"
         return f"{where}/{digest.hex()}/{self._asked[digest]}"
 
+    def submitted(self, version: int) -> None:
+        """An engine computes some of it under ``version``."""
+        self.version = max(self.version, version)
+
     def end_by_length(self, reason: str) -> EpisodeOver:
         """The context is full."""
         self.stages.end_by("length", reason, self._now())
@@ -97,8 +101,6 @@ class _Call:
 
     def __init__(self, account: CallAccount) -> None:
         self.account = account
-        self.version = -1
-        """Under which an engine had it last."""
         self.lock = asyncio.Lock()
         """Held by whoever has it answered; repeats wait for it."""
         self.prompt: Prompt | None = None
@@ -247,7 +249,7 @@ class Sessions:
                 async with session.rendering:
                     prompt = await self._prompt(session, messages, tools, options)
                     most = self._room(session, prompt)
-                    call.response = self._begin(request, most)
+                    call.response = self._begin(session, request, prompt, most)
                     call.limited = request.max_tokens is None or most <= request.max_tokens
                     call.prompt, call.key = prompt, session.key_of(prompt)
                     self._prompted(prompt, account)
@@ -258,7 +260,7 @@ class Sessions:
                     account,
                     entered=lambda phase: self._entered(session, request.call, phase),
                     sampled=self._teller(session, request, tools, call.response.stops),
-                    submitted=lambda version, tokens: self._submitted(session, call, version, tokens),
+                    submitted=session.submitted,
                 )
                 await policy.generate(call.prompt.ids, call.response, call.key)
             parsed = await self._in_thread(self._renderer.parse, call.response.tokens, tools, options)
@@ -318,9 +320,13 @@ class Sessions:
             )
         return min(room, session.ticket.max_tokens)
 
-    def _begin(self, request: Chat, most: int) -> Response:
-        stops = with_strings(self._stops, request.stop, self._tokenizer)
-        return Response(max_tokens=min(most, request.max_tokens or most), stops=stops)
+    def _begin(self, session: Session, request: Chat, prompt: Prompt, most: int) -> Response:
+        return Response(
+            max_tokens=min(most, request.max_tokens or most),
+            stops=with_strings(self._stops, request.stop, self._tokenizer),
+            computed=prompt.shared,
+            computed_at=session.version,
+        )
 
     def _commit(self, session: Session, call: _Call, request: Chat, parsed: Parsed) -> ChatReply:
         prompt, response = call.prompt, call.response
@@ -356,15 +362,6 @@ class Sessions:
         parent = prompt.parent.id if prompt.parent is not None else None
         account.prompted(prompt.cause, parent, len(prompt.ids), len(prompt.ids) - prompt.shared)
         self.figures.prompted(len(prompt.ids))
-
-    def _submitted(self, session: Session, call: _Call, version: int, tokens: int) -> None:
-        """What an engine has computed under older weights it computes again: of a call that goes on all of it."""
-        assert call.prompt is not None
-        known, before = (tokens, call.version) if call.version >= 0 else (call.prompt.shared, session.version)
-        if 0 <= before < version:
-            self.figures.prefilled_again(known)
-        call.version = version
-        session.version = max(session.version, version)
 
     def _entered(self, session: Session, call: str, phase: Phase) -> None:
         session.stages.enter(call, phase, self._clock.now())

@@ -65,6 +65,8 @@ class Borrowed:
         self._engine = engine
         self.changing = False
         self.submitted_while_changing = 0
+        self.resumed: list[int] = []
+        """Tokens that each resume begins with."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -77,6 +79,8 @@ class Borrowed:
 
     def generate(self, request: Any) -> Any:
         self.submitted_while_changing += self.changing
+        if request.held:
+            self.resumed.append(len(request.prompt_ids))
         return self._engine.generate(request)
 
 
@@ -233,8 +237,21 @@ def test_tokens_on_both_sides_of_each_update_are_those_of_their_own_weights(
         found = await changing.run()
         assert check(changing, found, stale=keep_kv == "stale") >= EPISODES / 2
         assert any(len(generated.spans) > 2 for generated in found)
+        check_reprefill(changing, keep_kv if on_update == "keep" else "")
 
     runner.run(main())
+
+
+def check_reprefill(changing: Changing, kept: str) -> None:
+    """What was aborted counts without what a sibling has brought into the cache, and what was kept as a whole."""
+    again, resumed = changing.host.reprefill.tokens, changing.borrowed.resumed
+    if kept == "stale":
+        assert (again, resumed) == (0, [])
+    elif kept:
+        assert again >= len(PROMPTS[0]) and not resumed
+    else:
+        # A block of 32 tokens is the most that two of these prompts share.
+        assert sum(resumed) - 32 * len(resumed) <= again <= sum(resumed) - 32
 
 
 def _without_the_salt(monkeypatch: pytest.MonkeyPatch, _engine: VllmEngine) -> None:

@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from asyncrl.errors import BroadcastFailed, WeightsCorrupt
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.messages.weights import Bucket, BucketLayout, Collective, CollectiveGroup, Manifest
 from asyncrl.rollouter.engines.base import EngineLoad, GenerationRequest
+from asyncrl.rollouter.engines.vllm import adapter
 from asyncrl.rollouter.engines.vllm.adapter import submission_seed
 from asyncrl.rollouter.engines.vllm.engine import VllmEngine
 from asyncrl.weights.broadcast import Broadcast
@@ -79,6 +81,7 @@ class Answer:
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
     reason: str | None = None
+    cached: int = 0
 
 
 _ids = iter(range(10**9))
@@ -98,6 +101,7 @@ async def collect(engine: VllmEngine, request: GenerationRequest, answer: Answer
         answer.logprobs += delta.logprobs
         answer.reason = delta.finish_reason
         answer.spans = delta.spans
+        answer.cached = delta.cached_tokens
     assert answer.reason is not None
     return answer
 
@@ -191,6 +195,57 @@ def test_requests_that_vllm_puts_back_are_counted() -> None:
         logger.record(SchedulerStats(num_waiting_reqs=4, num_skipped_waiting_reqs=1, kv_cache_usage=0.5), step)
         logger.record(None, None)
     assert logger.load == EngineLoad(kv_use=0.5, queued=5, preemptions=6)
+
+
+@pytest.mark.parametrize(
+    ("device", "gib", "extra", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", 79, {}, 16384),
+        ("NVIDIA B200", 178, {}, 16384),
+        ("NVIDIA A100-SXM4-80GB", 79, {}, 8192),
+        ("NVIDIA L4", 22, {}, 8192),
+        ("NVIDIA H100 80GB HBM3", 79, {"max_num_batched_tokens": 4096}, 4096),
+    ],
+)
+def test_a_step_on_a_gpu_takes_as_many_tokens_as_one_of_whole_batches(
+    monkeypatch: pytest.MonkeyPatch, device: str, gib: int, extra: dict[str, int], expected: int
+) -> None:
+    """By vLLM's own table; an AsyncLLM without a context would get 2,048."""
+    from vllm.engine import arg_utils
+
+    gpu = SimpleNamespace(
+        get_device_total_memory=lambda: gib << 30,
+        get_device_name=lambda: device,
+        is_tpu=lambda: False,
+        is_cpu=lambda: False,
+        device_type="cuda",
+    )
+    found = []
+
+    def from_engine_args(arguments: Any, **options: Any) -> None:
+        monkeypatch.setattr(arg_utils, "current_platform", gpu)
+        model = SimpleNamespace(max_model_len=arguments.max_model_len, is_multimodal_model=False)
+        arguments._set_default_max_num_seqs_and_batched_tokens_args(
+            options["usage_context"], model, SimpleNamespace(use_batched_dp_moe=False)
+        )
+        found.append(arguments.max_num_batched_tokens)
+
+    monkeypatch.setattr(adapter, "current_platform", gpu)
+    monkeypatch.setattr(adapter.AsyncLLM, "from_engine_args", from_engine_args)
+    config = config_for("/models/m", gpus_per_replica=1, vllm={"extra": extra})
+    adapter.launch(config, "rollouter/0", {"num_attention_heads": 2, "hidden_size": 64}, "/tmp", None)
+    assert found == [expected]
+
+
+def test_what_the_prefix_cache_has_is_told(served: Served, models: list[Any]) -> None:
+    """By whole blocks, to whoever has the same salt, and with each delta."""
+
+    async def main() -> None:
+        await served.load(models[0])
+        answers = [await collect(served.engine, ask(cache_salt=salt)) for salt in ("v1", "v1", "v2")]
+        assert [answer.cached for answer in answers] == [0, 32, 0]
+
+    served.run(main())
 
 
 def test_temperature_scales_the_logprobs(served: Served, models: list[Any]) -> None:

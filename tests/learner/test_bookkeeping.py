@@ -9,7 +9,7 @@ from test_messages import make_group
 from asyncrl.learner.groups.buffer import GroupBuffer
 from asyncrl.learner.groups.evals import EvalCollector, eval_metrics
 from asyncrl.learner.groups.outcomes import OutcomeQueue
-from asyncrl.learner.metrics.generation_log import GenerationLog, merge, update_line, update_metrics
+from asyncrl.learner.metrics.generation_log import GenerationLog, Tokens, merge, update_line, update_metrics
 from asyncrl.ledger import IntervalSet, Ledger
 from asyncrl.messages.dataloader import Outcome
 from asyncrl.messages.groups import Group
@@ -136,12 +136,12 @@ def test_tokens_are_counted_over_restarts_of_a_rollouter():
     log = GenerationLog()
     update = UpdateTimes(version=1, stall_s=0.5)
     log.add("rollouter/0", 1, RolloutStats(sampled_tokens=100, sampling=[], updates=[update]), 1.0)
-    log.add("rollouter/0", 1, RolloutStats(sampled_tokens=150, sampling=[]), 2.0)
-    log.add("rollouter/0", 2, RolloutStats(sampled_tokens=30, sampling=[]), 3.0)
+    log.add("rollouter/0", 1, RolloutStats(sampled_tokens=150, sampling=[], reprefill_tokens=7), 2.0)
+    log.add("rollouter/0", 2, RolloutStats(sampled_tokens=30, sampling=[], reprefill_tokens=2), 3.0)
     assert log.covers(3.0, now=4.0, patience_s=3.0)
     assert not log.covers(3.1, now=4.0, patience_s=3.0)
     assert log.covers(3.1, now=6.1, patience_s=3.0)
-    assert log.take_tokens(0.0, 3.0) == 180
+    assert log.take_tokens(0.0, 3.0) == Tokens(sampled=180, reprefill=9)
     assert log.take_updates() == [("rollouter/0", update)]
     assert log.take_updates() == []
 
@@ -157,15 +157,20 @@ def test_steps_between_two_reports_have_the_rate_of_that_time():
     log = GenerationLog()
     told(log, "rollouter/0", (10.0, 0), (11.0, 1000))
     told(log, "rollouter/1", (10.5, 0), (11.5, 500))
-    assert [log.take_tokens(start, start + 0.25) for start in (10.0, 10.25, 10.5, 10.75)] == [250, 250, 375, 375]
+    assert [log.take_tokens(start, start + 0.25).sampled for start in (10.0, 10.25, 10.5, 10.75)] == [
+        250,
+        250,
+        375,
+        375,
+    ]
 
 
 def test_of_a_time_that_nobody_tells_of_nothing_is_said():
     log = GenerationLog()
     assert log.take_tokens(0.0, 1.0) is None
     told(log, "rollouter/0", (10.0, 100), (11.0, 100))
-    assert log.take_tokens(9.5, 10.0) == 100
-    assert log.take_tokens(10.0, 11.0) == 0, "nothing was sampled, which is known"
+    assert log.take_tokens(9.5, 10.0).sampled == 100
+    assert log.take_tokens(10.0, 11.0).sampled == 0, "nothing was sampled, which is known"
     assert log.take_tokens(11.0, 12.0) is None
 
 
@@ -173,10 +178,10 @@ def test_of_a_time_that_nobody_tells_of_nothing_is_said():
 def test_the_whole_life_of_a_rollouter_is_not_the_first_step_of_a_learner_that_starts_again(succeeds, tokens):
     log = GenerationLog(succeeds=succeeds)
     told(log, "rollouter/0", (10.0, 4750), (10.5, 5000))
-    assert log.take_tokens(9.0, 10.5) == tokens
+    assert log.take_tokens(9.0, 10.5).sampled == tokens
     # That of one that is known begins in this learner's time.
     told(log, "rollouter/0", (11.0, 70), incarnation=2)
-    assert log.take_tokens(10.5, 11.0) == 70
+    assert log.take_tokens(10.5, 11.0).sampled == 70
 
 
 @given(
@@ -189,7 +194,8 @@ def test_each_token_counts_in_one_step(reports, ends):
         now, tokens = now + seconds, tokens + more
         told(log, "rollouter/0", (now, tokens))
     ends = [0.0, *sorted({end for end in ends if end < now}), now]
-    found = [log.take_tokens(start, end) or 0 for start, end in zip(ends, ends[1:], strict=False)]
+    taken = [log.take_tokens(start, end) for start, end in zip(ends, ends[1:], strict=False)]
+    found = [each.sampled for each in taken if each is not None]
     assert sum(found) == pytest.approx(tokens, abs=len(found))
 
 

@@ -307,6 +307,43 @@ def test_a_version_is_of_one_moment_whatever_is_trained_while_it_is_assembled(ra
     assert any(not np.array_equal(beside[0][name], beside[1][name]) for name in beside[0])
 
 
+def _train_beside_a_slow_gather(backend, config) -> list[str]:
+    """What happened, in order, while each bucket of a version was gathered only once another step was trained."""
+    from asyncrl.learner.fsdp import gather
+
+    real, trained, sealed = gather._Gather.wait, threading.Semaphore(0), threading.Semaphore(0)
+    events: list[str] = []
+
+    def wait(self) -> list[torch.Tensor]:
+        assert trained.acquire(timeout=60)
+        found = real(self)
+        events.append("gathered")
+        return found
+
+    backend.train(_plan(backend, config, 0))
+    with backend.publish(1).result() as publication:
+        buckets = len(publication.manifest.buckets)
+    with mock.patch.object(gather._Gather, "wait", wait):
+        assembly = backend.publish(2, on_sealed=lambda bucket, fd: sealed.release())
+        events.append("copied")
+        for step in range(1, buckets + 1):
+            backend.train(_plan(backend, config, step))
+            events.append("step")
+            trained.release()
+            assert sealed.acquire(timeout=60)
+        assembly.result().release()
+        events.append("whole")
+    return events
+
+
+def test_steps_are_trained_while_a_gather_takes_its_time(folder, run) -> None:
+    """On two real ranks: all that a version costs the training is the copy of their own shards."""
+    events, _ = run(make_config(folder, ranks=2, bucket_bytes=50_000), _train_beside_a_slow_gather)
+    buckets = events.count("gathered")
+    assert buckets > 2
+    assert events == ["copied", *["step", "gathered"] * buckets, "whole"]
+
+
 def _export_in_parts(backend, config, target: Path) -> None:
     from asyncrl.learner.fsdp import export
 

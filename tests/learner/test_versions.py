@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from harness import Net
 from inprocess import sim_config
-from publications import make_publication, open_descriptors
+from publications import BUCKETS, make_publication, open_descriptors
 
 from asyncrl.learner.background import Background
 from asyncrl.learner.publication import OnSealed, Publication
@@ -36,6 +36,7 @@ from asyncrl.messages.weights import (
 from asyncrl.monitor.logging import get_logger
 from asyncrl.monitor.trace import Trace
 from asyncrl.runtime.actor import Caller, handler
+from asyncrl.runtime.clock import run_virtual
 
 NAME = "parameter_server/0"
 WAIT_S = 20.0
@@ -154,11 +155,11 @@ class Scene:
                 await asyncio.sleep(0.002)
 
 
-def play(folder: Path, scenario: Callable[[Scene], Awaitable[None]]) -> Scene:
+def play(folder: Path, scenario: Callable[[Scene], Awaitable[None]], *, virtual: bool = False) -> Scene:
     opened = open_descriptors()
 
     async def main() -> Scene:
-        async with asyncio.timeout(2 * WAIT_S), Net(memory=True) as net:
+        async with asyncio.timeout(None if virtual else 2 * WAIT_S), Net(memory=True) as net:
             scene = Scene(net, folder)
             async with asyncio.TaskGroup() as scene.tasks:
                 await scene.start()
@@ -174,7 +175,7 @@ def play(folder: Path, scenario: Callable[[Scene], Awaitable[None]]) -> Scene:
             await scene.versions.close()
             return scene
 
-    scene = asyncio.run(main())
+    scene = run_virtual(main()) if virtual else asyncio.run(main())
     assert open_descriptors() == opened
     return scene
 
@@ -237,6 +238,82 @@ def test_training_goes_on_while_a_version_is_assembled_and_the_next_waits_for_it
     events = [event[:2] for event in play(tmp_path, scenario).script.events]
     assert events.index(("copy", 1)) < events.index(("announce", 1))
     assert ("publish", 1) in events and ("publish", 2) in events
+
+
+class SlowGather(Script):
+    """Seals a bucket every ``bucket_s`` on a virtual clock; nobody is there to send to."""
+
+    bucket_s = 0.0
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._loop = asyncio.get_running_loop()
+        self.times: dict[tuple[str, int], float] = {}
+
+    def note(self, what: str, version: int) -> None:
+        super().note(what, version)
+        self.times[what, version] = self._loop.time()
+
+    def publish(
+        self, version: int, probe: Probe | None = None, on_sealed: OnSealed | None = None
+    ) -> Future[Publication]:
+        done: Future[Publication] = Future()
+
+        async def assemble() -> None:
+            publication = make_publication(version)
+            for bucket, fd in zip(publication.manifest.buckets, publication.fds, strict=True):
+                await asyncio.sleep(self.bucket_s)
+                self.times.setdefault(("first sealed", version), self._loop.time())
+                if on_sealed is not None:
+                    on_sealed(bucket, fd)
+            self.note("whole", version)
+            done.set_result(publication)
+
+        self.note("copy", version)
+        self._loop.call_soon_threadsafe(self._begin, assemble())
+        return done
+
+    def _begin(self, assembling: Coroutine[Any, Any, None]) -> None:
+        self._assembling = self._loop.create_task(assembling)
+
+    @handler
+    def announce(self, request: Announce, caller: Caller) -> Announced:
+        self.note("announce", request.version)
+        return Announced(decided=True)
+
+
+@pytest.mark.parametrize(
+    ("gather_s", "step_s", "idle_s"),
+    [(0.0, 10.0, 0.0), (9.0, 10.0, 0.0), (10.0, 10.0, 0.0), (15.0, 10.0, 5.0), (60.0, 10.0, 50.0)],
+)
+def test_the_learner_stands_still_only_where_a_gather_outlasts_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gather_s: float, step_s: float, idle_s: float
+) -> None:
+    """On a virtual clock, on which a copy takes no time: a version costs nothing beside it, or the rest of the gather
+    before. Engines hear of a version when its first bucket is there, and not before."""
+    monkeypatch.setattr(SlowGather, "bucket_s", gather_s / BUCKETS)
+    monkeypatch.setattr(sys.modules[__name__], "Script", SlowGather)
+
+    async def scenario(scene: Scene) -> None:
+        now = asyncio.get_running_loop().time
+        await scene.versions.make([])
+        await scene.versions.settled()
+        for version in range(1, 5):
+            await asyncio.sleep(step_s)
+            began = now()
+            assert await scene.versions.make([]) == version
+            # The version before the first of these was whole when its step began.
+            assert now() - began == pytest.approx(idle_s if version > 1 else 0.0)
+        await scene.versions.settled()
+        await asyncio.sleep(1.0)
+
+    script = play(tmp_path, scenario, virtual=True).script
+    assert isinstance(script, SlowGather)
+    for version in range(1, 5):
+        copied, announced = script.times["copy", version], script.times["announce", version]
+        assert announced == pytest.approx(script.times["first sealed", version])
+        assert announced - copied == pytest.approx(gather_s / BUCKETS)
+        assert script.times["whole", version] - copied == pytest.approx(gather_s)
 
 
 def test_what_cannot_be_marked_is_not_even_gathered(tmp_path, monkeypatch) -> None:

@@ -221,6 +221,18 @@ def test_replicas_are_behind_as_their_rows_say():
     assert seen(Run().between()).weights.behind == 0
 
 
+def test_the_cost_of_a_version_is_told_of_the_newest_step_that_has_one():
+    snapshots = Run().between()
+    assert (seen(snapshots).weights.idle_s, seen(snapshots).weights.reprefill_tokens) == (0.1, 51200 / 4)
+    assert {row.stall_s for row in seen(snapshots).rollouters} == {0.2003}
+    newest = snapshots[-1]
+    unpublished = {"time/publish_s": 0.0, "weights/updates": 0.0}
+    snapshots[-1] = replace(newest, train=[*newest.train, {**newest.train[-1], "step": 51, **unpublished}])
+    document = seen(snapshots)
+    # A step without a version says nothing of what one costs, and one without updates nothing of an update.
+    assert (document.weights.idle_s, document.weights.reprefill_tokens) == (0.1, None)
+
+
 def test_a_step_in_the_mean_leaves_out_the_first_of_each_learner():
     snapshot = Run(step_s=2.0).at(20.0)
     lines = [line | {"start": 1 + (line["step"] > 7)} for line in snapshot.train]

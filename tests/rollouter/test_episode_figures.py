@@ -139,12 +139,12 @@ def test_the_end_of_a_host_is_counted_as_such(tmp_path):
 def test_what_an_update_makes_engines_compute_again(tmp_path):
     async def agent(world, key):
         first = await world.chat(key, [user("hi")])
-        assert world.counters["rollout/reprefill_tokens"] == 0
+        assert world.host.reprefill.tokens == 0
         await world.update()
         shared = len(world.submitted[0][0]) + world.spoken
         await world.chat(key, [user("hi"), said(first), user("more")])
         # All that the earlier call had, and not what is new.
-        assert world.counters["rollout/reprefill_tokens"] == shared < len(world.submitted[1][0])
+        assert world.host.reprefill.tokens == shared < len(world.submitted[1][0])
         world.pause_after = world.spoken + 1
         call = asyncio.create_task(world.chat(key, [user("another")]))
         while world.speaks.is_set():
@@ -154,7 +154,7 @@ def test_what_an_update_makes_engines_compute_again(tmp_path):
         await call
         prompt, held, _ = world.submitted[-1]
         assert held == 1
-        assert world.counters["rollout/reprefill_tokens"] == shared + len(prompt) + held
+        assert world.host.reprefill.tokens == shared + len(prompt) + held
         return EpisodeDone(reward=1.0)
 
     _, trajectory = played(tmp_path, agent)

@@ -3,25 +3,36 @@
 import asyncio
 import errno
 import shutil
+import threading
 
 import pytest
 from inprocess import System, sim_config
 
 from asyncrl.errors import ActorFailed, DeadlineExceeded
 from asyncrl.learner import loop as learner_module
+from asyncrl.learner import sim as sim_learner
+from asyncrl.learner.publishing.broadcasting import Broadcaster
 from asyncrl.learner.publishing.version_mark import FILE, VersionMark
 from asyncrl.learner.sim import SimTrainer
+from asyncrl.parameter_server.replicas import Phase
+from asyncrl.rollouter.engine_host import EngineHost
+from asyncrl.weights.segments import Segment
 
 STEPS, GROUPS = 16, 4
+WAIT_S = 50.0
 CAPACITY = 3
 """Versions' worth of groups that the gate admits: staleness.max + 1."""
 LAST = {"held": {"data": {"source": "synthetic", "size": 6}, "at_start": False, "n": 2}}
 
 
-def config(**tables):
+def config(*, publish_bytes=4096, **tables):
     return sim_config(
         run={"samples_per_step": 100},
-        learner={"steps": STEPS, "groups_per_step": GROUPS, "sim": {"step_s": 0.02}},
+        learner={
+            "steps": STEPS,
+            "groups_per_step": GROUPS,
+            "sim": {"step_s": 0.02, "publish_bytes": publish_bytes},
+        },
         network={"call_timeout_s": 2.0},
         eval=LAST,
         **tables,
@@ -194,6 +205,103 @@ def test_ranks_that_are_out_of_step_end_the_run_at_once(tmp_path, monkeypatch):
     system = System(config(), tmp_path / "run")
     with pytest.raises(DeadlineExceeded, match="gathering the weights"):
         asyncio.run(system.run())
+
+
+class Slow:
+    """Holds up the first version from the third on that is to be ``held``: its first bucket until another step is
+    trained, and engines that serve the version before have sampled more; under ``gloo`` its second one until both have
+    paused. Notes what happened in the order in which it did."""
+
+    def __init__(self, monkeypatch, transport):
+        self.version, self.events = -1, []
+        self.gathering, self.trained, self.sampled, self.paused = (threading.Event() for _ in range(4))
+        self._gloo = transport == "gloo"
+        slow = self
+
+        class SlowSegment(Segment):
+            def __init__(self, name, size):
+                slow.hold(name)
+                super().__init__(name, size)
+
+        monkeypatch.setattr(sim_learner, "Segment", SlowSegment)
+        train, pause, begin = SimTrainer.train, EngineHost.pause, Broadcaster.begin
+
+        def noted_train(trainer, plan):
+            found = train(trainer, plan)
+            if self.gathering.is_set():
+                self.note("trained", self.trained)
+            return found
+
+        async def noted_pause(host, version):
+            if version == self.version:
+                self.events.append("pause")
+                if self.events.count("pause") == 2:
+                    self.paused.set()
+            return await pause(host, version)
+
+        def noted_begin(broadcaster, version, *rest):
+            sending = begin(broadcaster, version, *rest)
+            if version > 2 and self.version < 0 and sending is not None:
+                self.version = version
+            return sending
+
+        monkeypatch.setattr(SimTrainer, "train", noted_train)
+        monkeypatch.setattr(EngineHost, "pause", noted_pause)
+        if self._gloo:
+            monkeypatch.setattr(Broadcaster, "begin", noted_begin)
+        else:
+            self.version = 3
+
+    def note(self, what, event):
+        if not event.is_set():
+            self.events.append(what)
+            event.set()
+
+    def hold(self, name):
+        """On the thread that assembles."""
+        version, index = map(int, name.removeprefix("asyncrl-v").split("-"))
+        if version != self.version:
+            return
+        if index == 0:
+            self.note("gathering", self.gathering)
+            assert self.trained.wait(WAIT_S) and self.sampled.wait(WAIT_S)
+        elif index == 1 and self._gloo:
+            assert self.paused.wait(WAIT_S)
+        self.events.append(f"bucket {index}")
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_a_slow_gather_holds_up_neither_the_learner_nor_an_engine(tmp_path, monkeypatch, transport):
+    slow = Slow(monkeypatch, transport)
+    tree = config(
+        publish_bytes=3 * 4096,
+        weights={"transport": transport, "bucket_bytes": 4096},
+        rollout={"sim": {"decode_step_s": 0.004}},
+    )
+    system = System(tree, tmp_path / "run")
+
+    async def scenario():
+        while not slow.gathering.is_set():
+            await asyncio.sleep(0.002)
+        conductor = system.actors["parameter_server/0"]._conductor
+        while not all(
+            replica.phase is Phase.SERVING and replica.serving == slow.version - 1
+            for replica in conductor.replicas().values()
+        ):
+            await asyncio.sleep(0.002)
+        hosts = [system.actors[f"rollouter/{index}"]._host for index in range(2)]
+        before = [host.sampled_tokens for host in hosts]
+        while any(host.sampled_tokens <= tokens for host, tokens in zip(hosts, before, strict=True)):
+            await asyncio.sleep(0.002)
+        slow.note("sampled", slow.sampled)
+        await asyncio.Event().wait()
+
+    check(system, play(system, scenario))
+    events = slow.events
+    assert events[0] == "gathering", "an engine paused for a version of which nothing was there"
+    assert {*events[1:3]} == {"trained", "sampled"}
+    gloo = ["bucket 0", "pause", "pause", "bucket 1", "bucket 2"]
+    assert events[3:] == (gloo if transport == "gloo" else ["bucket 0", "bucket 1", "bucket 2", "pause", "pause"])
 
 
 def test_a_learner_that_starts_where_another_has_published_takes_the_next_number(tmp_path):

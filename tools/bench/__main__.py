@@ -46,6 +46,9 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--steps", type=_positive, default=5, help="steps measured in each run (5)")
     bench = benches.add_parser("stall", help="generation time lost to an update in each mode, simulated")
     bench.add_argument("--steps", type=_positive, default=20, help="steps, and updates, of each run (20)")
+    bench = benches.add_parser("reprefill", help="tokens/s of the real vLLM under updates, in each mode")
+    bench.add_argument("--rounds", type=_positive, default=6, help="passes of each mode (6)")
+    bench.add_argument("--batched-tokens", type=_positive, metavar="N", help="of an engine's step (as in a run)")
     bench = benches.add_parser("weights", help="bytes/s of each weight transport against memcpy, TCP and bare gloo")
     bench.add_argument("--up-to", choices=list(LAYOUTS), default="2B", help="largest layout (2B)")
     bench = benches.add_parser("scale", help="one control plane under many rollouters, and what watching it costs")
@@ -108,6 +111,10 @@ def _measure(chosen: argparse.Namespace, report: Report) -> None:
         from tools.bench import stall
 
         stall.measure(report, steps=chosen.steps)
+    elif chosen.bench == "reprefill":
+        from tools.bench import reprefill
+
+        uvloop.run(reprefill.measure(report, rounds=chosen.rounds, batched_tokens=chosen.batched_tokens))
     elif chosen.bench == "weights":
         from tools.bench import weights
 

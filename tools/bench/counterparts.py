@@ -1,4 +1,4 @@
-"""What a rollouter talks to, cut down to what it needs to work: tickets, rewards, thanks and one version of weights.
+"""What a rollouter talks to, cut down to what it needs to work: tickets, rewards, thanks and versions of its weights.
 
 All four are actors on the in-memory transport of this process, so every message passes the codec and the runtime
 as it does between processes.
@@ -6,7 +6,6 @@ as it does between processes.
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field
 
 import msgspec
@@ -14,7 +13,7 @@ import msgspec
 from asyncrl.messages import Done
 from asyncrl.messages.dataloader import Lease, Leased, ReturnTickets
 from asyncrl.messages.groups import Group, Ticket
-from asyncrl.messages.learner import Deliver, Delivered, RolloutStats
+from asyncrl.messages.learner import Deliver, Delivered, RolloutStats, UpdateTimes
 from asyncrl.messages.reward import Score, Scores
 from asyncrl.messages.weights import Manifest, NextUpdate, Offer, PauseGranted, ReportUpdate, RequestPause, Update
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
@@ -28,8 +27,12 @@ class Exchange:
     manifest: Manifest
     tickets: list[Ticket] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
-    serving: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once the rollouter serves the version."""
+    serving: int = -1
+    """The version that the rollouter serves."""
+    updates: list[UpdateTimes] = field(default_factory=list)
+    """What they cost, as they are told."""
+    changed: ParkingLot = field(default_factory=ParkingLot)
+    """The version that there is, or is served."""
     parked: ParkingLot = field(default_factory=ParkingLot)
     delivered: ParkingLot = field(default_factory=ParkingLot)
     granted: int = 0
@@ -45,6 +48,18 @@ class Exchange:
         if groups is None:
             raise TimeoutError(f"{len(self.groups)} of {len(tickets)} groups within {timeout:g} s")
         return groups
+
+    async def update(self, timeout: float) -> None:
+        """Have the same weights served as another version. Raises TimeoutError."""
+        self.manifest = msgspec.structs.replace(self.manifest, version=self.manifest.version + 1)
+        self.changed.wake()
+        await self.served(timeout)
+
+    async def served(self, timeout: float) -> None:
+        """Until the newest version is served. Raises TimeoutError."""
+        version = self.manifest.version
+        if await self.changed.until(lambda: self.serving >= version or None, timeout) is None:
+            raise TimeoutError(f"version {version} is not served within {timeout:g} s")
 
 
 class Counterpart(Actor):
@@ -90,12 +105,14 @@ class Counterpart(Actor):
 
     @handler
     async def next_update(self, request: NextUpdate, caller: Caller) -> Update:
-        """The one version, to whoever serves none."""
-        if request.serving < 0:
-            manifest = self.exchange.manifest
-            return Update(offer=Offer(version=manifest.version, transport="shm", manifest=manifest))
-        await asyncio.sleep(caller.park_s)
-        return Update()
+        """The newest version, to whoever does not serve it."""
+        return await self.exchange.changed.until(lambda: self._offer(request.serving), caller.park_s) or Update()
+
+    def _offer(self, serving: int) -> Update | None:
+        manifest = self.exchange.manifest
+        if serving >= manifest.version:
+            return None
+        return Update(offer=Offer(version=manifest.version, transport="shm", manifest=manifest))
 
     @handler
     def request_pause(self, request: RequestPause, caller: Caller) -> PauseGranted:
@@ -106,7 +123,8 @@ class Counterpart(Actor):
     def report_update(self, request: ReportUpdate, caller: Caller) -> Done:
         """It serves."""
         assert request.committed, request.error
-        self.exchange.serving.set()
+        self.exchange.serving = request.version
+        self.exchange.changed.wake()
         return Done()
 
     @handler
@@ -116,4 +134,5 @@ class Counterpart(Actor):
 
     @handler
     def rollout_stats(self, request: RolloutStats, caller: Caller) -> None:
-        """Nothing is made of them."""
+        """What updates cost is kept."""
+        self.exchange.updates += request.updates

@@ -218,8 +218,7 @@ async def living(folder: Path) -> AsyncIterator[Agent]:
                 for actor in actors:
                     live(actor.main())
                 await until_ready(actors, lives)
-                async with asyncio.timeout(READY_S):
-                    await exchange.serving.wait()
+                await exchange.served(READY_S)
                 exchange.tickets = [ticket(chosen)]
                 exchange.parked.wake()
                 await agent.begin(rollouter)

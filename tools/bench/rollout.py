@@ -230,8 +230,7 @@ async def living(settings: Config, folder: Path, exchange: Exchange) -> AsyncIte
         for actor in actors:
             live(actor.main())
         await until_ready(actors, lives)
-        async with asyncio.timeout(PASS_S):
-            await exchange.serving.wait()
+        await exchange.served(PASS_S)
         yield rollouter
     finally:
         for actor, life in reversed(list(zip(actors, lives[1:], strict=True))):

@@ -3,10 +3,11 @@
     python -m tools.chaos.updates --engine sim --rounds 30
     python -m tools.chaos.updates --engine vllm --rounds 6 --seed 7
 
-Each round picks a victim (a rollouter, an engine core, the parameter server), a signal (SIGKILL, or SIGSTOP, which is
-taken back after a while or left for the run to notice) and a moment at random, waits until training has published two
-more versions and every rollouter serves the second of them, and says in which phase of an update the victim was. The
-seed is printed. Exit code 1 when a round does not pass.
+Each round picks a victim (a rollouter, an engine core, the parameter server, a rank of the learner), a signal
+(SIGKILL, or SIGSTOP, which is taken back after a while or left for the run to notice) and a moment at random, waits
+until training has published two more versions and every rollouter serves the second of them, and says in which phase of
+an update the victim was. The simulated learner is gathering a version most of the time. The seed is printed. Exit code
+1 when a round does not pass.
 """
 
 from __future__ import annotations
@@ -35,10 +36,12 @@ RECOVERY_S = 120.0
 """Longest time from a round's signal until all is well again."""
 SILENCE_S = 6.0
 REPLICAS = 3
+RANKS = {"sim": 2, "vllm": 1}
 TRANSPORTS = ("gloo", "shm", "stream")
 MODES = ("abort_resume", "keep", "drain")
 ROLLING_PHASES = ("staging", "waiting", "loading")
 BROADCAST_PHASES = ("announced", "paused", "receiving")
+CORE = "engine core"
 PHASE_S = 4.0
 """Longest wait for a phase; where versions come by another way than was asked for, some are rare."""
 
@@ -56,7 +59,7 @@ class Round:
     after_s: float
     """From the round's start."""
     phase: str
-    """Of an update, in which the victim (of the parameter server: any replica) is to be; waited for a while."""
+    """Of an update, in which the victim (where it is no rollouter: any replica) is to be; waited for a while."""
 
     def __str__(self) -> str:
         what = f"{self.signal.name} to {'the engine core of ' if self.core else ''}{self.victim}"
@@ -68,12 +71,12 @@ class Round:
 def plan(randomness: random.Random, engine: str, transport: str) -> Round:
     """A round drawn at random."""
     rollouter = f"rollouter/{randomness.randrange(REPLICAS if engine == 'sim' else 2)}"
-    kinds = ["rollouter", "parameter_server"] + (["core"] if engine == "vllm" else [])
-    kind = randomness.choice(kinds)
+    victims = [rollouter, "parameter_server/0", f"learner/{randomness.randrange(RANKS[engine])}"]
+    victim = randomness.choice(victims + ([CORE] if engine == "vllm" else []))
     stop = randomness.random() < 0.5
     return Round(
-        victim="parameter_server/0" if kind == "parameter_server" else rollouter,
-        core=kind == "core",
+        victim=rollouter if victim == CORE else victim,
+        core=victim == CORE,
         signal=signal.SIGSTOP if stop else signal.SIGKILL,
         frozen_s=randomness.uniform(0.2, 3.0) if stop and randomness.random() < 0.5 else None,
         after_s=randomness.uniform(0.0, 2.0),
@@ -97,7 +100,12 @@ def configuration(engine: str, transport: str, mode: str, model: Path | None) ->
             "stream_interval": 8,
         },
         "reward": {"function": "constant", "workers": 1, "options": {"value": 0.5, "spread": 0.5}},
-        "learner": {"steps": 1_000_000, "groups_per_step": 8, "dynamic_sampling": False},
+        "learner": {
+            "ranks": RANKS[engine],
+            "steps": 1_000_000,
+            "groups_per_step": 8,
+            "dynamic_sampling": False,
+        },
         "weights": {
             "transport": transport,
             "deadline_s": 10.0,
@@ -119,7 +127,7 @@ def configuration(engine: str, transport: str, mode: str, model: Path | None) ->
     }
     if engine == "sim":
         tree["rollout"]["sim"] = {"length_median": 24.0, "decode_step_s": 0.01, "load_s": 0.2}
-        tree["learner"] |= {"backend": "sim", "sim": {"step_s": 0.5, "publish_bytes": 48 << 20}}
+        tree["learner"] |= {"backend": "sim", "sim": {"step_s": 0.5, "publish_bytes": 48 << 20, "gather_s": 0.4}}
     else:
         assert model is not None
         tree["model"] = {"path": str(model)}

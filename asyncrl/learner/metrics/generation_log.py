@@ -14,27 +14,36 @@ from typing import Any
 from asyncrl.messages.learner import RolloutStats, UpdateTimes
 
 
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What engines did."""
+
+    sampled: int
+    reprefill: int
+    """Computed again because of updates."""
+
+
 @dataclass(slots=True)
 class _Source:
     incarnation: int
-    tokens: int
+    tokens: Tokens
     heard: float
 
 
 @dataclass(frozen=True, slots=True)
-class _Sampled:
+class _Report:
     """Tokens between two reports of a rollouter."""
 
-    tokens: int
+    tokens: Tokens
     since: float
     until: float
 
     def within(self, start: float, end: float) -> float:
-        """So many of them between ``start`` and ``end``."""
+        """The share of them between ``start`` and ``end``."""
         seconds = self.until - self.since
         if seconds <= 0.0:
-            return self.tokens if start < self.until <= end else 0.0
-        return self.tokens * max(0.0, min(end, self.until) - max(start, self.since)) / seconds
+            return 1.0 if start < self.until <= end else 0.0
+        return max(0.0, min(end, self.until) - max(start, self.since)) / seconds
 
 
 @dataclass(slots=True)
@@ -47,19 +56,20 @@ class GenerationLog:
 
     succeeds: bool = False
     _sources: dict[str, _Source] = field(default_factory=dict)
-    _sampled: list[_Sampled] = field(default_factory=list)
+    _reports: list[_Report] = field(default_factory=list)
     _intervals: list[tuple[float, float]] = field(default_factory=list)
     _updates: list[tuple[str, UpdateTimes]] = field(default_factory=list)
 
     def add(self, name: str, incarnation: int, stats: RolloutStats, now: float) -> None:
         """Take a rollouter's statistics, which came at ``now``."""
-        source = self._sources.get(name)
+        source, tokens = self._sources.get(name), Tokens(stats.sampled_tokens, stats.reprefill_tokens)
         if source is None or source.incarnation != incarnation:
-            known = 0 if source is not None or not self.succeeds else stats.sampled_tokens
+            known = Tokens(0, 0) if source is not None or not self.succeeds else tokens
             began = now - _extent(stats.sampling)
             source = self._sources[name] = _Source(incarnation, known, began)
-        self._sampled.append(_Sampled(stats.sampled_tokens - source.tokens, source.heard, now))
-        source.tokens, source.heard = stats.sampled_tokens, now
+        more = Tokens(tokens.sampled - source.tokens.sampled, tokens.reprefill - source.tokens.reprefill)
+        self._reports.append(_Report(more, source.heard, now))
+        source.tokens, source.heard = tokens, now
         self._intervals += stats.sampling
         self._updates += [(name, update) for update in stats.updates]
 
@@ -67,11 +77,16 @@ class GenerationLog:
         """Whether every rollouter has been heard of since ``time``; one silent for ``patience_s`` is not waited for."""
         return all(source.heard >= time or source.heard < now - patience_s for source in self._sources.values())
 
-    def take_tokens(self, start: float, end: float) -> int | None:
-        """Tokens sampled in [start, end); None if nobody told of that time. Forgets what lies before ``end``."""
-        told = [each for each in self._sampled if each.until > start]
-        self._sampled = [each for each in told if each.until > end]
-        return round(sum(each.within(start, end) for each in told)) if told else None
+    def take_tokens(self, start: float, end: float) -> Tokens | None:
+        """Those of [start, end); None if nobody told of that time. Forgets what lies before ``end``."""
+        told = [each for each in self._reports if each.until > start]
+        self._reports = [each for each in told if each.until > end]
+        if not told:
+            return None
+        return Tokens(
+            sampled=round(sum(each.within(start, end) * each.tokens.sampled for each in told)),
+            reprefill=round(sum(each.within(start, end) * each.tokens.reprefill for each in told)),
+        )
 
     def take_updates(self) -> list[tuple[str, UpdateTimes]]:
         """Updates since the last call, as (rollouter, times)."""

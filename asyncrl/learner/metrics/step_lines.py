@@ -158,8 +158,9 @@ class StepLines:
         if tokens is None or end <= start:
             return {}
         return {
-            "rollout/tokens": tokens,
-            "rollout/tokens_per_s": tokens / (end - start),
+            "rollout/tokens": tokens.sampled,
+            "rollout/tokens_per_s": tokens.sampled / (end - start),
+            "rollout/reprefill_tokens": tokens.reprefill,
             "perf/overlap": self._generation.overlap(step.train_began, end),
         }
 

@@ -110,6 +110,8 @@ class RollouterRow(Struct, frozen=True, kw_only=True):
     """Of the process and of its engine."""
     oldest_s: float | None = None
     """Age of the oldest trajectory."""
+    stall_s: float | None = None
+    """Generation time that its newest weight update cost."""
     drift: float | None = None
     """Of its engine from the learner after the last update, nats; docs/weights.md."""
     drift_largest: float | None = None
@@ -184,6 +186,8 @@ class UpdateRow(Struct, frozen=True, kw_only=True):
 class WeightsView(Struct, frozen=True, kw_only=True):
     """Publications and updates."""
 
+    idle_s: float | None = None
+    """For which the learner stood still for the newest version."""
     gather_s: float | None = None
     """Of the newest publication, on the learner."""
     publish_bytes: float | None = None
@@ -192,6 +196,8 @@ class WeightsView(Struct, frozen=True, kw_only=True):
     behind: float | None = None
     """Replicas that do not serve the newest version, as far as they have told."""
     paused: float | None = None
+    reprefill_tokens: float | None = None
+    """That an update made an engine compute again; the mean of those of the newest step."""
     updates: list[UpdateRow] = []
     """The newest first."""
 

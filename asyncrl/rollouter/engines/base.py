@@ -64,6 +64,8 @@ class Delta:
     logprobs: list[float]
     finish_reason: Literal["stop", "length", "abort"] | None = None
     spans: list[VersionSpan] = field(default_factory=list)
+    cached_tokens: int = 0
+    """Of the submission's prompt, those that the prefix cache held when it began; in every delta that has tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,6 +87,8 @@ class _Run:
     """Where its first token stands in the tables."""
     began: int = 0
     """Decode steps done before its first token."""
+    cached: int = 0
+    """Tokens of the prompt that were in the prefix cache."""
     sent: int = 0
     """Tokens handed over."""
     over: bool = False
@@ -313,8 +315,8 @@ class Batch:
                 self._at = max(self._at, now)
             blocks = self._prefixes.blocks(run.salt, run.prompt)
             # One token at least is computed, for the next is sampled from it.
-            new = run.context - min(self._prefixes.held(blocks), run.context - 1)
-            self._at += new / self._config.prefill_tokens_per_s
+            run.cached = min(self._prefixes.held(blocks), run.context - 1)
+            self._at += (run.context - run.cached) / self._config.prefill_tokens_per_s
             self._prefixes.put(blocks)
             run.began = self._steps
             run.spans.append((self.version, 0, False))
@@ -329,7 +331,7 @@ class Batch:
             if sampled > run.sent:
                 tokens, logprobs = _content(run.offset + run.sent, sampled - run.sent)
                 run.sent = sampled
-                self._out.append((run.id, Delta(tokens=tokens, logprobs=logprobs)))
+                self._out.append((run.id, Delta(tokens=tokens, logprobs=logprobs, cached_tokens=run.cached)))
 
     def _end(self, run: _Run, sampled: int, reason: str) -> None:
         run.over = True
@@ -343,6 +345,11 @@ class Batch:
             for (version, start, mixed), end in zip(run.spans, starts[1:], strict=True)
             if end > start
         ]
-        self._out.append(
-            (run.id, Delta(tokens=tokens, logprobs=logprobs, finish_reason=reason, spans=spans))  # type: ignore[arg-type]
+        last = Delta(
+            tokens=tokens,
+            logprobs=logprobs,
+            finish_reason=reason,  # type: ignore[arg-type]
+            spans=spans,
+            cached_tokens=run.cached,
         )
+        self._out.append((run.id, last))

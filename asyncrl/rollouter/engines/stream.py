@@ -30,6 +30,7 @@ class DeltaStream:
                 logprobs=held.logprobs + delta.logprobs,
                 finish_reason=delta.finish_reason,
                 spans=delta.spans,
+                cached_tokens=max(held.cached_tokens, delta.cached_tokens),
             )
         self._pending = delta
         self._wake()

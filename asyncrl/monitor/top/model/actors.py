@@ -32,6 +32,7 @@ def rollouter(facts: Facts, actor: ActorView) -> RollouterRow:
         lag=None if gone else versions_behind(facts.run, actor),
         restarts=actor.restarts + int(figures.get("rollout/engine_restarts", 0)),
         oldest_s=figures.get("rollout/oldest_s") if in_flight else None,
+        stall_s=None if gone else figures.get("weights/stall_s"),
         drift=None if gone else figures.get("rollout/drift"),
         drift_largest=figures.get("rollout/drift_largest"),
         drift_warnings=int(figures.get("rollout/drift_warnings", 0)),

@@ -20,12 +20,16 @@ from asyncrl.monitor.top.model.facts import Facts
 def weights(facts: Facts, rollouters: Sequence[RollouterRow]) -> WeightsView:
     """Publications and updates."""
     lags = [row.lag for row in rollouters if row.lag is not None]
+    idle = [seconds for line in facts.snapshot.train if (seconds := number_in(line, "time/publish_s"))]
+    again, updates = number_in(facts.last, "rollout/reprefill_tokens"), number_in(facts.last, "weights/updates")
     return WeightsView(
+        idle_s=idle[-1] if idle else None,
         gather_s=number_in(facts.last, "weights/gather_s"),
         publish_bytes=number_in(facts.last, "weights/publish_bytes"),
         failures=facts.counted("parameter_server", "weights/updates_failed"),
         behind=sum(lag > 0 for lag in lags) if lags else None,
         paused=facts.level("parameter_server", "weights/replicas_paused"),
+        reprefill_tokens=again / updates if again is not None and updates else None,
         updates=[
             UpdateRow(
                 version=int(line.get("weights/version", -1)),

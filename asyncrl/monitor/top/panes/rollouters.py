@@ -17,7 +17,7 @@ from asyncrl.monitor.top.text import Glyphs, Style
 
 ROLLOUTERS = (
     Column(title="rollouter", width=9, key="name"),
-    Column(title="host", drop=6, most=16, key="host"),
+    Column(title="host", drop=7, most=16, key="host"),
     Column(title="state", width=10, most=15, key="state"),
     Column(title="time", width=BAR, drop=3),
     Column(title="flight", right=True, width=6, key="in_flight"),
@@ -27,6 +27,7 @@ ROLLOUTERS = (
     Column(title="KV", right=True, width=4, drop=4, key="kv_use"),
     Column(title="v", right=True, width=3, key="version"),
     Column(title="lag", right=True, width=3, key="lag"),
+    Column(title="stall", right=True, width=6, drop=6, spare=True, key="stall_s"),
     Column(title="drift", right=True, width=6, drop=5, spare=True, key="drift"),
     Column(title="worst", right=True, width=6, drop=8, spare=True, key="drift_largest"),
     Column(title="rst", right=True, width=3, drop=2, key="restarts"),
@@ -101,6 +102,7 @@ def _rollouter_row(row: RollouterRow, glyphs: Glyphs) -> Row:
             (percent(row.kv_use), "warn" if (row.kv_use or 0.0) > 0.95 else ""),
             (count(row.version), ""),
             (count(row.lag), lag),
+            (duration(row.stall_s), ""),
             (fixed(row.drift, 3), "warn" if row.drift_warnings else ""),
             (fixed(row.drift_largest, 3), "warn" if row.drift_warnings else "dim"),
             (count(row.restarts), "warn" if row.restarts else "dim"),
@@ -123,7 +125,7 @@ def _host_row(host: str, rows: Sequence[RollouterRow]) -> Row:
             (count(total(row.waiting for row in rows)), "bold"),
             (count(total(row.concurrency for row in rows)), "bold"),
             (count(total(row.tokens_per_s for row in rows)), "bold"),
-            *([blank] * 7),
+            *([blank] * 8),
         ),
         heading=True,
     )

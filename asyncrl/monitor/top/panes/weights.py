@@ -24,13 +24,19 @@ UPDATES = (
 def weights(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pane:
     """The newest publication, and the newest updates of replicas."""
     view = document.weights
-    head = joined(
+    version = joined(
         [
+            [("learner idle ", "dim"), (duration(view.idle_s), "")],
             [("gather ", "dim"), (duration(view.gather_s), "")],
             [("published ", "dim"), (size(view.publish_bytes), "")],
+        ]
+    )
+    replicas = joined(
+        [
             [("behind ", "dim"), (count(view.behind), "")],
             [("paused ", "dim"), (count(view.paused), "")],
             [("failures ", "dim"), (count(view.failures), "bad" if view.failures else "")],
+            [("prefilled again ", "dim"), (count(view.reprefill_tokens), ""), (" an update", "dim")],
         ]
     )
     rows = [
@@ -54,5 +60,5 @@ def weights(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> P
     titles, line = Table(UPDATES, rows).laid(width)
     if not rows:
         said = f"no update matches {choice.needle}" if view.updates else "no update is reported so far"
-        return Pane([head, [(said, "dim")]], about="parameter_server/0")
-    return Pane([head, titles], [row.key for row in rows], line, "parameter_server/0")
+        return Pane([version, replicas, [(said, "dim")]], about="parameter_server/0")
+    return Pane([version, replicas, titles], [row.key for row in rows], line, "parameter_server/0")

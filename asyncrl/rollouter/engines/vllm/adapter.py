@@ -22,6 +22,7 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.models import ModelRegistry, supports_lora
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -99,7 +100,9 @@ def launch(config: Config, name: str, model: dict[str, Any], folder: str, load: 
         with _environment(options.scratch_environment(folder)):
             # Without one vLLM counts nothing, which is faster.
             loggers: list[Any] | None = [lambda *_: load] if load is not None else None
-            return AsyncLLM.from_engine_args(arguments, stat_loggers=loggers)
+            # Nobody waits for the next token, and after an update every partial response is prefilled at once: so many
+            # tokens a step as vLLM takes on this device for whole batches. Without a context it is 2,048.
+            return AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS, stat_loggers=loggers)
     except (ValueError, TypeError) as error:
         raise ConfigError([f"rollout.vllm: vLLM refuses the configuration: {error}"]) from error
     except RuntimeError as error:

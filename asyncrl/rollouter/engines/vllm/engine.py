@@ -230,8 +230,9 @@ class VllmEngine:
                     done = output.outputs[0]
                     reason = done.finish_reason
                     flight.tokens += len(done.token_ids)
+                    cached = output.num_cached_tokens or 0
                     if reason is None:
-                        yield Delta(tokens=done.token_ids, logprobs=done.logprobs.logprobs)
+                        yield Delta(tokens=done.token_ids, logprobs=done.logprobs.logprobs, cached_tokens=cached)
                         continue
                     if reason not in ("stop", "length", "abort"):
                         self._watch.declare_dead(f"it ended request {request.id} with {reason!r}")
@@ -241,6 +242,7 @@ class VllmEngine:
                         logprobs=done.logprobs.logprobs,
                         finish_reason=reason,
                         spans=_spans(done.weight_versions, flight),
+                        cached_tokens=cached,
                     )
         except vllm.VLLMClientError as error:
             raise ValueError(f"request {request.id}: {error}") from error
