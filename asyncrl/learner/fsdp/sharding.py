@@ -37,14 +37,15 @@ from asyncrl.learner.fsdp.startup_check import Choice, Scoring, choose_scoring
 
 _LOG = logging.getLogger(__name__)
 KEPT = (
-    "mm",
-    "addmm",
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
+    "aten::mm",
+    "aten::addmm",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "torch_attn::_varlen_attn",
 )
-"""Operators of aten whose results selective checkpointing keeps: those that cost most to compute again."""
+"""Operators whose results selective checkpointing keeps: those that cost most to compute again."""
 
 
 def choose_device(config: LearnerConfig, rank: int) -> torch.device:
@@ -215,8 +216,9 @@ def checkpoint_contexts(kind: Checkpointing) -> dict[str, Any]:
     """Arguments of torch's checkpoint: a selective one keeps matrix products and what attention gives."""
     if kind == "full":
         return {}
-    kept = [overload for name in KEPT for overload in [getattr(getattr(torch.ops.aten, name, None), "default", None)]]
-    found = [overload for overload in kept if overload is not None]
+    named = [name.split("::") for name in KEPT]
+    operators = [getattr(getattr(torch.ops, space), name, None) for space, name in named]
+    found = [operator.default for operator in operators if operator is not None]
     return {"context_fn": functools.partial(create_selective_checkpoint_contexts, found)}
 
 
