@@ -90,7 +90,7 @@ def memory_need(config: Config, actors: Sequence[str], size: ModelSize | None, *
     if size is None:
         return need
     if ranks and not on_gpu:
-        need += size.parameters * TRAINING_BYTES * ranks // config.learner.ranks
+        need += size.parameters * TRAINING_BYTES * ranks * config.learner.replicas // config.learner.ranks
     if config.rollout.engine == "reference":
         need += replicas * size.bytes
     elif config.rollout.engine == "vllm" and config.rollout.gpus_per_replica == 0:

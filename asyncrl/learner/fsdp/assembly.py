@@ -35,9 +35,10 @@ class Assembly:
     """Made by all ranks together, at most one at a time on each."""
 
     def __init__(self, policy: Policy, ranks: Ranks, *, dtype: torch.dtype, bucket_bytes: int) -> None:
-        self._copies = ShardCopies(policy, dtype)
         self._ranks, self._bucket_bytes = ranks, bucket_bytes
-        self._group = ranks.another_group(ranks.timeout_s)
+        # One copy of the model is enough.
+        self._copies = ShardCopies(policy, dtype) if not ranks.replica else None
+        self._group = ranks.another_group(ranks.timeout_s, members=ranks.shards)
         self._background = Background("assembly", f"learner/{ranks.rank}")
         self._last: Future[Any] | None = None
 
@@ -48,6 +49,9 @@ class Assembly:
         """
         self._background.wait(self._ranks.timeout_s)
         self._see_last()
+        if self._copies is None:
+            self._last = begun = self._background.start(lambda: consume(iter(())))
+            return begun
         self._copies.take()
         gathered = gather_buckets(self._copies, self._ranks, self._group, bucket_bytes=self._bucket_bytes)
         self._last = begun = self._background.start(lambda: consume(gathered))

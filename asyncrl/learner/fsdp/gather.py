@@ -88,7 +88,7 @@ class _Weight:
     name: str
     shape: torch.Size
     sharded: bool
-    """By rows over the ranks; else every rank has all of it."""
+    """By rows over the ranks of a replica; else every rank has all of it."""
     part: Tensor
     """[elements of this rank], where the model keeps it or in a copy."""
 
@@ -135,7 +135,8 @@ class ShardCopies:
 def gather_buckets(
     copies: ShardCopies, ranks: Ranks, group: dist.ProcessGroup | None, *, bucket_bytes: int
 ) -> Iterator[dict[str, Tensor]]:
-    """All ranks together: full weights by checkpoint name, bucket by bucket; empty dicts on ranks above 0.
+    """All ranks of the first replica together: full weights by checkpoint name, bucket by bucket; empty dicts on ranks
+    above 0.
 
     ``group`` is from ``Ranks.another_group``, and nothing else uses it meanwhile. The tensors are in host memory and
     may share it with ``copies``: they are to be copied before the next bucket is asked for. The next bucket is gathered
@@ -187,7 +188,7 @@ def _units(policy: Policy) -> list[_Unit]:
             match = _LAYER.match(name)
             sharded, found = isinstance(weight, DTensor), weight.detach()
             if sharded:
-                assert weight.placements == (Shard(0),)
+                assert weight.placements[-1] == Shard(0)
             part = found.to_local() if sharded else found
             unit = layers.setdefault(match[1] if match else name, [])
             unit.append(_Weight(name, weight.shape, sharded, part.reshape(-1)))
@@ -209,13 +210,13 @@ class _Gather:
         if group is None or not sharded:
             return
         # Rank 0 has the largest part of everything, so all send as much as it has.
-        size = sum(_rows(w.shape, 0, ranks.world_size) * w.shape[1:].numel() for w in sharded)
+        size = sum(_rows(w.shape, 0, ranks.shards) * w.shape[1:].numel() for w in sharded)
         (dtype,) = {w.part.dtype for w in sharded}
         sent = torch.zeros(size, dtype=dtype)
         flat = torch.cat([w.part for w in sharded])
         sent[: flat.numel()] = flat
         if ranks.rank == 0:
-            self._received = [torch.empty_like(sent) for _ in range(ranks.world_size)]
+            self._received = [torch.empty_like(sent) for _ in range(ranks.shards)]
         self._work = dist.gather(sent, self._received or None, dst=0, group=group, async_op=True)
 
     def wait(self) -> list[Tensor]:
@@ -224,23 +225,23 @@ class _Gather:
             self._work.wait()
         if self._ranks.rank:
             return []
-        world = self._ranks.world_size
-        full, offsets = [], [0] * world
+        shards = self._ranks.shards
+        full, offsets = [], [0] * shards
         for weight in self._weights:
             if not weight.sharded or self._work is None:
                 full.append(weight.part.view(weight.shape))
                 continue
             width = weight.shape[1:].numel()
             parts = []
-            for rank in range(world):
-                count = _rows(weight.shape, rank, world) * width
+            for rank in range(shards):
+                count = _rows(weight.shape, rank, shards) * width
                 parts.append(self._received[rank][offsets[rank] : offsets[rank] + count])
                 offsets[rank] += count
             full.append(torch.cat(parts).view(weight.shape))
         return full
 
 
-def _rows(shape: torch.Size, rank: int, world_size: int) -> int:
+def _rows(shape: torch.Size, rank: int, shards: int) -> int:
     """Rows of a weight that a rank holds: FSDP2 cuts dimension 0 as torch.chunk does."""
-    each = -(-shape[0] // world_size)
+    each = -(-shape[0] // shards)
     return max(0, min(each, shape[0] - rank * each))

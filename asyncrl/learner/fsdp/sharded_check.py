@@ -186,6 +186,7 @@ class _Check:
 
     def _score(self, rows: list[Any], attention: Attention, *, chunked: bool) -> Tensor:
         Scoring(packed=False, attention=attention, chunked=chunked).apply(self._policy)
+        self._ranks.mark()
         return score_rows(self._policy, rows)
 
     def _worst(self, scores: Tensor, truth: Tensor) -> float:

@@ -7,7 +7,7 @@ batch is scored in every way, in float32 on the CPU, before the model is sharded
 sequence a row, transformers' plain attention, the model's own logits. The learner takes the fastest way that agrees:
 
     rows        several sequences a row, else one
-    attention   of several: ours (sequence by sequence), else what transformers chose, else the plain one; of one: the last two
+    attention   of several: ours (attention.py), else what transformers chose, else the plain one; of one: the last two
     logits      in chunks, else the model's own
 
 The second part (sharded_check.py) holds what was chosen here against itself where it will run.
