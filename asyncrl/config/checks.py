@@ -160,6 +160,10 @@ def cross_check(config: Config) -> list[tuple[str, str]]:
     if learner.updates_per_batch > learner.groups_per_step:
         told = f"is {learner.updates_per_batch}, more than there are groups (learner.groups_per_step = "
         found.append(("learner.updates_per_batch", f"{told}{learner.groups_per_step})"))
+    if learner.ranks % learner.replicas:
+        found.append(
+            ("learner.replicas", f"is {learner.replicas}, which does not divide learner.ranks = {learner.ranks}")
+        )
     if learner.advantage == "reinforce" and learner.dynamic_sampling:
         told = "leaves out groups of equal rewards, which the advantage reinforce learns from; set it to false"
         found.append(("learner.dynamic_sampling", told))

@@ -122,6 +122,9 @@ class LearnerConfig(Section):
     """What trains: torch FSDP2, or a timing model."""
     ranks: Positive = 1
     """Processes of the learner: one a GPU, or CPU processes with gloo."""
+    replicas: Positive = 1
+    """Copies of the model among the ranks: each is cut up over learner.ranks / replicas of them, which follow one
+    another, so that layers are gathered within a copy (a host) alone. The copies step alike."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Where it trains; auto takes CUDA where there is one."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"

@@ -36,6 +36,7 @@ What goes wrong while a checkpoint or a version is written is the result of its 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -52,6 +53,9 @@ from asyncrl.messages.weights import Probe
 
 Parcels = list[np.ndarray]
 """For each rank uint8, its micro-batches of a step packed; that of rank 0, which has them, is empty."""
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Settings of CUDA's allocator. torch reads both when it is imported or later; 2.9 heeds only the first for segments
+that grow, and warns of its name up to 2.11."""
 
 
 class Backend(Protocol):
@@ -169,6 +173,9 @@ def create(config: Config, rank: int) -> Backend:
         from asyncrl.learner.sim import SimTrainer
 
         return SimTrainer(config, rank)
+    if config.learner.device != "cpu" and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        # Rows are of all lengths; a segment that cannot grow is left in fragments.
+        os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
     from asyncrl.learner.fsdp.trainer import Trainer
 
     return Trainer(config, rank)

@@ -104,7 +104,7 @@ def memory_need(config: Config, actors: Sequence[str], size: ModelSize | None, *
         return need
     if ranks and not on_gpu:
         training = WEIGHT_BYTES * size.parameters + (CHECKPOINT_BYTES - WEIGHT_BYTES + GRADIENT_BYTES) * size.trained
-        need += training * ranks // config.learner.ranks
+        need += training * ranks * config.learner.replicas // config.learner.ranks
     if config.rollout.engine == "reference":
         need += replicas * size.bytes
     elif config.rollout.engine == "vllm" and config.rollout.gpus_per_replica == 0:

@@ -11,16 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import varlen_kernel
+from learner_cases import save_small_model
 from model_matrix import VOCABULARY, make_family, save_family
 
-from asyncrl.config.training import ModelConfig
-from asyncrl.learner.fsdp.policy import Policy, Row, load_policy, make_row
+from asyncrl.config.training import LearnerConfig, ModelConfig
+from asyncrl.learner.fsdp import varlen
+from asyncrl.learner.fsdp.policy import Attention, Policy, Row, load_policy, make_row
+from asyncrl.learner.fsdp.sharding import wrap_forward
 
 # Dynamo looks at the inputs' gradients when it makes a graph.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
-MOST = 12
-"""Sequences in a row; more than the graphs that dynamo allows the code of a layer."""
+CPU = torch.device("cpu")
+COUNTS = 50
+"""Of sequences in a row, all different; more than the graphs that dynamo allows the code of a layer."""
 
 
 @pytest.fixture(autouse=True)
@@ -32,43 +37,95 @@ def _nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.compiler.reset()
 
 
-def _compiled(policy: Policy) -> list[Any]:
-    """Compile the layers as sharding.py does, but into plain Python; what is returned grows with each graph."""
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention in one kernel, on CPUs."""
+    varlen_kernel.install()
+    monkeypatch.setattr(varlen, "DEVICE", "cpu")
+
+
+def _load(folder: Path, attention: Attention) -> Policy:
+    policy = load_policy(ModelConfig(path=str(folder)))
+    policy.use_attention(attention)
+    return policy.to(torch.bfloat16) if attention == "varlen" else policy
+
+
+def _compiled(policy: Policy, monkeypatch: pytest.MonkeyPatch, backend: Any = None, **config: Any) -> list[Any]:
+    """Compile the layers, into plain Python where there is no ``backend``; what is returned grows with each graph."""
     graphs: list[Any] = []
 
-    def backend(graph: Any, _inputs: Any) -> Any:
+    def plain(graph: Any, _inputs: Any) -> Any:
         graphs.append(graph)
         return graph.forward
 
+    make = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda forward, **how: make(forward, backend=backend or plain, **how))
+    settings = LearnerConfig(compile=True, **config)
     for layer in policy.decoder_layers():
-        layer.forward = torch.compile(layer.forward, dynamic=True, backend=backend)
+        layer.forward = wrap_forward(layer.forward, settings, CPU)
     return graphs
 
 
 def _row(random: np.random.Generator, sequences: int) -> Row:
-    lengths = random.integers(2, 24, sequences)
+    lengths = random.integers(2, 12, sequences)
     ids = random.integers(0, VOCABULARY, int(lengths.sum()))
-    return make_row(ids, lengths, np.arange(len(ids)), ids, torch.device("cpu"))
+    return make_row(ids, lengths, np.arange(len(ids)), ids, CPU)
 
 
-def test_the_number_of_sequences_in_a_row_makes_no_graph(tmp_path: Path) -> None:
-    # Its two layers attend in different ways.
-    folder = save_family(tmp_path / "model", make_family("Gemma3", tied=True))
-    policy = load_policy(ModelConfig(path=str(folder)))
-    policy.use_attention("packed")
-    graphs, random = _compiled(policy), np.random.default_rng(0)
+@pytest.mark.parametrize(("attention", "most"), [("packed", 12), ("varlen", 4)])
+def test_the_number_of_sequences_in_a_row_makes_no_graph(
+    attention: Attention, most: int, kernel, tmp_path: Path, monkeypatch
+) -> None:
+    # Its two layers attend in different ways: a graph each, with a gradient and without. Sequence by sequence attention
+    # breaks it in two, and what is before it knows sizes of one and of several.
+    policy = _load(save_family(tmp_path / "model", make_family("Gemma3", tied=True)), attention)
+    graphs, random = _compiled(policy, monkeypatch), np.random.default_rng(0)
 
-    def both_ways(sequences: int) -> None:
+    def score(sequences: int) -> None:
         row = _row(random, sequences)
-        with torch.no_grad():
-            policy.score(row, 1.0)
+        if sequences < 4 or sequences % 10 == 0:
+            with torch.no_grad():
+                policy.score(row, 1.0)
         policy.score(row, 1.0)[0].sum().backward()
 
-    # Dynamo knows sizes of one and of several.
-    both_ways(1)
-    both_ways(3)
+    score(1)
+    score(3)
     known = len(graphs)
-    assert known > 0 and torch._dynamo.config.recompile_limit < MOST
-    for sequences in range(2, MOST + 1):
-        both_ways(sequences)
+    assert 0 < known <= most
+    assert torch._dynamo.config.recompile_limit < COUNTS
+    for sequences in random.permutation(np.arange(2, COUNTS + 2)):
+        score(int(sequences))
     assert len(graphs) == known
+
+
+def _gradients(policy: Policy, row: Row) -> tuple[dict[str, torch.Tensor], int]:
+    """Of the sum of log-probs, and the matrix products of the backward pass."""
+    policy.zero_grad()
+    loss = policy.score(row, 1.0)[0].sum()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        loss.backward()
+    products = sum(event.name in ("aten::mm", "aten::addmm") for event in profile.events())
+    return {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}, products
+
+
+@pytest.mark.parametrize(
+    ("attention", "kind", "again"),
+    [("packed", "full", True), ("packed", "selective", True), ("varlen", "full", True), ("varlen", "selective", False)],
+)
+def test_activations_are_computed_again_in_compiled_layers(
+    attention: Attention, kind: Any, again: bool, request, tmp_path: Path, monkeypatch
+) -> None:
+    if attention == "varlen":
+        request.getfixturevalue("kernel")
+    folder, random = save_small_model(tmp_path / "model"), np.random.default_rng(1)
+    rows = [_row(random, sequences) for sequences in (3, 5)]
+    plain = _load(folder, attention)
+    compiled = _load(folder, attention)
+    _compiled(compiled, monkeypatch, backend="aot_eager_decomp_partition", activation_checkpointing=kind)
+    for row in rows:
+        expected, least = _gradients(plain, row)
+        found, products = _gradients(compiled, row)
+        for name, gradient in expected.items():
+            distance = (found[name] - gradient).float().norm() / gradient.float().norm()
+            assert distance < (1e-5 if attention == "packed" else 0.05), name
+        assert (products > least) == again, (products, least)

@@ -50,7 +50,7 @@ class Assembly:
             "export": [model, adapters],
         }
         self._ranks, self._bucket_bytes = ranks, bucket_bytes
-        self._group = ranks.another_group(ranks.timeout_s)
+        self._group = ranks.another_group(ranks.timeout_s, members=ranks.shards)
         self._background = Background("assembly", f"learner/{ranks.rank}")
         self._last: Future[Any] | None = None
 
@@ -65,7 +65,9 @@ class Assembly:
         for each in copies:
             each.take()
         units = [unit for each in copies for unit in each.units]
-        gathered = gather_buckets(units, self._ranks, self._group, bucket_bytes=self._bucket_bytes)
+        gathered: Iterator[dict[str, Tensor]] = iter(())
+        if not self._ranks.replica:
+            gathered = gather_buckets(units, self._ranks, self._group, bucket_bytes=self._bucket_bytes)
         self._last = begun = self._background.start(lambda: consume(gathered))
         return begun
 

@@ -6,7 +6,8 @@ Registered with transformers under NAME; a model that runs with it gets ``sequen
 argument of its forward and hands it down to every attention layer.
 
 The lengths are a tensor: as numbers they would be guards of torch.compile, and each count of sequences one graph
-more. The attention itself stays out of the graphs (``packed_attention`` is the one place that reads the lengths).
+more. The attention itself stays out of the graphs (``packed_attention`` is the one place that reads the lengths). It
+runs where the kernel of varlen.py does not.
 
 Fails with NotImplementedError for attention that is more than causal dot-product, soft-capped or not (sinks,
 a bidirectional layer) and for a model that does not hand the lengths down. The start-up check (startup_check.py)
@@ -51,12 +52,8 @@ def packed_attention(
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    if sequence_lengths is None:
-        raise NotImplementedError(f"{type(module).__name__} is not given the lengths of the packed sequences")
-    if kwargs.get("s_aux") is not None:
-        raise NotImplementedError(f"{type(module).__name__} needs s_aux")
-    if not (getattr(module, "is_causal", True) and kwargs.get("is_causal") in (None, True)):
-        raise NotImplementedError(f"{type(module).__name__} is not causal")
+    refuse_unknown(module, kwargs, sequence_lengths)
+    assert sequence_lengths is not None
     outputs = []
     for q, k, v in zip(*(torch.split(x, sequence_lengths.tolist(), dim=2) for x in (query, key, value)), strict=True):
         length = q.shape[2]
@@ -70,6 +67,16 @@ def packed_attention(
             output = _soft_capped(q, k, v, mask, dropout=dropout, scaling=scaling, softcap=softcap)
         outputs.append(output)
     return torch.cat(outputs, dim=1), None
+
+
+def refuse_unknown(module: nn.Module, kwargs: dict[str, Any], lengths: Tensor | None) -> None:
+    """Raise NotImplementedError for attention that is more than causal, or that is not told what is packed."""
+    if lengths is None:
+        raise NotImplementedError(f"{type(module).__name__} is not given the lengths of the packed sequences")
+    if kwargs.get("s_aux") is not None:
+        raise NotImplementedError(f"{type(module).__name__} needs s_aux")
+    if not (getattr(module, "is_causal", True) and kwargs.get("is_causal") in (None, True)):
+        raise NotImplementedError(f"{type(module).__name__} is not causal")
 
 
 def _soft_capped(

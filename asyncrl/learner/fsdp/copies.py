@@ -38,7 +38,7 @@ class Weight:
     name: str
     shape: torch.Size
     sharded: bool
-    """By rows over the ranks; else every rank has all of it."""
+    """By rows over the ranks of a replica; else every rank has all of it."""
     part: Tensor
     """[elements of this rank], where the model keeps it or in a copy."""
     adapter: _Adapter | None = None
@@ -78,7 +78,8 @@ class Unit:
 class ShardCopies:
     """This rank's part of all that is published, copied to host memory in the publishing type.
 
-    The memory is taken by the first copy, pinned where the model is on a GPU, and used again by every other.
+    The memory is taken by the first copy, pinned where the model is on a GPU, and used again by every other. Where the
+    model has replicas, the ranks of the first have the copies.
     """
 
     def __init__(self, live: list[Unit], ranks: Ranks, dtype: torch.dtype) -> None:
@@ -88,9 +89,11 @@ class ShardCopies:
 
     def take(self) -> None:
         """All ranks together: copy the weights as they are now. Whoever reads the copy before has ended."""
-        self.units = self.units or [replace(unit, weights=[*map(self._empty, unit.weights)]) for unit in self._live]
         live = [weight for unit in self._live for weight in unit.weights]
         whole = _whole_a([weight.adapter.a for weight in live if weight.adapter is not None], self._ranks)
+        if self._ranks.replica:
+            return
+        self.units = self.units or [replace(unit, weights=[*map(self._empty, unit.weights)]) for unit in self._live]
         on_gpu = False
         for weight, copy in zip(live, (weight for unit in self.units for weight in unit.weights), strict=True):
             part = weight.part if weight.adapter is None else _merged(weight, weight.adapter, next(whole))
@@ -143,7 +146,7 @@ def adapter_units(policy: Policy) -> list[Unit]:
 def _read(name: str, tensor: Tensor) -> Weight:
     part = tensor.detach()
     if isinstance(part, DTensor):
-        assert part.placements == (Shard(0),)
+        assert part.placements[-1] == Shard(0)
         return Weight(name, tensor.shape, True, part.to_local().reshape(-1))
     return Weight(name, tensor.shape, False, part.reshape(-1))
 
@@ -170,22 +173,22 @@ def _merged(weight: Weight, adapter: _Adapter, whole_a: Tensor) -> Tensor:
 
 def _whole_a(parts: list[Weight], ranks: Ranks) -> Iterator[Tensor]:
     """All ranks together: the matrices A of all ranks, [rank, in] each; the rows of a weight and of B are cut alike."""
-    if ranks.world_size == 1 or not parts:
+    if ranks.shards == 1 or not parts:
         return iter([weight.part.view(weight.shape) for weight in parts])
-    sent = flat(parts, ranks.world_size)
+    sent = flat(parts, ranks.shards)
     received = [torch.empty_like(sent) for _ in range(ranks.world_size)]
     with ranks.waiting("gathering the adapters"):
         dist.all_gather(received, sent)
-    return iter(joined(parts, received))
+    return iter(joined(parts, received[: ranks.shards]))
 
 
 def _published(weight: Tensor, dtype: torch.dtype) -> torch.dtype:
     return dtype if weight.is_floating_point() else weight.dtype
 
 
-def flat(weights: list[Weight], world_size: int) -> Tensor:
+def flat(weights: list[Weight], shards: int) -> Tensor:
     """This rank's parts in one buffer, of the size that rank 0 needs, which has the largest part of everything."""
-    size = sum(_rows(w.shape, 0, world_size) * w.shape[1:].numel() for w in weights)
+    size = sum(_rows(w.shape, 0, shards) * w.shape[1:].numel() for w in weights)
     (dtype,) = {w.part.dtype for w in weights}
     parts = torch.cat([w.part for w in weights])
     sent = torch.zeros(size, dtype=dtype, device=parts.device)
@@ -195,20 +198,20 @@ def flat(weights: list[Weight], world_size: int) -> Tensor:
 
 def joined(weights: list[Weight], received: list[Tensor]) -> list[Tensor]:
     """The full weights, from what ``flat`` gave on each rank."""
-    world = len(received)
-    full, offsets = [], [0] * world
+    shards = len(received)
+    full, offsets = [], [0] * shards
     for weight in weights if received else []:
         width = weight.shape[1:].numel()
         parts = []
-        for rank in range(world):
-            count = _rows(weight.shape, rank, world) * width
+        for rank in range(shards):
+            count = _rows(weight.shape, rank, shards) * width
             parts.append(received[rank][offsets[rank] : offsets[rank] + count])
             offsets[rank] += count
         full.append(torch.cat(parts).view(weight.shape))
     return full
 
 
-def _rows(shape: torch.Size, rank: int, world_size: int) -> int:
+def _rows(shape: torch.Size, rank: int, shards: int) -> int:
     """Rows of a weight that a rank holds: FSDP2 cuts dimension 0 as torch.chunk does."""
-    each = -(-shape[0] // world_size)
+    each = -(-shape[0] // shards)
     return max(0, min(each, shape[0] - rank * each))

@@ -6,9 +6,9 @@
         rank_RRRRR.msgpack        random number generators of rank R
 
 The weights are those that are trained: adapters, where there are some, without the frozen model. Each rank writes its
-own shards and each rank reads what it needs, whatever the number of ranks was. DCP plans, writes and reads; what the
-ranks tell one another meanwhile goes through ``Ranks.exchange`` as MessagePack, since DCP would pickle it, and loading
-needs no exchange at all.
+own shards (where the model has replicas, each of them its share of the tensors) and reads what it needs, whatever the
+number of ranks and replicas was. DCP plans, writes and reads; what the ranks tell one another meanwhile goes through
+``Ranks.exchange`` as MessagePack, since DCP would pickle it, and loading needs no exchange at all.
 
 It keeps: what is written is the state when ``Staged`` was made, whatever is trained meanwhile (every tensor is copied);
 and a file is held against its checksum before anything is made of it.
@@ -108,10 +108,12 @@ class Staged:
         self.planner = _CopiesPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.planner.set_up_planner(dict(live), is_coordinator=ranks.rank == 0)
         # What is no shard is the same on all ranks, and a rank may have none of a small tensor.
+        writers = {name: number % ranks.replicas for number, name in enumerate(live)}
         items = [
             item
             for item in self.planner.create_local_plan().items
-            if (ranks.rank == 0 or item.type == WriteItemType.SHARD) and 0 not in _chunk(item).sizes
+            if (writers[item.index.fqn] == ranks.replica if item.type == WriteItemType.SHARD else ranks.rank == 0)
+            and 0 not in _chunk(item).sizes
         ]
         self.plan = SavePlan(items)
         # A copy also of what is in host memory already: the next step changes it in place.

@@ -76,7 +76,8 @@ def _write_bucket(name: str, tensors: dict[str, Tensor]) -> tuple[Bucket, int]:
 def gather_buckets(
     units: list[Unit], ranks: Ranks, group: dist.ProcessGroup | None, *, bucket_bytes: int
 ) -> Iterator[dict[str, Tensor]]:
-    """All ranks together: full weights by checkpoint name, bucket by bucket; empty dicts on ranks above 0.
+    """All ranks of the first replica together: full weights by checkpoint name, bucket by bucket; empty dicts on ranks
+    above 0.
 
     ``units`` are copies. ``group`` is from ``Ranks.another_group``, and nothing else uses it meanwhile. The tensors are
     in host memory and may share it with the copies: they are to be read before the next bucket is asked for. The next
@@ -113,9 +114,9 @@ class _Gather:
         sharded = [weight for weight in weights if weight.sharded]
         if group is None or not sharded:
             return
-        sent = flat(sharded, ranks.world_size)
+        sent = flat(sharded, ranks.shards)
         if ranks.rank == 0:
-            self._received = [torch.empty_like(sent) for _ in range(ranks.world_size)]
+            self._received = [torch.empty_like(sent) for _ in range(ranks.shards)]
         self._work = dist.gather(sent, self._received or None, dst=0, group=group, async_op=True)
 
     def wait(self) -> list[Tensor]:

@@ -68,6 +68,8 @@ class Load:
     checkpointing: Checkpointing
     offloaded: bool
     """Whether shards and optimizer states are in host memory."""
+    replicas: int = 1
+    """Copies of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,9 @@ def advise(shape: ModelShape, load: Load, available: int) -> str | None:
     while not fits() and load.tokens >= 2 * FEWEST_TOKENS:
         load = replace(load, tokens=load.tokens // 2)
         words = [*(word for word in words if TOKENS not in word), f"{TOKENS} = {load.tokens}"]
+    if not fits() and load.replicas > 1:
+        load = replace(load, shards=load.shards * load.replicas, replicas=1)
+        words.append("learner.replicas = 1")
     if not fits() and not load.offloaded:
         load = replace(load, offloaded=True)
         words.append("learner.offload = true")

@@ -24,12 +24,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from asyncrl.config.training import ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.learner.fsdp import attention
+from asyncrl.learner.fsdp import attention, varlen
 from asyncrl.learner.fsdp.head import find_likeliest, head_logits, score_hidden, score_logits
 
-Attention = Literal["packed", "loaded", "plain"]
-"""Ours (attention.py), what transformers chose when it loaded the model, and transformers' own matrix products, which
-leave out nothing that a model asks for."""
+Attention = Literal["varlen", "packed", "loaded", "plain"]
+"""Ours in one kernel (varlen.py) and sequence by sequence (attention.py), what transformers chose when it loaded the
+model, and transformers' own matrix products, which leave out nothing that a model asks for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,8 @@ class Row:
     """int64 [1, T], restarting at 0 in each sequence."""
     lengths: tuple[int, ...]
     """Of the sequences; sums to T."""
+    cu_seqlens: Tensor
+    """int32 [sequences + 1]: where each begins, and T."""
     predict: Tensor
     """int64 [N]: positions whose next token is scored."""
     targets: Tensor
@@ -66,9 +68,14 @@ class Policy(nn.Module):
 
     def use_attention(self, name: Attention) -> None:
         """Attend in one of the ways that Attention names. Raises ValueError where the model has no plain one."""
-        if name == "packed":
-            attention.register()
-        implementations = {"packed": attention.NAME, "loaded": self._attention, "plain": "eager"}
+        attention.register()
+        varlen.register()
+        implementations = {
+            "varlen": varlen.NAME,
+            "packed": attention.NAME,
+            "loaded": self._attention,
+            "plain": "eager",
+        }
         self.model.set_attn_implementation(implementations[name])
 
     def forward(
@@ -76,6 +83,7 @@ class Policy(nn.Module):
         input_ids: Tensor,
         position_ids: Tensor,
         lengths: tuple[int, ...],
+        cu_seqlens: Tensor,
         predict: Tensor,
         targets: Tensor,
         temperature: float,
@@ -87,7 +95,10 @@ class Policy(nn.Module):
         [N, K], and their log-probs, float32 [N, K]; it holds the logits of all N positions.
         """
         arguments: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
-        if self.model.config._attn_implementation == attention.NAME:
+        implementation = self.model.config._attn_implementation
+        if implementation == varlen.NAME:
+            arguments |= {"cu_seqlens": cu_seqlens, "max_seqlen": varlen.round_longest(max(lengths))}
+        if implementation in (attention.NAME, varlen.NAME):
             # Made here, below FSDP's root: it would move an argument of its own to the device.
             arguments["sequence_lengths"] = torch.tensor(lengths)
         if not self.chunked:
@@ -113,7 +124,7 @@ class Policy(nn.Module):
     def score(self, row: Row, temperature: float) -> tuple[Tensor, Tensor]:
         """``forward`` of a row."""
         scores: tuple[Tensor, Tensor] = self(
-            row.input_ids, row.position_ids, row.lengths, row.predict, row.targets, temperature
+            row.input_ids, row.position_ids, row.lengths, row.cu_seqlens, row.predict, row.targets, temperature
         )
         return scores
 
@@ -122,7 +133,14 @@ class Policy(nn.Module):
         (nats) under the logits divided by ``temperature``, float32 [N, count]. Without a gradient."""
         with torch.no_grad():
             found: tuple[Tensor, Tensor] = self(
-                row.input_ids, row.position_ids, row.lengths, row.predict, row.targets, temperature, count
+                row.input_ids,
+                row.position_ids,
+                row.lengths,
+                row.cu_seqlens,
+                row.predict,
+                row.targets,
+                temperature,
+                count,
             )
         return found
 
@@ -153,7 +171,14 @@ def make_row(input_ids: Any, lengths: Any, predict: Any, targets: Any, device: t
 
     sizes = tuple(int(n) for n in lengths)
     positions = torch.cat([torch.arange(n) for n in sizes])
-    return Row(put(input_ids)[None], put(positions)[None], sizes, put(predict), put(targets))
+    return Row(
+        input_ids=put(input_ids)[None],
+        position_ids=put(positions)[None],
+        lengths=sizes,
+        cu_seqlens=varlen.cumulate(sizes, device),
+        predict=put(predict),
+        targets=put(targets),
+    )
 
 
 def load_policy(config: ModelConfig) -> Policy:

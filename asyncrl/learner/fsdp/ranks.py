@@ -11,7 +11,7 @@ What travels is MessagePack and raw arrays over gloo, which is there under both 
 
 Fails with DeadlineExceeded when ranks do not meet or do not take part in a collective in time, ActorFailed
 when rank 0 is gone while its next command is awaited, and otherwise with torch's RuntimeError, a note saying
-where.
+where. A wait that torch does not end, as under NCCL, ends the process with the same words (hang_watch.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
 import msgspec
@@ -30,11 +30,14 @@ import torch.distributed as dist
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
 
 from asyncrl.errors import ActorFailed, DeadlineExceeded
+from asyncrl.learner.fsdp.hang_watch import HangWatch, in_words
 from asyncrl.weights.collective.links import ANY, listen
 from asyncrl.weights.segments import ALIGNMENT
 
 IDLE_WAIT_S = 300.0
 """One wait of a rank for its next command."""
+NCCL_AFTER_S = 60.0
+"""Time past a limit after which NCCL's own watchdog ends a process that ours has not."""
 LEAVE_WAIT_S = 5.0
 """Time that rank 0 gives the others to leave."""
 _LOG = logging.getLogger(__name__)
@@ -122,11 +125,17 @@ class Ranks:
         *,
         device: torch.device,
         timeout_s: float,
+        replicas: int = 1,
         store: TCPStore | None = None,
     ) -> None:
-        """``store`` is rank 0's from open_store. Raises DeadlineExceeded when a rank does not come in time."""
+        """``store`` is rank 0's from open_store; ``replicas`` divides ``world_size``.
+
+        Raises DeadlineExceeded when a rank does not come in time.
+        """
         assert (store is not None) == (rank == 0)
         self.rank, self.world_size, self.device = rank, world_size, device
+        self.replicas, self.shards = replicas, world_size // replicas
+        """Copies of the model, and ranks that each is cut up over: the first one over the first ranks."""
         self.timeout_s = timeout_s
         self._count = 0
         self._interrupted = threading.Event()
@@ -143,7 +152,7 @@ class Ranks:
                 store=self._store,
                 rank=rank,
                 world_size=world_size,
-                timeout=timedelta(seconds=timeout_s),
+                timeout=timedelta(seconds=timeout_s + (NCCL_AFTER_S if device.type == "cuda" else 0.0)),
                 device_id=device if device.type == "cuda" else None,
             )
         except (DistNetworkError, DistStoreError) as error:
@@ -154,6 +163,9 @@ class Ranks:
                 timeout_s,
                 str(error),
             ) from error
+        self._watch: HangWatch | None = None
+        if world_size > 1:
+            self._watch = HangWatch(rank, world_size, self._client(host, port), device=device, timeout_s=timeout_s)
 
     def _client(self, host: str, port: int) -> TCPStore:
         return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=self.timeout_s), wait_for_workers=False)
@@ -244,14 +256,22 @@ class Ranks:
                     found.append(bytes(buffer.numpy()).decode())
         return found
 
-    def another_group(self, timeout_s: float) -> dist.ProcessGroup | None:
-        """All ranks together: a group for ``exchange`` on another thread; None for a single rank, which needs none."""
-        if self.world_size == 1:
+    @property
+    def replica(self) -> int:
+        """The copy of the model that this rank has a shard of."""
+        return self.rank // self.shards
+
+    def another_group(self, timeout_s: float, *, members: int | None = None) -> dist.ProcessGroup | None:
+        """All ranks together: a group of the first ``members`` (all) for collectives on another thread.
+
+        None for a single member, which needs none, and for a rank that is no member.
+        """
+        members = members or self.world_size
+        if members == 1:
             return None
         with self.waiting("another process group"):
-            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        assert isinstance(group, dist.ProcessGroup)
-        return group
+            group = dist.new_group(range(members), backend="gloo", timeout=timedelta(seconds=timeout_s))
+        return group if isinstance(group, dist.ProcessGroup) else None
 
     def exchange(self, data: bytes, group: dist.ProcessGroup | None, what: str, timeout_s: float) -> list[bytes]:
         """All ranks together, on one thread each: the ``data`` of every rank, in order of rank.
@@ -278,13 +298,20 @@ class Ranks:
 
         ``timeout_s`` where its process group has another limit than learner.collective_timeout_s.
         """
+        blamed: list[str] = []
         try:
-            yield
+            with self._watch.wait(what) if self._watch is not None else nullcontext():
+                try:
+                    yield
+                except RuntimeError:
+                    # As long as this rank is in the wait.
+                    blamed = self._watch.blamed() if self._watch is not None else []
+                    raise
         except RuntimeError as error:
             if "timed out" in str(error).lower():
                 raise DeadlineExceeded(
                     f"learner/{self.rank}",
-                    "the other ranks of the learner",
+                    in_words(blamed),
                     what,
                     timeout_s or self.timeout_s,
                     "see their logs" + ("" if timeout_s else "; the limit is learner.collective_timeout_s"),
@@ -292,8 +319,15 @@ class Ranks:
             error.add_note(f"learner/{self.rank} of {self.world_size} ranks, {what}")
             raise
 
+    def mark(self) -> None:
+        """Within a wait of many collectives, between two of them: the limit is each one's."""
+        if self._watch is not None:
+            self._watch.mark()
+
     def close(self) -> None:
         """Leave. Rank 0, which holds the store, lets the others go first but waits for none that is gone."""
+        if self._watch is not None:
+            self._watch.stop()
         if self.rank:
             self._commands.set(f"left/{self.rank}", "")
         else:

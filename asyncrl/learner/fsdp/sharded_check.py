@@ -6,7 +6,8 @@ window of the model's attention. A way that agreed before (startup_check.py) and
 fastest:
 
     logits      in chunks, against the model's own, of the short sequences
-    rows        several sequences a row, the long one between short ones, against each alone
+    rows        several sequences a row, the long one between short ones, against each alone: in one kernel where the
+                devices of all ranks have it (varlen.py), then in the ways of the first part
 
 Two computations in float32 agree to TOLERANCE. In bfloat16 rounding alone is more, and how much depends on the model:
 it is measured as the distance of the short sequences from the first part's float32, and a way agrees when no stretch of
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
+from asyncrl.learner.fsdp import varlen
 from asyncrl.learner.fsdp.policy import Attention, Policy
 from asyncrl.learner.fsdp.ranks import Ranks
 from asyncrl.learner.fsdp.startup_check import (
@@ -84,6 +86,17 @@ def attention_window(model: Any) -> int | None:
     return min((size for size in found if size), default=None)
 
 
+def head_shape(model: Any) -> varlen.Heads:
+    """Of the layers of a model, by its configuration."""
+    heads = model.num_attention_heads
+    return varlen.Heads(
+        queries=heads,
+        keys=getattr(model, "num_key_value_heads", None) or heads,
+        width=getattr(model, "head_dim", None) or model.hidden_size // heads,
+        softcap=getattr(model, "attn_logit_softcapping", None),
+    )
+
+
 def long_length(window: int | None, *, longest: int, parameters: int, device: str) -> int:
     """Length of the long sequence: past the window, no longer than any in training, and within FLOPS."""
     affordable = int(FLOPS[device] / (2 * parameters))
@@ -94,6 +107,7 @@ def long_length(window: int | None, *, longest: int, parameters: int, device: st
 class _Check:
     def __init__(self, policy: Policy, choice: Choice, config: Config, ranks: Ranks, dtype: torch.dtype) -> None:
         self._policy, self._choice, self._config, self._ranks = policy, choice, config, ranks
+        self._dtype = dtype
         self._exact = dtype == torch.float32
         self._where = f"in {str(dtype).removeprefix('torch.')} on {ranks.device.type}"
         self._limit = TOLERANCE
@@ -134,15 +148,28 @@ class _Check:
         truth = torch.cat([whole[:before], alone, whole[before:]])
         batch = make_batch([*tokens[:BEFORE], *long, *tokens[BEFORE:]], self._ranks.device)
         found: dict[Attention, float] = {}
-        for attention in choice.packed:
+        ways = self._ways(warnings)
+        for attention in ways:
             scores = self._score([batch.packed], attention, chunked=chunked)
             found[attention] = worst = self._worst(scores, truth)
             if worst <= self._limit:
-                if attention != choice.packed[0]:
-                    warnings.append(slower_packing(attention, f"{found[choice.packed[0]]:.2g} {self._where}"))
+                if attention != ways[0]:
+                    warnings.append(slower_packing(attention, f"{found[ways[0]]:.2g} {self._where}"))
                 return Scoring(True, attention, chunked, warnings)
         warnings.append(no_packing(self._config.learner, f"{min(found.values()):.2g} {self._where}"))
         return Scoring(False, choice.single, chunked, warnings)
+
+    def _ways(self, warnings: list[str]) -> list[Attention]:
+        """Ways to attend to several sequences a row, the fastest first: what the kernel can do, our own can."""
+        ways, device = self._choice.packed, self._ranks.device
+        if "packed" not in ways or device.type != varlen.DEVICE:
+            return ways
+        heads = head_shape(self._policy.model.config.get_text_config())
+        problem = varlen.kernel_problem(device, self._dtype, heads, windowed=self._window is not None)
+        if problems := self._ranks.agree(problem, "the check of attention in one kernel"):
+            warnings.append(f"attention over packed rows takes a kernel for each sequence: {problems[0]}")
+            return ways
+        return ["varlen", *ways]
 
     def _rounding(self, whole: Tensor, path: str) -> float:
         """Root mean square of the distance from the model that was loaded, nats."""
@@ -155,6 +182,7 @@ class _Check:
 
     def _score(self, rows: list[Any], attention: Attention, *, chunked: bool) -> Tensor:
         Scoring(packed=False, attention=attention, chunked=chunked).apply(self._policy)
+        self._ranks.mark()
         return score_rows(self._policy, rows)
 
     def _worst(self, scores: Tensor, truth: Tensor) -> float:

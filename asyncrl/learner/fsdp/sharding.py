@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -29,6 +30,7 @@ from asyncrl.config import Config
 from asyncrl.config.lora import LoraConfig
 from asyncrl.config.training import LearnerConfig, ModelConfig
 from asyncrl.errors import ConfigError
+from asyncrl.learner.fsdp import varlen
 from asyncrl.learner.fsdp.head import chunk_size
 from asyncrl.learner.fsdp.lora import add_adapters, unreached
 from asyncrl.learner.fsdp.memory import Checkpointing, Load, ModelShape, advise, estimate, in_gigabytes
@@ -39,14 +41,15 @@ from asyncrl.learner.fsdp.startup_check import LENGTHS, Choice, Scoring, choose_
 
 _LOG = logging.getLogger(__name__)
 KEPT = (
-    "mm",
-    "addmm",
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
+    "aten::mm",
+    "aten::addmm",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "torch_attn::_varlen_attn",
 )
-"""Operators of aten whose results selective checkpointing keeps: those that cost most to compute again."""
+"""Operators whose results selective checkpointing keeps: those that cost most to compute again."""
 
 
 def choose_device(config: LearnerConfig, rank: int) -> torch.device:
@@ -171,25 +174,44 @@ def shard(
     offload: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - it is constant
 ) -> None:
     """All ranks together: cut ``policy`` up in place. Rank 0's holds the weights, the others' may be on meta."""
-    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
-    whole: dict[str, Tensor] = {n: p.detach() for n, p in policy.named_parameters()} if ranks.rank == 0 else {}
+    mesh = make_mesh(ranks)
+    handed = ranks.rank == 0 and ranks.world_size > 1
+    whole: dict[str, Tensor] = {n: p.detach() for n, p in policy.named_parameters()} if handed else {}
     precision = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype,
         reduce_dtype=None if dtype == torch.float32 else torch.float32,
     )
     for layer in policy.decoder_layers():
         # In place of the method, so that parameters keep their names and FSDP's hooks stay outside.
-        if config.compile:
-            layer.forward = torch.compile(layer.forward, dynamic=True)
-        if (kind := checkpointing(config, ranks.device)) != "off":
-            layer.forward = functools.partial(
-                checkpoint, layer.forward, use_reentrant=False, **checkpoint_contexts(kind)
-            )
+        layer.forward = wrap_forward(layer.forward, config, ranks.device)
         fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
     fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=offload)
     if ranks.world_size > 1:
         with ranks.waiting("handing out the weights"):
             _hand_out(policy, whole, ranks, mesh, offloaded=isinstance(offload, CPUOffloadPolicy))
+
+
+def make_mesh(ranks: Ranks) -> DeviceMesh:
+    """Of all ranks: by replica and by shard, where there are several replicas."""
+    if ranks.replicas == 1:
+        return init_device_mesh(ranks.device.type, (ranks.world_size,))
+    return init_device_mesh(ranks.device.type, (ranks.replicas, ranks.shards), mesh_dim_names=("replicate", "shard"))
+
+
+def wrap_forward(forward: Callable[..., Any], config: LearnerConfig, device: torch.device) -> Callable[..., Any]:
+    """The forward of a layer, compiled and with activations that are computed again, as the configuration says."""
+
+    def again(forward: Callable[..., Any], kind: Checkpointing) -> Callable[..., Any]:
+        return functools.partial(checkpoint, forward, use_reentrant=False, **checkpoint_contexts(kind))
+
+    kind = checkpointing(config, device)
+    if config.compile and kind == "selective" and device.type == varlen.DEVICE:
+        # A compiled layer has other operators than those to keep, so the compiler must choose; it can where attention
+        # does not break the graph.
+        return torch.compile(again(forward, kind), dynamic=True)
+    if config.compile:
+        forward = torch.compile(forward, dynamic=True)
+    return forward if kind == "off" else again(forward, kind)
 
 
 def shape_of(policy: Policy) -> ModelShape:
@@ -215,7 +237,8 @@ def tell_memory(policy: Policy, ranks: Ranks, config: LearnerConfig, dtype: torc
     """Log what a rank on a GPU is going to need, and the keys to change where its device has no room."""
     shape = shape_of(policy)
     load = Load(
-        shards=ranks.world_size,
+        shards=ranks.shards,
+        replicas=ranks.replicas,
         tokens=config.tokens_per_microbatch,
         chunk=min(config.tokens_per_microbatch, chunk_size(shape.vocabulary)),
         compute_bytes=dtype.itemsize,
@@ -239,8 +262,9 @@ def checkpoint_contexts(kind: Checkpointing) -> dict[str, Any]:
     """Arguments of torch's checkpoint: a selective one keeps matrix products and what attention gives."""
     if kind == "full":
         return {}
-    kept = [overload for name in KEPT for overload in [getattr(getattr(torch.ops.aten, name, None), "default", None)]]
-    found = [overload for overload in kept if overload is not None]
+    named = [name.split("::") for name in KEPT]
+    operators = [getattr(getattr(torch.ops, space), name, None) for space, name in named]
+    found = [operator.default for operator in operators if operator is not None]
     return {"context_fn": functools.partial(create_selective_checkpoint_contexts, found)}
 
 
@@ -253,14 +277,15 @@ def _hand_out(policy: Policy, whole: dict[str, Tensor], ranks: Ranks, mesh: Devi
                 setattr(module, name, buffer.to(ranks.device))
     for name, parameter in policy.named_parameters():
         assert isinstance(parameter, DTensor)
-        # Only rank 0's values are read.
-        if whole:
-            full = whole[name].to(ranks.device)
-        else:
+        # Only rank 0's values are read, and are let go of one by one.
+        if ranks.rank:
             full = torch.empty(parameter.shape, dtype=parameter.dtype, device=ranks.device)
+        else:
+            full = whole.pop(name).to(ranks.device)
         shards = distribute_tensor(full, mesh, parameter.placements)
         with torch.no_grad():
             parameter.to_local().copy_(shards.to_local())
+        ranks.mark()
     for buffer in policy.buffers():
         # As bytes: not every backend broadcasts every type.
         raw = buffer.detach().reshape(-1).view(torch.uint8).clone()

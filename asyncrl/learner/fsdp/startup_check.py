@@ -7,7 +7,7 @@ batch is scored in every way, in float32 on the CPU, before the model is sharded
 sequence a row, transformers' plain attention, the model's own logits. The learner takes the fastest way that agrees:
 
     rows        several sequences a row, else one
-    attention   of several: ours, else what transformers chose, else the plain one; of one: the last two
+    attention   of several: ours (attention.py), else what transformers chose, else the plain one; of one: the last two
     logits      in chunks, else the model's own
 
 The second part (sharded_check.py) holds what was chosen here against itself where it will run.
@@ -142,7 +142,11 @@ def no_packing(config: LearnerConfig, found: str) -> str:
 
 def slower_packing(attention: Attention, found: str) -> str:
     """The warning when packed rows cannot be attended to in the fastest way."""
-    named = {"loaded": "transformers'", "plain": "transformers' plain one"}[attention]
+    named = {
+        "packed": "a kernel for each sequence",
+        "loaded": "transformers'",
+        "plain": "transformers' plain one",
+    }[attention]
     return f"own attention over packed rows cannot be used ({found}); {named} is slower"
 
 

@@ -144,6 +144,7 @@ class Trainer:
             port,
             device=device,
             timeout_s=self._learner.collective_timeout_s,
+            replicas=self._learner.replicas,
             store=self._store,
         )
         self.on_gpu = device.type == "cuda"

@@ -166,7 +166,8 @@ class Updates:
         """float32 [N] for each micro-batch, nats: log-probs by the reference, in a pass of its own."""
         assert self._scorers.reference is not None
         with torch.no_grad(), self._ranks.waiting("scoring by the reference"):
-            found = [self._scorers.reference.score(self._row(batch), temperature)[0] for batch in batches]
+            scorer = self._scorers.reference
+            found = [self._score_row(scorer, self._row(batch), temperature) for batch in batches]
         # It may have scored with the weights of the policy.
         self._policy.reshard()
         return found
@@ -180,13 +181,18 @@ class Updates:
                 return [None] * len(rows)
             with torch.no_grad(), self._ranks.waiting(name):
                 self._on_phase(name)
-                return [scorer.score(row, temperature)[0] for row in rows]
+                return [self._score_row(scorer, row, temperature) for row in rows]
 
         proximal = by(self._policy if several else None, "scoring by the proximal policy")
         wanted = self._scorers.reference if self._objective.needs_reference else None
         reference = by(wanted, "scoring by the reference")
         teacher = by(self._scorers.teacher, "scoring by the teacher")
         return [_Scored(*each) for each in zip(proximal, reference, teacher, strict=True)]
+
+    def _score_row(self, scorer: Scorer, row: Row, temperature: float) -> Tensor:
+        logprobs = scorer.score(row, temperature)[0]
+        self._ranks.mark()
+        return logprobs
 
     def _update(
         self,
@@ -219,7 +225,11 @@ class Updates:
             everyone = self._ranks.all_gather(values, f"the sums of {name}")
         totals = _totals(everyone[:, 3 + len(names) :].tolist())
         self._on_phase("optimizer")
-        loss, nll, norm = math.fsum(everyone[:, 0]), math.fsum(everyone[:, 1]), math.sqrt(math.fsum(everyone[:, 2]))
+        loss, nll, norm = (
+            math.fsum(everyone[:, 0]),
+            math.fsum(everyone[:, 1]),
+            math.sqrt(math.fsum(everyone[: self._ranks.shards, 2])),
+        )
         try:
             if not math.isfinite(loss):
                 return "loss", self._not_finite(shape.policy, [m[0] for m in members], [d.logprobs for d in done])
@@ -261,6 +271,7 @@ class Updates:
         tokens = self._token_batch(batch, scored, logprobs, entropies, first=first)
         loss, named = self._objective(tokens, denominator)
         torch.autograd.backward(loss * self._ranks.world_size)
+        self._ranks.mark()
         statistics = token_sums(tokens, fresh=fresh, cap=self._config.tis_cap)
         return _Accumulated(loss.detach(), statistics, dict(named), logprobs.detach())
 
@@ -271,6 +282,7 @@ class Updates:
         weights = torch.from_numpy(batch.weights).to(self._ranks.device)
         loss = (weights * supervised(logprobs)).sum() / shape.supervised.denominator
         torch.autograd.backward(loss * (shape.coefficient * self._ranks.world_size))
+        self._ranks.mark()
         return _Accumulated(loss.detach(), torch.empty(0), {}, logprobs.detach())
 
     def _token_batch(
