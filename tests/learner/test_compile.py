@@ -76,8 +76,8 @@ def _row(random: np.random.Generator, sequences: int) -> Row:
 def test_the_number_of_sequences_in_a_row_makes_no_graph(
     attention: Attention, most: int, kernel, tmp_path: Path, monkeypatch
 ) -> None:
-    # Its two layers attend in different ways: a graph each, with a gradient and without. Sequence by sequence attention
-    # breaks it in two, and what is before it knows sizes of one and of several.
+    # Its two layers attend in different ways: a graph each, with a gradient and without. Attention sequence by sequence
+    # breaks them, and dynamo knows sizes of one and of several.
     policy = _load(save_family(tmp_path / "model", make_family("Gemma3", tied=True)), attention)
     graphs, random = _compiled(policy, monkeypatch), np.random.default_rng(0)
 

@@ -179,7 +179,10 @@ class HangWatch:
         self._moved()
 
     def blamed(self) -> list[str]:
-        """Those that this rank waits on just now."""
+        """Those that this rank waits on just now; nobody, where another thread asks, whose place is not told."""
+        return self._blame() if threading.get_ident() == self._watched else []
+
+    def _blame(self) -> list[str]:
         with self._lock:
             what = self._waits[-1].what if self._waits else ""
             return self._others.blame(self._begun, what, time.monotonic())
@@ -233,7 +236,7 @@ class HangWatch:
             while self._marks and self._marks[0].query():
                 self._marks.popleft()
                 self._moved()
-            lasted, blamed = self._lasted(), self.blamed()
+            lasted, blamed = self._lasted(), self._blame()
             if lasted > self._timeout_s + AFTER_S and (blamed or self._on_cuda):
                 hint = "see their logs; the limit is learner.collective_timeout_s"
                 with self._lock:

@@ -328,6 +328,7 @@ class Ranks:
         """Leave. Rank 0, which holds the store, lets the others go first but waits for none that is gone."""
         if self._watch is not None:
             self._watch.stop()
+            self._watch = None
         if self.rank:
             self._commands.set(f"left/{self.rank}", "")
         else:
