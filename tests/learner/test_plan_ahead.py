@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
@@ -138,39 +139,43 @@ class Steps:
         self.outlook = self.next
 
 
-MOVES = st.one_of(
-    st.just(("look", "")),
-    st.just(("begin", "")),
-    st.sampled_from([("end", how) for how in ("trained", "trained", "masked", "not finite", "not published")]),
-    st.tuples(st.just("group"), st.tuples(st.integers(0, 12), st.integers(-2, 0), st.booleans())),
-)
+ARRIVALS = st.lists(st.tuples(st.integers(0, 24), st.integers(-2, 0), st.integers(0, 9)), max_size=4)
+"""Index, versions behind the newest one, and 0 for a group without a signal."""
+ENDS = st.sampled_from(["trained"] * 4 + ["masked", "not finite", "not published"])
+ROUNDS = st.tuples(ARRIVALS, ARRIVALS, st.booleans(), ARRIVALS, ENDS, st.booleans())
+"""Of a step: what comes before it begins and while it is trained, a look, what comes after that, its end, a look."""
 
 
 @given(
     late=st.sampled_from(["train", "mask", "requeue"]),
-    limit=st.integers(0, 2),
+    limit=st.integers(1, 2),
     steps_per_version=st.integers(1, 2),
-    moves=st.lists(MOVES, max_size=40),
+    rounds=st.lists(ROUNDS, min_size=2, max_size=10),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_an_early_plan_that_is_used_is_the_one_that_would_be_made_at_the_begin(
-    late, limit, steps_per_version, moves
+    late, limit, steps_per_version, rounds
 ) -> None:
-    if late == "requeue" and not limit:
-        limit = 1
-    steps, used = Steps(configure(late, limit=limit, steps_per_version=steps_per_version)), 0
-    for number, (move, what) in enumerate(moves):
-        if move == "group":
-            index, lag, flat = what
-            version = max(0, steps.next.version + lag)
+    steps = Steps(configure(late, limit=limit, steps_per_version=steps_per_version))
+    numbers, used = itertools.count(), 0
+
+    def deliver(arrivals: Sequence[tuple[int, int, int]]) -> None:
+        for index, lag, signal in arrivals:
             requeues = steps.intake.ledger.requeues.get(f"0-{index}", 0)
-            steps.intake.deliver(group(index, version=version, seed=number, flat=flat, requeues=requeues))
-        elif move == "look":
+            version = max(0, steps.next.version + lag)
+            made = group(index, version=version, seed=next(numbers), flat=not signal, requeues=requeues)
+            steps.intake.deliver(made)
+
+    for before, during, look, then, how, look_again in rounds:
+        deliver(before)
+        used += steps.begin()
+        deliver(during)
+        if look:
             steps.look()
-        elif move == "begin":
-            used += steps.begin()
-        else:
-            steps.end(what)
+        deliver(then)
+        steps.end(how)
+        if look_again:
+            steps.look()
     event(f"early plans used: {min(used, 2)}")
 
 
