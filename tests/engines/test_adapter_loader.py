@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from asyncrl.errors import ConfigError
+from asyncrl.rollouter.engines.vllm.adapter import _require_lora_support
 from asyncrl.rollouter.engines.vllm.lora import ADAPTER_ID, _layers, _replace
 
 RANK, ROOM, WIDTH = 3, 8, 5
@@ -136,3 +138,10 @@ def test_what_did_not_arrive_is_named_and_nothing_is_left(
         _replace(manager, layers(*without))
     assert manager.lora_index_to_id == [None]
     assert manager.registered is None
+
+
+def test_models_whose_class_takes_no_adapters_are_refused_by_name() -> None:
+    _require_lora_support({"architectures": ["Qwen2ForCausalLM"]})
+    _require_lora_support({"architectures": ["NobodysForCausalLM"]})
+    with pytest.raises(ConfigError, match=r"model\.path: vLLM's GPT2LMHeadModel takes no adapters; set lora\.publish"):
+        _require_lora_support({"architectures": ["GPT2LMHeadModel"]})

@@ -176,6 +176,24 @@ def test_arguments_follow_the_configuration() -> None:
     assert options.dtype(config_for(learner={"dtype": "bfloat16"})) == "bfloat16"
 
 
+@pytest.mark.parametrize(("rank", "room"), [(1, 1), (2, 8), (64, 64), (257, 320), (512, 512)])
+def test_an_adapter_goes_beside_the_models_own_weights(rank: int, room: int) -> None:
+    config = config_for(lora={"rank": rank, "targets": ["self_attn.q_proj", "v_proj"]})
+    arguments = options.engine_arguments(config, "rollouter/0")
+    assert (arguments["load_format"], arguments["enable_lora"]) == ("auto", True)
+    assert (arguments["max_loras"], arguments["max_lora_rank"]) == (1, room)
+    assert arguments["lora_target_modules"] == ["q_proj", "v_proj"]
+    merged = options.engine_arguments(config_for(lora={"rank": rank, "publish": "merged"}), "rollouter/0")
+    assert merged == options.engine_arguments(config_for(), "rollouter/0")
+    assert merged["load_format"] == "dummy"
+
+
+def test_what_belongs_to_adapters_is_not_the_users() -> None:
+    for key in ("enable_lora", "max_lora_rank", "worker_extension_cls"):
+        with pytest.raises(ConfigError, match=f"rollout.vllm.extra.{key}"):
+            config_for(rollout={"vllm": {"extra": {key: 1}}})
+
+
 def test_longest_sequence_counts_evaluations() -> None:
     data = {"source": "synthetic", "max_prompt_tokens": 50}
     evals = {"long": {"data": data, "max_tokens": 300}, "short": {"data": data}}
