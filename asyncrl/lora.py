@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from asyncrl.config import Config
 from asyncrl.config.lora import LoraConfig
 
 PREFIX = "base_model.model."
@@ -29,11 +28,6 @@ def layer_of(tensor: str) -> tuple[str, str] | None:
         if tensor.startswith(PREFIX) and tensor.endswith(suffix):
             return tensor[len(PREFIX) : -len(suffix)], matrix
     return None
-
-
-def publishes_adapter(config: Config) -> bool:
-    """Whether a version is the adapters alone."""
-    return config.lora.publishes_adapter(config.rollout.engine)
 
 
 def adapter_settings(lora: LoraConfig, *, model: str, targets: Iterable[str]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from asyncrl.config.keys import known_keys
 from asyncrl.config.load import config_from_json, config_to_json, load_config, validate_config
 from asyncrl.errors import ConfigError
 from asyncrl.learner.publishing.broadcasting import collective_backend
-from asyncrl.lora import publishes_adapter
 
 SIMULATED = {"rollout": {"engine": "sim"}, "learner": {"backend": "sim"}, "data": {"source": "synthetic"}}
 
@@ -217,9 +216,9 @@ def test_adapters_that_do_not_fit_together_with_the_rest_are_named(tree, problem
 def test_what_a_version_is_of_a_run_with_adapters(engine, publish, adapter):
     tree = TRAINED | {"rollout": {"engine": engine, "gpus_per_replica": 0}, "lora": {"rank": 8, "publish": publish}}
     config = validate_config(tree | ({} if adapter else {"weights": {"transport": "gloo"}}))
-    assert publishes_adapter(config) == adapter
+    assert config.publishes_adapter == adapter
     assert collective_backend(config, on_gpu=True) == (None if adapter else "gloo")
-    assert not publishes_adapter(validate_config(tree | {"lora": {}}))
+    assert not validate_config(tree | {"lora": {}}).publishes_adapter
 
 
 def test_adapters_are_broadcast_to_no_engine():

@@ -9,7 +9,6 @@ import pytest
 from asyncrl.config.keys import known_keys
 from asyncrl.config.load import load_config
 from asyncrl.episodes.players import resolve
-from asyncrl.lora import publishes_adapter
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 FILES = sorted(CONFIGS.glob("*.toml"))
@@ -70,7 +69,7 @@ def test_the_quickstart_shows_that_it_learns():
 def test_a_recipe_takes_adapters_by_flags(name, publish):
     paths = user_paths(tomllib.loads((CONFIGS / name).read_text()))
     config = load_config([CONFIGS / name], paths | {"lora.rank": "8", "lora.publish": publish, "learner.lr": "1e-3"})
-    assert (config.lora.rank, publishes_adapter(config)) == (8, publish == "auto")
+    assert (config.lora.rank, config.publishes_adapter) == (8, publish == "auto")
 
 
 def test_the_rehearsed_agent_takes_its_options():

@@ -135,6 +135,12 @@ class Config(Section):
         return self.episodes_open(self.rollout.concurrency_bounds[1])
 
     @property
+    def publishes_adapter(self) -> bool:
+        """Whether a version is the adapters alone."""
+        lora = self.lora
+        return lora.is_on and (lora.publish == "adapter" or (lora.publish == "auto" and self.rollout.engine == "vllm"))
+
+    @property
     def groups_per_version(self) -> int:
         """G, the prompt groups trained for each published version."""
         return self.learner.groups_per_step * self.learner.steps_per_version

@@ -47,7 +47,7 @@ def _lora_problems(config: Config) -> list[tuple[str, str]]:
         found.append(("lora.rank", 'learner.backend = "sim" trains nothing; leave it out'))
     if not lora.targets:
         found.append(("lora.targets", 'is empty; name layers, as ["q_proj", "v_proj"], or take "all-linear"'))
-    if not lora.publishes_adapter(config.rollout.engine):
+    if not config.publishes_adapter:
         return found
     if config.rollout.engine != "vllm":
         told = f'is adapter, which the engine {config.rollout.engine} cannot load; take auto or "merged"'

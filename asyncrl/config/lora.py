@@ -27,10 +27,6 @@ class LoraConfig(Section):
     """A version is the adapters alone, a few megabytes that an engine loads beside its model, or the whole weights with
     the adapters added in. auto is adapter where rollout.engine is vllm, and merged elsewhere."""
 
-    def publishes_adapter(self, engine: str) -> bool:
-        """Whether a version for this engine is the adapters alone."""
-        return self.is_on and (self.publish == "adapter" or (self.publish == "auto" and engine == "vllm"))
-
     @property
     def is_on(self) -> bool:
         """Whether adapters are trained."""

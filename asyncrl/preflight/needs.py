@@ -50,7 +50,7 @@ class ModelSize:
 
     def published(self, config: Config) -> int:
         """Bytes of a version."""
-        alone = self.adapters and config.lora.publishes_adapter(config.rollout.engine)
+        alone = self.adapters and config.publishes_adapter
         return WEIGHT_BYTES * self.adapters if alone else self.bytes
 
 

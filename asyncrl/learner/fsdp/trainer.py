@@ -50,7 +50,7 @@ from asyncrl.learner.fsdp.updates import SUPERVISED_LOSS, Scorer, Scorers, StepR
 from asyncrl.learner.fsdp.utilisation import mfu
 from asyncrl.learner.probe_sequences import ProbeSequence
 from asyncrl.learner.publication import OnSealed, Publication
-from asyncrl.lora import adapter_settings, publishes_adapter
+from asyncrl.lora import adapter_settings
 from asyncrl.messages.weights import Probe
 
 
@@ -170,7 +170,7 @@ class Trainer:
             self._ranks,
             dtype=self._dtype,
             bucket_bytes=self._config.weights.bucket_bytes,
-            adapters_alone=publishes_adapter(self._config),
+            adapters_alone=self._config.publishes_adapter,
         )
 
     def _build_scorers(self, objective: Objective) -> Scorers:

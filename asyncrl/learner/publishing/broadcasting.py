@@ -26,7 +26,6 @@ from structlog.typing import FilteringBoundLogger
 
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, BroadcastFailed, DeadlineExceeded, RemoteError
-from asyncrl.lora import publishes_adapter
 from asyncrl.messages import Request
 from asyncrl.messages.weights import (
     Announce,
@@ -76,7 +75,7 @@ def collective_backend(config: Config, *, on_gpu: bool) -> CollectiveBackend | N
     transport = config.weights.transport
     if transport in ("nccl", "gloo"):
         return transport
-    if publishes_adapter(config):
+    if config.publishes_adapter:
         return None
     engines_on_gpu = config.rollout.engine == "vllm" and bool(config.rollout.gpus_per_replica)
     return "nccl" if transport == "auto" and on_gpu and engines_on_gpu else None

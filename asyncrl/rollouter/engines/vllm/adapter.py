@@ -30,7 +30,6 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, EngineDied
-from asyncrl.lora import publishes_adapter
 from asyncrl.rollouter.engines.base import EngineLoad, GenerationRequest
 from asyncrl.rollouter.engines.vllm import options
 from asyncrl.rollouter.engines.vllm.lora import ADAPTER_ID
@@ -91,7 +90,7 @@ def launch(config: Config, name: str, model: dict[str, Any], folder: str, load: 
                 f"{current_platform.device_type}"
             ]
         )
-    if publishes_adapter(config):
+    if config.publishes_adapter:
         _require_lora_support(model)
     try:
         arguments = AsyncEngineArgs(
@@ -123,7 +122,7 @@ def adapter_request(config: Config, folder: str) -> LoRARequest | None:
 
     vLLM looks into ``folder`` where it has none, and ends because there is none either.
     """
-    return LoRARequest("policy", ADAPTER_ID, folder) if publishes_adapter(config) else None
+    return LoRARequest("policy", ADAPTER_ID, folder) if config.publishes_adapter else None
 
 
 def kv_tokens(llm: AsyncLLM) -> int:

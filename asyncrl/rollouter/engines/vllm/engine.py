@@ -25,7 +25,6 @@ import xxhash
 
 from asyncrl.config import Config
 from asyncrl.errors import BroadcastFailed, WeightsCorrupt
-from asyncrl.lora import publishes_adapter
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.rollouter.engines.base import Delta, EngineLoad, GenerationRequest, PauseMode
 from asyncrl.rollouter.engines.vllm import checkpoint
@@ -69,7 +68,7 @@ class VllmEngine:
         self._heard = 0.0
         self._paused = False
         self._version = -1
-        self._loads_adapters = publishes_adapter(config)
+        self._loads_adapters = config.publishes_adapter
         self._checksums: list[int] = []
         """Of the buckets of the adapter that is served."""
         self._layout: Layout | None = None

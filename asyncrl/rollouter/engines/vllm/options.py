@@ -19,7 +19,6 @@ import xxhash
 from asyncrl.config import Config
 from asyncrl.config.lora import VLLM_RANKS
 from asyncrl.errors import ConfigError
-from asyncrl.lora import publishes_adapter
 from asyncrl.rollouter.engines.vllm.checkpoint import text_config
 from asyncrl.rollouter.engines.vllm.lora_layout import targets
 
@@ -141,7 +140,7 @@ def engine_arguments(config: Config, name: str) -> dict[str, Any]:
     else:
         arguments["tensor_parallel_size"] = config.rollout.gpus_per_replica
         arguments["gpu_memory_utilization"] = vllm.gpu_memory_utilization
-    if publishes_adapter(config):
+    if config.publishes_adapter:
         arguments |= _adapter_arguments(config)
     return arguments | vllm.extra
 
