@@ -21,6 +21,8 @@ def test_the_commands():
     assert parser().parse_args(["learner", "--vs", "trl"]).vs == "trl"
     assert parser().parse_args(["rollout", "--pairs", "3"]).pairs == 3
     assert parser().parse_args(["overlap", "--steps", "5", "--json"]).steps == 5
+    chosen = parser().parse_args(["planning", "--pairs", "2"])
+    assert (chosen.pairs, chosen.steps) == (2, 5)
 
 
 def test_the_parts_of_the_bench_of_episodes():

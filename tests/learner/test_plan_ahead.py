@@ -133,7 +133,8 @@ class Steps:
             self.intake.end_step()
             self.next = Outlook(self.next.step + 1, self.next.version, self.next.unpublished + 1)
             if self.next.unpublished >= self.config.learner.steps_per_version:
-                self.numbers += 1
+                # A number is used up even if nothing comes of it.
+                self.numbers += 1 + (how == "published at the second try")
                 if how != "not published":
                     self.next = Outlook(self.next.step, self.numbers, 0)
         self.outlook = self.next
@@ -141,7 +142,7 @@ class Steps:
 
 ARRIVALS = st.lists(st.tuples(st.integers(0, 24), st.integers(-2, 0), st.integers(0, 9)), max_size=4)
 """Index, versions behind the newest one, and 0 for a group without a signal."""
-ENDS = st.sampled_from(["trained"] * 4 + ["masked", "not finite", "not published"])
+ENDS = st.sampled_from(["trained"] * 4 + ["masked", "not finite", "not published", "published at the second try"])
 ROUNDS = st.tuples(ARRIVALS, ARRIVALS, st.booleans(), ARRIVALS, ENDS, st.booleans())
 """Of a step: what comes before it begins and while it is trained, a look, what comes after that, its end, a look."""
 
