@@ -172,7 +172,7 @@ class HangWatch:
     def mark(self) -> None:
         """Progress within a wait: now, and once the device has done what it was given so far."""
         if self._on_cuda:
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
             with self._lock:
                 self._marks.append(event)
@@ -233,7 +233,7 @@ class HangWatch:
 
     def _look(self) -> None:
         while not self._stopped.wait(BEAT_S):
-            while self._marks and self._marks[0].query():
+            while self._marks and self._marks[0].query():  # type: ignore[no-untyped-call]
                 self._marks.popleft()
                 self._moved()
             lasted, blamed = self._lasted(), self._blame()

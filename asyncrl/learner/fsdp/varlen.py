@@ -111,7 +111,7 @@ def varlen_attention(
         dropout=dropout,
     )
     if reason is not None:
-        return packed_attention(
+        attended: tuple[Tensor, None] = packed_attention(
             module,
             query,
             key,
@@ -124,6 +124,7 @@ def varlen_attention(
             softcap=softcap,
             **kwargs,
         )
+        return attended
     refuse_unknown(module, kwargs, cu_seqlens)
     assert cu_seqlens is not None
     output = attend(
