@@ -100,7 +100,7 @@ def _rank(rank: int, stopped: int, timeout_s: float, addresses: Any, log: str) -
 @pytest.mark.parametrize(
     ("stopped", "timeout_s", "exit_code", "on_whom"),
     [
-        (1, TIMEOUT_S, 3, "learner/1 (outside of any wait)"),
+        (1, TIMEOUT_S, 3, "learner/1 (silent for "),
         (1, WAIT_S, 1, "learner/1 (silent for "),
         (0, WAIT_S, 1, "learner/0 (its store has not answered for "),
     ],
