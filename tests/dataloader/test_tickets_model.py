@@ -53,7 +53,7 @@ def group_of(uid: str, version: int) -> Group:
     """As far as the choice of a step looks at it."""
     epoch, index = position_of(uid)
     trajectory = SimpleNamespace(sequences=[SimpleNamespace(spans=[VersionSpan(version, 0, 1)])])
-    ticket = SimpleNamespace(uid=uid, epoch=epoch, index=index)
+    ticket = SimpleNamespace(uid=uid, epoch=epoch, index=index, param_version=version)
     return SimpleNamespace(ticket=ticket, trajectories=[trajectory])
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import varlen_kernel
 from learner_cases import save_small_model
-from model_matrix import VOCABULARY, make_family, save_family
+from model_matrix import make_family, save_family
 
 from asyncrl.config.training import LearnerConfig, ModelConfig
 from asyncrl.learner.fsdp import varlen
@@ -66,9 +66,9 @@ def _compiled(policy: Policy, monkeypatch: pytest.MonkeyPatch, backend: Any = No
     return graphs
 
 
-def _row(random: np.random.Generator, sequences: int) -> Row:
+def _row(random: np.random.Generator, sequences: int, policy: Policy) -> Row:
     lengths = random.integers(2, 12, sequences)
-    ids = random.integers(0, VOCABULARY, int(lengths.sum()))
+    ids = random.integers(0, policy.model.config.vocab_size, int(lengths.sum()))
     return make_row(ids, lengths, np.arange(len(ids)), ids, CPU)
 
 
@@ -82,7 +82,7 @@ def test_the_number_of_sequences_in_a_row_makes_no_graph(
     graphs, random = _compiled(policy, monkeypatch), np.random.default_rng(0)
 
     def score(sequences: int) -> None:
-        row = _row(random, sequences)
+        row = _row(random, sequences, policy)
         if sequences < 4 or sequences % 10 == 0:
             with torch.no_grad():
                 policy.score(row, 1.0)
@@ -118,9 +118,8 @@ def test_activations_are_computed_again_in_compiled_layers(
     if attention == "varlen":
         request.getfixturevalue("kernel")
     folder, random = save_small_model(tmp_path / "model"), np.random.default_rng(1)
-    rows = [_row(random, sequences) for sequences in (3, 5)]
-    plain = _load(folder, attention)
-    compiled = _load(folder, attention)
+    plain, compiled = _load(folder, attention), _load(folder, attention)
+    rows = [_row(random, sequences, plain) for sequences in (3, 5)]
     _compiled(compiled, monkeypatch, backend="aot_eager_decomp_partition", activation_checkpointing=kind)
     for row in rows:
         expected, least = _gradients(plain, row)

@@ -49,13 +49,14 @@ def test_a_rank_that_says_nothing_new_is_to_blame() -> None:
 
 def test_a_store_that_does_not_answer_is_a_silence_of_rank_zero() -> None:
     others = _others(1, r0=Position(1, 7, STEP))
+    others.note({0: Position(2, 7, STEP)}, 10.0)
     others.ask(10.0)
     others.ask(12.0)
     assert others.blame(7, STEP, 10.0 + SILENT_S) == []
     assert others.blame(7, STEP, 11.0 + SILENT_S) == [
         f"learner/0 (its store has not answered for {SILENT_S + 1:.0f} s)"
     ]
-    others.note({0: Position(2, 7, STEP)}, 11.0 + SILENT_S)
+    others.note({0: Position(3, 7, STEP)}, 11.0 + SILENT_S)
     assert others.blame(7, STEP, 12.0 + SILENT_S) == []
 
 

@@ -15,7 +15,7 @@ from learner_cases import make_config, make_group, make_sequence, make_trajector
 
 from asyncrl.config.algorithm import KLConfig
 from asyncrl.errors import NonFiniteStep
-from asyncrl.learner.algorithm.batch import build_step
+from asyncrl.learner.algorithm.batch import build_step, step_metrics
 from asyncrl.learner.algorithm.kl_reward import kl_penalties
 from asyncrl.learner.algorithm.scoring import build_scoring, by_group, sampled_sequences
 from asyncrl.learner.algorithm.signal import has_signal
@@ -66,7 +66,8 @@ def test_a_turn_is_charged_with_all_but_what_came_before_it_in_its_sequence() ->
     mean = sum(rewards) / 2
     returns = [rewards[0] - mean, rewards[0] - mean, rewards[0] - mean - 0.25 + 2 * (0.5 - 1.0), rewards[0] - mean]
     assert batch.advantages.tolist() == pytest.approx([*returns, rewards[1] - mean, rewards[1] - mean])
-    assert plan.metrics["reward/mean"] == 0.5 and plan.metrics["reward/kl_penalty"] == 0.75
+    assert step_metrics([_played()], [], 0, _config())["reward/mean"] == 0.5
+    assert plan.metrics["reward/kl_penalty"] == 0.75
 
 
 K = {

@@ -207,7 +207,7 @@ def _penalties(backend, config, target: Path) -> float:
     """What the reference takes from the rewards of the second step; a checkpoint is written right after it scored."""
     _train(backend, config, 0)
     assert isinstance(backend._scorers.reference, WithoutAdapters) == (config.learner.kl.path is None)
-    plan = plan_step(random_groups(1, 3), filtered=[], version=0, fresh=True, step=1, config=config, backend=backend)
+    plan = plan_step(random_groups(1, 3), version=0, fresh=True, step=1, config=config, backend=backend)
     backend.save(target).result(60)
     backend.train(plan)
     return plan.metrics["reward/kl_penalty"]

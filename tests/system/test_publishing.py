@@ -225,8 +225,8 @@ class Slow:
         monkeypatch.setattr(sim_learner, "Segment", SlowSegment)
         train, pause, begin = SimTrainer.train, EngineHost.pause, Broadcaster.begin
 
-        def noted_train(trainer, plan):
-            found = train(trainer, plan)
+        def noted_train(trainer, plan, parcels=None):
+            found = train(trainer, plan, parcels)
             if self.gathering.is_set():
                 self.note("trained", self.trained)
             return found
@@ -326,7 +326,9 @@ def test_a_learner_that_starts_where_another_has_published_takes_the_next_number
 def test_a_version_spans_its_steps_and_only_the_first_trains_what_engines_serve(tmp_path, monkeypatch):
     fresh = []
     real = SimTrainer.train
-    monkeypatch.setattr(SimTrainer, "train", lambda self, plan: fresh.append(plan.fresh) or real(self, plan))
+    monkeypatch.setattr(
+        SimTrainer, "train", lambda self, plan, parcels=None: fresh.append(plan.fresh) or real(self, plan)
+    )
     system = System(sim_config(learner={"steps": 6, "steps_per_version": 2}), tmp_path / "run")
     assert asyncio.run(system.run()).phase == "done"
     assert fresh == [True, False] * 3
