@@ -34,6 +34,7 @@ def check(families: Sequence[tuple[str, bool]], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("families", [FEW, REST], ids=["few", "rest"])
 def test_adapters_of_every_family_are_served(families: Sequence[tuple[str, bool]], tmp_path: Path) -> None:
     check(families, tmp_path)
