@@ -31,7 +31,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Adapters(msgspec.Struct, frozen=True, kw_only=True):
-    """What is trained of the model: its own weights, at rank 0, or adapters of this form."""
+    """The form of the adapters that are trained; at rank 0 the model's own weights are."""
 
     rank: Count = 0
     alpha: float = 0.0

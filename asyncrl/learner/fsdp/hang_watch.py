@@ -56,7 +56,7 @@ class Position(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass
 class Others:
-    """What is known of the other ranks, and who is to blame for a wait. Pure: the caller brings the time."""
+    """Knows where the other ranks are, and who is to blame for a wait. Pure: the caller brings the time."""
 
     rank: int
     world_size: int
@@ -69,7 +69,7 @@ class Others:
         self._asked = now if self._asked is None else self._asked
 
     def note(self, positions: dict[int, Position], now: float) -> None:
-        """What the store says of them."""
+        """Take in the positions that the store holds."""
         self._asked = None
         for rank, position in positions.items():
             known = self._seen.get(rank)
@@ -123,7 +123,7 @@ class _Wait:
 
 
 class HangWatch:
-    """Of one rank. Waits count that the thread which made it is in."""
+    """Watches one rank. Waits count that the thread which made it is in."""
 
     def __init__(
         self,
