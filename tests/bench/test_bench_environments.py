@@ -42,7 +42,7 @@ def test_an_environment_is_made_once_and_again_when_it_is_half_made(requirements
 
 
 def test_trl_is_given_the_batch_that_the_others_train(tmp_path):
-    arguments = learner_batch.write_padded(0.9, tmp_path, tmp_path / "model", threads=2)
+    arguments = learner_batch.write_padded(0.9, tmp_path, tmp_path / "model", threads=2, lora=False)
     assert arguments[:2] == [str(tmp_path / "model"), str(tmp_path)] and json.loads(arguments[2])["threads"] == 2
     groups = learner_batch.make_groups(0.9)
     with np.load(tmp_path / "0.9.npz") as batch:

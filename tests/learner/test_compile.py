@@ -24,8 +24,6 @@ from asyncrl.learner.fsdp.sharding import wrap_forward
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
 CPU = torch.device("cpu")
-COUNTS = 50
-"""Of sequences in a row, all different; more than the graphs that dynamo allows the code of a layer."""
 
 
 @pytest.fixture(autouse=True)
@@ -73,8 +71,9 @@ def _row(random: np.random.Generator, sequences: int, policy: Policy) -> Row:
 
 
 @pytest.mark.parametrize(("attention", "most"), [("packed", 12), ("varlen", 4)])
+@pytest.mark.parametrize("counts", [10, pytest.param(50, marks=pytest.mark.slow)])
 def test_the_number_of_sequences_in_a_row_makes_no_graph(
-    attention: Attention, most: int, kernel, tmp_path: Path, monkeypatch
+    counts: int, attention: Attention, most: int, kernel, tmp_path: Path, monkeypatch
 ) -> None:
     # Its two layers attend in different ways: a graph each, with a gradient and without. Attention sequence by sequence
     # breaks them, and dynamo knows sizes of one and of several.
@@ -92,8 +91,8 @@ def test_the_number_of_sequences_in_a_row_makes_no_graph(
     score(3)
     known = len(graphs)
     assert 0 < known <= most
-    assert torch._dynamo.config.recompile_limit < COUNTS
-    for sequences in random.permutation(np.arange(2, COUNTS + 2)):
+    assert torch._dynamo.config.recompile_limit < counts, "dynamo would allow a graph for each count"
+    for sequences in random.permutation(np.arange(2, counts + 2)):
         score(int(sequences))
     assert len(graphs) == known
 

@@ -2,12 +2,14 @@
 
 The sides are processes of their own with the same model, batch, loss, optimizer and threads (learner_side.py and
 trl_learner.py); their losses before the first step are equal, or the measurement is an error. Lengths are lognormal;
-memory is the most that each process has held resident.
+memory is the most that each process has held resident. Each is measured with all weights trained, and with adapters of
+low rank on every linear layer of the decoder.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import sys
 import tempfile
@@ -24,7 +26,7 @@ from tools.bench.report import Report, Target
 
 TARGETS = {0.9: 1.5, 0.3: 1.0}
 """Sigma of the lengths, and the ratio that is wanted."""
-TRL = ("trl==1.16.*", "torch==2.13.*", "transformers==5.17.*")
+TRL = ("trl==1.16.*", "torch==2.13.*", "transformers==5.17.*", "peft==0.19.*")
 SAME_LOSS = 1e-3
 """Largest relative difference of the two losses that is rounding."""
 ANSWER_S, CLOSE_S = 600.0, 20.0
@@ -78,28 +80,30 @@ async def measure(report: Report, *, pairs: int, threads: int, vs_trl: bool) -> 
         "threads": threads,
     }
     trl = await asyncio.to_thread(environment, "trl", TRL) if vs_trl else None
+    ours = [sys.executable, "-m", "tools.bench.learner_side"]
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as name:
         model = Path(name) / "model"
         await asyncio.to_thread(learner_batch.make_model, model)
-        for sigma, wanted in TARGETS.items():
+        for weights, (sigma, wanted) in itertools.product(("full", "lora"), TARGETS.items()):
             async with AsyncExitStack() as stack:
                 sides = {
-                    of: await stack.enter_async_context(
-                        side(of, [sys.executable, "-m", "tools.bench.learner_side", of, str(model), str(threads)])
-                    )
+                    of: await stack.enter_async_context(side(of, [*ours, of, weights, str(model), str(threads)]))
                     for of in ("learner", "padded")
                 }
                 if trl is not None:
-                    arguments = learner_batch.write_padded(sigma, Path(name), model, threads)
+                    lora = weights == "lora"
+                    arguments = learner_batch.write_padded(sigma, Path(name), model, threads, lora=lora)
                     command = [str(trl), "-I", str(Path(__file__).with_name("trl_learner.py")), *arguments]
                     sides["trl"] = await stack.enter_async_context(side("trl", command, without_python_settings()))
-                await _compare(report, sides, sigma, wanted, pairs)
+                await _compare(report, sides, weights, sigma, wanted, pairs)
 
 
-async def _compare(report: Report, sides: dict[str, Side], sigma: float, wanted: float, pairs: int) -> None:
+async def _compare(
+    report: Report, sides: dict[str, Side], weights: str, sigma: float, wanted: float, pairs: int
+) -> None:
     losses = {name: (await each.step(sigma))["loss"] for name, each in sides.items()}
     if max(abs(loss - losses["padded"]) for loss in losses.values()) > SAME_LOSS * abs(losses["padded"]):
-        raise ValueError(f"the sides do not train the same: losses {losses} at sigma {sigma}")
+        raise ValueError(f"the sides do not train the same: losses {losses} at sigma {sigma}, {weights}")
     tokens = int((learner_batch.lengths(sigma) + learner_batch.PROMPT).sum())
 
     def rate(name: str) -> Callable[[], Awaitable[float]]:
@@ -108,7 +112,7 @@ async def _compare(report: Report, sides: dict[str, Side], sigma: float, wanted:
 
         return once
 
-    key = f"learner_sigma_{sigma:g}"
+    key = f"learner_{weights}_sigma_{sigma:g}"
     for name in sides:
         found = compare(await measure_pairs(rate("learner"), rate(name), pairs))
         if name == "learner":

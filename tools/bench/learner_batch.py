@@ -32,6 +32,7 @@ SETTINGS: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 LR, MAX_NORM = 1e-4, 1.0
+LORA_RANK, LORA_ALPHA = 16, 32.0
 CAP = 100.0
 """No ratio of the batch reaches it, so a loss without a cap is the same."""
 
@@ -46,13 +47,14 @@ def make_model(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
 
 
-def config(model: Path, threads: int) -> Config:
-    """One rank on CPU."""
+def config(model: Path, threads: int, *, lora: bool) -> Config:
+    """One rank on CPU, that trains all weights, or adapters on every linear layer of the decoder."""
     return validate_config(
         {
             "model": {"path": str(model)},
             "data": {"source": "synthetic", "max_prompt_tokens": PROMPT},
             "rollout": {"max_tokens": LONGEST, "samples_per_prompt": SAMPLES, "gpus_per_replica": 0},
+            "lora": {"rank": LORA_RANK if lora else 0, "alpha": LORA_ALPHA},
             "learner": {
                 "device": "cpu",
                 "threads": threads,
@@ -117,7 +119,7 @@ def advantages(group: Group) -> np.ndarray:
     return np.asarray((rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6))
 
 
-def write_padded(sigma: float, folder: Path, model: Path, threads: int) -> list[str]:
+def write_padded(sigma: float, folder: Path, model: Path, threads: int, *, lora: bool) -> list[str]:
     """Write the batch as TRL holds it, in FOLDER/SIGMA.npz; returns the arguments of trl_learner.py."""
     groups = make_groups(sigma)
     rows = [(group, trajectory) for group in groups for trajectory in group.trajectories]
@@ -139,7 +141,7 @@ def write_padded(sigma: float, folder: Path, model: Path, threads: int) -> list[
         advantages=np.concatenate([advantages(group) for group in groups]).astype(np.float32),
         num_items_in_batch=np.array(mask.sum()),
     )
-    learner = config(model, threads).learner
+    learner = config(model, threads, lora=lora).learner
     settings = {
         "vocabulary": VOCABULARY,
         "sequences": len(rows),
@@ -151,6 +153,7 @@ def write_padded(sigma: float, folder: Path, model: Path, threads: int) -> list[
         "betas": learner.betas,
         "weight_decay": learner.weight_decay,
         "max_grad_norm": learner.max_grad_norm,
+        "lora": {"r": LORA_RANK, "lora_alpha": LORA_ALPHA, "target_modules": "all-linear"} if lora else None,
         "scratch": str(folder / "trl"),
     }
     return [str(model), str(folder), json.dumps(settings)]

@@ -1,11 +1,11 @@
-"""A process that trains one side's steps: ``python -m tools.bench.learner_side SIDE MODEL THREADS``.
+"""A process that trains one side's steps: ``python -m tools.bench.learner_side SIDE WEIGHTS MODEL THREADS``.
 
 Reads one JSON object a line from stdin, ``{"sigma": S}``, takes a step on that batch and answers with a line:
 ``seconds`` of the step, planning or padding included, ``loss`` before it, and ``peak_bytes``, the most resident memory
 that the process has had.
 
 SIDE is ``learner``, the trainer of asyncrl with one rank, or ``padded``, a plain loop of torch: as many sequences a
-micro-batch as its budget has room for at the longest of them, whole logits, AdamW.
+micro-batch as its budget has room for at the longest of them, whole logits, AdamW. WEIGHTS is ``full`` or ``lora``.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.learner.algorithm.batch import build_step
+from asyncrl.learner.fsdp.lora import LoraLinear
 from asyncrl.learner.fsdp.trainer import Trainer, make_optimizer
 from asyncrl.messages.groups import Group
 from tools.bench import learner_batch
@@ -52,6 +53,8 @@ def padded(config: Config) -> Step:
     torch.set_num_threads(config.learner.threads or 1)
     assert config.model.path is not None
     model: Any = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+    if config.lora.is_on:
+        _add_adapters(model, config)
     optimizer = make_optimizer(model, config)
 
     def step(groups: list[Group]) -> float:
@@ -68,6 +71,17 @@ def padded(config: Config) -> Step:
         return loss
 
     return step
+
+
+def _add_adapters(model: Any, config: Config) -> None:
+    model.requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)
+    for module in list(model.model.layers.modules()):
+        for name, linear in list(module.named_children()):
+            if isinstance(linear, torch.nn.Linear):
+                adapted = LoraLinear(linear, rank=config.lora.rank, alpha=config.lora.alpha)
+                adapted.reset_adapter(generator)
+                setattr(module, name, adapted)
 
 
 Padded = tuple[np.ndarray, int, np.ndarray, float]
@@ -115,8 +129,9 @@ def main() -> None:
     """Answer until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    side, model, threads = sys.argv[1:]
-    step = {"learner": learner, "padded": padded}[side](learner_batch.config(Path(model), int(threads)))
+    side, weights, model, threads = sys.argv[1:]
+    config = learner_batch.config(Path(model), int(threads), lora=weights == "lora")
+    step = {"learner": learner, "padded": padded}[side](config)
     for line in sys.stdin:
         groups = learner_batch.make_groups(json.loads(line)["sigma"])
         began = time.perf_counter()

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -75,6 +76,7 @@ def make_trainer(model: str, settings: dict[str, Any], rows: int) -> Step:
         args=arguments,
         train_dataset=Dataset.from_list([{"prompt": "0"}] * sequences),
         processing_class=tokenizer,
+        peft_config=LoraConfig(task_type="CAUSAL_LM", **settings["lora"]) if settings["lora"] else None,
     )
     trainer.current_gradient_accumulation_steps = arguments.gradient_accumulation_steps
     trainer.create_optimizer()
