@@ -57,6 +57,8 @@ def test_the_quickstart_shows_that_it_learns():
     """What its users rely on: two evaluations of the same prompts at both ends of a run that is off-policy."""
     file = CONFIGS / "quickstart.toml"
     config = load_config([file], user_paths(tomllib.loads(file.read_text())))
+    engines = config.rollout.replicas * (config.rollout.vllm.threads or 0)
+    assert engines + config.learner.ranks * (config.learner.threads or 0) == 2, "threads for two cores"
     assert config.staleness.max >= 1
     assert config.rollout.gpus_per_replica == 0
     assert {name: e.temperature for name, e in config.eval.items()} == {"heldout": 1.0, "heldout_greedy": 0.0}

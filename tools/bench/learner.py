@@ -91,8 +91,8 @@ async def measure(report: Report, *, pairs: int, threads: int, vs_trl: bool) -> 
                     for of in ("learner", "padded")
                 }
                 if trl is not None:
-                    lora = weights == "lora"
-                    arguments = learner_batch.write_padded(sigma, Path(name), model, threads, lora=lora)
+                    batch = Path(name)
+                    arguments = learner_batch.write_padded(sigma, batch, model, threads, lora=weights == "lora")
                     command = [str(trl), "-I", str(Path(__file__).with_name("trl_learner.py")), *arguments]
                     sides["trl"] = await stack.enter_async_context(side("trl", command, without_python_settings()))
                 await _compare(report, sides, weights, sigma, wanted, pairs)

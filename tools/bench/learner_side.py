@@ -25,7 +25,8 @@ from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.learner.algorithm.batch import build_step
-from asyncrl.learner.fsdp.lora import LoraLinear
+from asyncrl.learner.fsdp.lora import add_adapters
+from asyncrl.learner.fsdp.policy import Policy
 from asyncrl.learner.fsdp.trainer import Trainer, make_optimizer
 from asyncrl.messages.groups import Group
 from tools.bench import learner_batch
@@ -54,7 +55,7 @@ def padded(config: Config) -> Step:
     assert config.model.path is not None
     model: Any = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
     if config.lora.is_on:
-        _add_adapters(model, config)
+        add_adapters(Policy(model), config.lora, seed=config.run.seed)
     optimizer = make_optimizer(model, config)
 
     def step(groups: list[Group]) -> float:
@@ -71,17 +72,6 @@ def padded(config: Config) -> Step:
         return loss
 
     return step
-
-
-def _add_adapters(model: Any, config: Config) -> None:
-    model.requires_grad_(False)
-    generator = torch.Generator().manual_seed(0)
-    for module in list(model.model.layers.modules()):
-        for name, linear in list(module.named_children()):
-            if isinstance(linear, torch.nn.Linear):
-                adapted = LoraLinear(linear, rank=config.lora.rank, alpha=config.lora.alpha)
-                adapted.reset_adapter(generator)
-                setattr(module, name, adapted)
 
 
 Padded = tuple[np.ndarray, int, np.ndarray, float]
