@@ -93,6 +93,9 @@ class RolloutConfig(Section):
     """What running requests do when weights change: resume under the new ones, freeze and go on, or finish first."""
     keep_kv: Literal["recompute", "stale"] = "recompute"
     """Under on_update = keep: recompute the KV cache, or go on over the old one (the spans say so)."""
+    request_seeds: bool = True
+    """Each response has noise of its own that follows from run.seed and its name; false draws that of all responses
+    from one generator of the engine, which vLLM does in one go."""
     max_attempts: Positive = 3
     """Attempts at a trajectory before it counts as failed."""
     retry_backoff_s: Seconds = 0.5

@@ -63,6 +63,8 @@ class Backend(Protocol):
 
     packed: bool
     """Whether several sequences may share a row; settled by ``setup``, the same on all ranks."""
+    skips_zero_advantages: bool
+    """Whether sequences whose advantages are all 0 need not be computed; settled by ``setup``, alike on all ranks."""
     on_gpu: bool
     """Whether the weights are on a GPU; settled by ``setup``."""
     warm_steps: int

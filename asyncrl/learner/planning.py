@@ -39,6 +39,7 @@ def plan_step(
         config=config,
         world_size=config.learner.ranks,
         packed=backend.packed,
+        skip_zero_advantages=backend.skips_zero_advantages,
     )
     return plan if supervised is None else supervised.beside(plan, step)
 

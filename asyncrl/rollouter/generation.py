@@ -82,7 +82,7 @@ class PolicyCall:
                     prompt_ids=[*ids, *response.tokens],
                     max_tokens=response.remaining,
                     temperature=ticket.temperature,
-                    seed=request_seed(self._config.run.seed, key),
+                    seed=request_seed(self._config.run.seed, key) if self._config.rollout.request_seeds else None,
                     stop_token_ids=stops.token_ids,
                     # A load drops the cache, but under keep_kv = "stale": nothing that begins after it may find blocks
                     # of the weights before.

@@ -5,7 +5,7 @@ import pytest
 from asyncrl.config.load import load_config
 from asyncrl.reward.functions import BUILT_IN
 from tools.bench.__main__ import parser
-from tools.bench.quickstart import TASKS, Point, seconds_until
+from tools.bench.quickstart import TASKS, Point, seconds_until, waited_for_engine
 from tools.quickstart.__main__ import CONFIG
 from tools.quickstart.task import Problem, is_right
 
@@ -48,3 +48,15 @@ def test_the_longest_response_fits_into_the_model():
     paths = {f"{key}.path": "x" for key in ("model", "data", "eval.heldout.data", "eval.heldout_greedy.data")}
     for task in TASKS.values():
         assert load_config([CONFIG], {**paths, **task.keys}).longest_sequence <= task.settings.positions
+
+
+@pytest.mark.parametrize(("began", "seconds"), [(2.5e6, 1.5), (0.5e6, 0.0)])
+def test_the_first_step_counts_from_the_begin_of_generation(began, seconds):
+    """Where it began to wait before: the engine's start is not a step's."""
+    events = [
+        {"name": "wait for groups", "ts": 1e6},
+        {"name": "generate v0", "ts": began + 1e5},
+        {"name": "generate v0", "ts": began},
+        {"name": "wait for groups", "ts": 9e6},
+    ]
+    assert waited_for_engine(events) == seconds

@@ -88,6 +88,7 @@ def test_the_quickstart_over_three_hosts_with_and_without_encryption(cluster, as
         "eval.heldout_greedy.data.path": folder / "heldout.jsonl",
         "rollout.replicas": 2,
         "reward.function": "rewards:digits",
+        "learner.ranks": 2,
         "learner.steps": 4000,
         "learner.dynamic_sampling": "false",
         "security.curve": curve,

@@ -417,6 +417,44 @@ def test_advantages_are_taken_over_all_groups_of_a_step() -> None:
     assert batch.advantages.tolist() == [-0.5, -0.5, 0.5, 0.5]
 
 
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    flat=st.sets(st.integers(0, 3)),
+    updates=st.integers(1, 3),
+    world_size=st.integers(1, 2),
+    packed=st.booleans(),
+    aggregation=st.sampled_from(["token", "sequence", "constant"]),
+)
+@settings(max_examples=50, deadline=None)
+def test_sequences_of_advantage_0_are_left_out_and_change_nothing_else(
+    seed, flat, updates, world_size, packed, aggregation
+) -> None:
+    groups = [
+        replace(group, trajectories=[replace(t, reward=1.0) for t in group.trajectories]) if i in flat else group
+        for i, group in enumerate(random_groups(seed, 4))
+    ]
+    config = make_config(aggregation=aggregation, updates_per_batch=updates)
+    whole, plan = (
+        build_step(groups, version=2, config=config, world_size=world_size, packed=packed, skip_zero_advantages=skip)
+        for skip in (False, True)
+    )
+    assert len(plan.updates) == len(whole.updates)
+    for ours, theirs in zip(plan.updates, whole.updates, strict=True):
+        assert (ours.denominator, ours.sequences, ours.uids) == (theirs.denominator, theirs.sequences, theirs.uids)
+        told = {s: s.uid for s in ours.sequences}
+        computed = {
+            i: int(length)
+            for rank in ours.ranks
+            for batch in rank
+            for i, length in zip(batch.sequences.tolist(), batch.lengths, strict=True)
+            if i >= 0
+        }
+        with_signal = {i for i, s in enumerate(ours.sequences) if int(told[s].split("-")[1]) not in flat}
+        assert set(computed) == (with_signal or set(range(len(ours.sequences))))
+        assert ours.tokens == sum(computed.values())
+    assert {row for row in _computed(plan) if row[4]} == {row for row in _computed(whole) if row[4]}
+
+
 def test_a_users_advantage_that_fails_is_named() -> None:
     config = make_config(advantage="losses_of_a_user:odd_advantage")
     with pytest.raises(ConfigError, match=r"learner\.advantage: losses_of_a_user:odd_advantage failed: KeyError"):

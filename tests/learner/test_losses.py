@@ -90,6 +90,16 @@ def test_supervised_is_the_negative_log_likelihood() -> None:
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
+def test_a_loss_says_whether_a_token_of_advantage_0_has_no_gradient(name) -> None:
+    batch = make_batch(4, drift=1.0)
+    advantages = batch.advantages.where(batch.segments > 0, 0.0)
+    loss, traits = find_loss(LearnerConfig(loss=name))
+    loss(batch=replace(batch, advantages=advantages))[0].sum().backward()
+    assert bool((batch.logprobs.grad[batch.segments == 0] == 0).all()) == traits.multiple_of_advantage
+    assert (batch.logprobs.grad[batch.segments > 0] != 0).any()
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
 def test_an_absurd_ratio_stays_finite(name) -> None:
     batch = make_batch(1, dtype=torch.float32)
     far = replace(batch, behaviour=batch.behaviour - 1e4, proximal=batch.proximal - 1e4)

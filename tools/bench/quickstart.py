@@ -141,10 +141,18 @@ def ours(assets: Assets, further: Mapping[str, str], folder: Path, seed: int, st
     _run(launch_command(assets, str(CONFIG), flags), folder)
     lines = [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
     seconds = [line["time/step_s"] for line in lines if line.get("kind") == "train"]
+    seconds[0] -= waited_for_engine(json.loads((out / "run" / "trace" / "trace-001.json").read_text())["traceEvents"])
     for step in range(EVERY, steps + 1, EVERY):
         export = [str(out / "run"), str(out / f"v{step}"), "--version", str(step)]
         _run([sys.executable, "-m", "asyncrl.cli.export", *export], folder)
     return _points(assets, out, seconds)
+
+
+def waited_for_engine(events: Sequence[Mapping[str, Any]]) -> float:
+    """Seconds that the first step waited before the engine had started; ``events`` of a trace (monitor/trace.py)."""
+    waited = min(event["ts"] for event in events if event["name"] == "wait for groups")
+    generated = min(event["ts"] for event in events if event["name"].startswith("generate v"))
+    return max(0.0, (generated - waited) / 1e6)
 
 
 def trl(python: Path, assets: Assets, further: Mapping[str, str], folder: Path, seed: int, steps: int) -> list[Point]:

@@ -10,7 +10,9 @@ predicts token i + 1. The arrays that the loss needs (targets, behaviour log-pro
 positions that predict a loss token, and ``predict`` says where in the row these are.
 
 Trained are the sampled tokens, each in the one sequence where that is its role; what is context, or repeated from
-another sequence, is computed and has no loss. A sequence with no loss token is not computed at all.
+another sequence, is computed and has no loss. A sequence with no loss token is not computed at all; neither is one
+whose advantages are all 0, where the objective has nothing but multiples of them: its tokens count in the denominator,
+and the gradient is the same without it.
 
 A masked trajectory (cut by a limit under ``reward.truncated = "mask"``) counts in its group's baseline and
 in no loss, no denominator and no statistic of the policy; so do tokens staler than ``staleness.max`` unless
@@ -118,7 +120,8 @@ class UpdatePlan:
     denominator: float
     """What the sum of weighted token losses over the whole update is divided by."""
     sequences: list[SequenceId]
-    """Every sequence that has a loss, in the order of groups and trajectories; none in a warm step."""
+    """Every sequence that has a loss, in the order of groups and trajectories, those that are left out as 0 included;
+    none in a warm step."""
     tokens: int
     """Tokens computed, prompts and conversations included."""
     supervised: SupervisedPlan | None = None
@@ -165,13 +168,16 @@ def build_step(
     config: Config,
     world_size: int,
     packed: bool,
+    skip_zero_advantages: bool = False,
 ) -> StepPlan:
     """The plan of one optimizer step.
 
     ``groups`` are trained, in the order given (the caller orders them by (epoch, index)).
     ``penalties`` are subtracted from the rewards of ``groups``, in the advantages alone; ``teacher`` has the log-probs
     of ``groups`` by one on a server. ``version`` is the newest published version and ``fresh`` whether no step was
-    taken since it was. ``packed`` False puts each sequence in a row of its own.
+    taken since it was. ``packed`` False puts each sequence in a row of its own. ``skip_zero_advantages``: a token of
+    advantage 0 has no gradient (objective.py), so that a sequence of such tokens alone is not computed, unless the
+    update has no other.
     """
     learner = config.learner
     for group in groups:
@@ -197,11 +203,17 @@ def build_step(
                     weights += [token_weight(learner.aggregation, loss_tokens[-1])] * len(trained)
                     sequences += trained
         if sequences:
-            lengths = [len(sequence.input_ids) for sequence in sequences]
+            computed = range(len(sequences))
+            if skip_zero_advantages:
+                computed = [i for i in computed if sequences[i].advantages.any()] or computed
+            lengths = [len(sequences[i].input_ids) for i in computed]
             rows = pack(lengths, budget=learner.tokens_per_microbatch, world_size=world_size, packed=packed)
             updates.append(
                 UpdatePlan(
-                    ranks=[[make_micro_batch(sequences, weights, row) for row in rank] for rank in rows],
+                    ranks=[
+                        [make_micro_batch(sequences, weights, [computed[i] for i in row]) for row in rank]
+                        for rank in rows
+                    ],
                     denominator=step_denominator(learner.aggregation, loss_tokens, config.rollout.max_tokens),
                     sequences=[s.id for s in sequences],
                     tokens=sum(lengths),

@@ -52,18 +52,27 @@ class Traits:
     """Its batch has the reference's log-probs."""
     teacher: bool = False
     """Its batch has the teacher's log-probs."""
+    multiple_of_advantage: bool = False
+    """The loss of a token whose advantage is 0 has no gradient: sequences of such tokens alone are not computed."""
 
 
 _Function = TypeVar("_Function", bound=Callable[..., TokenLosses])
 
 
 def traits(
-    *, corrects: bool = False, entropy_gradient: bool = False, reference: bool = False, teacher: bool = False
+    *,
+    corrects: bool = False,
+    entropy_gradient: bool = False,
+    reference: bool = False,
+    teacher: bool = False,
+    multiple_of_advantage: bool = False,
 ) -> Callable[[_Function], _Function]:
     """Decorate a loss with what it needs; one without has none of it."""
 
     def mark(function: _Function) -> _Function:
-        function.traits = Traits(corrects, entropy_gradient, reference, teacher)  # type: ignore[attr-defined]
+        function.traits = Traits(  # type: ignore[attr-defined]
+            corrects, entropy_gradient, reference, teacher, multiple_of_advantage
+        )
         return function
 
     return mark
@@ -75,6 +84,7 @@ def find_loss(config: LearnerConfig) -> tuple[Loss, Traits]:
     return loss, getattr(loss.func, "traits", Traits())
 
 
+@traits(multiple_of_advantage=True)
 def decoupled(batch: TokenBatch, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLosses:
     """Decoupled PPO: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi / pi_prox.
 
@@ -84,13 +94,13 @@ def decoupled(batch: TokenBatch, *, clip_low: float = 0.2, clip_high: float = 0.
     return _clipped(batch, log_ratio(batch.logprobs, batch.proximal).exp(), clip_low, clip_high)
 
 
-@traits(corrects=True)
+@traits(corrects=True, multiple_of_advantage=True)
 def bypass(batch: TokenBatch, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLosses:
     """PPO against the engine: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi / pi_b."""
     return _clipped(batch, log_ratio(batch.logprobs, batch.behaviour).exp(), clip_low, clip_high)
 
 
-@traits(corrects=True)
+@traits(corrects=True, multiple_of_advantage=True)
 def gspo(batch: TokenBatch, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLosses:
     """Group sequence policy optimization: -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A).
 
@@ -103,7 +113,7 @@ def gspo(batch: TokenBatch, *, clip_low: float = 3e-4, clip_high: float = 4e-4) 
     return _clipped(batch, ratio, clip_low, clip_high)
 
 
-@traits(corrects=True)
+@traits(corrects=True, multiple_of_advantage=True)
 def cispo(batch: TokenBatch, *, clip_low: float = 1.0, clip_high: float = 4.0) -> TokenLosses:
     """Clipped importance-sampling policy optimization: -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi.
 
@@ -115,7 +125,7 @@ def cispo(batch: TokenBatch, *, clip_low: float = 1.0, clip_high: float = 4.0) -
     return -clipped * batch.advantages * batch.logprobs, {"clipped_fraction": _count(batch, clipped != ratio)}
 
 
-@traits(corrects=True)
+@traits(corrects=True, multiple_of_advantage=True)
 def dppo(batch: TokenBatch, *, threshold: float = 0.2) -> TokenLosses:
     """Divergence PPO with the binary total variation: -m A r, r = pi / pi_b.
 
@@ -129,7 +139,7 @@ def dppo(batch: TokenBatch, *, threshold: float = 0.2) -> TokenLosses:
     return losses, {"clipped_fraction": _count(batch, outside)}
 
 
-@traits(corrects=True)
+@traits(corrects=True, multiple_of_advantage=True)
 def reinforce(batch: TokenBatch, *, clamp: float = 1.02) -> TokenLosses:
     """REINFORCE with a clamped weight: -sg(min(pi / pi_b, clamp)) A log pi."""
     ratio = log_ratio(batch.logprobs.detach(), batch.behaviour).exp()

@@ -48,6 +48,11 @@ class Objective:
         self._cap, self._entropy_bonus = config.tis_cap, config.entropy_bonus
 
     @property
+    def is_multiple_of_advantages(self) -> bool:
+        """Whether a token of advantage 0 has no gradient."""
+        return self.traits.multiple_of_advantage and not self._kl.in_loss and not self._entropy_bonus
+
+    @property
     def needs_entropy_gradient(self) -> bool:
         """Whether a batch's entropies must have a gradient."""
         return self.traits.entropy_gradient or self._entropy_bonus > 0

@@ -119,7 +119,7 @@ class Trainer:
     """See Backend."""
 
     def __init__(self, config: Config, rank: int) -> None:
-        self.packed = self.on_gpu = False
+        self.packed = self.skips_zero_advantages = self.on_gpu = False
         self.on_phase: Callable[[str], None] = lambda name: None
         self.steps = 0
         """Optimizer steps of the run taken."""
@@ -154,6 +154,7 @@ class Trainer:
         self._parameters = list(self._policy.parameters())
         self._optimizer = make_optimizer(self._policy, self._config)
         objective = Objective(self._learner)
+        self.skips_zero_advantages = objective.is_multiple_of_advantages
         self._scorers = self._build_scorers(objective)
         self._updates = Updates(
             self._policy,
