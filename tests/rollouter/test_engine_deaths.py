@@ -62,6 +62,7 @@ class Engine:
     async def generate(self, request):
         self._alive()
         uid = request.key.partition("/")[0]
+        self.world.seeds.append((request.key, request.seed))
         self.world.submitted.append((uid, request.held, frozenset(self.world.inside(self) | {uid})))
         abort = self.running[request.id] = asyncio.Event()
         spans = []
@@ -127,7 +128,7 @@ class World:
     def __init__(self, *, poison=None, **rollout):
         self.config = sim_config(rollout=rollout)
         self.poison, self.unloadable = poison or {}, set()
-        self.submitted, self.steps, self.engines = [], [], []
+        self.submitted, self.steps, self.engines, self.seeds = [], [], [], []
         self.reasons, self.excused = [], []
         clock = LoopClock()
         self.host = EngineHost(self.config, self.make, clock, StateLedger(clock.now, "engine"), Awaits(clock.now))

@@ -203,7 +203,7 @@ def build_step(
                     weights += [token_weight(learner.aggregation, loss_tokens[-1])] * len(trained)
                     sequences += trained
         if sequences:
-            computed = range(len(sequences))
+            computed = list(range(len(sequences)))
             if skip_zero_advantages:
                 computed = [i for i in computed if sequences[i].advantages.any()] or computed
             lengths = [len(sequences[i].input_ids) for i in computed]
