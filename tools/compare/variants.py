@@ -8,8 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-BASE: Mapping[str, str] = {"learner.ranks": "1", "learner.steps": "25", "eval.heldout_greedy.at_start": "false"}
-"""Of every run: it ends where curves are still apart, half-way through the quickstart."""
+BASE: Mapping[str, str] = {
+    "learner.ranks": "1",
+    "learner.steps": "25",
+    "learner.dynamic_sampling": "true",
+    "eval.heldout_greedy.at_start": "false",
+}
+"""Of every run: it ends where curves are still apart, half-way through the quickstart. Trained groups have a signal."""
 STALE: Mapping[str, str] = {"staleness.max": "4", "staleness.adapt": "false"}
 """The gate lets generation run four versions ahead, and stays there."""
 TAUGHT_BY = "decoupled"
