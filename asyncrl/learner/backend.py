@@ -1,4 +1,4 @@
-"""What the learner's shell needs of whatever trains: one interface, two backends.
+"""The interface between the learner's shell and whatever trains, and its two backends.
 
 ``fsdp2`` (trainer.py) trains a model on ``learner.ranks`` processes; ``sim`` (sim.py) only takes time. Both
 are blocking and not thread-safe: a rank calls every method that does not say otherwise from **one** thread of its own,

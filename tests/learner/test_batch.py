@@ -441,7 +441,6 @@ def test_sequences_of_advantage_0_are_left_out_and_change_nothing_else(
     assert len(plan.updates) == len(whole.updates)
     for ours, theirs in zip(plan.updates, whole.updates, strict=True):
         assert (ours.denominator, ours.sequences, ours.uids) == (theirs.denominator, theirs.sequences, theirs.uids)
-        told = {s: s.uid for s in ours.sequences}
         computed = {
             i: int(length)
             for rank in ours.ranks
@@ -449,7 +448,7 @@ def test_sequences_of_advantage_0_are_left_out_and_change_nothing_else(
             for i, length in zip(batch.sequences.tolist(), batch.lengths, strict=True)
             if i >= 0
         }
-        with_signal = {i for i, s in enumerate(ours.sequences) if int(told[s].split("-")[1]) not in flat}
+        with_signal = {i for i, s in enumerate(ours.sequences) if int(s.uid.split("-")[1]) not in flat}
         assert set(computed) == (with_signal or set(range(len(ours.sequences))))
         assert ours.tokens == sum(computed.values())
     assert {row for row in _computed(plan) if row[4]} == {row for row in _computed(whole) if row[4]}

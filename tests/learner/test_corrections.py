@@ -170,7 +170,7 @@ def test_without_a_kl_and_a_bonus_neither_is_asked_for() -> None:
     objective = Objective(LearnerConfig())
     assert not objective.needs_reference
     assert not objective.needs_entropy_gradient
-    assert objective.is_multiple_of_advantages
+    assert objective.skips_zero_advantages
     found, _ = objective(make_batch(1), 1.0)
     bare: TokenBatch = replace(make_batch(1), reference=None)
     assert float(objective(bare, 1.0)[0].detach()) == float(found.detach())
@@ -185,8 +185,8 @@ def test_without_a_kl_and_a_bonus_neither_is_asked_for() -> None:
         {"loss": "losses_of_a_user:squared", "loss_options": {"scale": 1.0}},
     ],
 )
-def test_an_objective_with_another_term_has_a_gradient_where_the_advantage_is_0(more) -> None:
-    assert not Objective(LearnerConfig(**more)).is_multiple_of_advantages
+def test_an_objective_with_another_term_computes_sequences_of_advantage_0(more) -> None:
+    assert not Objective(LearnerConfig(**more)).skips_zero_advantages
 
 
 @pytest.mark.parametrize("weight", ["token", "sequence"])

@@ -48,8 +48,8 @@ class Objective:
         self._cap, self._entropy_bonus = config.tis_cap, config.entropy_bonus
 
     @property
-    def is_multiple_of_advantages(self) -> bool:
-        """Whether a token of advantage 0 has no gradient."""
+    def skips_zero_advantages(self) -> bool:
+        """Whether a sequence whose advantages are all 0 has no gradient and need not be computed."""
         return self.traits.multiple_of_advantage and not self._kl.in_loss and not self._entropy_bonus
 
     @property

@@ -154,7 +154,7 @@ class Trainer:
         self._parameters = list(self._policy.parameters())
         self._optimizer = make_optimizer(self._policy, self._config)
         objective = Objective(self._learner)
-        self.skips_zero_advantages = objective.is_multiple_of_advantages
+        self.skips_zero_advantages = objective.skips_zero_advantages
         self._scorers = self._build_scorers(objective)
         self._updates = Updates(
             self._policy,
