@@ -375,6 +375,35 @@ def test_kept_requests_go_on_under_the_new_weights(served: Served, models: list[
         assert worst(answer.logprobs[split:], after[split:]) > 0.1
 
 
+@pytest.mark.parametrize("mode", ["abort", "keep"])
+def test_a_pause_brings_what_the_scheduler_holds(
+    served: Served, models: list[Any], mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served.engine, "_stream_interval", 512)
+    old = served.run(served.load(models[0]))
+
+    async def go() -> tuple[Answer, int, int]:
+        answer = Answer()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(collect(served.engine, ask(max_tokens=300, temperature=0.0), answer))
+            # Its prompt and a good part of the response are in the KV cache.
+            await until(lambda: (load := served.engine.load_now) is not None and load.kv_use * kv_tokens > 95)
+            early = len(answer.tokens)
+            version = await served.load(models[1], mode=mode)
+        return answer, early, version
+
+    kv_tokens = served.engine._kv_tokens
+    answer, early, new = served.run(go())
+    assert early == 0, "the interval is longer than the response"
+    split = answer.spans[0].end
+    assert 16 < split < 300
+    kept = [VersionSpan(new, split, 300)] if mode == "keep" else []
+    assert answer.spans == [VersionSpan(old, 0, split), *kept]
+    assert len(answer.tokens) == (300 if mode == "keep" else split)
+    before = logprobs_of(models[0], PROMPT + answer.tokens)[len(PROMPT) - 1 :]
+    assert worst(answer.logprobs[:split], before[:split]) < TOLERANCE
+
+
 def test_waiting_pause_lets_requests_finish(served: Served, models: list[Any]) -> None:
     old = served.run(served.load(models[0]))
 

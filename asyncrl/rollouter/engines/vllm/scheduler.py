@@ -1,0 +1,134 @@
+"""vLLM's scheduler, which hands the tokens of a request over in batches of the request's ``stream_interval``.
+
+vLLM alone sends each token of each request through its socket as an output of its own, and its front end merges them
+in the rollouter's process: for small models, a third of what the engine core itself costs.
+
+Invariants: no token is lost and their order is kept; the last output of a request brings all that was held of it; a
+pause is complete only once nothing is held, so that all tokens of an output were sampled under one version. A request
+that its caller aborts takes what was held of it along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+
+@dataclass(slots=True)
+class _Held:
+    client: int
+    interval: int
+    outputs: list[EngineCoreOutput] = field(default_factory=list)
+
+
+class OutputBatches:
+    """What is held of the requests' outputs."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, _Held] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def add(self, client: int, interval: int, output: EngineCoreOutput) -> EngineCoreOutput | None:
+        """Hold an output of a request of ``client``; returns what is due of the request, if anything is."""
+        held = self._held.get(output.request_id)
+        if held is None:
+            if interval == 1:
+                return output
+            held = self._held[output.request_id] = _Held(client, interval)
+        held.outputs.append(output)
+        if output.finish_reason is None and len(held.outputs) < held.interval:
+            return None
+        del self._held[output.request_id]
+        return join(held.outputs)
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Forget what is held of these requests."""
+        for request_id in request_ids:
+            self._held.pop(request_id, None)
+
+    def release(self) -> list[tuple[int, EngineCoreOutput]]:
+        """All that is held, each with its client."""
+        released = [(held.client, join(held.outputs)) for held in self._held.values()]
+        self._held.clear()
+        return released
+
+
+def join(outputs: list[EngineCoreOutput]) -> EngineCoreOutput:
+    """One output for the tokens of several of one request, with the log-probs of the sampled tokens alone."""
+    first, last = outputs[0], outputs[-1]
+    if first is last:
+        return last
+    logprobs = [output.new_logprobs for output in outputs if output.new_logprobs is not None]
+    return msgspec.structs.replace(
+        last,
+        new_token_ids=[token for output in outputs for token in output.new_token_ids],
+        new_logprobs=_join_logprobs(logprobs) if logprobs else None,
+        prefill_stats=first.prefill_stats,
+        events=[event for output in outputs for event in output.events or ()] or None,
+    )
+
+
+def _join_logprobs(lists: list[LogprobsLists]) -> LogprobsLists:
+    # The sampled token comes first in a row, which is as wide as the step's most demanding request needs it.
+    return LogprobsLists(
+        np.concatenate([each.logprob_token_ids[:, :1] for each in lists]),
+        np.concatenate([each.logprobs[:, :1] for each in lists]),
+        np.concatenate([each.sampled_token_ranks for each in lists]),
+    )
+
+
+class BatchedScheduler(Scheduler):
+    """For engines that schedule a step after the one before it has ended, as on CPU."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        self._batches = OutputBatches()
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Outputs that are due, by client; those of a pause are all that is held."""
+        of_clients = super().update_from_output(scheduler_output, model_runner_output)
+        for client, bundle in list(of_clients.items()):
+            bundle.outputs = [due for output in bundle.outputs if (due := self._due(client, output)) is not None]
+            if not (bundle.outputs or bundle.finished_requests or bundle.scheduler_stats):
+                del of_clients[client]
+        if self.pause_state != PauseState.UNPAUSED:
+            for client, output in self._batches.release():
+                of_clients.setdefault(client, EngineCoreOutputs()).outputs.append(output)
+        return of_clients
+
+    def _due(self, client: int, output: EngineCoreOutput) -> EngineCoreOutput | None:
+        # These come with each token of an engine that returns them, and cannot be joined.
+        if output.routed_experts is not None or output.new_sampling_mask is not None:
+            return output
+        request = self.requests.get(output.request_id)
+        # A request that has ended is gone from there.
+        interval = 1 if request is None or request.sampling_params is None else request.sampling_params.stream_interval
+        return self._batches.add(client, interval or 1, output)
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
+        """End them; their callers wait for no more tokens."""
+        finished = super().finish_requests(request_ids, finished_status)
+        self._batches.drop(request.request_id for request in finished)
+        return finished
+
+    def has_requests(self) -> bool:
+        """Also what a pause has left to hand over: the engine steps once more, with nothing to compute."""
+        return super().has_requests() or (self.pause_state != PauseState.UNPAUSED and bool(self._batches))
+
+
+class BatchedAsyncScheduler(BatchedScheduler, AsyncScheduler):
+    """For engines that schedule a step while the one before it runs, as on GPUs."""
