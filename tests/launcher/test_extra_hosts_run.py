@@ -16,15 +16,15 @@ from launched import command_line, wait_until
 from asyncrl.runtime.processes import children_of
 from tools.chaos.audit import Expected, audit, read_lines
 
-STEPS, GROUPS = 24, 4
+GROUPS = 4
 EXTRA = "episodes/2"
 """Where rollouters are on a and b."""
 
 
-def tree(folder, supervision=None, **episode):
+def tree(folder, steps, supervision=None, **episode):
     return {
         "run": {"name": "trial", "dir": str(folder / "runs"), "samples_per_step": GROUPS},
-        "data": {"source": "synthetic", "size": 2 * GROUPS * STEPS, "max_prompt_tokens": 64, "template": "chat"},
+        "data": {"source": "synthetic", "size": 2 * GROUPS * steps, "max_prompt_tokens": 64, "template": "chat"},
         "episode": {
             "function": "asyncrl.episodes.rehearsal:play",
             "options": {"turns": 3.0, "tool_s": 0.2, "tool_sigma": 0.3, "observation": 40.0},
@@ -44,7 +44,7 @@ def tree(folder, supervision=None, **episode):
         },
         "learner": {
             "backend": "sim",
-            "steps": STEPS,
+            "steps": steps,
             "groups_per_step": GROUPS,
             "dynamic_sampling": False,
             "sim": {"step_s": 0.1, "publish_bytes": 4096},
@@ -56,9 +56,9 @@ def tree(folder, supervision=None, **episode):
 
 
 class Run:
-    def __init__(self, folder, **options):
-        self.run_dir, self.out = folder / "runs" / "trial", folder / "out.txt"
-        (folder / "config.json").write_text(json.dumps(tree(folder, **options)))
+    def __init__(self, folder, steps=24, **options):
+        self.run_dir, self.out, self.steps = folder / "runs" / "trial", folder / "out.txt", steps
+        (folder / "config.json").write_text(json.dumps(tree(folder, steps, **options)))
         argv = [sys.executable, str(Path(__file__).with_name("all_here.py")), str(folder / "config.json"), "head,a,b,c"]
         with self.out.open("w") as out:
             self.process = subprocess.Popen(argv, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
@@ -94,7 +94,8 @@ class Run:
 
     def is_exact(self):
         assert self.process.wait(120) == 0, self.out.read_text()
-        findings = audit(self.run_dir, Expected(steps=STEPS, groups_per_step=GROUPS, prompts=2 * GROUPS * STEPS))
+        expected = Expected(steps=self.steps, groups_per_step=GROUPS, prompts=2 * GROUPS * self.steps)
+        findings = audit(self.run_dir, expected)
         assert [str(problem) for problem in findings.problems] == []
 
 
@@ -133,7 +134,8 @@ def hosts(samples):
 @pytest.mark.parametrize("how", ["killed", pytest.param("frozen", marks=pytest.mark.slow)])
 def test_what_a_lost_host_played_is_played_elsewhere_and_nothing_is_lost(launch, how):
     """I1: and no attempt is counted."""
-    run = launch()
+    # One that is frozen is found out after a while; its successor is to have steps left to play for.
+    run = launch(steps=24 if how == "killed" else 72)
     run.wait_for_step(3)
     os.kill(run.actor(EXTRA), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
     run.is_exact()
