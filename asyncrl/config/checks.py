@@ -14,7 +14,7 @@ FORBIDDEN_VLLM_KEYS = (
     *("temperature", "top_p", "top_k", "min_p", "logprobs_mode", "weight_transfer_config"),
     *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
     *("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_dtype", "lora_target_modules"),
-    "worker_extension_cls",
+    *("worker_extension_cls", "scheduler_cls"),
 )
 
 

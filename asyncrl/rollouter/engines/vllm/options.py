@@ -25,7 +25,6 @@ from asyncrl.rollouter.engines.vllm.lora_layout import targets
 SCRATCH_PREFIX = "asyncrl-engine-"
 SOCKET_PATH_LIMIT = 107
 """Longest path of a Unix socket (unix(7)), without the final zero."""
-SCHEDULERS = "asyncrl.rollouter.engines.vllm.scheduler."
 CPU_BATCHED_TOKENS = 4096
 """Tokens that a CPU engine processes in one step, unless one prompt is longer."""
 
@@ -126,7 +125,7 @@ def engine_arguments(config: Config, name: str) -> dict[str, Any]:
         "block_size": vllm.block_size,
         "enable_prefix_caching": True,
         "scheduling_policy": "priority",
-        "scheduler_cls": SCHEDULERS + ("BatchedScheduler" if on_cpu(config) else "BatchedAsyncScheduler"),
+        "scheduler_cls": "asyncrl.rollouter.engines.vllm.scheduler.make_scheduler",
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
         "enforce_eager": vllm.enforce_eager or on_cpu(config),

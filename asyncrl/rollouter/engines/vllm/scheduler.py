@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
+from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -132,3 +133,9 @@ class BatchedScheduler(Scheduler):
 
 class BatchedAsyncScheduler(BatchedScheduler, AsyncScheduler):
     """For engines that schedule a step while the one before it runs, as on GPUs."""
+
+
+def make_scheduler(*, vllm_config: VllmConfig, **arguments: object) -> BatchedScheduler:
+    """The one that goes with the engine; vLLM calls it as it calls the class of a scheduler."""
+    of = BatchedAsyncScheduler if vllm_config.scheduler_config.async_scheduling else BatchedScheduler
+    return of(vllm_config=vllm_config, **arguments)
