@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -93,7 +94,7 @@ def _join_logprobs(lists: list[LogprobsLists]) -> LogprobsLists:
 class BatchedScheduler(Scheduler):
     """For engines that schedule a step after the one before it has ended, as on CPU."""
 
-    def __init__(self, *args: object, **kwargs: object) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._batches = OutputBatches()
 
@@ -135,7 +136,7 @@ class BatchedAsyncScheduler(BatchedScheduler, AsyncScheduler):
     """For engines that schedule a step while the one before it runs, as on GPUs."""
 
 
-def make_scheduler(*, vllm_config: VllmConfig, **arguments: object) -> BatchedScheduler:
+def make_scheduler(*, vllm_config: VllmConfig, **arguments: Any) -> BatchedScheduler:
     """The one that goes with the engine; vLLM calls it as it calls the class of a scheduler."""
     of = BatchedAsyncScheduler if vllm_config.scheduler_config.async_scheduling else BatchedScheduler
     return of(vllm_config=vllm_config, **arguments)
