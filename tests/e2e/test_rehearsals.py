@@ -63,4 +63,4 @@ def test_i1_i7_nothing_is_lost_or_left_over_whatever_of_the_episodes_is_broken(e
 def test_the_real_vllm_takes_a_version_a_step(capfd, transport, mode):
     """I3 and I4: two rollouters, every update verified in full."""
     code = soak.main(["--steps", "6", "--transport", transport, "--mode", mode])
-    assert code == 0, capfd.readouterr()
+    assert code == 0, capfd.readouterr().out
