@@ -88,8 +88,8 @@ def problems_of(run: LiveRun, mode: str, steps: int) -> tuple[list[str], dict[st
     drifts = [abs(u["policy/probe_kl"]) for u in updates if u.get("policy/probe_kl") is not None]
     if len(drifts) != len(updates) or max(drifts) > PROBE_KL:
         problems.append(f"{len(drifts)} of {len(updates)} updates were probed, the worst was off by {max(drifts):.2g}")
-    # The run ends with its last step, which starts from version steps - 1, and waits for no update that nobody needs.
-    if len(run.served()) != REPLICAS or min(run.served().values()) < steps - 1 - STALENESS:
+    # The run ends with its last step, and waits for no update that nobody needs any more.
+    if len(run.served()) != REPLICAS or min(run.served().values()) < steps - STALENESS:
         problems.append(f"at the end {run.served()} is served, of {steps} versions")
     replaced = sum(
         line.get("event") == "engine is replaced" for i in range(REPLICAS) for line in run.log(f"rollouter/{i}")

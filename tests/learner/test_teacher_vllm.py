@@ -38,17 +38,9 @@ def url(folder, tmp_path_factory):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--host", "127.0.0.1"]
-    argv += [
-        "--port",
-        str(port),
-        "--max-model-len",
-        "256",
-        "--enforce-eager",
-        "--max-num-seqs",
-        "8",
-        "--dtype",
-        "float32",
-    ]
+    argv += ["--port", str(port), "--max-model-len", "256", "--enforce-eager", "--max-num-seqs", "8"]
+    # Its log-probs are held against float64 ones.
+    argv += ["--dtype", "float32"]
     log = tmp_path_factory.mktemp("log") / "server.log"
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     # As our own engines: what it would compile for the first log-probs wants a compiler.

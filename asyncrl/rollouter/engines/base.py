@@ -108,7 +108,10 @@ class Engine(Protocol):
         """
 
     async def abort(self, ids: Sequence[str]) -> None:
-        """End these requests; each stream still gets its sampled tokens and a last delta with ``abort``."""
+        """End these requests, of which the caller wants no more tokens; each stream gets a last delta with ``abort``.
+
+        Tokens that were sampled and not handed over may be dropped. ``pause`` drops none.
+        """
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop stepping. ``abort`` ends all requests, ``keep`` freezes them, ``wait`` finishes them first."""

@@ -1,11 +1,13 @@
 """vLLM's scheduler, which hands the tokens of a request over in batches of the request's ``stream_interval``.
 
 vLLM alone sends each token of each request through its socket as an output of its own, and its front end merges them
-in the rollouter's process: for small models, a third of what the engine core itself costs.
+in the rollouter's process.
 
 Invariants: no token is lost and their order is kept; the last output of a request brings all that was held of it; a
 pause is complete only once nothing is held, so that all tokens of an output were sampled under one version. A request
-that its caller aborts takes what was held of it along.
+that its caller aborts outside of a pause takes what was held of it along.
+
+Adds no error to those of vLLM's scheduler. It runs in the engine core's process and imports nothing of the rollouter.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class _Held:
 
 
 class OutputBatches:
-    """What is held of the requests' outputs."""
+    """Outputs that are held, by request."""
 
     def __init__(self) -> None:
         self._held: dict[str, _Held] = {}
