@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from segment_reading import read_manifest
 
 from asyncrl.learner.fsdp import head
-from asyncrl.learner.fsdp.policy import make_row
+from asyncrl.learner.fsdp.policy import Likeliest, make_row
 from asyncrl.learner.probe_sequences import ProbeSequence
 
 TOLERANCE = 1e-4
@@ -35,7 +35,8 @@ def _learned(backend: Any, config: Any) -> dict[str, Any]:
     sequences, policy = _sequences(), backend._policy
     inputs, targets = (np.concatenate([s[part] for s in sequences]) for part in (slice(None, -1), slice(1, None)))
     row = make_row(inputs, LENGTHS, np.arange(sum(LENGTHS)), targets, torch.device("cpu"))
-    tokens, logprobs = policy.likeliest(row, TEMPERATURE, VOCABULARY)
+    everywhere = Likeliest(lambda entropies: torch.arange(len(entropies)), TEMPERATURE, VOCABULARY)
+    _, _, tokens, logprobs = policy.score_likeliest(row, everywhere)
     scores, entropies = policy.score(row, TEMPERATURE)
     scores.sum().backward()
     with backend.publish(0).result() as publication:

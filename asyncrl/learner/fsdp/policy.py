@@ -14,6 +14,7 @@ Fails with ConfigError naming model.path when the model cannot be loaded as it s
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -48,6 +49,24 @@ class Row:
     """int64 [N]: positions whose next token is scored."""
     targets: Tensor
     """int64 [N]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Likeliest:
+    """Asks for the likeliest next tokens at some of a row's N positions."""
+
+    choose: Callable[[Tensor], Tensor]
+    """The entropies there, float32 [N], to the chosen positions, int64 [C] below N."""
+    temperature: float
+    count: int
+    """Tokens of each position: K."""
+
+    def find(self, entropies: Tensor, logits: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """The tokens, int64 [C, K], and their log-probs, float32 [C, K], nats; ``logits`` of chosen positions, [C, V].
+
+        All their logits are there at once.
+        """
+        return find_likeliest(logits(self.choose(entropies)), self.temperature, self.count)
 
 
 class Policy(nn.Module):
@@ -87,12 +106,11 @@ class Policy(nn.Module):
         predict: Tensor,
         targets: Tensor,
         temperature: float,
-        likeliest: int = 0,
-    ) -> tuple[Tensor, Tensor]:
+        likeliest: Likeliest | None = None,
+    ) -> tuple[Tensor, ...]:
         """Log-prob of each target under the logits divided by ``temperature``, and the entropy there.
 
-        Arguments as in Row. Returns two float32 [N], nats. With ``likeliest`` = K instead the K likeliest tokens, int64
-        [N, K], and their log-probs, float32 [N, K]; it holds the logits of all N positions.
+        Arguments as in Row. Returns two float32 [N], nats, and with ``likeliest`` also what it asks for.
         """
         arguments: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
         implementation = self.model.config._attn_implementation
@@ -103,15 +121,11 @@ class Policy(nn.Module):
             arguments["sequence_lengths"] = torch.tensor(lengths)
         if not self.chunked:
             logits = self.model(**arguments).logits[0, predict]
-            if likeliest:
-                return find_likeliest(logits, temperature, likeliest)
-            return score_logits(logits, targets, temperature, entropy_gradient=self.entropy_gradient)
+            scores = score_logits(logits, targets, temperature, entropy_gradient=self.entropy_gradient)
+            return scores if likeliest is None else (*scores, *likeliest.find(scores[1], lambda at: logits[at]))
         hidden = self.model.base_model(**arguments).last_hidden_state[0, predict]
         head = self.model.get_output_embeddings()
-        if likeliest:
-            logits = head_logits(self._softcap, hidden, head.weight, head.bias)
-            return find_likeliest(logits, temperature, likeliest)
-        return score_hidden(
+        scores = score_hidden(
             hidden,
             head.weight,
             head.bias,
@@ -120,29 +134,34 @@ class Policy(nn.Module):
             softcap=self._softcap,
             entropy_gradient=self.entropy_gradient,
         )
+        if likeliest is None:
+            return scores
+        found = likeliest.find(scores[1], lambda at: head_logits(self._softcap, hidden[at], head.weight, head.bias))
+        return *scores, *found
 
     def score(self, row: Row, temperature: float) -> tuple[Tensor, Tensor]:
         """``forward`` of a row."""
-        scores: tuple[Tensor, Tensor] = self(
-            row.input_ids, row.position_ids, row.lengths, row.cu_seqlens, row.predict, row.targets, temperature
+        logprobs, entropies = self._forward(row, temperature, None)
+        return logprobs, entropies
+
+    def score_likeliest(self, row: Row, likeliest: Likeliest) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """``score`` at temperature 1 and what ``likeliest`` asks for, in one forward pass without a gradient."""
+        with torch.no_grad():
+            logprobs, entropies, tokens, values = self._forward(row, 1.0, likeliest)
+        return logprobs, entropies, tokens, values
+
+    def _forward(self, row: Row, temperature: float, likeliest: Likeliest | None) -> tuple[Tensor, ...]:
+        scores: tuple[Tensor, ...] = self(
+            row.input_ids,
+            row.position_ids,
+            row.lengths,
+            row.cu_seqlens,
+            row.predict,
+            row.targets,
+            temperature,
+            likeliest,
         )
         return scores
-
-    def likeliest(self, row: Row, temperature: float, count: int) -> tuple[Tensor, Tensor]:
-        """The ``count`` likeliest tokens after each position of ``row.predict``, int64 [N, count], and their log-probs
-        (nats) under the logits divided by ``temperature``, float32 [N, count]. Without a gradient."""
-        with torch.no_grad():
-            found: tuple[Tensor, Tensor] = self(
-                row.input_ids,
-                row.position_ids,
-                row.lengths,
-                row.cu_seqlens,
-                row.predict,
-                row.targets,
-                temperature,
-                count,
-            )
-        return found
 
     def reshard(self) -> None:
         """Cut up again what FSDP keeps whole outside of the layers for a backward pass, where none will come."""

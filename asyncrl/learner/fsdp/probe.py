@@ -9,11 +9,13 @@ the weights cut up as they were.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate
 
 import numpy as np
 import torch
 
-from asyncrl.learner.fsdp.policy import Policy, Row, make_row
+from asyncrl.learner.fsdp.policy import Likeliest, Policy, Row, make_row
 from asyncrl.learner.probe_sequences import ProbeSequence
 from asyncrl.messages.weights import Probe
 
@@ -34,16 +36,11 @@ def score_probe(
     count = min(LIKELIEST, policy.model.get_output_embeddings().weight.shape[0])
     logprobs, places, likeliest, likeliest_logprobs = [], [], [], []
     for row in [sequences] if packed else [[sequence] for sequence in sequences]:
-        with torch.no_grad():
-            scored, entropies = policy.score(_scored(row, device), 1.0)
-        chosen = [
-            _places(sequence, own)
-            for sequence, own in zip(
-                row, torch.split(entropies, [len(sequence.tokens) - 1 for sequence in row]), strict=True
-            )
-        ]
-        tokens, values = policy.likeliest(_asked(row, chosen, device), temperature, count)
-        logprobs.append(scored)
+        chosen: list[list[int]] = []
+        scored, _, tokens, values = policy.score_likeliest(
+            _row(row, device), Likeliest(partial(_choose, row, chosen), temperature, count)
+        )
+        logprobs += [own[:-1] for own in torch.split(scored, _lengths(row))]
         places += chosen
         likeliest.append(tokens)
         likeliest_logprobs.append(values)
@@ -58,35 +55,29 @@ def score_probe(
     )
 
 
-def _scored(sequences: Sequence[ProbeSequence], device: torch.device) -> Row:
-    """Each token but a sequence's first is a target."""
-    starts = _starts(sequences)
-    predict = [np.arange(len(s.tokens) - 1) + start for s, start in zip(sequences, starts, strict=True)]
-    return _row(sequences, np.concatenate(predict), [token for s in sequences for token in s.tokens[1:]], device)
+def _choose(row: Sequence[ProbeSequence], chosen: list[list[int]], entropies: torch.Tensor) -> torch.Tensor:
+    """Positions in the row after which a token is sampled; the numbers of tokens before each go into ``chosen``."""
+    lengths = _lengths(row)
+    chosen += map(_places, row, torch.split(entropies, lengths))
+    starts = accumulate(lengths[:-1], initial=0)
+    positions = [start + place - 1 for start, own in zip(starts, chosen, strict=True) for place in own]
+    return torch.tensor(positions, dtype=torch.int64, device=entropies.device)
 
 
 def _places(sequence: ProbeSequence, entropies: torch.Tensor) -> list[int]:
     """Numbers of tokens, ascending; ``entropies`` are those after 1, 2, ... of them."""
-    candidates = entropies[sequence.begin - 1 :]
+    candidates = entropies[sequence.begin - 1 : -1]
     if not len(candidates):
         return [len(sequence.tokens)]
     found = candidates.topk(min(PLACES, len(candidates))).indices + sequence.begin
     return sorted(found.tolist())
 
 
-def _asked(sequences: Sequence[ProbeSequence], places: Sequence[list[int]], device: torch.device) -> Row:
-    starts = _starts(sequences)
-    predict = [np.array(own) - 1 + start for own, start in zip(places, starts, strict=True)]
-    return _row(sequences, np.concatenate(predict), [], device)
-
-
-def _starts(sequences: Sequence[ProbeSequence]) -> np.ndarray:
-    lengths = np.array([len(sequence.tokens) for sequence in sequences])
-    starts: np.ndarray = np.cumsum(lengths) - lengths
-    return starts
-
-
-def _row(sequences: Sequence[ProbeSequence], predict: np.ndarray, targets: list[int], device: torch.device) -> Row:
+def _row(sequences: Sequence[ProbeSequence], device: torch.device) -> Row:
+    """Each token but a sequence's first is a target, and after the last of each any is."""
     tokens = np.concatenate([sequence.tokens for sequence in sequences]).astype(np.int64)
-    lengths = [len(sequence.tokens) for sequence in sequences]
-    return make_row(tokens, lengths, predict, np.array(targets, np.int64), device)
+    return make_row(tokens, _lengths(sequences), np.arange(len(tokens)), np.roll(tokens, -1), device)
+
+
+def _lengths(sequences: Sequence[ProbeSequence]) -> list[int]:
+    return [len(sequence.tokens) for sequence in sequences]
