@@ -156,7 +156,7 @@ class Config(Section):
         return (
             "controller/0",
             "dataloader/0",
-            "reward/0",
+            *self.reward_pools,
             "parameter_server/0",
             *(f"learner/{rank}" for rank in range(self.learner.ranks)),
             *(f"rollouter/{replica}" for replica in range(self.rollout.replicas)),
@@ -166,6 +166,11 @@ class Config(Section):
             ),
             *self.extra_episode_hosts,
         )
+
+    @property
+    def reward_pools(self) -> tuple[str, ...]:
+        """The pools that score, as ROLE/INDEX."""
+        return tuple(f"reward/{pool}" for pool in range(self.reward.pools))
 
     @property
     def extra_episode_hosts(self) -> tuple[str, ...]:

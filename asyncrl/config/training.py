@@ -84,8 +84,11 @@ class RewardConfig(Section):
     """Whether the function scores one trajectory or a whole group (a relative judge)."""
     options: dict[str, Any] = {}
     """Keyword arguments passed to the function with each call."""
+    pools: Positive = 1
+    """Pools of workers, each on a host of its own as far as there are hosts: where the functions of many replicas take
+    more cores than one host has. A judge keeps its limits in each of them."""
     workers: Positive = 2
-    """Worker processes of the pool."""
+    """Worker processes of a pool."""
     timeout_s: Seconds = 10.0
     """Longest run of the function, counted from its start in the worker; the worker is killed then. For a judge the
     time of a vote, without that in which it waits under the judge's own limits."""

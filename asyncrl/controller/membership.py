@@ -21,7 +21,7 @@ from typing import Any
 from asyncrl.errors import InvalidRequest
 from asyncrl.messages.actors import Dead, Leaving
 from asyncrl.messages.hosts import Join, JoinedHost, Leave, MemberHost, Members, NewHost
-from asyncrl.runtime.supervision import is_replicated, role_of
+from asyncrl.runtime.supervision import role_of
 
 AGENT, ROLLOUTER, EPISODES = "agent", "rollouter", "episodes"
 ABOVE_ALL = 1 << 62
@@ -198,7 +198,7 @@ class Membership:
             agents = " and ".join(host.agent for host in found)
             raise InvalidRequest(f"{name} is the name of {agents}; say which of them")
         (host,) = found
-        needed = sorted(actor for actor in host.actors if not is_replicated(actor))
+        needed = sorted(actor for actor in host.actors if role_of(actor) not in (ROLLOUTER, EPISODES))
         if needed:
             raise InvalidRequest(f"{host.host} cannot leave: it has {', '.join(needed)}, without which no run goes on")
         if not self._is_spared(host.actors, serving):

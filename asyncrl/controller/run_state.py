@@ -313,12 +313,13 @@ class RunStateMachine:
     def _missed(self) -> tuple[float, str, str] | None:
         """When a lost host must be back for the run to go on, who is there, and which host it is."""
         needed = self._lost.keys() - self._spared
-        # Of replicas it is the loss of the last one that counts.
-        replicas = [self._lost[name][0] for name in needed if is_replicated(name)]
         found = []
         for name in needed:
             since, host = self._lost[name]
-            found.append(((max(replicas) if is_replicated(name) else since) + self.host_grace_s, name, host))
+            if is_replicated(name):
+                # Of replicas it is the loss of the last one that counts.
+                since = max(self._lost[other][0] for other in needed if role_of(other) == role_of(name))
+            found.append((since + self.host_grace_s, name, host))
         return min(found, default=None)
 
     def _is_excused(self, name: str) -> bool:

@@ -5,9 +5,9 @@ there. The learner's ranks fill the GPUs of the first hosts, as far as leaves ro
 follow one another. An engine never spans hosts; each goes where most GPUs are free, and an episode host beside it. What
 computes on CPUs, ranks as well as engines, goes where it gets most cores, so such runs are spread evenly. Where there
 are episodes, each host with neither GPUs (``slots=0`` says so of one that has some) nor rank nor engine has an episode
-host as well, or the first ``episode.extra_hosts`` of them. The reward pool goes to the host with most cores free,
-counting one for each actor there. Where hosts are equal the earlier one is taken, and replicas are numbered in the
-order of the hosts.
+host as well, or the first ``episode.extra_hosts`` of them. Reward pools go to different
+hosts as far as there are hosts, each to the one with most cores free, counting one for each actor there. Where hosts
+are equal the earlier one is taken, and replicas are numbered in the order of the hosts.
 
 On each host GPUs go to the learner's ranks first, in order, then to the engines; no GPU is shared. Every learner rank
 of a host sees all the learner's GPUs there and takes one of its own, as under torchrun; an engine sees its own alone;
@@ -90,10 +90,11 @@ def place(config: Config, hosts: Sequence[Host]) -> list[Placed]:
     extra = _episode_hosts(hosts, ranks, replicas)[: len(config.extra_episode_hosts)]
     for name, host in zip(config.extra_episode_hosts, extra, strict=True):
         placed[name] = Placed(name=name, host=host.name, env=_environment(1, ()))
+    for name, host in zip(config.reward_pools, _reward_hosts(config, hosts, ranks, replicas), strict=True):
+        placed[name] = Placed(name=name, host=host.name, env=_environment(1, ()))
     for name in config.actors:
         if name not in placed:
-            host = _reward_host(config, hosts, ranks, replicas) if role_of(name) == "reward" else hosts[0]
-            placed[name] = Placed(name=name, host=host.name, env=_environment(1, ()))
+            placed[name] = Placed(name=name, host=hosts[0].name, env=_environment(1, ()))
     return [placed[name] for name in config.actors]
 
 
@@ -268,8 +269,8 @@ def _episode_hosts(hosts: Sequence[Host], ranks: Sequence[int], replicas: Sequen
     ]
 
 
-def _reward_host(config: Config, hosts: Sequence[Host], ranks: Sequence[int], replicas: Sequence[int]) -> Host:
-    """The host with most cores free, counting one for each actor there."""
+def _reward_hosts(config: Config, hosts: Sequence[Host], ranks: Sequence[int], replicas: Sequence[int]) -> list[Host]:
+    """Of each pool the host: those with most cores free, counting one for each actor there; round and round."""
     on_head = sum(role_of(name) not in ("learner", "rollouter", "reward", "episodes") for name in config.actors)
     each = 1 if config.episode.kind == "single" else 2
     extra = _episode_hosts(hosts, ranks, replicas)[: len(config.extra_episode_hosts)]
@@ -277,7 +278,9 @@ def _reward_host(config: Config, hosts: Sequence[Host], ranks: Sequence[int], re
         host.cpus - ranks[i] - each * replicas[i] - (host in extra) - (on_head if i == 0 else 0)
         for i, host in enumerate(hosts)
     ]
-    return hosts[free.index(max(free))]
+    # Sorting keeps the order of those that are equal.
+    freest = sorted(range(len(hosts)), key=lambda at: -free[at])
+    return [hosts[freest[pool % len(hosts)]] for pool in range(config.reward.pools)]
 
 
 def _threads(config: Config, host: Host, ranks: int, replicas: int, on_gpu: bool) -> dict[str, int]:

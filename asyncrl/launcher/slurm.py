@@ -170,7 +170,7 @@ def _placed(config: Config, nodes: int, gpus: int) -> list[int] | None:
     except ConfigError:
         return None
     names = [actor.host for actor in placed]
-    names += [actor.host for actor in placed if actor.name == "reward/0"] * config.reward.workers
+    names += [actor.host for actor in placed if role_of(actor.name) == "reward"] * config.reward.workers
     episodes = [actor.host for actor in placed if role_of(actor.name) == "episodes"]
     names += episodes * (0 if config.episode.kind == "command" else config.episode.workers)
     return [names.count(host.name) for host in hosts]

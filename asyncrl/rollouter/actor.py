@@ -40,6 +40,7 @@ from asyncrl.rollouter.episode_hosts import choose, shares
 from asyncrl.rollouter.generation import PolicyCall, single_turn
 from asyncrl.rollouter.groups import GroupRunner
 from asyncrl.rollouter.player import EpisodePlayer
+from asyncrl.rollouter.reward_pools import choose_pool
 from asyncrl.rollouter.sessions import Session, Sessions
 from asyncrl.rollouter.slots import Slots
 from asyncrl.rollouter.updates import UpdateFollower
@@ -52,7 +53,7 @@ from asyncrl.trajectories import sampled_tokens
 
 T = TypeVar("T")
 
-DATALOADER, REWARD, LEARNER, PARAMETER_SERVER = "dataloader/0", "reward/0", "learner/0", "parameter_server/0"
+DATALOADER, LEARNER, PARAMETER_SERVER = "dataloader/0", "learner/0", "parameter_server/0"
 STORY_S = 30.0
 """Interval at which the stories of groups that run are told, for whoever asks before they leave, or after a death."""
 STATS_S = 0.5
@@ -104,10 +105,10 @@ class Rollouter(Actor):
         self._held: dict[str, Ticket] = {}
         self._leased: dict[str, float] = {}
         """When each held ticket was taken up; the oldest first."""
-        self._scoring = 0
-        """Trajectories with the reward pool."""
+        self._scoring: Counter[str] = Counter()
+        """Trajectories with each reward pool."""
         self._reward_away = 0
-        """Calls of the reward pool that it did not answer."""
+        """Calls of reward pools that they did not answer."""
         self._ungenerated: Counter[str] = Counter()
         """Trajectories of each held ticket that are not generated yet."""
         self._running: set[asyncio.Task[None]] = set()
@@ -148,6 +149,9 @@ class Rollouter(Actor):
             self.log.info("responses end at", token_ids=self._stops.token_ids, strings=self._stops.strings)
         if self.config.episode.kind != "single":
             await self._prepare_episodes()
+        for pool in self.config.reward_pools:
+            # Only those are taken that answer.
+            self.peer(pool).connect()
         await self._host.start()
 
     async def _prepare_episodes(self) -> None:
@@ -407,24 +411,31 @@ class Rollouter(Actor):
         self._ungenerated[ticket.uid] -= 1
         self._room.set()
 
-    async def _call_reward(self, request: Score) -> Scores:
+    async def _call_reward(self, request: Score, away: set[str]) -> Scores:
+        """From one of the pools, rather none of those that are ``away``; one that fails is added to them."""
         reward, rollout = self.config.reward, self.config.rollout
         replicas = sum(name.startswith("rollouter/") for name in self.roster.actors)
         # The longest that an honest queue can take: everything in flight ahead of this one, at its full time.
-        queue = self.config.most_episodes * max(replicas, rollout.replicas) / reward.workers
+        queue = self.config.most_episodes * max(replicas, rollout.replicas) / (reward.pools * reward.workers)
         began = self.clock.now()
-        self._scoring += len(request.completions)
+        ready = {pool for pool in self.config.reward_pools if self.peer(pool).ready}
+        pool = choose_pool(self.config.reward_pools, self._scoring, first=self._number, ready=ready, avoid=away)
+        self._scoring[pool] += len(request.completions)
         try:
-            scores: Scores = await self.peer(REWARD).call(
+            scores: Scores = await self.peer(pool).call(
                 request, timeout=self.config.network.call_timeout_s + (1 + queue) * reward.timeout_s
             )
+        except RemoteError:
+            away.add(pool)
+            raise
         except (DeadlineExceeded, PeerRestarted) as error:
+            away.add(pool)
             self._reward_away += 1
-            again = "It is asked again until it answers"
+            again = "It is asked again until it answers, or another is"
             self.notify("reward away", str(error), count=self._reward_away, meanwhile=again)
             raise
         finally:
-            self._scoring -= len(request.completions)
+            self._scoring[pool] -= len(request.completions)
         self.histograms.observe("rollout/reward_s", self.clock.now() - began)
         if self._player is not None:
             self._sessions.figures.scored((self.clock.now() - began) * len(request.completions))
@@ -463,7 +474,11 @@ class Rollouter(Actor):
     @property
     def _beside(self) -> str:
         """The episode host beside this rollouter."""
-        return f"episodes/{self.name.partition('/')[2]}"
+        return f"episodes/{self._number}"
+
+    @property
+    def _number(self) -> int:
+        return int(self.name.partition("/")[2])
 
     def _choose_host(self, *, prefer: str, avoid: Collection[str]) -> str:
         """Where an episode is played."""
@@ -531,7 +546,7 @@ class Rollouter(Actor):
             "rollout/waiting": max(0, self._generating - running),
             "rollout/held": len(self._held),
             "rollout/concurrency": self._slots.size,
-            "rollout/scoring": self._scoring,
+            "rollout/scoring": self._scoring.total(),
             "rollout/oldest_s": self.clock.now() - oldest if oldest is not None else 0.0,
             "rollout/served_version": host.version,
             "rollout/engine_restarts": host.restarts,
@@ -542,7 +557,7 @@ class Rollouter(Actor):
             **({"rollout/kv_use": kv_use} if kv_use is not None else {}),
             **({"weights/stall_s": self._stall_s} if self._stall_s is not None else {}),
             **self._follower.drifts.figures,
-            **(self._sessions.gauges(self._scoring) if self._player is not None else {}),
+            **(self._sessions.gauges(self._scoring.total()) if self._player is not None else {}),
         }
 
 

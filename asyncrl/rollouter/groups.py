@@ -46,7 +46,7 @@ class GroupRunner:
         config: Config,
         *,
         episode: Callable[[Ticket, int], Awaitable[Trajectory]],
-        score: Callable[[Score], Awaitable[Scores]],
+        score: Callable[[Score, set[str]], Awaitable[Scores]],
         generated: Callable[[Ticket], None],
         clock: Clock,
     ) -> None:
@@ -130,11 +130,12 @@ class GroupRunner:
             account.scored(reward, scores.run_s)
 
     async def _scores(self, request: Score, accounts: list[SampleAccount]) -> Scores:
-        """From a reward pool that serves the call, however long it is away."""
+        """From a reward pool that serves the call, however long all are away."""
         pause = self._config.rollout.retry_backoff_s
+        away: set[str] = set()
         while True:
             try:
-                return await self._score(request)
+                return await self._score(request, away)
             except (DeadlineExceeded, PeerRestarted, RemoteError) as error:
                 if isinstance(error, RemoteError) and not _may_pass(error):
                     raise

@@ -33,7 +33,7 @@ class RolePolicy:
 
 ROLES: dict[str, RolePolicy] = {
     "rollouter": RolePolicy(drain_rank=1, replicated=True),
-    "reward": RolePolicy(drain_rank=1),
+    "reward": RolePolicy(drain_rank=1, replicated=True),
     # After the rollouters, whose last episodes these play.
     "episodes": RolePolicy(drain_rank=2, replicated=True),
     "parameter_server": RolePolicy(drain_rank=2),

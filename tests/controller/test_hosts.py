@@ -221,10 +221,13 @@ def test_hosts_are_lost_in_their_time_and_only_then(history):
 RUN = ("dataloader/0", "reward/0", "parameter_server/0", "learner/0", "learner/1", "rollouter/0", "rollouter/1")
 
 
-def running(*, started=True):
-    run = RunStateMachine(frozenset(RUN), now=0.0, start_timeout_s=15.0, drain_s=10.0, grace_s=30.0, host_grace_s=20.0)
+def running(*more, started=True):
+    names = {*RUN, *more}
+    run = RunStateMachine(
+        frozenset(names), now=0.0, start_timeout_s=15.0, drain_s=10.0, grace_s=30.0, host_grace_s=20.0
+    )
     if started:
-        run.ready(RUN, 1.0)
+        run.ready(names, 1.0)
         assert run.phase == "running"
     return run
 
@@ -292,6 +295,17 @@ def test_a_run_without_any_replica_waits_from_the_loss_of_the_last_one():
     run = running()
     run.host_lost("b (agent/1)", ["rollouter/0", "rollouter/1"], 10.0)
     assert run.tick(30.0) and run.outcome.actor.startswith("rollouter/")
+
+
+def test_a_run_goes_on_without_one_of_its_reward_pools_and_waits_for_the_last():
+    run = running("reward/1")
+    run.host_lost("b (agent/1)", ["reward/0"], 10.0)
+    assert run.next_deadline() is None
+    run.host_lost("c (agent/2)", ["reward/1"], 50.0)
+    # What else is lost later is another matter.
+    run.host_lost("d (agent/3)", ["rollouter/0", "rollouter/1"], 60.0)
+    assert run.next_deadline() == 70.0
+    assert run.tick(70.0) and run.outcome.actor.startswith("reward/")
 
 
 def test_a_drain_does_not_wait_for_a_lost_host_and_buries_nobody():

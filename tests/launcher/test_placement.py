@@ -270,6 +270,15 @@ def test_the_reward_pool_is_where_most_cores_are_free(gpus, cpus, replicas, host
     assert row(place(config(1, replicas, 1), hosts_of(*gpus, cpus=cpus)), "reward") == host
 
 
+@pytest.mark.parametrize(
+    ("cpus", "pools", "hosts"),
+    [([8, 9, 7], 1, "b"), ([8, 9, 7], 2, "b c"), ([8, 9, 7], 5, "b c a b c"), ([20, 9, 7], 3, "a b c")],
+)
+def test_reward_pools_are_on_different_hosts_as_far_as_there_are_hosts(cpus, pools, hosts):
+    several = config(1, 1, 1, reward={"pools": pools, "workers": 4})
+    assert row(place(several, hosts_of(2, 0, 0, cpus=cpus)), "reward") == hosts
+
+
 def test_an_episode_host_is_beside_each_rollouter():
     playing = config(1, 3, 1, episode={"function": "pkg:play"})
     placed = by_name(place(playing, hosts_of(2, 2, cpus=8)))

@@ -45,7 +45,7 @@ class Scripted:
         trajectory.reward, trajectory.text = None, str(sample)
         return trajectory
 
-    async def score(self, request):
+    async def score(self, request, away):
         self.events.append(("score", request.completions[0].text, asyncio.get_running_loop().time()))
         self.has_worked.append(request.has_worked)
         sample = int(request.completions[0].text)
@@ -180,11 +180,11 @@ def test_a_reward_pool_in_trouble_is_no_attempt_of_a_trajectory(trouble, per):
     class Away(Scripted):
         left = 50
 
-        async def score(self, request):
+        async def score(self, request, away):
             if self.left:
                 self.left -= 1
                 raise trouble
-            return await super().score(request)
+            return await super().score(request, away)
 
     group = run(Away(), rollout={"max_attempts": 1}, reward={"per": per})
     assert group.failure is None
@@ -194,7 +194,7 @@ def test_a_reward_pool_in_trouble_is_no_attempt_of_a_trajectory(trouble, per):
 @pytest.mark.parametrize("per", ["trajectory", "group"])
 def test_a_bug_of_the_reward_pool_that_stays_quarantines_nothing(per):
     class Bug(Scripted):
-        async def score(self, request):
+        async def score(self, request, away):
             raise RemoteError("reward/0", "AssertionError", "a bug", retryable=False)
 
     with pytest.raises(BaseExceptionGroup if per == "trajectory" else RemoteError) as caught:
@@ -226,7 +226,7 @@ def test_what_is_with_the_reward_pool_is_counted_in_trajectories(tmp_path, count
                 net.serve(served, name, 1)
             async with living(net, tmp_path) as life:
                 request = Score(uid="0-1", prompt="", row={}, completions=[completion] * count)
-                call = asyncio.create_task(life.rollouter._call_reward(request))
+                call = asyncio.create_task(life.rollouter._call_reward(request, set()))
                 await pool.came.wait()
                 assert life.rollouter.figures()["rollout/scoring"] == count
                 pool.answers.set()

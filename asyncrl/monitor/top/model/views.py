@@ -71,10 +71,10 @@ def staleness(facts: Facts) -> StalenessView:
 
 
 def reward(facts: Facts) -> RewardView:
-    """The reward pool."""
+    """All reward pools together."""
     pools = facts.of("reward")
-    spent = next((each for pool in pools if (each := pool.histograms.get("reward/run_s")) is not None), None)
-    counts = spent.counts if spent is not None else []
+    spent = [each.counts for pool in pools if (each := pool.histograms.get("reward/run_s")) is not None]
+    counts = [sum(bucket) for bucket in zip(*spent, strict=True)]
     return RewardView(
         workers=sum(len(pool.resources) for pool in facts.living("reward")),
         rate=facts.rate("reward", "reward/scored"),
