@@ -1,80 +1,120 @@
-"""The ledger: which prompts of which epoch are trained, filtered or quarantined, and what befell open ones. Pure.
+"""The ledger: which prompts of which epoch have an outcome, how many each, and what befell open ones. Pure.
 
-Invariant: in each epoch every prompt has at most one outcome, and keeps it. Held as intervals of indices: a finished
-epoch costs next to nothing. The learner owns it and keeps it in its checkpoints; the dataloader's state is derived from
-a copy.
+Invariant: in each epoch every prompt has at most one outcome, and keeps it. Whether a prompt has one is kept, exactly;
+which one it was is only counted: nothing that is decided later depends on it, and kinds alternate for ever.
 
-Fails with ValueError on a state that is no ledger's: intervals that are empty, out of order, or in two outcomes.
+Size: a bit for each prompt of an epoch that is under way, from the first gap to the last outcome, and one entry for any
+number of epochs that ended alike. So it is bounded by the epochs that are open, however many are over; an outcome costs
+the same in an epoch of any size. The learner owns it and keeps it in its checkpoints; the dataloader's state is derived
+from a copy.
+
+Fails with ValueError on a state that is no ledger's: epochs out of order, a set in another form than its own, outcomes
+that were not counted; in the form of older checkpoints, intervals that are empty, out of order, or in two outcomes.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, get_args
 
 import numpy as np
 
-from asyncrl.messages.groups import EpochIntervals, LedgerState
+from asyncrl.messages.groups import ConcludedEpochs, EpochIntervals, LedgerState
 
 Kind = Literal["trained", "filtered", "quarantined"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+MAX_PROMPTS = 1 << 32
+"""Of an epoch: what a ledger takes is bounded, whoever names an index."""
+_FULL = b"\xff" * 256
 
 
 @dataclass(slots=True)
-class IntervalSet:
-    """A set of integers as sorted, disjoint, non-adjacent intervals [start, end)."""
+class IndexSet:
+    """A set of integers from 0 on: all below ``below``, and of the others those whose bit is set.
 
-    starts: list[int] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
-    _arrays: tuple[np.ndarray, np.ndarray] | None = field(default=None, repr=False, compare=False)
-    """For ``among``, until the next value is added."""
+    Bit k of byte j is that of below + 8 * j + k. ``below`` is the largest such multiple of 8, and the last byte is not
+    0, so that equal sets are equal here, in whatever order they came about.
+    """
+
+    below: int = 0
+    bits: bytearray = field(default_factory=bytearray)
+
+    @classmethod
+    def of(cls, bits: bytes) -> IndexSet:
+        """Those whose bits are set, counted from 0."""
+        found = cls(0, bytearray(bits.rstrip(b"\0")))
+        found._advance()
+        return found
 
     def __contains__(self, value: int) -> bool:
-        at = bisect_right(self.starts, value) - 1
-        return at >= 0 and value < self.ends[at]
+        at = (value - self.below) >> 3
+        return at < 0 or (at < len(self.bits) and bool(self.bits[at] >> (value & 7) & 1))
+
+    def __len__(self) -> int:
+        return self.below + int.from_bytes(self.bits, "little").bit_count()
 
     def among(self, values: np.ndarray) -> np.ndarray:
         """Which of these values are in the set: int64 [N] to bool [N]."""
-        if self._arrays is None:
-            # Before the first interval lies one that ends before every value.
-            self._arrays = np.array(self.starts, np.int64), np.array([-1, *self.ends], np.int64)
-        starts, ends = self._arrays
-        return values < ends[np.searchsorted(starts, values, side="right")]
-
-    def __len__(self) -> int:
-        return sum(self.ends) - sum(self.starts)
-
-    def __iter__(self) -> Iterator[int]:
-        for start, end in zip(self.starts, self.ends, strict=True):
-            yield from range(start, end)
+        at = (values - self.below) >> 3
+        found: np.ndarray = at < 0
+        marked = ~found & (at < len(self.bits))
+        if marked.any():
+            bits = np.frombuffer(self.bits, np.uint8)[at[marked]]
+            found[marked] = bits >> (values[marked] & 7).astype(np.uint8) & 1
+        return found
 
     def add(self, value: int) -> None:
         """Add a value that is not in the set."""
-        self._arrays = None
-        at = bisect_right(self.starts, value)
-        assert at == 0 or value >= self.ends[at - 1], f"{value} is in the set already"
-        joins_left = at > 0 and self.ends[at - 1] == value
-        joins_right = at < len(self.starts) and self.starts[at] == value + 1
-        if joins_left and joins_right:
-            self.ends[at - 1] = self.ends.pop(at)
-            del self.starts[at]
-        elif joins_left:
-            self.ends[at - 1] += 1
-        elif joins_right:
-            self.starts[at] -= 1
-        else:
-            self.starts.insert(at, value)
-            self.ends.insert(at, value + 1)
+        assert value not in self, f"{value} is in the set already"
+        at = (value - self.below) >> 3
+        if at >= len(self.bits):
+            self.bits.extend(bytes(at + 1 - len(self.bits)))
+        self.bits[at] |= 1 << (value & 7)
+        self._advance()
+
+    def copy(self) -> IndexSet:
+        """One of its own."""
+        return IndexSet(self.below, bytearray(self.bits))
+
+    def _advance(self) -> None:
+        """Leave out what is full at the beginning: each byte once, and none of the others is moved."""
+        full, bits = 0, self.bits
+        while bits.startswith(_FULL, full):
+            full += len(_FULL)
+        while full < len(bits) and bits[full] == 0xFF:
+            full += 1
+        if full:
+            del bits[:full]
+            self.below += 8 * full
+
+
+@dataclass(slots=True)
+class _Run:
+    """Epochs from ``first`` to before ``end`` in which the same prompts have an outcome.
+
+    Only sets of at most one byte are compared: an epoch that is over is such a set, whatever its size.
+    """
+
+    first: int
+    end: int
+    concluded: IndexSet
+
+    def joins(self, other: _Run) -> bool:
+        """Whether the other one goes on where this one ends, alike."""
+        return self.end == other.first and len(self.concluded.bits) <= 1 and self.concluded == other.concluded
 
 
 class Ledger:
     """Outcomes by (epoch, index)."""
 
     def __init__(self) -> None:
-        self._sets: dict[tuple[Kind, int], IntervalSet] = {}
-        self._counts: dict[Kind, int] = {"trained": 0, "filtered": 0, "quarantined": 0}
+        self._runs: list[_Run] = []
+        """Ascending; as few as there can be."""
+        self._counts = dict.fromkeys(KINDS, 0)
         self.attempts: dict[str, int] = {}
         """Deaths that an open prompt has been held in, by uid (of an eval prompt too); absent where there was none."""
         self.requeues: dict[str, int] = {}
@@ -84,23 +124,19 @@ class Ledger:
 
     @classmethod
     def restore(cls, state: LedgerState) -> Ledger:
-        """From what ``state`` gave. Raises ValueError."""
+        """From what ``state`` gave, or that of asyncrl 0.1. Raises ValueError."""
         ledger = cls()
-        for item in state.outcomes:
-            if item.kind not in get_args(Kind) or item.epoch < 0 or len(item.bounds) % 2:
-                raise ValueError(f"not intervals of a ledger: {item}")
-            if any(left >= right for left, right in pairwise([-1, *item.bounds])):
-                raise ValueError(f"intervals of {item.kind} in epoch {item.epoch} are not ascending")
-            if (item.kind, item.epoch) in ledger._sets:
-                raise ValueError(f"{item.kind} in epoch {item.epoch} is there twice")
-            found = IntervalSet(item.bounds[::2], item.bounds[1::2])
-            ledger._sets[item.kind, item.epoch] = found
-            ledger._counts[item.kind] += len(found)
-        for epoch in ledger.epochs:
-            sets = ledger._of_epoch(epoch)
-            spans = sorted(span for found in sets for span in zip(found.starts, found.ends, strict=True))
-            if any(left[1] > right[0] for left, right in pairwise(spans)):
-                raise ValueError(f"prompts of epoch {epoch} have two outcomes")
+        if state.outcomes:
+            ledger._take_over(state.outcomes)
+        else:
+            ledger._runs = list(map(_run_of, state.concluded))
+            if any(left.end > right.first for left, right in pairwise(ledger._runs)):
+                raise ValueError("epochs of the ledger are not ascending")
+            ledger._counts |= state.counts
+            found = sum((run.end - run.first) * len(run.concluded) for run in ledger._runs)
+            counted = sum(ledger._counts.values())
+            if found != counted:
+                raise ValueError(f"{found} prompts have an outcome, and {counted} outcomes are counted")
         ledger.attempts = dict(state.attempts)
         ledger.requeues = dict(state.requeues)
         ledger.first_epoch = state.first_epoch
@@ -110,14 +146,16 @@ class Ledger:
     def state(self) -> LedgerState:
         """All of it, to be written or sent; independent of what is recorded afterwards."""
         return LedgerState(
-            outcomes=[
-                EpochIntervals(
-                    kind=kind,
-                    epoch=epoch,
-                    bounds=[bound for span in zip(found.starts, found.ends, strict=True) for bound in span],
+            concluded=[
+                ConcludedEpochs(
+                    first=run.first,
+                    epochs=run.end - run.first,
+                    below=run.concluded.below,
+                    bits=bytes(run.concluded.bits),
                 )
-                for (kind, epoch), found in sorted(self._sets.items())
+                for run in self._runs
             ],
+            counts=dict(self._counts),
             attempts=dict(self.attempts),
             requeues=dict(self.requeues),
             first_epoch=self.first_epoch,
@@ -125,45 +163,112 @@ class Ledger:
 
     def record(self, kind: Kind, epoch: int, index: int) -> None:
         """Note an outcome of a prompt that has none."""
-        assert self.outcome(epoch, index) is None, f"prompt {epoch}-{index} has an outcome already"
-        self._sets.setdefault((kind, epoch), IntervalSet()).add(index)
+        assert self.is_open(epoch, index), f"prompt {epoch}-{index} has an outcome already"
+        at = self._alone(epoch)
+        self._runs[at].concluded.add(index)
+        self._join(at)
+        self._join(at - 1)
         self._counts[kind] += 1
         self.attempts.pop(f"{epoch}-{index}", None)
         self.requeues.pop(f"{epoch}-{index}", None)
 
-    def outcome(self, epoch: int, index: int) -> Kind | None:
-        """What became of a prompt; None while nothing has."""
-        for kind in self._counts:
-            found = self._sets.get((kind, epoch))
-            if found is not None and index in found:
-                return kind
-        return None
+    def is_open(self, epoch: int, index: int) -> bool:
+        """Whether a prompt has no outcome."""
+        concluded = self._of_epoch(epoch)
+        return concluded is None or index not in concluded
 
     def concluded_among(self, epoch: int, indices: np.ndarray) -> np.ndarray:
         """Which of these prompts have an outcome: int64 [N] to bool [N]."""
-        found = np.zeros(len(indices), bool)
-        for concluded in self._of_epoch(epoch):
-            found |= concluded.among(indices)
-        return found
+        concluded = self._of_epoch(epoch)
+        return np.zeros(len(indices), bool) if concluded is None else concluded.among(indices)
 
     def count(self, kind: Kind) -> int:
         """Prompts with this outcome, over all epochs."""
         return self._counts[kind]
 
     @property
-    def epochs(self) -> list[int]:
-        """Epochs in which a prompt has an outcome, ascending."""
-        return sorted({epoch for _, epoch in self._sets})
+    def next_epoch(self) -> int:
+        """The first epoch after all those in which a prompt has an outcome."""
+        return self._runs[-1].end if self._runs else 0
 
     def concluded(self, epoch: int) -> int:
         """Prompts of an epoch that have an outcome."""
-        return sum(map(len, self._of_epoch(epoch)))
+        concluded = self._of_epoch(epoch)
+        return 0 if concluded is None else len(concluded)
 
-    def _of_epoch(self, epoch: int) -> list[IntervalSet]:
-        return [self._sets[kind, epoch] for kind in self._counts if (kind, epoch) in self._sets]
+    def _at(self, epoch: int) -> int:
+        """Where the run of this epoch is, or the last one before it; -1 where there is neither."""
+        return bisect_right(self._runs, epoch, key=lambda run: run.first) - 1
+
+    def _of_epoch(self, epoch: int) -> IndexSet | None:
+        at = self._at(epoch)
+        return self._runs[at].concluded if at >= 0 and epoch < self._runs[at].end else None
+
+    def _alone(self, epoch: int) -> int:
+        """Where the run is that is of this epoch alone, from here on."""
+        at = self._at(epoch)
+        if at < 0 or epoch >= self._runs[at].end:
+            self._runs.insert(at + 1, _Run(epoch, epoch + 1, IndexSet()))
+            return at + 1
+        run = self._runs[at]
+        if run.end - run.first == 1:
+            return at
+        parts = [(run.first, epoch), (epoch, epoch + 1), (epoch + 1, run.end)]
+        self._runs[at : at + 1] = [_Run(*part, run.concluded.copy()) for part in parts if part[0] < part[1]]
+        return at + (run.first < epoch)
+
+    def _join(self, at: int) -> None:
+        """Make one of a run and the next, where they join."""
+        if 0 <= at < len(self._runs) - 1 and self._runs[at].joins(self._runs[at + 1]):
+            self._runs[at].end = self._runs.pop(at + 1).end
+
+    def _take_over(self, outcomes: Iterable[EpochIntervals]) -> None:
+        """From the form of asyncrl 0.1: intervals by kind and epoch. Raises ValueError."""
+        spans: dict[int, dict[str, np.ndarray]] = defaultdict(dict)
+        for item in outcomes:
+            if item.kind not in KINDS or item.epoch < 0 or len(item.bounds) % 2:
+                raise ValueError(f"not intervals of a ledger: {item.kind} in epoch {item.epoch}")
+            if max(item.bounds, default=0) > MAX_PROMPTS:
+                raise ValueError(f"epoch {item.epoch} has more than {MAX_PROMPTS:,} prompts")
+            bounds = np.array(item.bounds, np.int64)
+            if (np.diff(bounds, prepend=-1) <= 0).any():
+                raise ValueError(f"intervals of {item.kind} in epoch {item.epoch} are not ascending")
+            if item.kind in spans[item.epoch]:
+                raise ValueError(f"{item.kind} in epoch {item.epoch} is there twice")
+            spans[item.epoch][item.kind] = bounds
+            self._counts[item.kind] += int((bounds[1::2] - bounds[::2]).sum())
+        for epoch, of_kinds in sorted(spans.items()):
+            times = _times(list(of_kinds.values()))
+            if (times > 1).any():
+                raise ValueError(f"prompts of epoch {epoch} have two outcomes")
+            if times.any():
+                concluded = IndexSet.of(np.packbits(times > 0, bitorder="little").tobytes())
+                self._runs.append(_Run(epoch, epoch + 1, concluded))
+                self._join(len(self._runs) - 2)
+
+
+def _times(intervals: Sequence[np.ndarray]) -> np.ndarray:
+    """int8 [up to the last end]: in how many of these lists of intervals (start, end, start, ...) each index is."""
+    steps = np.zeros(max(int(bounds.max(initial=0)) for bounds in intervals) + 1, np.int8)
+    for bounds in intervals:
+        steps[bounds[::2]] += 1
+        steps[bounds[1::2]] -= 1
+    times: np.ndarray = np.cumsum(steps[:-1], dtype=np.int8)
+    return times
+
+
+def _run_of(item: ConcludedEpochs) -> _Run:
+    bits = item.bits
+    ragged = bits.startswith(b"\xff") or bits.endswith(b"\0") or item.below % 8 or not (bits or item.below)
+    if ragged or item.first < 0 or item.epochs < 1 or (item.epochs > 1 and len(bits) > 1):
+        raise ValueError(f"not the prompts of {item.epochs} epochs from {item.first} on")
+    return _Run(item.first, item.first + item.epochs, IndexSet(item.below, bytearray(bits)))
 
 
 def position_of(uid: str) -> tuple[int, int]:
     """(epoch, index) of a training prompt's uid, EPOCH-INDEX. Raises ValueError for any other uid."""
     epoch, _, index = uid.partition("-")
-    return int(epoch), int(index)
+    position = int(epoch), int(index)
+    if position[0] < 0 or not 0 <= position[1] < MAX_PROMPTS:
+        raise ValueError(f"{uid} is no uid of a training prompt")
+    return position

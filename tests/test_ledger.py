@@ -1,58 +1,126 @@
-"""The ledger: one outcome for each prompt, kept as intervals."""
+"""The ledger: one outcome for each prompt, whatever the order; its size is that of the epochs that are open."""
 
 from __future__ import annotations
 
+from itertools import count, pairwise
+from random import Random
+from typing import Any
+
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.ledger import IntervalSet, Kind, Ledger, position_of
-from asyncrl.messages.groups import EpochIntervals, LedgerState
+from asyncrl.ledger import KINDS, MAX_PROMPTS, IndexSet, Kind, Ledger, position_of
+from asyncrl.messages.groups import ConcludedEpochs, EpochIntervals, LedgerState
 from asyncrl.wire.codec import Codec
 
-OUTCOMES = st.dictionaries(
-    st.tuples(st.integers(0, 3), st.integers(0, 30)), st.sampled_from(["trained", "filtered", "quarantined"])
+Outcomes = dict[tuple[int, int], Kind]
+POSITIONS = st.tuples(st.integers(0, 5), st.integers(0, 20))
+OUTCOMES = st.one_of(
+    st.dictionaries(POSITIONS, st.sampled_from(KINDS)),
+    # Whole epochs of equal size in any order, and what lies beyond some of them.
+    st.builds(
+        lambda size, kinds, more: {(at // size, at % size): kind for at, kind in kinds} | more,
+        st.sampled_from([3, 8, 13, 16]),
+        st.permutations(list(zip(range(64), (KINDS * 22)[:64], strict=True))),
+        st.dictionaries(POSITIONS, st.just("filtered"), max_size=2),
+    ),
 )
 
 
-def made(outcomes: dict[tuple[int, int], Kind]) -> Ledger:
+def made(outcomes: Outcomes) -> Ledger:
     ledger = Ledger()
     for (epoch, index), kind in outcomes.items():
         ledger.record(kind, epoch, index)
     return ledger
 
 
+def holds(ledger: Ledger, outcomes: Outcomes) -> None:
+    """The ledger and a plain dict answer everything alike."""
+    indices = np.arange(32, dtype=np.int64)[::-1]
+    for epoch in range(24):
+        expected = [(epoch, int(index)) in outcomes for index in indices]
+        assert [not ledger.is_open(epoch, int(index)) for index in indices] == expected
+        assert ledger.concluded_among(epoch, indices).tolist() == expected
+        assert ledger.concluded(epoch) == sum(expected)
+    assert [ledger.count(kind) for kind in KINDS] == [list(outcomes.values()).count(kind) for kind in KINDS]
+    assert ledger.next_epoch == max((epoch + 1 for epoch, _ in outcomes), default=0)
+
+
+def is_smallest(state: LedgerState) -> None:
+    """Epochs that ended alike are one entry, and no byte is there without need."""
+    for item in state.concluded:
+        assert not item.bits.startswith(b"\xff") and not item.bits.endswith(b"\0") and item.below % 8 == 0
+        assert item.epochs == 1 or len(item.bits) <= 1
+    for left, right in pairwise(state.concluded):
+        alike = (left.below, left.bits) == (right.below, right.bits) and len(left.bits) <= 1
+        assert left.first + left.epochs + alike <= right.first
+
+
+def by_intervals(outcomes: Outcomes) -> LedgerState:
+    """As asyncrl 0.1 wrote it, and in adjacent intervals too."""
+    items = []
+    for kind, epoch in sorted({(kind, epoch) for (epoch, _), kind in outcomes.items()}):
+        indices = sorted(index for at, index in outcomes if at == epoch and outcomes[at, index] == kind)
+        starts = [index for index in indices if index - 1 not in indices]
+        ends = [index + 1 for index in indices if index + 1 not in indices]
+        bounds = [bound for span in zip(starts, ends, strict=True) for bound in span]
+        items.append(EpochIntervals(kind=kind, epoch=epoch, bounds=bounds))
+    return LedgerState(outcomes=items)
+
+
+@given(OUTCOMES)
+def test_a_ledger_answers_as_a_dict_does_and_is_as_small_as_it_can_be(outcomes: Outcomes) -> None:
+    ledger = Ledger()
+    for (epoch, index), kind in outcomes.items():
+        assert ledger.is_open(epoch, index)
+        ledger.record(kind, epoch, index)
+        is_smallest(ledger.state)
+    holds(ledger, outcomes)
+
+
+@given(OUTCOMES, st.randoms(use_true_random=False))
+def test_the_order_of_the_outcomes_leaves_no_trace(outcomes: Outcomes, random: Random) -> None:
+    items = list(outcomes.items())
+    random.shuffle(items)
+    assert made(dict(items)).state == made(outcomes).state
+
+
+def test_i1_a_prompt_of_an_epoch_has_one_outcome() -> None:
+    ledger = made({(0, 5): "trained", (1, 5): "filtered"})
+    assert (ledger.is_open(0, 5), ledger.is_open(1, 5), ledger.is_open(0, 6)) == (False, False, True)
+    for kind in KINDS:
+        with pytest.raises(AssertionError, match="0-5 has an outcome"):
+            ledger.record(kind, 0, 5)
+    assert [ledger.count(kind) for kind in KINDS] == [1, 1, 0]
+
+
 @given(outcomes=OUTCOMES, attempts=st.dictionaries(st.sampled_from(["0-40", "a@3-1"]), st.integers(1, 9)))
-def test_i1_a_ledger_goes_over_the_wire_and_comes_back_as_it_was(
-    outcomes: dict[tuple[int, int], Kind], attempts: dict[str, int]
+def test_i1_a_ledger_goes_over_the_wire_and_to_disk_and_comes_back_as_it_was(
+    outcomes: Outcomes, attempts: dict[str, int]
 ) -> None:
     ledger = made(outcomes)
     ledger.attempts, ledger.first_epoch = attempts, 2
     ledger.requeues = {uid: count + 1 for uid, count in attempts.items()}
     codec = Codec()
     body, *buffers = codec.encode(ledger.state)
-    again = Ledger.restore(codec.decode(LedgerState, body, buffers))
-    assert (again.attempts, again.requeues, again.first_epoch) == (attempts, ledger.requeues, 2)
-    assert again.state == ledger.state
-    for epoch in range(4):
-        for index in range(32):
-            assert again.outcome(epoch, index) == outcomes.get((epoch, index))
-    assert [again.concluded(epoch) for epoch in range(4)] == [
-        sum(e == epoch for e, _ in outcomes) for epoch in range(4)
-    ]
-    assert again.epochs == sorted({epoch for epoch, _ in outcomes})
+    on_disk = msgspec.json.encode(ledger.state)
+    for state in (codec.decode(LedgerState, body, buffers), msgspec.json.decode(on_disk, type=LedgerState)):
+        again = Ledger.restore(state)
+        assert (again.attempts, again.requeues, again.first_epoch) == (attempts, ledger.requeues, 2)
+        assert again.state == ledger.state
+        holds(again, outcomes)
+        again.record("trained", 5, 30)
+        holds(again, outcomes | {(5, 30): "trained"})
 
 
-@given(outcomes=OUTCOMES, more=st.integers(31, 35))
-def test_many_prompts_are_looked_up_like_one(outcomes: dict[tuple[int, int], Kind], more: int) -> None:
-    ledger = made(outcomes)
-    indices = np.arange(40, dtype=np.int64)[::-1]
-    for value in (more, more + 1):
-        for epoch in range(4):
-            found = ledger.concluded_among(epoch, indices).tolist()
-            assert found == [ledger.outcome(epoch, int(index)) is not None for index in indices]
-        ledger.record("trained", 0, value)
+@given(OUTCOMES)
+def test_the_intervals_of_older_checkpoints_are_read_as_what_they_say(outcomes: Outcomes) -> None:
+    ledger = Ledger.restore(by_intervals(outcomes))
+    holds(ledger, outcomes)
+    assert ledger.state == made(outcomes).state
 
 
 def test_a_state_is_of_the_moment_it_was_taken() -> None:
@@ -62,7 +130,123 @@ def test_a_state_is_of_the_moment_it_was_taken() -> None:
     ledger.record("filtered", 0, 2)
     assert (state.attempts, ledger.attempts) == ({"0-2": 1}, {})
     assert (state.requeues, ledger.requeues) == ({"0-2": 1}, {})
-    assert Ledger.restore(state).outcome(0, 2) is None
+    assert Ledger.restore(state).is_open(0, 2) and Ledger.restore(state).count("filtered") == 0
+
+
+# --- size ---
+
+
+def finished(epochs: int, size: int) -> Ledger:
+    """As it stands where these epochs are over, half of their prompts filtered."""
+    half = epochs * size // 2
+    whole = IndexSet.of(np.packbits(np.ones(size, bool), bitorder="little").tobytes())
+    runs = [ConcludedEpochs(first=0, epochs=epochs, below=whole.below, bits=bytes(whole.bits))]
+    counts: dict[Kind, int] = {"trained": epochs * size - half, "filtered": half, "quarantined": 0}
+    return Ledger.restore(LedgerState(concluded=runs, counts=counts))
+
+
+def written(ledger: Ledger) -> int:
+    """Bytes in state.json."""
+    return len(msgspec.json.encode(ledger.state))
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 1000, 1001])
+def test_ended_epochs_cost_nothing_however_their_kinds_alternate(size: int) -> None:
+    """Added one by one they come to the form that ``finished`` begins with: any number of such epochs is as small."""
+    ledger, kinds = Ledger(), iter(count())
+    sizes = []
+    for epoch in range(12):
+        for index in np.random.default_rng(epoch).permutation(size).tolist():
+            ledger.record(KINDS[next(kinds) % 2], epoch, index)
+        sizes.append(len(ledger.state.concluded))
+    assert sizes == [1] * 12
+    assert ledger.state.concluded == finished(12, size).state.concluded
+
+
+@pytest.mark.parametrize("epoch", [0, 2, 3])
+def test_an_outcome_amid_epochs_that_are_over_is_of_its_epoch_alone(epoch: int) -> None:
+    ledger = finished(4, 8)
+    ledger.record("trained", epoch, 9)
+    assert [at for at in range(5) if not ledger.is_open(at, 9)] == [epoch]
+    assert [ledger.concluded(at) for at in range(5)] == [8 + (at == epoch) for at in range(4)] + [0]
+    for at in range(4):
+        if at != epoch:
+            ledger.record("filtered", at, 9)
+    assert [(item.first, item.epochs) for item in ledger.state.concluded] == [(0, 4)]
+
+
+def test_sets_of_more_than_a_byte_are_not_compared() -> None:
+    """Or an outcome amid an epoch under way would cost as much as the epoch has prompts."""
+    ledger = made({(0, 9): "trained", (1, 9): "trained"})
+    assert [item.epochs for item in ledger.state.concluded] == [1, 1]
+
+
+def test_at_ten_million_groups_the_ledger_is_a_bit_for_each_prompt_of_the_open_epoch() -> None:
+    """Ten epochs of a million, a hundred thousand of a hundred: both with one more under way, in shuffled order."""
+    for epochs, size in ((10, 1_000_000), (100_000, 100)):
+        ledger = finished(epochs, size)
+        assert ledger.count("trained") + ledger.count("filtered") == 10_000_000
+        assert written(ledger) < 300
+        for at, index in enumerate(np.random.default_rng(0).permutation(size)[:50_000].tolist()):
+            ledger.record(KINDS[at % 2], epochs, index)
+            if at % 10_000 == 0:
+                assert len(ledger.state.concluded) == 2
+        assert written(ledger) <= 400 + size / 8 * 4 / 3
+        assert Ledger.restore(ledger.state).state == ledger.state
+
+
+class Counted(bytearray):
+    """Counts the bytes that are moved or looked at one by one."""
+
+    touched = 0
+
+    def __setitem__(self, at: Any, value: Any) -> None:
+        self.touched += 1
+        super().__setitem__(at, value)
+
+    def __delitem__(self, at: Any) -> None:
+        # The front goes without the rest being moved.
+        assert at.start is None
+        self.touched += at.stop
+        super().__delitem__(at)
+
+    def extend(self, more: Any) -> None:
+        self.touched += len(more)
+        super().extend(more)
+
+    def __iter__(self) -> Any:
+        raise AssertionError("all of it is looked at")
+
+
+@pytest.mark.parametrize("order", ["shuffled", "ascending", "descending", "window"])
+def test_an_outcome_costs_the_same_in_an_epoch_of_any_size(order: str) -> None:
+    """Over an epoch every byte is written once a bit, made once and left out once: no outcome moves the others."""
+    size = 80_000
+    orders = {
+        "shuffled": np.random.default_rng(0).permutation(size),
+        "ascending": np.arange(size),
+        "descending": np.arange(size)[::-1],
+        "window": np.arange(size).reshape(-1, 160)[:, ::-1].reshape(-1),
+    }
+    bits = Counted()
+    values = IndexSet(bits=bits)
+    longest = 0
+    for value in orders[order].tolist():
+        values.add(value)
+        longest = max(longest, len(values.bits))
+    assert values == IndexSet(below=size)
+    assert bits.touched == size + 2 * size // 8
+    assert longest <= (size // 8 if order in ("shuffled", "descending") else 21)
+
+
+def test_an_index_that_no_data_has_takes_no_memory() -> None:
+    with pytest.raises(ValueError, match="no uid"):
+        position_of(f"0-{MAX_PROMPTS}")
+    with pytest.raises(ValueError, match="more than"):
+        Ledger.restore(LedgerState(outcomes=[EpochIntervals(kind="trained", epoch=0, bounds=[0, 1 << 60])]))
+
+
+# --- what is refused ---
 
 
 @pytest.mark.parametrize(
@@ -76,21 +260,40 @@ def test_a_state_is_of_the_moment_it_was_taken() -> None:
         ([("lost", 0, [3, 5])], "not intervals"),
     ],
 )
-def test_what_is_no_ledger_is_refused(items: list[tuple[str, int, list[int]]], match: str) -> None:
+def test_intervals_that_are_no_ledger_are_refused(items: list[tuple[Any, int, list[int]]], match: str) -> None:
     state = LedgerState(outcomes=[EpochIntervals(kind=k, epoch=e, bounds=b) for k, e, b in items])
     with pytest.raises(ValueError, match=match):
         Ledger.restore(state)
 
 
+@pytest.mark.parametrize(
+    ("runs", "trained", "match"),
+    [
+        ([(0, 2, 8, b""), (1, 1, 8, b"")], 24, "not ascending"),
+        ([(0, 1, 8, b"\xff")], 16, "not the prompts"),
+        ([(0, 1, 8, b"\x01\x00")], 9, "not the prompts"),
+        ([(0, 1, 3, b"\x02")], 4, "not the prompts"),
+        ([(0, 1, 0, b"")], 0, "not the prompts"),
+        ([(0, 0, 8, b"")], 0, "not the prompts"),
+        ([(0, 2, 8, b"\x01\x01")], 20, "not the prompts"),
+        ([(0, 2, 8, b"\x01")], 17, "18 prompts have an outcome, and 17"),
+    ],
+)
+def test_sets_that_are_no_ledger_are_refused(runs: list[tuple[int, int, int, bytes]], trained: int, match: str) -> None:
+    concluded = [ConcludedEpochs(first=f, epochs=e, below=b, bits=bits) for f, e, b, bits in runs]
+    with pytest.raises(ValueError, match=match):
+        Ledger.restore(LedgerState(concluded=concluded, counts={"trained": trained}))
+
+
 def test_a_value_is_added_once() -> None:
-    values = IntervalSet()
+    values = IndexSet()
     values.add(3)
     with pytest.raises(AssertionError):
         values.add(3)
 
 
-@pytest.mark.parametrize("uid", ["", "x", "a@3-1", "1", "1-", "-"])
+@pytest.mark.parametrize("uid", ["", "x", "a@3-1", "1", "1-", "-", "1--5", "-1-5"])
 def test_only_the_uid_of_a_training_prompt_has_a_position(uid: str) -> None:
     assert position_of("12-345") == (12, 345)
-    with pytest.raises(ValueError, match="invalid literal"):
+    with pytest.raises(ValueError, match=r"invalid literal|no uid"):
         position_of(uid)

@@ -8,9 +8,9 @@ from asyncrl.config import Config
 from asyncrl.messages import Count
 from asyncrl.messages.groups import LedgerState
 
-FORMAT = 2
-"""Format 1 has groups without sequences."""
-READABLE = (1, FORMAT)
+FORMAT = 3
+"""Format 1 has groups without sequences; the ledger of 1 and 2 is one of intervals."""
+READABLE = (1, 2, FORMAT)
 
 
 class Geometry(msgspec.Struct, frozen=True, kw_only=True):

@@ -146,7 +146,7 @@ class PromptQueue:
             uid in self._out
             or uid in self._returned
             or uid in self.rejected
-            or self.ledger.outcome(prompt.epoch, prompt.index) is not None
+            or not self.ledger.is_open(prompt.epoch, prompt.index)
         )
 
     def _unconcluded(self, position: int) -> Iterator[TrainingPrompt]:

@@ -122,5 +122,4 @@ def _is_other_data(source: Source, request: Restored) -> bool:
 
 def _next_epoch(ledger: Ledger, claims: Collection[str]) -> int:
     """The first epoch of which the learner knows nothing."""
-    known = [*ledger.epochs, *(position_of(uid)[0] for uid in claims)]
-    return max([ledger.first_epoch, *(epoch + 1 for epoch in known)])
+    return max([ledger.first_epoch, ledger.next_epoch, *(position_of(uid)[0] + 1 for uid in claims)])

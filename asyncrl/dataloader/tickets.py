@@ -293,7 +293,8 @@ class Tickets:
     def report(self, report: Outcomes) -> int:
         """Apply a report of the learner. Returns the highest number seen without a gap.
 
-        Raises ProtocolError for an outcome of what is no prompt, and for one that differs from an earlier one.
+        An outcome of a prompt that has one changes nothing. Raises ProtocolError for an outcome of what is no prompt,
+        and for two of the same prompt.
         """
         if report.number != self.number + 1:
             return self.number
@@ -399,14 +400,13 @@ class Tickets:
             epoch, index = position_of(outcome.uid)
         except ValueError:
             return False
-        known = self._queue.ledger.outcome(epoch, index)
-        return outcome.kind != "evaluated" and self._queue.knows(epoch, index) and known in (None, outcome.kind)
+        return outcome.kind != "evaluated" and self._queue.knows(epoch, index)
 
     def _is_open(self, uid: str) -> bool:
         """Whether a prompt has no outcome."""
         if "@" in uid:
             return uid in self._evals
-        return self._queue.ledger.outcome(*position_of(uid)) is None
+        return self._queue.ledger.is_open(*position_of(uid))
 
     def _conclude(self, outcome: Outcome) -> None:
         uid = outcome.uid

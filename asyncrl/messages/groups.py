@@ -114,7 +114,7 @@ class Trajectory(Struct, gc=False, kw_only=True):
 
 
 class EpochIntervals(Struct, gc=False, frozen=True, kw_only=True):
-    """Prompts of an epoch that have the same outcome."""
+    """Prompts of an epoch that have the same outcome, as asyncrl 0.1 wrote them."""
 
     kind: Literal["trained", "filtered", "quarantined"]
     epoch: Count
@@ -122,16 +122,33 @@ class EpochIntervals(Struct, gc=False, frozen=True, kw_only=True):
     """start, end, start, end, ... of disjoint ascending intervals of indices; an end is outside."""
 
 
+class ConcludedEpochs(Struct, gc=False, frozen=True, kw_only=True):
+    """Consecutive epochs in which the same prompts have an outcome."""
+
+    first: Count
+    epochs: Count
+    """How many; more than one only where ``bits`` has at most one byte."""
+    below: Count
+    """A multiple of 8: all prompts with a smaller index."""
+    bits: bytes
+    """Bit k of byte j: the prompt with the index below + 8 * j + k. The first byte is not 255, the last not 0."""
+
+
 class LedgerState(Struct, gc=False, frozen=True, kw_only=True):
     """The learner's word on what became of every prompt; see ledger.py."""
 
     outcomes: list[EpochIntervals] = []
+    """The form of asyncrl 0.1, read in place of ``concluded`` and ``counts``; empty in what is written."""
     attempts: dict[Uid, Count] = {}
     """As Ticket.attempt, of prompts without an outcome; absent where it is 0."""
     requeues: dict[Uid, Count] = {}
     """As Ticket.requeues, of prompts without an outcome; absent where it is 0."""
     first_epoch: Count = 0
     """The prompts of earlier epochs were others: nothing is granted from them any more."""
+    concluded: list[ConcludedEpochs] = []
+    """Ascending; an epoch in which no prompt has an outcome is in none."""
+    counts: dict[Literal["trained", "filtered", "quarantined"], Count] = {}
+    """Prompts with an outcome, by what it was, over all epochs."""
 
 
 class Group(Struct, gc=False, frozen=True, kw_only=True):

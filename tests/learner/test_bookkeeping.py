@@ -10,35 +10,9 @@ from asyncrl.learner.groups.buffer import GroupBuffer
 from asyncrl.learner.groups.evals import EvalCollector, eval_metrics
 from asyncrl.learner.groups.outcomes import OutcomeQueue
 from asyncrl.learner.metrics.generation_log import GenerationLog, Tokens, merge, update_line, update_metrics
-from asyncrl.ledger import IntervalSet, Ledger
 from asyncrl.messages.dataloader import Outcome
 from asyncrl.messages.groups import Group
 from asyncrl.messages.learner import RolloutStats, UpdateTimes
-
-
-@given(st.lists(st.integers(0, 60), unique=True))
-def test_an_interval_set_is_a_set(values):
-    intervals, plain = IntervalSet(), set()
-    for value in values:
-        intervals.add(value)
-        plain.add(value)
-        assert len(intervals) == len(plain)
-        assert all((v in intervals) == (v in plain) for v in range(-1, 62))
-        pairs = list(zip(intervals.starts, intervals.ends, strict=True))
-        assert all(a < b for a, b in pairs)
-        assert all(first[1] < second[0] for first, second in zip(pairs, pairs[1:], strict=False))
-
-
-def test_the_ledger_gives_each_prompt_of_an_epoch_one_outcome():
-    """I1: exactly once."""
-    ledger = Ledger()
-    ledger.record("trained", 0, 5)
-    ledger.record("filtered", 1, 5)
-    assert (ledger.outcome(0, 5), ledger.outcome(1, 5), ledger.outcome(0, 6)) == ("trained", "filtered", None)
-    for kind in ("trained", "quarantined"):
-        with pytest.raises(AssertionError, match="0-5 has an outcome"):
-            ledger.record(kind, 0, 5)
-    assert ledger.count("trained") == ledger.count("filtered") == 1
 
 
 def group_at(version, epoch, index):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -75,7 +76,7 @@ def test_state_and_groups_come_back(tmp_path) -> None:
     found = read_contents(tmp_path)
     assert found.state == make_state(quarantined=2, delivered_lengths=[3, 4], buffered=3, filtered=2)
     assert read_state(tmp_path) == found.state
-    assert Ledger.restore(found.state.ledger).outcome(0, 5) == "trained"
+    assert not Ledger.restore(found.state.ledger).is_open(0, 5)
     assert same_groups(found.buffered, groups[:3]) and same_groups(found.filtered, groups[3:])
 
 
@@ -93,7 +94,7 @@ def _another_shape(path: Path) -> None:
 
 
 def _another_format(path: Path) -> None:
-    path.write_bytes(path.read_bytes().replace(b'"format":2', b'"format":9'))
+    path.write_bytes(path.read_bytes().replace(b'"format":3', b'"format":9'))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,7 @@ def _another_format(path: Path) -> None:
     [
         (STATE, _shorten, "cannot be read"),
         (STATE, os.unlink, "cannot be read"),
-        (STATE, _another_format, "has format 9, and this asyncrl reads 1 to 2"),
+        (STATE, _another_format, "has format 9, and this asyncrl reads 1 to 3"),
         (STATE, _another_shape, "cannot be read, as if another version of asyncrl had written it"),
         (GROUPS, _shorten, "cannot be read"),
         (GROUPS, os.unlink, "cannot be read"),
@@ -226,6 +227,37 @@ def test_a_run_goes_on_from_its_newest_checkpoint(folder, thread) -> None:
     with pytest.raises(BaseExceptionGroup) as caught:
         world.play(lambda checkpoints: checkpoints.restore())
     assert isinstance(caught.value.exceptions[0], CheckpointError)
+
+
+def test_the_ledger_is_written_beside_the_event_loop_and_counts_as_room(folder, thread, monkeypatch) -> None:
+    """Its bits are as many as an epoch under way has prompts: those of ten million do not fit into the rest."""
+    ledger = Ledger()
+    for index in (0, 1, 9_999_999):
+        ledger.record("trained", 0, index)
+    state = msgspec.structs.replace(make_state(3), ledger=ledger.state)
+    threads, needed = [], []
+
+    def write(*args: Any) -> None:
+        threads.append(threading.current_thread())
+        write_contents(*args)
+
+    def begin(self: Checkpoints, version: int, room: int) -> Path:
+        needed.append(room)
+        return begin_one(self, version, room)
+
+    async def script(checkpoints: Checkpoints) -> None:
+        await checkpoints.restore()
+        assert await checkpoints.write(state, [], [])
+        await checkpoints.settle()
+
+    begin_one = Checkpoints._begin
+    monkeypatch.setattr(writer_module, "write_contents", write)
+    monkeypatch.setattr(Checkpoints, "_begin", begin)
+    _World(folder, thread).play(script)
+    assert threads and threading.main_thread() not in threads
+    path = folder / "v00000003"
+    assert 10_000_000 / 8 < (path / STATE).stat().st_size <= needed[0]
+    assert Ledger.restore(read_state(path).ledger).state == ledger.state
 
 
 def test_one_that_comes_due_meanwhile_is_skipped_and_a_final_one_waits(folder, thread) -> None:

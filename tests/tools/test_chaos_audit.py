@@ -164,13 +164,18 @@ def test_a_prompt_that_no_step_has_trained_is_found_as_lost(folder):
 def test_a_ledger_that_does_not_fit_the_samples_is_found(folder):
     folder.steps[0][2][0] = "7-7"
     problems = folder.write().problems()
-    has(problems, "ledger: 1 groups of steps up to 6 are not trained in its checkpoint: 7-7")
+    has(problems, "ledger: 1 groups of steps up to 6 have no outcome in its checkpoint: 7-7")
     has(problems, "ledger: 1 groups are trained in the checkpoint and in no step")
 
 
 def test_a_ledger_that_counts_more_than_was_trained_is_found(folder):
     folder.trained_extra = ["4-4"]
     has(folder.write().problems(), "ledger: the checkpoint of step 6 counts 13 groups as trained")
+
+
+def test_a_ledger_of_prompts_that_are_not_in_the_data_is_found(folder):
+    folder.trained_extra = ["0-10"]
+    has(folder.write().problems(), "ledger: 1 prompts have an outcome and are not in the data")
 
 
 def test_a_step_that_was_miscounted_is_found(folder):
@@ -220,7 +225,7 @@ def test_records_that_are_missing_are_told_apart(folder):
     assert {problem.kind for problem in findings.problems} == {"unrecorded"}
     has(problems, "unrecorded: 1 steps have no line in metrics.jsonl: 2")
     has(problems, "unrecorded: 2 steps are not complete in samples/: 2, 5")
-    has(problems, "unrecorded: 1 quarantined prompts are not in quarantine.jsonl: ")
+    has(problems, "unrecorded: 1 quarantined prompts are not in quarantine.jsonl")
     assert findings.figures["torn_lines"] == 1
 
 

@@ -134,7 +134,7 @@ def go(
             audited = audit(run.run_dir, promised)
             full = any(one.fault.kind == "disk" for one in struck)
             for problem in audited.problems:
-                # Records that find no room are lost, by design; whatever they would have told is in the ledger.
+                # Records that find no room are lost, by design; the ledger knows their prompts and how many.
                 (notes if full and problem.kind == "unrecorded" else findings.problems).append(problem)
             findings.figures = audited.figures
     finally:

@@ -1,11 +1,12 @@
 """What a finished run has written, held against what it should have: nothing lost, nothing repeated. Pure over files.
 
-The truth is the ledger: that of the newest complete checkpoint, and behind it what samples/ says of later steps. The
-history from which the final weights come is, for each step, what the last start of the learner that trained it wrote.
-Since the gate grants no more than the run needs, in the order of the data, the prompts with an outcome are the first of
-that order, without a gap: a gap is a prompt that was lost. Every disagreement between the witnesses (metrics, samples,
-quarantine, ledger) is a problem of its own. Fails with OSError, of which CheckpointError is one, when there is nothing
-to look at.
+The truth is the ledger: that of the newest complete checkpoint, and behind it what samples/ says of later steps. It
+says which prompts have an outcome and how many each; samples/ and quarantine.jsonl say which one a prompt has, and
+where these are complete, whatever is in neither was filtered. The history from which the final weights come is, for
+each step, what the last start of the learner that trained it wrote. Since the gate grants no more than the run needs,
+in the order of the data, the prompts with an outcome are the first of that order, without a gap: a gap is a prompt
+that was lost. Every disagreement between the witnesses (metrics, samples, quarantine, ledger) is a problem of its own.
+Fails with OSError, of which CheckpointError is one, when there is nothing to look at.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from asyncrl.checkpoint.contents import read_state
 from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.errors import CheckpointError
-from asyncrl.ledger import Ledger, position_of
+from asyncrl.ledger import KINDS, Ledger, position_of
 from asyncrl.order import EpochOrder
 
 LISTED = 5
@@ -86,20 +89,24 @@ def audit(run_dir: Path, expected: Expected) -> Findings:
     if newest is None:
         raise CheckpointError(str(run_dir / "checkpoints"), "there is no complete checkpoint")
     state = read_state(newest.path)
-    outcomes = _outcomes(findings, Ledger.restore(state.ledger), state.step, recorded, expected)
+    quarantined, torn_quarantine = read_lines(run_dir / "quarantine.jsonl")
+    findings.figures["torn_lines"] += torn_quarantine
+    said = {str(line["uid"]) for line in quarantined}
+    ledger = Ledger.restore(state.ledger)
+    outcomes = _outcomes(findings, ledger, state.step, recorded, said, expected)
     order = EpochOrder(state.fingerprint, state.seed, expected.prompts, shuffle=expected.shuffle)
     _gaps(findings, outcomes, order)
-    _quarantined(findings, run_dir, outcomes)
     if expected.outcome is not None:
         known = expected.outcome
-        wrong = [f"{uid} was {kind}" for uid, kind in outcomes.items() if known(position_of(uid)[1]) != kind]
+        wrong = [
+            f"{uid} was {kind}"
+            for uid, kind in outcomes.items()
+            if kind != "unknown" and known(position_of(uid)[1]) != kind
+        ]
         findings.say_any("outcome", "prompts have another outcome than their rewards give", wrong)
-    if history and (counted := history[max(history)]) is not None:
-        for kind, number in Counter(outcomes.values()).items():
-            if counted.get(f"ledger/{kind}") != number and kind == "trained":
-                findings.say(
-                    "ledger", f"the last line of metrics counts {counted.get(f'ledger/{kind}')} {kind}, not {number}"
-                )
+    trained = ledger.count("trained") + sum(len(uids) for at, uids in recorded.items() if at > state.step)
+    if history and (counted := history[max(history)].get("ledger/trained")) != trained:
+        findings.say("ledger", f"the last line of metrics counts {counted} trained, not {trained}")
     findings.figures |= dict(Counter(outcomes.values()))
     _leftovers(findings, run_dir)
     return findings
@@ -200,27 +207,49 @@ def _repeated(findings: Findings, recorded: dict[int, list[str]], expected: Expe
 
 
 def _outcomes(
-    findings: Findings, ledger: Ledger, step: int, recorded: dict[int, list[str]], expected: Expected
+    findings: Findings,
+    ledger: Ledger,
+    step: int,
+    recorded: dict[int, list[str]],
+    quarantined: set[str],
+    expected: Expected,
 ) -> dict[str, str]:
-    """What became of every prompt: the ledger of step ``step``, and the steps trained since."""
-    outcomes: dict[str, str] = {}
-    for item in ledger.state.outcomes:
-        for start, end in zip(item.bounds[::2], item.bounds[1::2], strict=True):
-            outcomes.update((f"{item.epoch}-{index}", item.kind) for index in range(start, end))
-    trained = ledger.count("trained")
-    if trained != step * expected.groups_per_step:
-        findings.say("ledger", f"the checkpoint of step {step} counts {trained} groups as trained")
-    unknown = [uid for at, uids in recorded.items() if at <= step for uid in uids if outcomes.get(uid) != "trained"]
-    findings.say_any("ledger", f"groups of steps up to {step} are not trained in its checkpoint", unknown)
-    if all(len(recorded.get(at, [])) == expected.groups_per_step for at in range(1, step + 1)):
-        said = {uid for at, uids in recorded.items() if at <= step for uid in uids}
-        more = [uid for uid, kind in outcomes.items() if kind == "trained" and uid not in said]
-        findings.say_any("ledger", "groups are trained in the checkpoint and in no step", more)
+    """What became of every prompt: the ledger of step ``step``, and the steps trained since.
+
+    ``unknown`` where records are missing that would tell; ``quarantined`` are those that anybody wrote of as such.
+    """
+    indices = np.arange(expected.prompts)
+    concluded = {
+        f"{epoch}-{index}"
+        for epoch in range(ledger.next_epoch)
+        for index in np.flatnonzero(ledger.concluded_among(epoch, indices)).tolist()
+    }
+    counts = {kind: ledger.count(kind) for kind in KINDS}
+    if len(concluded) != sum(counts.values()):
+        findings.say(
+            "ledger", f"{sum(counts.values()) - len(concluded)} prompts have an outcome and are not in the data"
+        )
+    if counts["trained"] != step * expected.groups_per_step:
+        findings.say("ledger", f"the checkpoint of step {step} counts {counts['trained']} groups as trained")
+    said = {uid for at, uids in recorded.items() if at <= step for uid in uids}
+    findings.say_any("ledger", f"groups of steps up to {step} have no outcome in its checkpoint", said - concluded)
+    trained, rest = said & concluded, concluded - said
+    complete = all(len(recorded.get(at, [])) == expected.groups_per_step for at in range(1, step + 1))
+    if complete and (more := counts["trained"] - len(trained)) > 0:
+        findings.say("ledger", f"{more} groups are trained in the checkpoint and in no step")
+    failed = rest & quarantined
+    if (silent := counts["quarantined"] - len(failed)) > 0:
+        findings.say("unrecorded", f"{silent} quarantined prompts are not in quarantine.jsonl")
+    others = "filtered" if len(rest - failed) == counts["filtered"] else "unknown"
     later = [uid for at, uids in recorded.items() if at > step for uid in uids]
     findings.say_any(
-        "repeated", f"groups trained after step {step} had an outcome", [u for u in later if u in outcomes]
+        "repeated", f"groups trained after step {step} had an outcome", [u for u in later if u in concluded]
     )
-    return outcomes | dict.fromkeys(later, "trained")
+    return (
+        dict.fromkeys(rest - failed, others)
+        | dict.fromkeys(failed, "quarantined")
+        | dict.fromkeys([*trained, *later], "trained")
+    )
 
 
 def _gaps(findings: Findings, outcomes: dict[str, str], order: EpochOrder) -> None:
@@ -229,14 +258,6 @@ def _gaps(findings: Findings, outcomes: dict[str, str], order: EpochOrder) -> No
     missing = sorted(set(range(max(positions, default=-1))) - positions)
     lost = ["{}-{}".format(*order.at(position)) for position in missing]
     findings.say_any("lost", "prompts have no outcome though later ones have", lost)
-
-
-def _quarantined(findings: Findings, run_dir: Path, outcomes: dict[str, str]) -> None:
-    lines, torn = read_lines(run_dir / "quarantine.jsonl")
-    findings.figures["torn_lines"] += torn
-    said = {line["uid"] for line in lines}
-    silent = [uid for uid, kind in outcomes.items() if kind == "quarantined" and uid not in said]
-    findings.say_any("unrecorded", "quarantined prompts are not in quarantine.jsonl", silent)
 
 
 def _leftovers(findings: Findings, run_dir: Path) -> None:

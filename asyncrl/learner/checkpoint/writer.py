@@ -42,7 +42,7 @@ from asyncrl.messages.groups import Group
 from asyncrl.runtime.clock import Clock
 
 AROUND_BYTES = 1 << 16
-"""Beside the trainer's files and the groups: state, checksums, folders."""
+"""Beside the trainer's files, the groups and the ledger: state, checksums, folders."""
 _FILES = (STATE, GROUPS, f"{TRAINER}/{CONTENTS}")
 _LOG = logging.getLogger(__name__)
 
@@ -158,7 +158,8 @@ class Checkpoints:
         self.owed, self.failed = False, None
         began = self._clock.now()
         groups = sum(map(_group_bytes, (*buffered, *filtered)))
-        needed = self._backend.checkpoint_bytes() + groups + AROUND_BYTES
+        ledger = sum(len(epochs.bits) for epochs in state.ledger.concluded) * 4 // 3
+        needed = self._backend.checkpoint_bytes() + groups + ledger + AROUND_BYTES
         try:
             partial = await asyncio.to_thread(self._begin, state.version, needed)
             loop = asyncio.get_running_loop()

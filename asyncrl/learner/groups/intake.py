@@ -103,7 +103,7 @@ class Intake:
 
     def has(self, uid: str) -> bool:
         """Whether this prompt is not to be granted again."""
-        return uid in self._in_training or uid in self.buffer or self.ledger.outcome(*position_of(uid)) is not None
+        return uid in self._in_training or uid in self.buffer or not self.ledger.is_open(*position_of(uid))
 
     @property
     def claims(self) -> list[str]:
