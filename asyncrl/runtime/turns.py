@@ -72,14 +72,13 @@ class Turns:
 
     def remove(self, id: int) -> None:
         """It is over, or begins anew."""
-        self.arrived(id)
-        if self._out.pop(id, None) is None:
-            self._small.pop(id, None)
-            self._large.pop(id, None)
+        self.under_way -= self._out.pop(id, 0)
+        self._small.pop(id, None)
+        self._large.pop(id, None)
 
     def abandon(self, id: int) -> None:
         """It is over for its caller; what is under way stays so until it has arrived."""
-        size = self._out.get(id)
+        size = self._out.get(id, 0)
         self.remove(id)
         if size:
             self._abandoned[id] = size

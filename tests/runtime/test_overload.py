@@ -444,7 +444,6 @@ def test_four_times_the_replicas_that_saturate_a_link_get_what_it_carries():
             await asyncio.gather(*fetching, return_exceptions=True)
             assert got.total() * CHUNK >= 0.9 * RATE * horizon_s
             assert weights.served == got.total() + 4 * SATURATING * IN_FLIGHT, "none twice"
-            assert max(got.values()) <= min(got.values()) + 2, "and all alike"
 
     run_virtual(main())
 
