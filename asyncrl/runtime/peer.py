@@ -322,8 +322,9 @@ class Peer:
             self._ask(future.id)
             return
         left_ms = max(1, int((future.deadline - self._loop.time()) * 1000))
+        floor = next(iter(self._pending))
         header = self._endpoint.header(
-            Kind.CALL, future.kind.__name__, id=future.id, deadline_ms=left_ms, answered_below=self._floor()
+            Kind.CALL, future.kind.__name__, id=future.id, deadline_ms=left_ms, answered_below=floor
         )
         future.sent, future.placed = True, self._next_id
         self._client.send([header, *future.frames])
@@ -333,12 +334,9 @@ class Peer:
 
     def _ask(self, id: int) -> None:
         assert self._client is not None
-        header = self._endpoint.header(Kind.ASK, "", id=self._next_id, in_reply_to=id, answered_below=self._floor())
+        header = self._endpoint.header(Kind.ASK, "", id=self._next_id, in_reply_to=id)
         self._next_id += 1
         self._client.send([header, NIL])
-
-    def _floor(self) -> int:
-        return next(iter(self._pending))
 
     def _on_timer(self, future: CallFuture) -> None:
         now = self._loop.time()

@@ -136,6 +136,35 @@ def test_a_call_that_is_lost_on_a_living_connection_is_sent_again(often, size):
     run(main())
 
 
+def test_many_questions_about_a_lost_call_send_it_again_once():
+    """They queue while the receiver stands still, and each is answered that it is not there."""
+
+    async def main():
+        async with Net(memory=True) as net:
+            receiver, late, calls = Receiver(), [], []
+            bound, peer = net.serve(receiver, "server/0")._bound, net.client("server/0")
+            await peer.call(Ping())
+            deliver, bound.deliver = bound.deliver, lambda client, frames: late.append((client, frames))
+            call = peer.call(ones(MB10), 1000.0)
+            await asyncio.sleep(200.0)
+            questions = [item for item in late if decode_header(item[1][0]).kind == Kind.ASK]
+            assert len(questions) > 3
+
+            def count(client, frames):
+                calls.extend([frames] * (decode_header(frames[0]).kind == Kind.CALL))
+                deliver(client, frames)
+
+            bound.deliver = count
+            for item in questions:
+                count(*item)
+            await asyncio.sleep(10.0)
+            assert len(calls) == 1
+            receiver.go_on.set()
+            await call
+
+    run_virtual(main())
+
+
 async def bind_again(server):
     """Once ZeroMQ's thread has let go of the port."""
     while True:
