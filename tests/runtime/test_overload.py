@@ -369,13 +369,22 @@ def test_more_calls_than_may_wait_fail_at_once_and_say_on_whom(monkeypatch):
 
 
 def test_silence_ends_a_call_and_the_word_that_it_is_held_does_not():
-    """On virtual time: for an hour, or as long as the peer says nothing."""
+    """On virtual time: for an hour, though half of the questions are lost; or as long as the peer says nothing."""
 
     async def main():
         async with Net(memory=True) as net:
             receiver, loop = Receiver(), asyncio.get_running_loop()
             server = net.serve(receiver, "server/0")
             peer = net.client("server/0")
+            deliver, asks = server._bound.deliver, []
+
+            def lose_half(client, frames):
+                if decode_header(frames[0]).kind == Kind.ASK:
+                    asks.append(frames)
+                if len(asks) % 2 == 0:
+                    deliver(client, frames)
+
+            server._bound.deliver = lose_half
             call = peer.call(ones(10), timeout=2 * 3600.0, silence=30.0)
             await asyncio.sleep(3600.0)
             assert not call.done()
