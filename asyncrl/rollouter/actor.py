@@ -90,7 +90,7 @@ class Rollouter(Actor):
             self.config,
             self.name,
             host=self._host,
-            call=lambda request: self.peer(PARAMETER_SERVER).call(request),
+            call=lambda request, timeout=None: self.peer(PARAMETER_SERVER).call(request, timeout),
             committed=self._committed,
             updated=self._updated,
             awaits=self.awaits,
@@ -139,7 +139,13 @@ class Rollouter(Actor):
     # --- life ---
 
     async def setup(self) -> None:
-        self._delivery = Delivery(self.peer(LEARNER), awaits=self.awaits, counters=self.counters, log=self.log)
+        self._delivery = Delivery(
+            self.peer(LEARNER),
+            timeout_s=self.config.network.call_timeout_s + self.config.supervision.silence_s,
+            awaits=self.awaits,
+            counters=self.counters,
+            log=self.log,
+        )
         # The HELLO tells these that an earlier incarnation is dead, long before the engine is up.
         self.peer(PARAMETER_SERVER).connect()
         self.peer(DATALOADER).connect()
@@ -415,7 +421,8 @@ class Rollouter(Actor):
         """From one of the pools, rather none of those that are ``away``; one that fails is added to them."""
         reward, rollout = self.config.reward, self.config.rollout
         replicas = sum(name.startswith("rollouter/") for name in self.roster.actors)
-        # The longest that an honest queue can take: everything in flight ahead of this one, at its full time.
+        # The longest that an honest queue can take: everything in flight ahead of this one, at its full time. It may be
+        # hours, so what bounds the wait on a pool that is away or has lost the call is its silence.
         queue = self.config.most_episodes * max(replicas, rollout.replicas) / (reward.pools * reward.workers)
         began = self.clock.now()
         ready = {pool for pool in self.config.reward_pools if self.peer(pool).ready}
@@ -423,7 +430,9 @@ class Rollouter(Actor):
         self._scoring[pool] += len(request.completions)
         try:
             scores: Scores = await self.peer(pool).call(
-                request, timeout=self.config.network.call_timeout_s + (1 + queue) * reward.timeout_s
+                request,
+                timeout=self.config.network.call_timeout_s + (1 + queue) * reward.timeout_s,
+                silence=self.config.network.call_timeout_s,
             )
         except RemoteError:
             away.add(pool)

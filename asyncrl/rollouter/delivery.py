@@ -11,6 +11,7 @@ Fails with WireError where the learner refuses the group for good.
 from __future__ import annotations
 
 import asyncio
+import random
 
 from structlog.typing import FilteringBoundLogger
 
@@ -20,16 +21,29 @@ from asyncrl.messages.learner import Deliver
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.away import log_away
 from asyncrl.runtime.peer import Peer
+from asyncrl.runtime.repeats import pause
 
 AWAY_S = 0.5
-"""Pause before a learner that cannot take groups yet is asked again."""
+"""Longest first pause before a learner that cannot take groups yet is given one again."""
 
 
 class Delivery:
-    """See the module."""
+    """See the module. ``timeout_s`` is the deadline of one call: past the silence after which a learner is replaced,
+    since a learner that stands still may have received the group, and would receive it again.
+    """
 
-    def __init__(self, learner: Peer, *, awaits: Awaits, counters: dict[str, float], log: FilteringBoundLogger) -> None:
+    def __init__(
+        self,
+        learner: Peer,
+        *,
+        timeout_s: float,
+        awaits: Awaits,
+        counters: dict[str, float],
+        log: FilteringBoundLogger,
+    ) -> None:
         self._learner = learner
+        self._timeout_s = timeout_s
+        self._draws = random.Random(f"deliveries to {learner.name}")
         self._living = 0
         """Incarnation of the learner below which none lives any more."""
         self._awaits = awaits
@@ -49,12 +63,13 @@ class Delivery:
     async def deliver(self, group: Group) -> None:
         """Until the living learner has it: a lease ends by delivery only."""
         with self._awaits.on(self._learner.name, "Deliver"):
-            while not await self._delivered(group):
-                pass
+            times = 0
+            while not await self._delivered(group, times):
+                times += 1
 
-    async def _delivered(self, group: Group) -> bool:
+    async def _delivered(self, group: Group, times: int) -> bool:
         uid = group.ticket.uid
-        call = self._learner.call(Deliver(group=group))
+        call = self._learner.call(Deliver(group=group), self._timeout_s)
         try:
             await call
         except DeadlineExceeded as error:
@@ -64,7 +79,7 @@ class Delivery:
             if not error.retryable:
                 raise
             self._log.info("learner takes no groups yet", uid=uid, error=str(error))
-            await asyncio.sleep(AWAY_S)
+            await asyncio.sleep(pause(AWAY_S, times, self._draws.random()))
             return False
         if call.answered_by >= self._living:
             return True

@@ -18,9 +18,10 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import xxhash
@@ -39,16 +40,22 @@ from asyncrl.errors import (
 from asyncrl.messages import Request
 from asyncrl.messages.weights import Bucket, Chunk, Delta, FetchChunk, Manifest, Offer
 from asyncrl.monitor.logging import get_logger
+from asyncrl.runtime.repeats import pause
 from asyncrl.weights.chunks import ChunkPlan, Piece
 from asyncrl.weights.segments import Segment, map_segment, open_segment, verify_segment
 from asyncrl.weights.staging import Staged, apply_delta, delta_against, layout_of, seal_verified
 
 T = TypeVar("T")
-Call = Callable[[Request], Awaitable[Any]]
 
 PARAMETER_SERVER = "parameter_server/0"
 AGAIN_S = 0.2
-"""Pause before a chunk whose call failed is asked for again."""
+"""Longest first pause before a chunk whose call failed is asked for again."""
+
+
+class Call(Protocol):
+    """Asks the parameter server; ``timeout`` in seconds, by default that of all calls."""
+
+    def __call__(self, request: Request, timeout: float | None = None) -> Awaitable[Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +186,9 @@ class _Stream(_Fetching):
         self._filling: dict[int, Segment] = {}
         self._limit: asyncio.Timeout
         self._last_failure = ""
+        self._failures = 0
+        """Since a chunk came last."""
+        self._draws = random.Random(f"{self._who} {self.version}")
 
     async def run(self) -> None:
         deadline_s = self._weights.deadline_s
@@ -237,7 +247,8 @@ class _Stream(_Fetching):
         base = -1 if delta is None else delta.base
         request = FetchChunk(version=self.version, bucket=piece.bucket, offset=piece.offset, size=piece.size, base=base)
         try:
-            chunk: Chunk = await self._call(request)
+            # As long as the fetch may be without a chunk: while this one is queued another call would queue it again.
+            chunk: Chunk = await self._call(request, self._weights.deadline_s)
             return chunk
         except ProtocolError as error:
             self._corrupt(plan, piece, str(error))
@@ -259,7 +270,9 @@ class _Stream(_Fetching):
         if not self._last_failure:
             self._log.warning("chunks do not come", version=self.version, error=str(lost))
         self._last_failure = str(lost)
-        await asyncio.sleep(AGAIN_S)
+        again_s = pause(AGAIN_S, self._failures, self._draws.random())
+        self._failures += 1
+        await asyncio.sleep(again_s)
         return None
 
     def _corrupt(self, plan: ChunkPlan, piece: Piece, problem: str) -> None:
@@ -274,7 +287,7 @@ class _Stream(_Fetching):
         plan.corrupt(piece, problem)
 
     def _came_on(self) -> None:
-        self._last_failure = ""
+        self._last_failure, self._failures = "", 0
         if not self._limit.expired():
             self._limit.reschedule(asyncio.get_running_loop().time() + self._weights.deadline_s)
 

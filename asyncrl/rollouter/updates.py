@@ -15,7 +15,7 @@ whatever else goes wrong is reported and tried again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -51,7 +51,7 @@ from asyncrl.monitor.trace import Track
 from asyncrl.rollouter.drift import Drift, DriftRecord, Limits, explain, find_limits, judge
 from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.engines import engine_dtype
-from asyncrl.rollouter.fetch import fetch
+from asyncrl.rollouter.fetch import Call, fetch
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.away import log_away
 from asyncrl.runtime.clock import Clock
@@ -79,7 +79,7 @@ class UpdateFollower:
         name: str,
         *,
         host: EngineHost,
-        call: Callable[[Request], Awaitable[Any]],
+        call: Call,
         committed: Callable[[int], None],
         updated: Callable[[UpdateTimes], None],
         awaits: Awaits,

@@ -74,7 +74,8 @@ class Deadlines(Generic[T]):
                     self._expire(item)
                 except Exception as error:
                     errors.append(error)
-        if self._ticks and self._timer is None:
-            self._arm(min(self._ticks))
+        # Whatever has expired may have added a later one, and have armed the timer for that.
+        if self._ticks and (earliest := min(self._ticks)) < self._armed:
+            self._arm(earliest)
         if errors:
             raise ExceptionGroup("deadlines that could not expire", errors)

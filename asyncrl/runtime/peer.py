@@ -1,11 +1,13 @@
 """The calling side: one connection to one peer, with its calls in flight.
 
-Delivery is at least once: a call is sent again until it is answered or its deadline is over, under the same
-message id, which the peer recognises. When the peer is replaced by a new incarnation, idempotent calls go to the
-new one, and the others fail with PeerRestarted if they had been sent. Every call ends: with its reply, RemoteError,
-PeerRestarted, Refused, OSError where no connection can be opened (as without a free descriptor), or DeadlineExceeded,
-which says who waited, on whom, for what, and what the connection was doing. Cancelling the awaited future cancels the
-handler on the other side.
+Delivery is at least once: until it is answered or its deadline is over, a call is asked after (ASK), with exponential
+backoff and full jitter, and sent again, under the same message id, only when the peer says that it does not have it.
+So what a call costs again does not depend on its size, and a large payload or answer that is queued is never there
+twice. Of large payloads no more than a budget is on its way to one peer (turns.py): the others wait, within their
+deadlines. When the peer is replaced by a new incarnation, idempotent calls go to the new one at once, and the others
+fail with PeerRestarted if they had been sent. Every call ends: with its reply, RemoteError, PeerRestarted, Refused,
+OSError where no connection can be opened (as without a free descriptor), or DeadlineExceeded, which says who waited, on
+whom, for what, and what the connection was doing. Cancelling the awaited future cancels the handler on the other side.
 
 Who learns in another way that a peer has been replaced says so with ``adopt``: nothing that older incarnations say is
 believed from then on. A reply may have been taken in just before; ``answered_by`` of its call tells whose it was.
@@ -14,8 +16,9 @@ believed from then on. A reply may have been taken in just before; ``answered_by
 from __future__ import annotations
 
 import asyncio
+import math
+import random
 import secrets
-from collections import deque
 from typing import Any
 
 from asyncrl.errors import DeadlineExceeded, PeerRestarted, ProtocolError, Refused, RemoteError
@@ -23,14 +26,20 @@ from asyncrl.messages import Message, Request
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.monitor import AwaitRecord
 from asyncrl.runtime.deadlines import Deadlines
-from asyncrl.runtime.endpoint import NOT_READY, Endpoint, size_of
-from asyncrl.wire.envelope import ErrorBody, Header, Kind, Refuse, Welcome, decode_header
+from asyncrl.runtime.endpoint import CREDIT, NOT_READY, Endpoint, size_of
+from asyncrl.runtime.repeats import DOUBLINGS, pause
+from asyncrl.runtime.turns import LARGE_BYTES, Turns
+from asyncrl.wire.envelope import NIL, ErrorBody, Header, Kind, Refuse, Welcome, decode_header
 from asyncrl.wire.transport import Client, Frames
 
 REPEAT_S = 5.0
-"""A call without an answer is sent again after this; so is a HELLO after a fifth of it."""
+"""Longest first pause before a call without an answer is asked after; a fifth of it before HELLO is said again."""
 SET_UP_REPEAT_S = 0.5
-"""So is a call to a peer that is not set up so far, after this."""
+"""So before a call to a peer that is not set up so far is asked after."""
+ASKED_WITHIN_SILENCE = 3
+"""Times at least that a call is asked after before the peer's silence ends it."""
+MOST_CALLS = 16 * CREDIT
+"""In flight to one peer, those included that wait to be sent; one more fails at once."""
 ROUND_TRIP = "calls/round_trip_s"
 LOOKED_AT = 64
 """Calls in flight that a heartbeat looks at."""
@@ -39,7 +48,22 @@ LOOKED_AT = 64
 class CallFuture(asyncio.Future[Any]):
     """A call in flight. Cancelling it tells the other side."""
 
-    __slots__ = ("answered_by", "deadline", "frames", "id", "kind", "on_wire", "peer", "sent", "started", "tick")
+    __slots__ = (
+        "answered_by",
+        "deadline",
+        "frames",
+        "heard",
+        "id",
+        "kind",
+        "peer",
+        "placed",
+        "sent",
+        "silence",
+        "size",
+        "started",
+        "tick",
+        "times",
+    )
 
     peer: Peer
     answered_by: int
@@ -51,8 +75,17 @@ class CallFuture(asyncio.Future[Any]):
     deadline: float
     sent: bool
     """Whether this incarnation of the peer may have seen it."""
-    on_wire: bool
-    """Whether it uses credit of the present connection."""
+    placed: int
+    """It has gone whole to this incarnation, which has not said that it lacks it, and only an ASK of this id or a
+    larger one was sent after that; 0 where it has not."""
+    size: int
+    """Bytes of body and buffers."""
+    times: int
+    """How often it has been asked after or sent again."""
+    silence: float
+    """Longest time without a word of the peer that it has the call, or is being set up (s)."""
+    heard: float
+    """When the peer said so last, or the call began."""
     tick: int
     """Of its deadline or its repeat, whichever comes first."""
 
@@ -78,49 +111,56 @@ class Peer:
         self._adopted = 0
         """Older incarnations of the peer are not believed."""
         self._limit = endpoint.max_message_bytes
-        self._credit = 0
-        self._on_wire = 0
+        self._answers_ask = False
+        self._draws = random.Random(f"{endpoint.name} {endpoint.incarnation} {name}")
         self._next_id = 1
         self._hello_ids: set[int] = set()
         """Of the HELLOs on this connection that are not answered yet."""
         self._hello_timer: asyncio.TimerHandle | None = None
+        self._hellos = 0
+        """Since it was answered, or the connection broke, last."""
         self._resolving: asyncio.Task[None] | None = None
         self._pending: dict[int, CallFuture] = {}
         self._deadlines = Deadlines(self._loop, self._on_timer)
-        self._waiting: deque[CallFuture] = deque()
-        """Calls that wait for the connection or for credit."""
+        self._turns = Turns()
+        """Of the calls on the present connection; those that wait for one are pending alone."""
         self._closed = False
         self._unready = False
         """Whether it has said last that it is not set up."""
 
     # --- the caller's side ---
 
-    def call(self, request: Request, timeout: float | None = None) -> CallFuture:
-        """Send a request; await the result for its reply. ``timeout`` in seconds."""
+    def call(self, request: Request, timeout: float | None = None, *, silence: float = math.inf) -> CallFuture:
+        """Send a request; await the result for its reply. ``timeout`` in seconds.
+
+        With ``silence`` it also ends when the peer has not said for so many seconds that it has the call.
+        """
         endpoint = self._endpoint
         if timeout is None:
             timeout = endpoint.call_timeout_s
         kind = type(request)
         future = CallFuture(loop=self._loop)
-        future.peer, future.kind, future.sent, future.on_wire = self, kind, False, False
-        future.answered_by = 0
+        future.peer, future.kind, future.sent = self, kind, False
+        future.answered_by = future.placed = future.times = 0
+        future.silence = silence
         future.frames = endpoint.codec.encode(request)
+        future.size = size_of(future.frames)
         future.id = self._next_id
         self._next_id += 1
-        future.started = now = self._loop.time()
+        future.started = future.heard = now = self._loop.time()
         future.deadline = now + timeout
-        if size_of(future.frames) > self._limit:
+        if future.size > self._limit:
             future.set_exception(self._too_large(kind.__name__, future.frames))
             return future
-        if self._closed:
+        if self._closed or len(self._pending) >= MOST_CALLS:
             future.set_exception(self._expired(future))
             return future
         self._pending[future.id] = future
-        future.tick = self._deadlines.add(future, min(future.deadline, now + REPEAT_S))
-        if self.ready and self._on_wire < self._credit:
-            self._transmit(future)
+        future.tick = self._deadlines.add(future, self._next_look(future, REPEAT_S))
+        if self.ready:
+            self._turns.add(future.id, future.size)
+            self._let_go()
         else:
-            self._waiting.append(future)
             self._connect_for(future)
         return future
 
@@ -179,9 +219,12 @@ class Peer:
     def forget(self, future: CallFuture, *, tell: bool) -> None:
         """Stop waiting for a call; ``tell`` sends CANCEL."""
         if self._pending.get(future.id) is future:
+            if self._answers_ask:
+                self._turns.abandon(future.id)
             self._finish(future)
             if tell and future.sent and self.ready and self._client is not None:
-                self._client.send([self._endpoint.header(Kind.CANCEL, "", in_reply_to=future.id), b"\xc0"])
+                self._client.send([self._endpoint.header(Kind.CANCEL, "", in_reply_to=future.id), NIL])
+            self._let_go()
 
     @property
     def known(self) -> bool:
@@ -201,6 +244,7 @@ class Peer:
         self._client = endpoint.transport.connect(
             self._record.address, routing_id, self._receive, self._lost, self.name
         )
+        self._hellos = 0
         self._say_hello()
 
     def _connect_for(self, future: CallFuture) -> None:
@@ -233,12 +277,16 @@ class Peer:
         self._next_id += 1
         if self._hello_timer is not None:
             self._hello_timer.cancel()
-        self._hello_timer = self._loop.call_later(REPEAT_S / 5, self._say_hello)
+        self._hello_timer = self._loop.call_later(
+            pause(REPEAT_S / 5, self._hellos, self._draws.random()), self._say_hello
+        )
+        self._hellos += 1
 
     def _lost(self) -> None:
         """The connection broke. It may come back by itself, or the peer may have a successor elsewhere."""
         if self._closed:
             return
+        self._hellos = 0
         self._say_hello()
         if not self._fixed:
             self._find()
@@ -268,27 +316,52 @@ class Peer:
     # --- messages ---
 
     def _transmit(self, future: CallFuture) -> None:
+        """Send a call, or, where the peer may have it, ask after it."""
         assert self._client is not None
-        if not future.on_wire:
-            future.sent = future.on_wire = True
-            self._on_wire += 1
+        if future.placed and self._answers_ask:
+            self._ask(future.id)
+            return
         left_ms = max(1, int((future.deadline - self._loop.time()) * 1000))
         floor = next(iter(self._pending))
         header = self._endpoint.header(
             Kind.CALL, future.kind.__name__, id=future.id, deadline_ms=left_ms, answered_below=floor
         )
+        future.sent, future.placed = True, self._next_id
         self._client.send([header, *future.frames])
+        if future.size >= LARGE_BYTES and self._answers_ask:
+            # The answer comes when all of it has arrived, and makes room for others.
+            self._ask(future.id)
+
+    def _ask(self, id: int) -> None:
+        assert self._client is not None
+        header = self._endpoint.header(Kind.ASK, "", id=self._next_id, in_reply_to=id)
+        self._next_id += 1
+        self._client.send([header, NIL])
 
     def _on_timer(self, future: CallFuture) -> None:
         now = self._loop.time()
-        if now >= future.deadline:
-            self._finish(future).set_exception(self._expired(future))
+        if now >= future.deadline or now >= future.heard + future.silence:
+            error = self._expired(future)
+            self.forget(future, tell=True)
+            future.set_exception(error)
             return
-        future.tick = self._deadlines.add(future, min(future.deadline, now + REPEAT_S))
+        is_out = future.id in self._turns
+        future.times += is_out
+        future.tick = self._deadlines.add(future, self._next_look(future, REPEAT_S))
         if not self.ready:
             self._connect_for(future)
-        elif future.on_wire:
+        elif is_out:
             self._transmit(future)
+        else:
+            for id in self._turns.abandoned:
+                self._ask(id)
+
+    def _next_look(self, future: CallFuture, first_s: float) -> float:
+        """When to ask after a call, or to end it."""
+        # Often enough that silence means something.
+        first_s = min(first_s, future.silence / ASKED_WITHIN_SILENCE / 2**DOUBLINGS)
+        soon = self._loop.time() + pause(first_s, future.times, self._draws.random())
+        return min(future.deadline, future.heard + future.silence, soon)
 
     def _receive(self, frames: Frames) -> None:
         try:
@@ -300,6 +373,8 @@ class Peer:
                 self._on_reply(header, frames)
             elif header.kind == Kind.ERROR:
                 self._on_error(header, self._endpoint.codec.decode(ErrorBody, frames[1]))
+            elif header.kind in (Kind.HELD, Kind.NOT_HELD):
+                self._on_told(header)
             elif header.kind == Kind.WELCOME:
                 self._on_welcome(header, self._endpoint.codec.decode(Welcome, frames[1]))
             elif header.kind == Kind.REFUSE:
@@ -313,11 +388,13 @@ class Peer:
         self._unready = False
         future = self._pending.get(header.in_reply_to)
         if future is None:
+            self._came_too_late(header)
             return
         kind = future.kind.reply
         self._finish(future)
         if header.type != kind.__name__:
             future.set_exception(ProtocolError(f"{self.name} answered {future.kind.__name__} with {header.type!r}"))
+            self._let_go()
             return
         try:
             reply = self._endpoint.codec.decode(kind, frames[1], frames[2:])
@@ -328,7 +405,29 @@ class Peer:
                 self._endpoint.histograms.observe(ROUND_TRIP, self._loop.time() - future.started)
             future.answered_by = header.incarnation
             future.set_result(reply)
-        self._use_credit()
+        self._let_go()
+
+    def _on_told(self, header: Header) -> None:
+        """The answer to an ASK."""
+        self._unready = False
+        future = self._pending.get(header.in_reply_to)
+        if future is None or future.id not in self._turns:
+            self._came_too_late(header)
+            return
+        if header.kind == Kind.HELD:
+            future.heard = self._loop.time()
+            self._turns.arrived(future.id)
+        elif header.id >= future.placed:
+            # What was asked before the call went out last says nothing of that.
+            future.placed = 0
+            self._turns.remove(future.id)
+            self._turns.add(future.id, future.size)
+        self._let_go()
+
+    def _came_too_late(self, header: Header) -> None:
+        """Nobody waits for it; but the call that it speaks of has arrived."""
+        self._turns.arrived(header.in_reply_to)
+        self._let_go()
 
     def _on_error(self, header: Header, body: ErrorBody) -> None:
         if body.code == "hello_required":
@@ -337,14 +436,17 @@ class Peer:
             return
         future = self._pending.get(header.in_reply_to)
         if future is None:
+            self._came_too_late(header)
             return
-        if body.code == "over_credit":
-            # It goes out again by its timer.
-            return
-        if body.code == NOT_READY:
-            self._unready = True
-            self._deadlines.remove(future, future.tick)
-            future.tick = self._deadlines.add(future, min(future.deadline, self._loop.time() + SET_UP_REPEAT_S))
+        if body.code in ("over_credit", NOT_READY):
+            # It is asked after by its timer.
+            self._turns.arrived(future.id)
+            if body.code == NOT_READY:
+                self._unready = True
+                future.heard = self._loop.time()
+                self._deadlines.remove(future, future.tick)
+                future.tick = self._deadlines.add(future, self._next_look(future, SET_UP_REPEAT_S))
+            self._let_go()
             return
         self._finish(future).set_exception(
             RemoteError(
@@ -355,7 +457,7 @@ class Peer:
                 details=body.details,
             )
         )
-        self._use_credit()
+        self._let_go()
 
     def _on_welcome(self, header: Header, body: Welcome) -> None:
         if header.in_reply_to not in self._hello_ids or body.name != self.name:
@@ -364,18 +466,21 @@ class Peer:
         if self._hello_timer is not None:
             self._hello_timer.cancel()
             self._hello_timer = None
+        self._hellos = 0
         restarted = self._incarnation not in (0, body.incarnation)
         self._incarnation = body.incarnation
+        self._answers_ask = body.answers_ask
         self._limit = min(body.max_message_bytes, self._endpoint.max_message_bytes)
-        self._credit = body.credit
-        self._on_wire = 0
         self.ready = True
+        self._turns.begin(body.credit)
         for future in list(self._pending.values()):
-            future.on_wire = False
-            if restarted and future.sent and not future.kind.idempotent:
-                self._finish(future).set_exception(PeerRestarted(self.name, future.kind.__name__))
-        self._waiting = deque(self._pending.values())
-        self._use_credit()
+            if restarted:
+                if future.sent and not future.kind.idempotent:
+                    self._finish(future).set_exception(PeerRestarted(self.name, future.kind.__name__))
+                    continue
+                future.placed = future.times = 0
+            self._turns.add(future.id, 0 if future.placed and self._answers_ask else future.size)
+        self._let_go()
 
     def _on_refuse(self, body: Refuse) -> None:
         if self._hello_timer is not None:
@@ -387,18 +492,16 @@ class Peer:
             # The peer speaks of itself: its "ours" is our "theirs".
             self._finish(future).set_exception(Refused(self.name, body.code, ours=body.theirs, theirs=body.ours))
 
-    def _use_credit(self) -> None:
-        while self._waiting and self._on_wire < self._credit:
-            future = self._waiting.popleft()
-            if not future.done():
-                self._transmit(future)
+    def _let_go(self) -> None:
+        """Send whatever may go."""
+        while self.ready and (id := self._turns.next()) is not None:
+            self._transmit(self._pending[id])
 
     # --- the end of a call ---
 
     def _finish(self, future: CallFuture) -> CallFuture:
         del self._pending[future.id]
-        if future.on_wire:
-            self._on_wire -= 1
+        self._turns.remove(future.id)
         self._deadlines.remove(future, future.tick)
         return future
 
@@ -411,8 +514,16 @@ class Peer:
             hint = f"HELLO to {self._record.address} is not answered"
         elif self._unready:
             hint = f"connected to {self._record.address}, which is not set up so far"
+        elif future.id not in self._turns:
+            hint = (
+                f"connected to {self._record.address}, but its turn has not come: of {len(self._pending)} calls in "
+                f"flight {self._turns.under_way} bytes have not arrived so far"
+            )
+        elif future.heard > future.started:
+            ago = self._loop.time() - future.heard
+            hint = f"connected to {self._record.address}, which said {ago:.1f} s ago that it has the call"
         else:
-            hint = f"connected to {self._record.address}, the call is not answered"
+            hint = f"connected to {self._record.address}, which has not said that it has the call"
         waited = self._loop.time() - future.started
         return DeadlineExceeded(self._endpoint.name, self.name, future.kind.__name__, waited, hint)
 

@@ -3,16 +3,19 @@
 Nothing but a HELLO is served on a connection before its WELCOME; whoever is not of this run, is not who its key
 says, or has been replaced by a newer incarnation is refused. A call that arrives again while its handler runs, or
 after it was answered, is not run again: replies to calls that may not be repeated are kept until the caller has
-them. No handler is run before its actor is set up: calls are answered with ERROR ``not_ready``, upon which the caller
-repeats them until their deadline, and casts are dropped. Every failure of a handler becomes an ERROR for its caller;
-malformed frames are counted and change nothing.
+them. A caller that has no answer asks (ASK) whether its call is here, which costs a header however large the call is:
+it is told HELD while the handler runs, else NOT_HELD, upon which it sends the call again. That answer follows
+everything that was sent to this caller before, so while a reply is queued nothing is done or sent twice. No handler is
+run before its actor is set up: calls are answered with ERROR ``not_ready``, upon which the caller asks again until
+their deadline, and casts are dropped. Every failure of a handler becomes an ERROR for its caller; malformed frames are
+counted and change nothing.
 
 Whatever is sent, in whatever numbers, what is kept here is bounded: names, connections of a name, calls and stored
 replies of a connection, and the time for which a call may be parked. Counters, which every heartbeat carries, tell
-what did not enter: ``wire/early`` counts calls and casts before the actor was set up; ``wire/strangers`` connections
-that were turned away before they could say anything, and messages on connections without WELCOME; ``wire/refused``
-HELLOs and messages of somebody who is not who he says he is, not one of this run, or dead; ``wire/malformed`` what
-cannot be read.
+what did not enter: ``wire/early`` counts calls, questions after them and casts before the actor was set up;
+``wire/strangers`` connections that were turned away before they could say anything, and messages on connections
+without WELCOME; ``wire/refused`` HELLOs and messages of somebody who is not who he says he is, not one of this run, or
+dead; ``wire/malformed`` what cannot be read.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from asyncrl.runtime.endpoint import CREDIT, NOT_READY, Endpoint, size_of
 from asyncrl.runtime.handlers import Caller, Connection, Handler, handlers_of
 from asyncrl.runtime.roster import LAUNCHER
 from asyncrl.wire.envelope import (
+    NIL,
     PROTOCOL_VERSION,
     ErrorBody,
     Header,
@@ -163,7 +167,7 @@ class CallServer:
             session = self._sessions.get(routing_id)
             if session is None:
                 self._endpoint.count(STRANGERS)
-                self._error(routing_id, header, "hello_required", "say HELLO first", retryable=True)
+                self._error(routing_id, header.id, "hello_required", "say HELLO first", retryable=True)
                 return
             if owner is not None and owner != session.name:
                 # Routing ids are chosen by the peer: somebody has taken over another's connection.
@@ -177,6 +181,8 @@ class CallServer:
                 self._on_call(session, header, frames)
             elif header.kind == Kind.CAST:
                 self._on_cast(session, header, frames)
+            elif header.kind == Kind.ASK:
+                self._on_ask(session, header)
             elif header.kind == Kind.CANCEL:
                 self._cancel(session, header.in_reply_to)
             else:
@@ -226,6 +232,7 @@ class CallServer:
             incarnation=self._endpoint.incarnation,
             max_message_bytes=self._endpoint.max_message_bytes,
             credit=self._sessions[routing_id].credit,
+            answers_ask=True,
         )
         self._send(routing_id, Kind.WELCOME, "Welcome", header.id, self._endpoint.codec.encode(welcome))
 
@@ -269,30 +276,27 @@ class CallServer:
             if header.id in session.stored:
                 self._transmit(session.routing_id, session.stored[header.id])
                 return
-        if len(session.running) >= session.credit or len(session.stored) >= MAX_STORED:
-            self._error(session.routing_id, header, "over_credit", "too many calls unanswered", retryable=True)
+        if self._is_full(session, header.id):
             return
         found = self._handlers.get(header.type)
         if found is None or not found.answered:
             self._error(
                 session.routing_id,
-                header,
+                header.id,
                 "unknown_type",
                 f"{self._endpoint.name} does not serve {header.type}",
             )
             return
         if session.name == VIEWER and not found.for_viewers:
-            self._error(session.routing_id, header, "forbidden", f"{VIEWER} only watches: no {header.type}")
+            self._error(session.routing_id, header.id, "forbidden", f"{VIEWER} only watches: no {header.type}")
             return
-        if not self._is_set_up():
-            self._endpoint.count(EARLY)
-            self._error(session.routing_id, header, NOT_READY, "this actor is not set up so far", retryable=True)
+        if self._is_early(session, header.id):
             return
         try:
             request = self._endpoint.codec.decode(found.request, frames[1], frames[2:])
         except ProtocolError as error:
             self._endpoint.count(MALFORMED)
-            self._error(session.routing_id, header, "invalid", str(error))
+            self._error(session.routing_id, header.id, "invalid", str(error))
             return
         deadline = self._loop.time() + min(header.deadline_ms / 1000, LONGEST_CALL_S)
         caller = Caller(session.name, session.incarnation, header.param_version, deadline, session.connection)
@@ -314,6 +318,33 @@ class CallServer:
         session.running[header.id] = reply
         tick = self._deadlines.add(reply, deadline)
         reply.add_done_callback(lambda reply: self._future_over(session, header, found, reply, tick))
+
+    def _on_ask(self, session: _Session, header: Header) -> None:
+        """Say whether a call is being handled, and if not whether it may come."""
+        id = header.in_reply_to
+        if id in session.running:
+            self._say(session, Kind.HELD, header)
+        elif id in session.stored or not (self._is_full(session, id) or self._is_early(session, id)):
+            self._say(session, Kind.NOT_HELD, header)
+
+    def _say(self, session: _Session, kind: Kind, ask: Header) -> None:
+        header = self._endpoint.header(kind, "", id=ask.id, in_reply_to=ask.in_reply_to)
+        self._transmit(session.routing_id, [header, NIL])
+
+    def _is_full(self, session: _Session, id: int) -> bool:
+        """Whether no call is taken from this connection now, which its caller is told."""
+        if len(session.running) < session.credit and len(session.stored) < MAX_STORED:
+            return False
+        self._error(session.routing_id, id, "over_credit", "too many calls unanswered", retryable=True)
+        return True
+
+    def _is_early(self, session: _Session, id: int) -> bool:
+        """Whether no call is taken from anybody so far, which the caller is told."""
+        if self._is_set_up():
+            return False
+        self._endpoint.count(EARLY)
+        self._error(session.routing_id, id, NOT_READY, "this actor is not set up so far", retryable=True)
+        return True
 
     async def _run_call(
         self, session: _Session, header: Header, found: Handler, request: Message, caller: Caller
@@ -350,7 +381,7 @@ class CallServer:
             code, message = CANCELLED, "the call was cancelled"
             if task in self._expired:
                 code, message = "deadline", "the handler ran past the caller's deadline"
-            self._error(session.routing_id, header, code, message, retryable=code == CANCELLED)
+            self._error(session.routing_id, header.id, code, message, retryable=code == CANCELLED)
         self._expired.discard(task)
 
     def _on_cast(self, session: _Session, header: Header, frames: Frames) -> None:
@@ -377,7 +408,7 @@ class CallServer:
         if (size := size_of(frames)) > session.limit:
             self._error(
                 session.routing_id,
-                header,
+                header.id,
                 "too_large",
                 f"a reply of {size} bytes is over the caller's {session.limit}",
             )
@@ -394,7 +425,7 @@ class CallServer:
             self._on_error(header.type, error)
             retryable = self._may_try_again(session)
         code = getattr(type(error), "code", type(error).__name__)
-        self._error(session.routing_id, header, code, str(error) or repr(error), retryable=retryable)
+        self._error(session.routing_id, header.id, code, str(error) or repr(error), retryable=retryable)
 
     def _may_try_again(self, session: _Session) -> bool:
         """After a failure that nobody expected: it may pass, but a caller is not to repeat the same for ever."""
@@ -404,9 +435,9 @@ class CallServer:
             failed.append(now)
         return not often
 
-    def _error(self, routing_id: bytes, header: Header, code: str, message: str, *, retryable: bool = False) -> None:
+    def _error(self, routing_id: bytes, id: int, code: str, message: str, *, retryable: bool = False) -> None:
         body = ErrorBody(code=code, message=message[:LONGEST_ERROR], retryable=retryable, actor=self._endpoint.name)
-        self._send(routing_id, Kind.ERROR, "ErrorBody", header.id, self._endpoint.codec.encode(body))
+        self._send(routing_id, Kind.ERROR, "ErrorBody", id, self._endpoint.codec.encode(body))
 
     def _refuse(self, routing_id: bytes, id: int, code: str, ours: str, theirs: str) -> None:
         self._endpoint.count(REFUSED)
@@ -417,6 +448,6 @@ class CallServer:
         self._transmit(routing_id, [self._endpoint.header(kind, type, in_reply_to=in_reply_to), *frames])
 
     def _transmit(self, routing_id: bytes, message: list[Any]) -> None:
-        # Where it cannot go now, the caller's repeat asks for it again.
+        # Where it cannot go now, the caller asks for it again.
         if self._bound is not None and not self._bound.send(routing_id, message):
             self._endpoint.count("wire/unsent")

@@ -20,6 +20,8 @@ from asyncrl.errors import ProtocolError
 PROTOCOL_VERSION = 1
 MAX_HEADER_BYTES = 4096
 MAX_NAME_LENGTH = 200
+NIL = b"\xc0"
+"""The body of a kind that has none."""
 
 
 Name = Annotated[str, Meta(max_length=MAX_NAME_LENGTH)]
@@ -37,18 +39,22 @@ class Kind(IntEnum):
     ERROR = 6
     CAST = 7
     CANCEL = 8
+    ASK = 9
+    HELD = 10
+    NOT_HELD = 11
 
 
 class Header(Struct, frozen=True, array_like=True, gc=False):
     """The first frame."""
 
     protocol: int
-    kind: Annotated[int, Meta(ge=int(Kind.HELLO), le=int(Kind.CANCEL))]
+    kind: Annotated[int, Meta(ge=int(Kind.HELLO), le=int(Kind.NOT_HELD))]
     """A Kind."""
     id: Count
-    """Counts up from 1 on each connection for HELLO and CALL; 0 otherwise."""
+    """Counts up from 1 on each connection for HELLO, CALL and ASK; the ASK's for HELD and NOT_HELD; 0 otherwise."""
     in_reply_to: Count
-    """The id that a WELCOME, REFUSE, REPLY or ERROR answers, or that a CANCEL cancels; 0 otherwise."""
+    """The id that a WELCOME, REFUSE, REPLY or ERROR answers, that a CANCEL cancels, or of the CALL that an ASK, HELD or
+    NOT_HELD speaks of; 0 otherwise."""
     sender: str
     """ROLE/INDEX."""
     incarnation: Count
@@ -58,7 +64,7 @@ class Header(Struct, frozen=True, array_like=True, gc=False):
     deadline_ms: Count
     """How long the caller will still wait; 0 where nobody waits."""
     type: str
-    """Name of the message in the body; empty for CANCEL."""
+    """Name of the message in the body; empty for CANCEL, ASK, HELD and NOT_HELD."""
     answered_below: Count = 0
     """Every call with a smaller id has been answered: stored replies to them may be dropped."""
 
@@ -83,6 +89,8 @@ class Welcome(Struct, frozen=True, kw_only=True):
     max_message_bytes: int
     credit: int
     """How many calls may be unanswered on this connection at once."""
+    answers_ask: bool = False
+    """Whether an ASK is answered; where it is not, calls are repeated whole."""
 
 
 class Refuse(Struct, frozen=True, kw_only=True):

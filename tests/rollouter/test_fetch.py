@@ -119,7 +119,7 @@ async def take(
 ) -> Fetched:
     """Without a network in between."""
 
-    async def call(request: Request) -> Any:
+    async def call(request: Request, timeout: float | None = None) -> Any:
         assert server is not None, "nothing is to be asked for"
         assert isinstance(request, FetchChunk)
         try:

@@ -234,3 +234,48 @@ def test_what_is_with_the_reward_pool_is_counted_in_trajectories(tmp_path, count
                 assert life.rollouter.figures()["rollout/scoring"] == 0
 
     asyncio.run(main())
+
+
+class SlowPool:
+    """Has a long queue."""
+
+    def __init__(self):
+        self.came, self.answers = asyncio.Event(), asyncio.Event()
+
+    @handler
+    async def score(self, request: Score, caller: Caller) -> Scores:
+        self.came.set()
+        await self.answers.wait()
+        return Scores(rewards=[1.0], components=[{}], run_s=0.0)
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_a_reward_pool_is_waited_for_while_it_says_that_it_has_the_call(tmp_path, away):
+    """However long its queue; silence ends the wait, though the queue of a large run may honestly take hours."""
+    patience_s = 1.0
+
+    async def main():
+        pool, completion = SlowPool(), Completion(text="x", finish_reason="stop", tokens=1)
+        async with asyncio.timeout(30), Net(memory=True) as net:
+            for name, served in (("dataloader/0", Dataloader()), ("learner/0", Learner())):
+                net.serve(served, name, 1)
+            bound = net.serve(pool, "reward/0", 1)._bound
+            async with living(net, tmp_path) as life:
+                rollouter = life.rollouter
+                network = rollouter.config.network.model_copy(update={"call_timeout_s": patience_s})
+                reward = rollouter.config.reward.model_copy(update={"timeout_s": 3600.0})
+                rollouter.config = rollouter.config.model_copy(update={"network": network, "reward": reward})
+                request = Score(uid="0-1", prompt="", row={}, completions=[completion])
+                call = asyncio.create_task(rollouter._call_reward(request))
+                await pool.came.wait()
+                if away:
+                    bound.deliver = lambda client, frames: None
+                    with pytest.raises(DeadlineExceeded, match="on reward/0 for Score"):
+                        await call
+                else:
+                    await asyncio.sleep(3 * patience_s)
+                    pool.answers.set()
+                    assert (await call).rewards == [1.0]
+                pool.answers.set()
+
+    asyncio.run(main())

@@ -100,7 +100,7 @@ class Server:
         self.told: list[tuple[str, str, dict]] = []
         self.done = asyncio.Event()
 
-    async def call(self, request):
+    async def call(self, request, timeout=None):
         await asyncio.sleep(0.001)
         if self.away:
             self.away -= 1

@@ -136,11 +136,11 @@ def test_no_handler_is_called_before_the_set_up(memory, monkeypatch):
             counters = server._endpoint.counters
             peer = net.client("server/0")
             calls = [peer.call(Count()) for _ in range(3)]
-            late = peer.call(Count(), timeout=0.2)
             while counters["wire/early"] < 12:
                 assert not net.errors
                 await asyncio.sleep(0.01)
             assert peer.cast(Note(text="early"))
+            late = peer.call(Count(), timeout=0.2)
             with pytest.raises(DeadlineExceeded, match="which is not set up so far"):
                 await late
             assert (slow.seen, net.errors) == ([], [])

@@ -62,6 +62,25 @@ def test_an_item_may_be_added_again_when_it_expires_and_nothing_comes_after_the_
     run_virtual(main())
 
 
+def test_one_that_is_added_for_later_by_an_expiry_delays_no_other():
+    async def main():
+        loop, came = asyncio.get_running_loop(), {}
+
+        def expire(item):
+            came.setdefault(item, loop.time())
+            if item == "repeated" and loop.time() < 0.2:
+                deadlines.add(item, loop.time() + 50.0)
+
+        deadlines = Deadlines(loop, expire)
+        deadlines.add("repeated", 0.1)
+        deadlines.add("other", 1.0)
+        await asyncio.sleep(2.0)
+        assert came["other"] <= 1.0 + TICK_S + 1e-6
+        deadlines.close()
+
+    run_virtual(main())
+
+
 @given(st.lists(st.tuples(st.floats(0.0, 2.0), st.booleans()), max_size=30))
 def test_an_expiry_that_raises_keeps_no_other_from_expiring_and_is_told(items):
     """(when it expires, whether that raises)."""

@@ -34,7 +34,7 @@ def test_another_version_is_named_even_if_its_header_looks_different():
     "change",
     [
         {"kind": 0},
-        {"kind": 9},
+        {"kind": 12},
         {"id": -1},
         {"in_reply_to": -5},
         {"incarnation": -1},

@@ -18,7 +18,7 @@ from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.wire.keys import Credentials
 from asyncrl.wire.zeromq import ZmqTransport
 
-HELLO, WELCOME, REFUSE, CALL, REPLY, ERROR, CAST, CANCEL = range(1, 9)
+HELLO, WELCOME, REFUSE, CALL, REPLY, ERROR, CAST, CANCEL, ASK, HELD, NOT_HELD = range(1, 12)
 
 
 class Doubled(Message, frozen=True, kw_only=True):
@@ -140,6 +140,7 @@ def test_hello_is_welcomed(alien):
         "incarnation": 1234,
         "max_message_bytes": 1 << 30,
         "credit": body["credit"],
+        "answers_ask": True,
     }
     assert body["credit"] > 0
 
@@ -201,6 +202,23 @@ def test_a_cancel_reaches_the_handler_and_is_answered(alien, speaker):
     assert header[1:4] == [ERROR, 0, 2]
     assert body["code"] == "cancelled"
     assert (speaker.waiting, speaker.cancelled) == (1, 1)
+
+
+def test_it_is_told_whether_a_call_is_being_handled(alien, speaker):
+    alien.hello()
+    alien.send(ASK, "", None, id=2, in_reply_to=3)
+    assert alien.receive()[0][1:4] == [NOT_HELD, 2, 3]
+    alien.send(CALL, "Wait", {}, id=3, deadline_ms=60_000)
+    for ask in (4, 5):
+        alien.send(ASK, "", None, id=ask, in_reply_to=3)
+        header, body, _ = alien.receive()
+        assert (header[1:4], header[8], body) == ([HELD, ask, 3], "", None)
+    alien.send(CALL, "Double", {"data": ["float32", [1], 0]}, struct.pack("<f", 1.0), id=6, deadline_ms=5000)
+    alien.send(ASK, "", None, id=7, in_reply_to=6)
+    # What was sent before comes before.
+    assert alien.receive()[0][1:4] == [REPLY, 0, 6]
+    assert alien.receive()[0][1:4] == [NOT_HELD, 7, 6]
+    assert speaker.waiting == 1
 
 
 def test_garbage_changes_nothing(alien):

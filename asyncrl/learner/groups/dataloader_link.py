@@ -1,8 +1,9 @@
 """The learner's side of its talk with the dataloader: where the run stands, what became of groups, what is to come.
 
 A dataloader that has started again, and the dataloader of a learner that has, is told first where the run stands
-(``Restored``); then outcomes are reported in order, numbered and repeated until acknowledged. What was told with the
-ledger is not reported again. Both may be asked of the other side at any moment, so that either may die at any moment.
+(``Restored``); then outcomes are reported in order, numbered and repeated until acknowledged. A dataloader that
+acknowledges less than was reported is told again where the run stands. What was told with the ledger is not reported
+again. Both may be asked of the other side at any moment, so that either may die at any moment.
 
 Fails with ConfigError when the prompts or their order are not those of the ledger.
 """
@@ -25,6 +26,7 @@ from asyncrl.messages import Request
 from asyncrl.messages.dataloader import (
     GrantsOpen,
     OpenGrants,
+    OutcomesSeen,
     PromptSample,
     Restored,
     Resumed,
@@ -161,10 +163,16 @@ class DataloaderLink:
             with self._awaits.on(DATALOADER, "Outcomes"):
                 while self._restored == restored:
                     try:
-                        self.limit = (await self._call(report)).limit
-                        break
+                        seen: OutcomesSeen = await self._call(report)
                     except (DeadlineExceeded, RemoteError) as error:
                         await self._after(error)
+                        continue
+                    self.limit = seen.limit
+                    if seen.number >= report.number:
+                        break
+                    # It lacks an earlier one, and has not taken this one in: the ledger has both.
+                    self._log.warning("dataloader lacks outcomes", seen=seen.number, reported=report.number)
+                    await self.restore()
 
     async def all_acknowledged(self) -> None:
         """Until everything that is to be reported just now has been."""
