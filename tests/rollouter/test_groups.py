@@ -266,7 +266,7 @@ def test_a_reward_pool_is_waited_for_while_it_says_that_it_has_the_call(tmp_path
                 reward = rollouter.config.reward.model_copy(update={"timeout_s": 3600.0})
                 rollouter.config = rollouter.config.model_copy(update={"network": network, "reward": reward})
                 request = Score(uid="0-1", prompt="", row={}, completions=[completion])
-                call = asyncio.create_task(rollouter._call_reward(request))
+                call = asyncio.create_task(rollouter._call_reward(request, set()))
                 await pool.came.wait()
                 if away:
                     bound.deliver = lambda client, frames: None
