@@ -22,7 +22,7 @@ from asyncrl.checkpoint.contents import Contents
 from asyncrl.checkpoint.folder import checkpoint_dir
 from asyncrl.checkpoint.state import Adapters, CheckpointState, Geometry
 from asyncrl.disk import in_words
-from asyncrl.errors import DeadlineExceeded, NonFiniteStep
+from asyncrl.errors import DeadlineExceeded, NonFiniteStep, Refused
 from asyncrl.learner.algorithm.group_metrics import rewards_of
 from asyncrl.learner.algorithm.supervised import SupervisedSteps
 from asyncrl.learner.backend import Backend, create
@@ -311,8 +311,11 @@ class Learner(Actor):
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.config.supervision.start_timeout_s
         while loop.time() < deadline:
-            reply: Resolved = await self.peer(CONTROLLER).call(Resolve(name=RANK_0, unready=True))
+            own = self.context.incarnation
+            reply: Resolved = await self.peer(CONTROLLER).call(Resolve(name=RANK_0, above=own - 1, unready=True))
             if reply.record is not None:
+                if reply.record.incarnation != own:
+                    raise Refused(RANK_0, "incarnation", ours=str(own), theirs=str(reply.record.incarnation))
                 return reply.record.facts["store_host"], reply.record.facts["store_port"]
         raise DeadlineExceeded(
             self.name, RANK_0, "the rendezvous of the ranks", self.config.supervision.start_timeout_s
