@@ -210,7 +210,7 @@ class Controller(Actor):
         try:
             found = read_address_file(self._address_file)
         except ValueError as error:
-            self.log.warning("what the last controller kept is lost, hosts and incarnations included", error=str(error))
+            self.log.warning("what the last controller kept is lost, its list of hosts and the incarnations included", error=str(error))
             found = AddressFile(address="")
         if self.context.address:
             # Where everybody looks for it.
