@@ -210,7 +210,8 @@ class Controller(Actor):
         try:
             found = read_address_file(self._address_file)
         except ValueError as error:
-            self.log.warning("what the last controller kept is lost, its list of hosts and the incarnations included", error=str(error))
+            lost = "its list of hosts and the incarnations included"
+            self.log.warning("what the last controller kept is lost, %s", lost, error=str(error))
             found = AddressFile(address="")
         if self.context.address:
             # Where everybody looks for it.
