@@ -15,7 +15,7 @@ from asyncrl.messages.actors import ActorEnded, ActorRecord, Register, RunState,
 from asyncrl.messages.hosts import HostLeft, Join, JoinedHost, Leave, NewHost
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller
 from asyncrl.runtime.clock import Clock
-from asyncrl.runtime.endpoint import new_incarnation
+from asyncrl.runtime.incarnations import Incarnations
 from asyncrl.runtime.roster import LAUNCHER
 from asyncrl.wire.keys import Credentials
 from asyncrl.wire.memory import MemoryNetwork
@@ -65,6 +65,7 @@ class System:
         self.run_dir = run_dir
         self.network = MemoryNetwork()
         self.actors: dict[str, Actor] = {}
+        self._incarnations = Incarnations(0)
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._clock = clock
         (run_dir / "private").mkdir(parents=True)
@@ -76,7 +77,7 @@ class System:
         context = ActorContext(
             config=self.config,
             name=name,
-            incarnation=new_incarnation(),
+            incarnation=self._incarnations.next(name),
             run_dir=self.run_dir,
             transport=self.network.transport(),
             credentials=CREDENTIALS,

@@ -186,6 +186,17 @@ class CheckpointFolder:
             except FileNotFoundError:
                 return []
 
+    def newest_writer(self) -> int:
+        """The newest learner that was let write here; 0 for none. Raises CheckpointError."""
+        path = self.folder / WRITER
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=_Writer).incarnation
+        except FileNotFoundError:
+            return 0
+        except (OSError, msgspec.DecodeError) as error:
+            reason = f"cannot be read, so that nobody knows who may write here: {error}; remove it if no run uses it"
+            raise CheckpointError(str(path), reason) from error
+
     # --- writing ---
 
     def claim(self, incarnation: int) -> None:
@@ -294,18 +305,10 @@ class CheckpointFolder:
         return self._incarnation
 
     def _refuse_if_older(self, incarnation: int) -> None:
-        path = self.folder / WRITER
-        try:
-            writer = msgspec.json.decode(path.read_bytes(), type=_Writer)
-        except FileNotFoundError:
-            return
-        except (OSError, msgspec.DecodeError) as error:
-            reason = f"cannot be read, so that nobody knows who may write here: {error}; remove it if no run uses it"
-            raise CheckpointError(str(path), reason) from error
-        if writer.incarnation > incarnation:
+        newest = self.newest_writer()
+        if newest > incarnation:
             raise CheckpointError(
-                str(self.folder),
-                f"a newer learner (incarnation {writer.incarnation}) writes here; {incarnation} may not any more",
+                str(self.folder), f"a newer learner (incarnation {newest}) writes here; {incarnation} may not any more"
             )
 
     def _refuse_if_below(self, partial: Path, version: int, step: int) -> None:

@@ -1,6 +1,6 @@
 """The entry of every actor's process.
 
-    python -m asyncrl.cli.actor ROLE/INDEX --run FOLDER --incarnation NS --attempt K [--controller ADDRESS]
+    python -m asyncrl.cli.actor ROLE/INDEX --run FOLDER --incarnation N --attempt K [--controller ADDRESS]
         [--host ADDRESS] [--private NAME] [--address ADDRESS]
 
 Signals that end a run are handled before anything heavy is imported: only the launcher and the agent act on them,
@@ -39,7 +39,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="asyncrl.cli.actor", description="Run one actor; started by a node agent.")
     parser.add_argument("name", metavar="ROLE/INDEX")
     parser.add_argument("--run", required=True, type=Path, metavar="FOLDER")
-    parser.add_argument("--incarnation", required=True, type=int, metavar="NS")
+    parser.add_argument("--incarnation", required=True, type=int, metavar="N")
     parser.add_argument("--attempt", required=True, type=int, metavar="K")
     parser.add_argument("--controller", metavar="ADDRESS")
     parser.add_argument("--host", default="", metavar="ADDRESS")

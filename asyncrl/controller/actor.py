@@ -6,9 +6,10 @@ folder, where the node agent finds it. Everything that is decided is decided in 
 changed. It ends by itself once the state of the run is final. What an actor of an older incarnation says is
 refused.
 
-It keeps nothing but its address, the list of hosts, who has joined and left, and the recorded snapshots: a successor
-binds the same address, is told everything else anew by the actors and agents that come back to it, knows by the list
-who may not, numbers its states above all that were seen before, and shows the events and lines that were recorded.
+It keeps nothing but its address, the list of hosts, the newest incarnations, who has joined and left, and the recorded
+snapshots: a successor binds the same address, is told everything else anew by the actors and agents that come back to
+it, knows by the lists who may not, numbers its states above all that were seen before, and shows the events and lines
+that were recorded. Of incarnations that are not kept, as when the file is damaged, it takes the largest that it hears.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ from asyncrl.monitor.sinks.feed import SinkFeed
 from asyncrl.monitor.whole import replace_whole
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller, handler
 from asyncrl.runtime.address_file import ADDRESS_FILE, AddressFile, read_address_file
+from asyncrl.runtime.incarnations import numbers_begin_above
 from asyncrl.runtime.notices import sendable
 from asyncrl.runtime.parking import ParkingLot
 from asyncrl.runtime.registry import Registry
@@ -88,10 +90,13 @@ class Controller(Actor):
             drain_s=self.config.supervision.drain_s,
             grace_s=self.config.preempt.grace_s,
             host_grace_s=self.config.supervision.host_grace_s,
-            number=context.incarnation,
+            number=numbers_begin_above(context.incarnation),
         )
         self._hosts = Hosts(self.config.supervision.host_lost_s, self.config.supervision.heartbeat_s, CONTROLLER)
-        self._hosts_changed = asyncio.Event()
+        self._to_keep = asyncio.Event()
+        """A successor is to know what it would not."""
+        self._numbered = 0
+        """Changes of the registry's numbers that it would know."""
         self._lines = RecentLines()
         self._restarts = 0
         """How often a controller of this attempt of the run was started again."""
@@ -111,7 +116,7 @@ class Controller(Actor):
             trace=self.trace,
             ready=self._registry.ready,
             ask=self._ask_for_trace,
-            number=context.incarnation,
+            number=numbers_begin_above(context.incarnation),
             log=self.log,
             notify=self.notify,
         )
@@ -146,6 +151,9 @@ class Controller(Actor):
             changed=self._registry_changed,
         )
         self._earlier = self._predecessor()
+        if self._earlier is not None:
+            self._registry.recall(self._earlier.newest, self._earlier.generations)
+            self._run.tell_generations(self._registry.generations)
         # Before the first bind: who has joined knows the address, and knocks as soon as it is there.
         self._members.recall()
         self.roster.take_in(self._members.members)
@@ -169,21 +177,22 @@ class Controller(Actor):
             hosts=self._hosts.describe(),
             began=self._watching.began,
             restarts=self._restarts,
+            newest=self._registry.newest,
+            generations=self._registry.generations,
         )
         text = msgspec.json.encode(said).decode()
         await asyncio.to_thread(replace_whole, self._address_file, text, private=True)
 
-    async def _keep_hosts(self) -> None:
-        """For a successor, which is not told of a host that is lost."""
+    async def _keep(self) -> None:
+        """For a successor, which is not told of a host that is lost, nor of whom nobody tells any more."""
         while True:
-            await self._hosts_changed.wait()
-            self._hosts_changed.clear()
+            await self._to_keep.wait()
+            self._to_keep.clear()
             try:
                 await self._write_address_file()
             except OSError as error:
-                self.notify(
-                    "hosts", f"a later controller lacks the list of hosts: {in_words(error, self._address_file)}"
-                )
+                lacks = "the list of hosts and the newest incarnations"
+                self.notify("hosts", f"a later controller lacks {lacks}: {in_words(error, self._address_file)}")
 
     @property
     def _address_file(self) -> Path:
@@ -201,7 +210,8 @@ class Controller(Actor):
         try:
             found = read_address_file(self._address_file)
         except ValueError as error:
-            self.log.warning("what the last controller kept is lost, its list of hosts included", error=str(error))
+            lost = "its list of hosts and the incarnations included"
+            self.log.warning("what the last controller kept is lost, %s", lost, error=str(error))
             found = AddressFile(address="")
         if self.context.address:
             # Where everybody looks for it.
@@ -225,7 +235,7 @@ class Controller(Actor):
     async def run(self) -> None:
         """Let time act on the run until its state is final."""
         self.tasks.create_task(self._oversight.run())
-        self.tasks.create_task(self._keep_hosts())
+        self.tasks.create_task(self._keep())
         self.tasks.create_task(self._watching.run())
         self.tasks.create_task(self._members.run())
         while not self._run.final:
@@ -257,7 +267,7 @@ class Controller(Actor):
             self._registry.register(request.record, self.clock.now())
             self._run.started(request.record.name)
             if self._hosts.register(request.record, self.clock.now()):
-                self._hosts_changed.set()
+                self._to_keep.set()
             self.log.info("registered", actor=request.record.name, address=request.record.address)
             if request.record.address and self._run.phase != "starting":
                 self._watching.happened("info", request.record.name, "is ready again")
@@ -380,12 +390,13 @@ class Controller(Actor):
         if request.exit_code or self._run.phase in ("starting", "running"):
             what = f": {request.reason}" if request.reason else f" with exit code {request.exit_code}"
             self._watching.happened("error" if request.fatal else "warning", request.name, f"ended{what}")
-        newest = self._registry.ended(request.name, request.incarnation, now, request.died)
+        told = (actor.name for actor in self._run.leaving)
+        asked = role_of(request.name) in self._run.draining or request.name in told
+        newest = self._registry.ended(request.name, request.incarnation, now, asked=asked)
         if newest and not (request.fatal and self._members.given_up(request.name, request.reason)):
             self._run.ended(request.name, request.exit_code, request.fatal, request.reason, request.log, now)
         self._registry_changed()
-        told = (actor.name for actor in self._run.leaving)
-        return EndNoted(asked=role_of(request.name) in self._run.draining or request.name in told)
+        return EndNoted(asked=asked)
 
     @handler
     def report_failure(self, request: ReportFailure, caller: Caller) -> Done:
@@ -450,7 +461,7 @@ class Controller(Actor):
 
     def _members_changed(self) -> None:
         # Who has left is not waited for by a successor either.
-        self._hosts_changed.set()
+        self._to_keep.set()
         self._tell()
 
     def _must_be_launcher(self, caller: Caller) -> None:
@@ -464,9 +475,13 @@ class Controller(Actor):
         """Let the run follow, and wake whoever waits for either."""
         ready = self._registry.ready()
         self._members.ready(ready)
+        if self._numbered != self._registry.changes:
+            self._numbered = self._registry.changes
+            self._to_keep.set()
         self._run.ready(ready, self.clock.now())
         self._run.condemn(self._registry.condemned)
         self._run.bury(self._registry.dead)
+        self._run.tell_generations(self._registry.generations)
         self._registered.wake()
         self._tell()
 
@@ -492,6 +507,7 @@ class Controller(Actor):
             members=self._run.members,
             leaving=self._run.leaving,
             trace=self._run.trace,
+            generations=self._run.generations,
         )
 
     def _tell(self) -> None:

@@ -19,6 +19,7 @@ from asyncrl.controller.watchdog import Report, Watchdog
 from asyncrl.controller.watching import Watching
 from asyncrl.messages.actors import Condemned, Stuck
 from asyncrl.runtime.actor import Actor
+from asyncrl.runtime.incarnations import numbers_begin_above
 from asyncrl.runtime.registry import Registry
 
 STACKS_BEATS = 3
@@ -45,6 +46,7 @@ class Oversight:
         self._tell, self._changed = tell, changed
         self._supervision, self._policy = actor.config.supervision, actor.config.watchdog.policy
         self._watchdog = Watchdog(actor.config.watchdog, self._supervision.heartbeat_s)
+        self._first_number = numbers_begin_above(actor.context.incarnation)
         self._silent: list[Stuck] = []
         """Who is to be killed for its silence."""
 
@@ -81,7 +83,7 @@ class Oversight:
         for host in lost:
             log.error("host is lost", host=str(host), actors=sorted(host.actors))
             reason = f"its host {host} was silent for {self._supervision.host_lost_s:g} s"
-            self._registry.lose(sorted(host.actors), reason)
+            self._registry.lose(sorted(host.actors), reason, now)
             if not self._members.host_lost(host):
                 self._run.host_lost(str(host), host.actors, now)
         if lost or back:
@@ -93,7 +95,7 @@ class Oversight:
         self._silent = [actor for actor in self._silent if (actor.name, actor.incarnation) in condemned]
         for actor in silent:
             words = silence_in_words(seen[actor.name]) if actor.name in seen else f"{actor.name}: {actor.reason}"
-            self._silent.append(Stuck(actor.name, actor.incarnation, words, self._actor.context.incarnation))
+            self._silent.append(Stuck(actor.name, actor.incarnation, words, self._first_number))
         self._tell_stuck()
 
     def _condemn(self, actors: Sequence[Condemned]) -> None:
@@ -132,7 +134,7 @@ class Oversight:
         held_up = list(self._silent)
         if report is not None:
             # Numbered above those of an earlier controller.
-            number = self._actor.context.incarnation + report.number
+            number = self._first_number + report.number
             held_up.append(Stuck(report.name, report.incarnation, report.text, number))
         if self._run.name_stuck(held_up):
             self._tell()

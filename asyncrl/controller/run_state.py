@@ -17,7 +17,7 @@ Every method returns whether the state changed; each change has a new ``number``
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from asyncrl.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE
@@ -79,6 +79,8 @@ class RunStateMachine:
     """Number of the Members that everybody is to know of."""
     leaving: list[Leaving] = field(default_factory=list)
     """Who is to leave while the run goes on."""
+    generations: dict[str, int] = field(default_factory=dict)
+    """Of each gang, by its role, the oldest that is not over."""
     _dead: list[Dead] = field(default_factory=list)
     _lost: dict[str, tuple[float, str]] = field(default_factory=dict)
     """Actors of lost hosts: since when, and which host."""
@@ -164,6 +166,13 @@ class RunStateMachine:
         before = self.dead
         self._dead = sorted((actor for actor in actors if actor.name in self.expected), key=lambda a: a.name)
         return self.dead != before and self._changed()
+
+    def tell_generations(self, generations: Mapping[str, int]) -> bool:
+        """Whoever of a gang is started from here on is of no older generation."""
+        if generations == self.generations:
+            return False
+        self.generations = dict(generations)
+        return self._changed()
 
     def host_lost(self, host: str, names: Iterable[str], now: float) -> bool:
         """``host`` is lost, and these with it."""

@@ -31,7 +31,7 @@ SNAPSHOT_S = 0.5
 WATCHED_S = 15.0
 """Who has not asked for longer does not watch any more."""
 LARGEST_STEP = 1 << 20
-"""From one number to the next. Half of it twice a second is a thousandth of what the numbers of successors grow by."""
+"""From one number to the next. Half of it twice a second takes two years to what a successor begins above."""
 
 
 @dataclass(slots=True)

@@ -25,6 +25,7 @@ from asyncrl.monitor.phase import phase_and_reason
 from asyncrl.monitor.recording import Recorder, last_recorded
 from asyncrl.monitor.sound import is_wall
 from asyncrl.runtime.actor import Actor
+from asyncrl.runtime.incarnations import numbers_begin_above
 from asyncrl.runtime.registry import Registry
 from asyncrl.snapshot import Snapshot
 
@@ -87,7 +88,7 @@ class Watching:
             self._record,
             self._failed,
             record_s=config.monitor.record_s if config.monitor.record_bytes or are_wanted(config.sinks) else None,
-            number=context.incarnation,
+            number=numbers_begin_above(context.incarnation),
             now=actor.clock.now,
         )
 

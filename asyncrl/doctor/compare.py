@@ -16,8 +16,7 @@ from asyncrl.preflight.findings import Finding, fail, listed, ok, warn
 from asyncrl.runtime.supervision import role_of
 
 SKEW_S = 0.5
-"""Clocks that differ by more are named. An incarnation is the time at which its agent spawned it, and the larger one
-wins: an actor that goes on at a host whose clock is behind would be refused as an older one."""
+"""Clocks that differ by more are named: nothing is decided by them, but times of two hosts are shown side by side."""
 MUST_BE_EQUAL = ("asyncrl", "torch", "vllm", "transformers")
 SHOULD_BE_EQUAL = ("python", "pyzmq", "msgspec")
 BUSY_SHARE = 0.05
@@ -49,7 +48,7 @@ def compare_clocks(offsets: Mapping[str, Offset], head: str) -> list[Finding]:
         side = "ahead of" if ahead > 0 else "behind"
         told = f"{abs(ahead):.3f} s {side} {head}, as far as {error:.3f} s tell"
         if abs(ahead) - error > SKEW_S:
-            fix = "keep the clocks by chrony or ntpd: incarnations are clock times, and an older one is refused"
+            fix = "keep the clocks by chrony or ntpd: timeline, logs and metrics lay times of hosts side by side"
             found.append(warn("clock", told, fix, host))
         else:
             found.append(ok("clock", told, host))

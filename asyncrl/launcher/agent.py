@@ -62,8 +62,8 @@ from asyncrl.launcher.stacks import take_stacks
 from asyncrl.messages.actors import NOTICE, READY, ActorEnded, ActorStarted, RunState, Stuck
 from asyncrl.monitor.logging import configure_logging, get_logger, listen, write_text
 from asyncrl.runtime.address_file import ADDRESS_FILE, read_address_file
-from asyncrl.runtime.endpoint import new_incarnation
 from asyncrl.runtime.heartbeat import HeartbeatThread
+from asyncrl.runtime.incarnations import Incarnations
 from asyncrl.runtime.processes import become_subreaper, die_with_parent, end_children
 from asyncrl.runtime.supervision import ROLES, role_of
 
@@ -93,6 +93,7 @@ class Agent:
         self._actors = {actor.name: actor for actor in spec.actors}
         logs = {name: f"{spec.log_dir}/{name.replace('/', '-')}.log" for name in self._actors}
         self._host = Host(logs, config.supervision, config.preempt.grace_s)
+        self._incarnations = Incarnations(spec.above)
         self._children: dict[str, Child] = {}
         self._starts: dict[str, int] = {}
         self._stuck: dict[tuple[str, int, int], Child] = {}
@@ -233,6 +234,7 @@ class Agent:
             self._run_dir,
             self._address,
             index=self._spec.index,
+            incarnation=self._incarnations.next(agent_name(self._spec.index)),
             host=self._spec.host,
             called=self._spec.name,
             actors=self._actors,
@@ -241,7 +243,8 @@ class Agent:
             on_successor=lambda: self._do(self._host.controller_found(time.monotonic())),
         )
         self._tasks.create_task(self._follow(self._link))
-        self._do(self._host.controller_found(time.monotonic()))
+        self._host.controller_at(time.monotonic())
+        self._news.set()
 
     async def _learn_address(self) -> None:
         if not self._host.is_head:
@@ -282,6 +285,8 @@ class Agent:
         for line in state.lines:
             self._emit(_event_of(line))
         self._on_stuck(state.stuck)
+        # Before anybody is started for what it says.
+        self._incarnations.hear(state.dead, state.generations)
         now, own = time.monotonic(), agent_name(self._spec.index)
         for leaving in state.leaving:
             if leaving.name == own:
@@ -321,7 +326,7 @@ class Agent:
 
     def _spawn(self, actor: ActorSpec) -> None:
         name = actor.name
-        incarnation = new_incarnation()
+        incarnation = self._incarnations.next(name)
         argv = [*actor.argv, name, "--run", self._spec.run_dir, "--incarnation", str(incarnation)]
         if self._spec.host:
             argv += ["--host", self._spec.host, "--private", private_name(self._spec.index)]
@@ -360,7 +365,7 @@ class Agent:
             self._log.error("killed but not ended", actor=child.name, pids=child.stuck)
         hint = child.last_words() if exit_code > 0 else ""
         self._log.info("ended", actor=child.name, pid=child.pid, exit_code=exit_code, hint=hint)
-        self._do(self._host.exited(child.name, exit_code, hint, time.monotonic(), time.time_ns()))
+        self._do(self._host.exited(child.name, exit_code, hint, time.monotonic()))
 
     def _report(self, end: Report) -> None:
         if self._link is not None:
@@ -371,7 +376,6 @@ class Agent:
                 fatal=end.fatal,
                 reason=end.reason,
                 log=self._host.logs[end.name],
-                died=end.died,
             )
             self._tasks.create_task(self._tell_end(self._link, message))
 

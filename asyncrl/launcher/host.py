@@ -1,6 +1,6 @@
 """What a node agent decides, without sockets, clocks or processes.
 
-Events go in, instructions come out. On the head the controller is started first and the others once it can be reached;
+Events go in, instructions come out. On the head the controller is started first and the others once it has answered;
 a death is followed by a restart or by the end of the run, as the policy has it; who is condemned is killed, and dies
 as any other. While the controller is being started again the others go on, and its successor is told of every end
 that it may not know, and of a wish that the run make way. Invariants: only the very process that is condemned is
@@ -54,7 +54,6 @@ class _Unexplained:
 
     until: float
     hint: str
-    died: int
     blameless: bool
 
 
@@ -133,6 +132,13 @@ class Host:
         """Start."""
         return self._spawn(self.controller) if self.is_head else []
 
+    def controller_at(self, now: float) -> None:
+        """It is known where the controller is; who is started when it has said something has a number above what it
+        knows.
+        """
+        if self.is_head and not self.ending:
+            self._reach_by = now + self._first_word_s
+
     def controller_found(self, now: float) -> list[Instruction]:
         """The controller can be reached: for the first time, or as a new incarnation that knows nothing yet."""
         if self.ending:
@@ -173,25 +179,19 @@ class Host:
         self._stale.discard(name)
         return [] if name == self.controller else [ReportStart(name, incarnation)]
 
-    def exited(self, name: str, exit_code: int, hint: str, now: float, at: int = 0) -> list[Instruction]:
-        """A process and all of its group are gone, ``at`` on the clock of incarnations.
-
-        ``hint`` is the last line of its log.
-        """
+    def exited(self, name: str, exit_code: int, hint: str, now: float) -> list[Instruction]:
+        """A process and all of its group are gone; ``hint`` is the last line of its log."""
         self.living.discard(name)
-        died = 0 if self.ending or name in self._condemned else at
         hint = self._condemned.pop(name, hint)
         if name == self.controller:
             return self._controller_exited(exit_code, hint, now)
-        if self.ending:
-            return [self._report(name, exit_code, False, "", died)]
-        if self.leaving:
-            return [self._report(name, exit_code, False, "", died if exit_code else 0)]
+        if self.ending or self.leaving:
+            return [self._report(name, exit_code, False, "")]
         blameless = name in self._stale or self._is_cut_off(now)
         if exit_code == 0:
-            self._unexplained[name] = _Unexplained(now + VERDICT_S, hint, died, blameless)
-            return [self._report(name, exit_code, False, _join(describe_exit(exit_code), hint), died)]
-        return [self._judge(name, exit_code, hint, now, died, blameless)]
+            self._unexplained[name] = _Unexplained(now + VERDICT_S, hint, blameless)
+            return [self._report(name, exit_code, False, _join(describe_exit(exit_code), hint))]
+        return [self._judge(name, exit_code, hint, now, blameless)]
 
     def told(self, name: str, incarnation: int, asked: bool, now: float) -> list[Instruction]:
         """The controller knows of an end, and says whether it had asked for it."""
@@ -207,21 +207,21 @@ class Host:
         end = self._unexplained.pop(name, None)
         if end is None or self.ending or self.leaving:
             return []
-        report = self._judge(name, 0, end.hint, now, end.died, end.blameless)
+        report = self._judge(name, 0, end.hint, now, end.blameless)
         # A restart has been told: as a plain end.
         return [report] if report.fatal else []
 
-    def _judge(self, name: str, exit_code: int, hint: str, now: float, died: int, blameless: bool) -> Report:
+    def _judge(self, name: str, exit_code: int, hint: str, now: float, blameless: bool) -> Report:
         """A death: a restart, or the end."""
         decision = self._supervisor.ended(name, exit_code, now, blameless=blameless)
         if isinstance(decision, Restart):
             reason = _join(describe_exit(exit_code), hint)
             self._due[name] = (now + decision.after_s, reason, now)
-            return self._report(name, exit_code, False, reason, died)
+            return self._report(name, exit_code, False, reason)
         reason = _join(decision.reason, hint)
         self._fail(name, reason, exit_code)
         self._end(now)
-        return self._report(name, exit_code, True, reason, died)
+        return self._report(name, exit_code, True, reason)
 
     @property
     def _first_word_s(self) -> float:
@@ -241,8 +241,9 @@ class Host:
     def state(self, state: RunState, now: float) -> list[Instruction]:
         """The controller has said something."""
         told: list[Instruction] = list(self._ends.values()) if self._unanswered else []
-        if self._all_started and not self._reachable:
-            # Its predecessor was never heard, so that nobody could tell the two apart.
+        goes_on = state.phase in ("starting", "running", "preempting")
+        if goes_on and not self._reachable:
+            # The first word, or that of a successor whose predecessor was never heard: nobody could tell the two apart.
             told = self.controller_found(now) or told
         self._hear(now)
         self._checkpoint |= state.checkpoint >= 0
@@ -250,7 +251,7 @@ class Host:
         if state.phase == "preempting" and not (self._stop_asked or self.ending):
             # A successor has not heard of the wish, which is this host's from here on.
             self._make_way(state.reason, now)
-        if state.phase in ("starting", "running", "preempting"):
+        if goes_on:
             return [*told, *self._kill_condemned(state)]
         if actor := state.failed_actor:
             # What an actor said of itself is worth more than what its end looks like from here.
@@ -399,8 +400,8 @@ class Host:
         self.living.add(name)
         return [Spawn(name)]
 
-    def _report(self, name: str, exit_code: int, fatal: bool, reason: str, died: int) -> Report:
-        report = Report(name, self.incarnations.get(name, 0), exit_code, fatal, reason, died)
+    def _report(self, name: str, exit_code: int, fatal: bool, reason: str) -> Report:
+        report = Report(name, self.incarnations.get(name, 0), exit_code, fatal, reason)
         self._ends[name] = report
         return report
 

@@ -14,14 +14,13 @@ class Spawn:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Tell the controller of the end of this incarnation; ``died`` as in ActorEnded."""
+    """Tell the controller of the end of this incarnation."""
 
     name: str
     incarnation: int
     exit_code: int
     fatal: bool
     reason: str
-    died: int = 0
 
 
 @dataclass(frozen=True, slots=True)

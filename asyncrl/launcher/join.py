@@ -41,6 +41,7 @@ from asyncrl.launcher.several import as_set_here, passed_on
 from asyncrl.launcher.spec import CONTROLLER_AT
 from asyncrl.launcher.start import StartCommand, shown
 from asyncrl.messages.hosts import Join, Joined, JoinedHost, Leave, NewHost
+from asyncrl.runtime.incarnations import attempt_begins_above
 from asyncrl.wire.keys import files_of_pairs, make_pairs
 
 ASK_S = 20.0
@@ -243,7 +244,15 @@ class _Joining:
         placed = [as_set_here(actor) for actor in place_replicas(self.run.config, host, names)]
         index = _index(joined)
         spec = agent_spec(
-            self.run.config, folder, placed, self.actor_argv, index=index, host=host.address, name=host.name
+            self.run.config,
+            folder,
+            placed,
+            self.actor_argv,
+            # Nobody of this attempt has had these names.
+            above=attempt_begins_above(folder.attempt, 0),
+            index=index,
+            host=host.address,
+            name=host.name,
         )
         contact.keep_errors(folder.logs / f"start-{host.name}.log")
         contact.send(msgspec.json.encode(spec) + b"\n")

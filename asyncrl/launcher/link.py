@@ -13,7 +13,6 @@ from asyncrl.messages.actors import ActorEnded, ActorStarted, EndNoted, RunState
 from asyncrl.messages.hosts import HostLeft
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext
 from asyncrl.runtime.away import log_away
-from asyncrl.runtime.endpoint import new_incarnation
 from asyncrl.wire.keys import load_credentials
 from asyncrl.wire.zeromq import ZmqTransport
 
@@ -128,6 +127,7 @@ def make_link(
     controller: str,
     *,
     index: int,
+    incarnation: int,
     host: str,
     called: str,
     actors: Iterable[str],
@@ -146,7 +146,7 @@ def make_link(
     context = ActorContext(
         config=config,
         name=name,
-        incarnation=new_incarnation(),
+        incarnation=incarnation,
         run_dir=run_dir,
         transport=transport,
         credentials=credentials,

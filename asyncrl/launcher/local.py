@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
 from asyncrl.config import Config
 from asyncrl.launcher.detach import Detached
 from asyncrl.launcher.ended import describe_end, find_left, write_command
@@ -27,6 +28,7 @@ from asyncrl.launcher.spec import ActorSpec, AgentSpec, EndedEvent
 from asyncrl.launcher.summary import summarise
 from asyncrl.monitor.metrics_file import read_metrics
 from asyncrl.monitor.recording import last_recorded
+from asyncrl.runtime.incarnations import attempt_begins_above
 
 LEARNER = "learner/0"
 ACTOR_ARGV = (sys.executable, "-m", "asyncrl.cli.actor")
@@ -55,24 +57,28 @@ def run_local(
         progress.say(f"removed {path}, left behind by a run that was killed")
     folder = resumption.folder if resumption is not None else create_run_folder(config)
     with private_folder(folder, config) as lock:
-        begin(folder, resumption, config, progress, command)
+        above = begin(folder, resumption, config, progress, command)
         if detached is not None:
             detached.has_folder(folder.path, folder.logs)
-        spec = agent_spec(config, folder, placed, actor_argv)
+        spec = agent_spec(config, folder, placed, actor_argv, above=above)
         ended = asyncio.run(_follow(config, folder, spec, lock, progress, detached))
     return show_end(config, folder, ended, progress)
 
 
 def begin(
     folder: RunFolder, resumption: Resumption | None, config: Config, progress: Progress, command: str = ""
-) -> None:
-    """Say which run begins, or make it the next attempt of the one that is resumed. Raises CheckpointError, OSError."""
+) -> int:
+    """Say which run begins, or make it the next attempt of the one that is resumed. Raises CheckpointError, OSError.
+
+    Returns what the incarnations of this attempt are above.
+    """
     if resumption is None:
         progress.say(folder.describe())
     else:
         _resume(folder, resumption, config, progress)
     if command:
         write_command(folder, command)
+    return attempt_begins_above(folder.attempt, CheckpointFolder(checkpoint_dir(config, folder.path)).newest_writer())
 
 
 def _resume(folder: RunFolder, resumption: Resumption, config: Config, progress: Progress) -> None:
@@ -103,13 +109,14 @@ def agent_spec(
     placed: Sequence[Placed],
     actor_argv: Sequence[str] = ACTOR_ARGV,
     *,
+    above: int,
     index: int = 0,
     host: str = "",
     name: str = "",
 ) -> AgentSpec:
     """What the agent of a host is told; ``placed`` are its actors, ``host`` the address that they bind.
 
-    ``name`` is that of the host in the hostfile.
+    ``name`` is that of the host in the hostfile; incarnations are larger than ``above``, the same for all agents.
     """
     return AgentSpec(
         run_dir=str(folder.path),
@@ -119,6 +126,7 @@ def agent_spec(
         index=index,
         host=host,
         name=name,
+        above=above,
     )
 
 

@@ -266,14 +266,14 @@ class _Launch:
         try:
             if self.head_is_here:
                 lock = held.enter_context(private_folder(folder, self.config, self._files(keyring, 0)))
-            begin(folder, resumption, self.config, self.progress, self.command)
+            above = begin(folder, resumption, self.config, self.progress, self.command)
             if self.detached is not None:
                 self.detached.has_folder(folder.path, folder.logs, "" if self.head_is_here else self.head)
             (folder.logs / RUN_ID).write_text(folder.run_id)
             specs = {name: self._host_spec(name, folder, keyring) for name in self.reached.contacts}
             await self.reached.ask(specs, Prepared, "prepared")
             for index, host in enumerate(self.hosts):
-                members.append(await self._start_agent(index, host, folder, lock))
+                members.append(await self._start_agent(index, host, folder, lock, above))
         except BaseException:
             for member in members:
                 member.send(KILL)
@@ -291,10 +291,10 @@ class _Launch:
             follower.on_running = self.detached.runs
         return folder, await follower.main()
 
-    async def _start_agent(self, index: int, host: Host, folder: RunFolder, lock: int) -> Member:
+    async def _start_agent(self, index: int, host: Host, folder: RunFolder, lock: int, above: int) -> Member:
         actors = [as_set_here(actor) for actor in self.placed if actor.host == host.name]
         at, name = host.address, host.name
-        spec = agent_spec(self.config, folder, actors, self.actor_argv, index=index, host=at, name=name)
+        spec = agent_spec(self.config, folder, actors, self.actor_argv, above=above, index=index, host=at, name=name)
         contact = self.reached.contacts.get(host.name)
         if contact is None:
             return Member(index, host.name, await start_guard(folder, lock, spec))

@@ -50,6 +50,8 @@ class AgentSpec(Struct, frozen=True, kw_only=True):
     """Address by which the other hosts reach this one; empty for network.host, as in a run on one host."""
     name: str = ""
     """Of this host in the hostfile; empty in a run on one host."""
+    above: int = 0
+    """Incarnations of this attempt of the run are above this."""
 
 
 class StateEvent(Struct, frozen=True, kw_only=True, tag="state"):

@@ -39,6 +39,7 @@ from asyncrl.learner.metrics.records import RecordFiles
 from asyncrl.learner.metrics.step_lines import StepLines
 from asyncrl.learner.publishing.version_mark import FILE, VersionMark, find_used
 from asyncrl.learner.publishing.versions import Versions
+from asyncrl.learner.rendezvous import RANK_0, store_of
 from asyncrl.messages import Request
 from asyncrl.messages.actors import CheckpointWritten, Notice, Resolve, Resolved, RunFinished
 from asyncrl.messages.dataloader import Outcome
@@ -50,7 +51,7 @@ from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller, handl
 from asyncrl.runtime.away import log_away
 from asyncrl.sft.conversations import Conversations, load_conversations
 
-PARAMETER_SERVER, RANK_0 = "parameter_server/0", "learner/0"
+PARAMETER_SERVER = "parameter_server/0"
 
 PHASE_STATES = {"copy": "publishing", "probe": "publishing"}
 """In which state a rank above 0 is at a part of the work; it trains at all others."""
@@ -310,10 +311,11 @@ class Learner(Actor):
     async def _find_store(self) -> tuple[str, int]:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.config.supervision.start_timeout_s
+        own = self.context.incarnation
         while loop.time() < deadline:
-            reply: Resolved = await self.peer(CONTROLLER).call(Resolve(name=RANK_0, unready=True))
+            reply: Resolved = await self.peer(CONTROLLER).call(Resolve(name=RANK_0, above=own - 1, unready=True))
             if reply.record is not None:
-                return reply.record.facts["store_host"], reply.record.facts["store_port"]
+                return store_of(reply.record, own)
         raise DeadlineExceeded(
             self.name, RANK_0, "the rendezvous of the ranks", self.config.supervision.start_timeout_s
         )

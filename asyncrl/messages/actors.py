@@ -15,7 +15,7 @@ class ActorRecord(Struct, gc=False, frozen=True, kw_only=True):
     name: str
     """ROLE/INDEX, for example rollouter/3."""
     incarnation: Count
-    """Spawn time in ns; the larger one is the living one."""
+    """Counts the lives of this name; the larger one is the living one. That of a gang's actor is its generation."""
     address: str
     """Where its ROUTER is bound; empty until it is ready for calls."""
     host: str = ""
@@ -132,6 +132,8 @@ class RunState(Message, frozen=True, kw_only=True):
     """The hosts that are to leave the run, by their agents and actors."""
     trace: Count = 0
     """While a trace is wanted, its number; every actor hands in its spans once for each."""
+    generations: dict[str, int] = {}
+    """By role of a gang, the oldest generation that is not over: whoever is started from now on is of no older one."""
 
 
 WatchRun.reply = RunState
@@ -191,8 +193,6 @@ class ActorEnded(Request, frozen=True, kw_only=True):
     fatal: bool
     reason: str
     log: str = ""
-    died: Count = 0
-    """When it ended (ns, on the clock of incarnations); 0 if it had been condemned or told to."""
 
 
 class EndNoted(Message, frozen=True, kw_only=True):

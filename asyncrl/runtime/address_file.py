@@ -24,6 +24,10 @@ class AddressFile(msgspec.Struct, frozen=True, kw_only=True):
     """Unix time at which the first controller of this attempt of the run started (s)."""
     restarts: int = 0
     """How often one was started again."""
+    newest: dict[str, int] = {}
+    """The largest incarnation that was known of each actor and node agent."""
+    generations: dict[str, int] = {}
+    """As in RunState."""
 
 
 def read_address_file(path: Path) -> AddressFile | None:

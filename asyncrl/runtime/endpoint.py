@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,8 +88,3 @@ def size_of(frames: list[Any]) -> int:
     if len(frames) == 1:
         return len(frames[0])
     return sum(frame.nbytes if isinstance(frame, memoryview) else len(frame) for frame in frames)
-
-
-def new_incarnation() -> int:
-    """The incarnation of an actor that starts now."""
-    return time.time_ns()

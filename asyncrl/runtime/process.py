@@ -16,6 +16,7 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.monitor.logging import configure_logging, listen, write_text
 from asyncrl.runtime.actor import Actor, ActorContext
 from asyncrl.runtime.heartbeat import HeartbeatThread
+from asyncrl.runtime.processes import age_s
 from asyncrl.wire.keys import load_credentials
 from asyncrl.wire.zeromq import ZmqTransport
 
@@ -30,8 +31,6 @@ SWITCH_S = 0.0001
 go of it for a moment, so that with Python's own 5 ms a learner that packs a batch could handle 200 in a second."""
 LAST_BEAT_S = 0.5
 """Longest that an actor's end waits for its last beat to leave."""
-LONGEST_LOADING_S = 600.0
-"""From a spawn to its code's being loaded; what would be longer is a clock that was set meanwhile."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """From malloc.h."""
 
@@ -74,7 +73,7 @@ def run_actor(
             attempt=attempt,
             bind_host=host,
             address=address,
-            born=_spawned(incarnation),
+            born=_spawned(),
         )
         actor = actor_class(context)
         listen(actor.events.add)
@@ -99,10 +98,9 @@ def run_actor(
     return 0
 
 
-def _spawned(incarnation: int) -> float:
-    """When this process was, on the monotonic clock (s): incarnations are Unix times (ns)."""
-    age = (time.time_ns() - incarnation) / 1e9
-    return time.monotonic() - (age if 0.0 <= age < LONGEST_LOADING_S else 0.0)
+def _spawned() -> float:
+    """When this process was, on the monotonic clock (s)."""
+    return time.monotonic() - age_s()
 
 
 def tune_memory() -> None:

@@ -47,6 +47,14 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
+def age_s() -> float:
+    """Seconds since this process was spawned."""
+    # The twenty-second field is the tick, counted from the start of the system, at which it was.
+    after_name = Path("/proc/self/stat").read_bytes().rpartition(b")")[2]
+    spawned = int(after_name.split()[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - spawned
+
+
 def end_children(deadline_s: float) -> list[int]:
     """Kill and reap all children, with what they leave behind, of a process that is a subreaper.
 

@@ -1,13 +1,14 @@
 """The records of all actors by name, and who of them is the living one.
 
-Invariants: for each name only the largest incarnation ever seen is heard; whatever an older one says is
-refused (fencing), and a name whose actor has ended, or is condemned to be killed, resolves to nothing until a larger
-incarnation registers. A missed heartbeat changes no record: silence is a stall (``silent``), and only the end of a
-process or the loss of its host is a death. What was lost with its host is dead for good, even if it lives on there:
-it is to be killed as soon as the host is back. The living of a gang may all have met each other, so that when one dies
-or is condemned all of them are condemned with it, and with them whoever started before that death and registers later:
-so its new actors meet new ones only, even if this registry is itself younger than they are. Pure: the caller brings the
-time.
+Invariants: for each name only the largest incarnation ever seen is heard, be it by an earlier registry (``recall``);
+whatever an older one says is refused (fencing), and a name whose actor has ended, or is condemned to be killed,
+resolves to nothing until a larger incarnation registers. A missed heartbeat changes no record: silence is a stall
+(``silent``), and only the end of a process or the loss of its host is a death. What was lost with its host is dead for
+good, even if it lives on there: it is to be killed as soon as the host is back. The incarnation of a gang's actor is
+its generation. The death of one ends its generation: all that live of it are condemned, and so is whoever registers
+later of that one or an older one; and a generation that is heard of ends all before. So a gang comes together in one
+generation, in whatever order this registry hears of deaths and starts, and even if it is itself younger than they are.
+Pure: the caller brings the time.
 
 Fails with Refused (code ``incarnation``), which names both incarnations.
 """
@@ -15,7 +16,7 @@ Fails with Refused (code ``incarnation``), which names both incarnations.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -109,10 +110,23 @@ class Registry:
     entries: dict[str, Entry] = field(default_factory=dict)
     left_out: int = 0
     """Facts of heartbeats that were not taken in."""
-    _broken: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """For the role of a gang: who started before this incarnation is to be started again, and why."""
+    newest: dict[str, int] = field(default_factory=dict)
+    """The largest incarnation of each name."""
+    generations: dict[str, int] = field(default_factory=dict)
+    """Of each gang, by its role, the oldest generation that is not over."""
+    changes: int = 0
+    """Counts what has changed in both."""
+    _reasons: dict[str, str] = field(default_factory=dict)
+    """Why the generation before was over."""
     _looked: float = 0.0
     _listening_since: float = 0.0
+
+    def recall(self, newest: Mapping[str, int], generations: Mapping[str, int]) -> None:
+        """Take over what an earlier registry knew. Of who lives it says nothing."""
+        for name, incarnation in newest.items():
+            self._note(name, incarnation)
+        for role, generation in generations.items():
+            self._end_generations(role, generation, f"all of {role} start again together")
 
     def register(self, record: ActorRecord, now: float) -> None:
         """Take in a record; an address that was given once stays.
@@ -128,10 +142,11 @@ class Registry:
         """Its process lives, says its agent; it may never say a word itself."""
         entry = self.entries.get(name)
         if entry is None or incarnation > entry.record.incarnation:
-            # Refused: it belongs to a gang that is to start again.
+            # Refused: it belongs to a generation that is over, or is older than one that was known.
             with contextlib.suppress(Refused):
                 self._admit(ActorRecord(name=name, incarnation=incarnation, address=""), now)
-            self.entries[name].spoken = False
+            if (entered := self.entries.get(name)) is not entry and entered is not None:
+                entered.spoken = False
 
     def heartbeat(self, name: str, incarnation: int, beat: Heartbeat, now: float) -> bool:
         """Take in a heartbeat; False if it is not the living incarnation's, or is not its newest."""
@@ -147,25 +162,21 @@ class Registry:
         entry.heard, entry.spoken = now, True
         return True
 
-    def ended(self, name: str, incarnation: int, now: float, died: int = 0) -> bool:
-        """Note the end of an incarnation and of every older one; False if a larger one lives.
+    def ended(self, name: str, incarnation: int, now: float, *, asked: bool = False) -> bool:
+        """Note the end of an incarnation and of every older one; False if a larger one is known, unless that has ended.
 
-        ``died`` is when it ended (ns, on the clock of incarnations), or 0 if it was asked or condemned to.
+        ``asked`` if it was told to end, as when the run does.
         """
         entry = self.entries.get(name)
-        known = entry is not None and incarnation <= entry.record.incarnation
-        if entry is None or not known:
+        if incarnation >= self.newest.get(name, 0) and (entry is None or incarnation > entry.record.incarnation):
             # It ended before it was ever heard of; its late words are refused all the same.
             record = ActorRecord(name=name, incarnation=incarnation, address="")
-            entry = self.entries[name] = Entry(record, since=now, heard=now, ended=True)
-        same = incarnation == entry.record.incarnation
-        lived = same and entry.heard_of
-        if same:
+            entry = self._enter(Entry(record, since=now, heard=now))
+        if entry is not None and incarnation == entry.record.incarnation:
             entry.ended = True
-        if died and not (same and entry.condemned):
-            # Who came while this one was still taken for living may have met it, though it was dead.
-            self._break_gang(name, max(died, self._newest_of(name) + 1 if lived else 0), "died")
-        return entry.ended
+        if not asked:
+            self._end_generation_of(name, incarnation, "died")
+        return entry is not None and entry.ended
 
     def condemn(self, actors: Iterable[Condemned]) -> None:
         """These are to be killed, and with one of a gang all that live of it; who is not living is passed over."""
@@ -173,17 +184,23 @@ class Registry:
             entry = self.entries.get(actor.name)
             if entry is not None and entry.heard_of and entry.record.incarnation == actor.incarnation:
                 entry.condemned = actor.reason
-                self._break_gang(actor.name, self._newest_of(actor.name) + 1, "is killed")
+                self._end_generation_of(actor.name, actor.incarnation, "is killed")
 
-    def lose(self, names: Iterable[str], reason: str) -> None:
+    def lose(self, names: Iterable[str], reason: str, now: float) -> None:
         """Whatever lives of these is dead, with the gangs that they belong to: their host is lost."""
-        lost = [name for name in names if (entry := self.entries.get(name)) is not None and not entry.ended]
-        for name in lost:
-            entry = self.entries[name]
-            entry.lost = True
-            entry.condemned = entry.condemned or reason
-        for name in lost:
-            self._break_gang(name, self._newest_of(name) + 1, "was lost with its host")
+        lost = []
+        for name in names:
+            entry = self.entries.get(name)
+            if entry is None and name in self.newest:
+                # An earlier registry knew it, and it may live out there.
+                record = ActorRecord(name=name, incarnation=self.newest[name], address="")
+                entry = self._enter(Entry(record, since=now, heard=now, spoken=False))
+            if entry is not None and not entry.ended:
+                entry.lost = True
+                entry.condemned = entry.condemned or reason
+                lost.append(entry.record)
+        for record in lost:
+            self._end_generation_of(record.name, record.incarnation, "was lost with its host")
 
     @property
     def dead(self) -> list[Dead]:
@@ -246,40 +263,48 @@ class Registry:
     def _admit(self, record: ActorRecord, now: float) -> Entry:
         name, incarnation = record.name, record.incarnation
         entry = self.entries.get(name)
-        if entry is None or incarnation > entry.record.incarnation:
-            replaced, entry = entry, Entry(record, since=now, heard=now, progressed=now)
-            if replaced is not None and replaced.heard_of:
+        known = self.newest.get(name, 0)
+        if incarnation >= known and (entry is None or incarnation > entry.record.incarnation):
+            if entry is not None and entry.heard_of:
                 # Nobody has said so yet, but it must have died before this one was started.
-                replaced.ended = True
-                self._break_gang(name, max(incarnation, self._newest_of(name) + 1), "died")
-            self.entries[name] = entry
-            before, reason = self._broken.get(role_of(name), (0, ""))
-            if incarnation < before:
-                entry.condemned = reason
-        known = entry.record.incarnation
-        if incarnation < known or not entry.heard_of:
-            state = ", which has ended" if entry.ended else ", which is to be killed" if entry.condemned else ""
+                entry.ended = True
+            entry = self._enter(Entry(record, since=now, heard=now, progressed=now))
+            if is_gang(name):
+                self._end_generation_of(name, incarnation - 1, "died")
+                if incarnation < self.generations[role_of(name)]:
+                    entry.condemned = self._reasons[role_of(name)]
+        if entry is None or incarnation < entry.record.incarnation or not entry.heard_of:
+            known = self.newest[name]
+            state = ""
+            if entry is not None and entry.record.incarnation == known:
+                state = ", which has ended" if entry.ended else ", which is to be killed" if entry.condemned else ""
             raise Refused(
                 "controller/0", "incarnation", ours=f"{name} of incarnation {incarnation}", theirs=f"{known}{state}"
             )
         return entry
 
-    def _break_gang(self, name: str, before: int, what: str) -> None:
-        """Who belongs to the gang of ``name`` and started before this incarnation is to be killed, with all whom it may
-        have met.
-        """
-        if not is_gang(name):
-            return
-        role = role_of(name)
-        reason = f"{name} {what}, and all of {role} start again together"
-        if before > self._broken.get(role, (0, ""))[0]:
-            self._broken[role] = before, reason
-        living = [entry for other, entry in self.entries.items() if role_of(other) == role and entry.heard_of]
-        if any(entry.record.incarnation < before for entry in living):
-            for entry in living:
-                entry.condemned = reason
+    def _enter(self, entry: Entry) -> Entry:
+        self.entries[entry.record.name] = entry
+        self._note(entry.record.name, entry.record.incarnation)
+        return entry
 
-    def _newest_of(self, name: str) -> int:
-        """The newest incarnation that lives of the gang of ``name``; 0 if none does."""
-        entries = [entry for other, entry in self.entries.items() if role_of(other) == role_of(name)]
-        return max((entry.record.incarnation for entry in entries if not entry.ended), default=0)
+    def _note(self, name: str, incarnation: int) -> None:
+        if incarnation > self.newest.get(name, 0):
+            self.newest[name] = incarnation
+            self.changes += 1
+
+    def _end_generation_of(self, name: str, generation: int, what: str) -> None:
+        """The generation that an actor belongs to is over, and with it all before, if the actor is one of a gang."""
+        if is_gang(name):
+            role = role_of(name)
+            self._end_generations(role, generation + 1, f"{name} {what}, and all of {role} start again together")
+
+    def _end_generations(self, role: str, before: int, reason: str) -> None:
+        """Who belongs to an older generation is to be killed."""
+        if before <= self.generations.get(role, -1):
+            return
+        self.generations[role], self._reasons[role] = before, reason
+        self.changes += 1
+        for name, entry in self.entries.items():
+            if role_of(name) == role and entry.heard_of and entry.record.incarnation < before:
+                entry.condemned = reason

@@ -42,6 +42,7 @@ CONFIG = validate_config(
         "supervision": {"drain_s": 0.4},
     }
 )
+EMPTY = {"newest": {}, "generations": {}}
 OTHERS = [name for name in CONFIG.actors if name != CONTROLLER]
 
 
@@ -131,7 +132,7 @@ def test_it_leaves_its_address_for_the_agent(tmp_path):
         path = tmp_path / "private" / "controller.json"
         said = json.loads(path.read_text())
         assert said.pop("began") == pytest.approx(cluster.controller.clock.wall(), abs=60)
-        assert said == {"address": cluster.controller.address, "incarnation": 7, "hosts": {}, "restarts": 0}
+        assert said == {"address": cluster.controller.address, "incarnation": 7, "hosts": {}, "restarts": 0} | EMPTY
         assert path.stat().st_mode & 0o077 == 0
         assert [p.name for p in path.parent.iterdir()] == ["controller.json"]
 
@@ -428,7 +429,7 @@ def test_the_death_of_a_rank_is_the_end_of_the_others(tmp_path):
                 await cluster.register(name, incarnation=100)
         agent = cluster.caller()
         assert (await agent.call(WatchRun())).phase == "running"
-        end = ActorEnded(name="learner/1", incarnation=100, exit_code=-9, fatal=False, reason="killed", died=500)
+        end = ActorEnded(name="learner/1", incarnation=100, exit_code=-9, fatal=False, reason="killed")
         await agent.call(end)
         state = await agent.call(WatchRun())
         assert [(actor.name, actor.incarnation) for actor in state.condemned] == [("learner/0", 100)]
@@ -437,8 +438,9 @@ def test_the_death_of_a_rank_is_the_end_of_the_others(tmp_path):
         with pytest.raises(RemoteError, match="Refused"):
             await cluster.register("learner/0", incarnation=100)
         await agent.call(ActorEnded(name="learner/0", incarnation=100, exit_code=-9, fatal=False, reason="killed"))
-        await cluster.register("learner/0", incarnation=600)
-        await cluster.register("learner/1", incarnation=601)
+        assert state.generations == {"learner": 101}
+        await cluster.register("learner/0", incarnation=101)
+        await cluster.register("learner/1", incarnation=101)
         state = await agent.call(WatchRun())
         assert (state.phase, state.condemned) == ("running", [])
 

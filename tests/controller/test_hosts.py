@@ -65,7 +65,7 @@ class World:
                     )
             newly, again = self.hosts.look(self.registry, self.now)
             for host in newly:
-                self.registry.lose(sorted(host.actors), "its host was lost")
+                self.registry.lose(sorted(host.actors), "its host was lost", self.now)
             lost += [host.agent for host in newly]
             back += [host.agent for host in again]
         return lost, back

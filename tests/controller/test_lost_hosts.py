@@ -7,7 +7,7 @@ import pytest
 from controller.test_controller_actor import CONFIG, OTHERS, Cluster, beats
 
 from asyncrl.config.load import validate_config
-from asyncrl.errors import Refused
+from asyncrl.errors import Refused, RemoteError
 from asyncrl.messages import Done
 from asyncrl.messages.actors import ActorEnded, ActorRecord, Condemned, Dead, Register, StopRun, WatchRun
 from asyncrl.messages.hosts import Leave
@@ -129,6 +129,37 @@ def test_a_successor_of_the_controller_goes_on_without_a_host_that_was_lost_befo
             tasks.create_task(beats(cluster.caller(name), until=over))
         state = await until(cluster.caller(), lambda state: state.phase != "starting")
         assert (state.phase, state.lost_hosts) == ("running", {"b (agent/1)": FAR})
+
+    run(tmp_path, scenario)
+
+
+def test_a_successor_of_the_controller_refuses_whom_it_would_have(tmp_path):
+    """By the incarnations that it is left: a replaced actor that wakes up first is not taken for the living one."""
+
+    async def scenario(cluster, tasks, over):
+        await cluster.register("rollouter/0", incarnation=1)
+        await cluster.register("rollouter/0", incarnation=2)
+        for rank in ("learner/0", "rollouter/1"):
+            await cluster.register(rank, incarnation=4)
+        ended = ActorEnded(name="learner/0", incarnation=4, exit_code=-9, fatal=False, reason="killed")
+        await cluster.caller().call(ended)
+        path, expected = tmp_path / "private" / "controller.json", {"rollouter/0": 2, "learner/0": 4, "rollouter/1": 4}
+        while (kept := json.loads(path.read_text()))["generations"] != {"learner": 5}:
+            await asyncio.sleep(0.01)
+        assert kept["newest"] == expected
+        await cluster.die()
+        await cluster.start(8)
+        state = await cluster.caller().call(WatchRun())
+        assert state.generations == {"learner": 5}
+        for name, incarnation in (("rollouter/0", 1), ("learner/0", 4)):
+            with pytest.raises(RemoteError, match=f"{name} of incarnation {incarnation}"):
+                await cluster.register(name, incarnation=incarnation)
+        await cluster.register("rollouter/0", incarnation=2)
+        await cluster.register("learner/0", incarnation=5)
+        # What was lost in between is dead under the number that was kept, though it said nothing to this one.
+        cluster.controller._registry.lose(["rollouter/1"], "its host was lost", cluster.controller.clock.now())
+        cluster.controller._registry_changed()
+        assert (await cluster.caller().call(WatchRun())).dead == [Dead("rollouter/1", 4)]
 
     run(tmp_path, scenario)
 

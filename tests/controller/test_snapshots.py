@@ -426,7 +426,7 @@ def test_who_is_lost_with_its_host_does_not_go_on_in_its_last_state(lost):
     engine = ResourceRecord("engine", "generating", "", 2.0, {"generating": 2.0})
     registry.heartbeat("rollouter/0", 1, beat(resources=[engine]), 10.0)
     if lost:
-        registry.lose(["rollouter/0"], "its host was silent")
+        registry.lose(["rollouter/0"], "its host was silent", 20.0)
     constants = Constants(name="r", run_id="1", attempt=1, steps=9, staleness_max=1, groups_per_step=1, heartbeat_s=1e6)
     (view,) = view_actors(constants, registry, ["rollouter/0"], "controller/0", 70.0)
     assert view.condition == ("lost" if lost else "ready")

@@ -43,6 +43,30 @@ def test_the_others_are_started_once_the_controller_is_found():
     assert found.tick(1e6) == []
 
 
+def test_nobody_is_started_before_the_controller_has_said_something():
+    """Which may be what numbers the others have to be above."""
+    found = host(running=False)
+    found.controller_at(1.0)
+    assert found.tick(2.0) == []
+    assert found.state(state("running"), 3.0) == [Spawn(name) for name in NAMES[1:]]
+    assert found.next_deadline() is None
+    assert found.state(state("running"), 4.0) == []
+
+
+def test_nobody_is_started_for_a_run_that_is_over():
+    found = Host({"rollouter/0": "/logs/0"}, POLICY, grace_s=GRACE_S)
+    found.controller_at(1.0)
+    assert found.state(state("draining"), 3.0) == []
+    assert found.finished
+
+
+def test_a_controller_that_never_says_a_word_is_killed():
+    found = host(running=False)
+    found.controller_at(1.0)
+    assert found.next_deadline() == 1.0 + max(FIRST_WORD_S, POLICY.silence_s)
+    assert found.tick(found.next_deadline()) == [Kill("controller/0")]
+
+
 def test_a_death_is_followed_by_a_restart_after_a_pause():
     found = host()
     assert found.exited("rollouter/0", -9, "", 5.0) == [
@@ -67,7 +91,7 @@ def test_a_frozen_actor_is_killed_once_and_started_again_as_after_any_death():
     found = host()
     assert found.state(condemned(("rollouter/0", ROLLOUTER)), 5.0) == [Kill("rollouter/0")]
     assert found.state(condemned(("rollouter/0", ROLLOUTER)), 5.1) == []
-    (report,) = found.exited("rollouter/0", -9, "last words", 5.2, 52)
+    (report,) = found.exited("rollouter/0", -9, "last words", 5.2)
     assert report == Report("rollouter/0", ROLLOUTER, -9, False, "killed by SIGKILL: it did not beat for 61 s")
     assert found.state(condemned(("rollouter/0", ROLLOUTER)), 5.3) == []
     assert found.tick(6.2) == [Announce("rollouter/0", report.reason), Spawn("rollouter/0")]
@@ -109,7 +133,7 @@ def test_giving_up_ends_the_run_with_its_reason():
 def test_what_a_restart_would_not_mend_ends_the_run():
     found = host()
     reason = "ended with exit code 78, which a restart would not mend"
-    assert found.exited("learner/0", 78, "", 5.0, 50) == [Report("learner/0", LEARNER, 78, True, reason, 50)]
+    assert found.exited("learner/0", 78, "", 5.0) == [Report("learner/0", LEARNER, 78, True, reason)]
     assert found.failure.exit_code == 78
 
 
@@ -120,8 +144,8 @@ def test_an_end_with_exit_code_0_is_judged_by_the_word_of_the_controller():
         found.exited("rollouter/0", -9, "", now)
         found.tick(now + 5)
         found.spawned("rollouter/0", ROLLOUTER)
-    (report,) = found.exited("rollouter/0", 0, "", 20.0, 200)
-    assert report == Report("rollouter/0", ROLLOUTER, 0, False, "exit code 0", 200)
+    (report,) = found.exited("rollouter/0", 0, "", 20.0)
+    assert report == Report("rollouter/0", ROLLOUTER, 0, False, "exit code 0")
     assert not found.ending
     # It was asked to: nothing follows, but the end of the run when that is heard of.
     assert found.told("rollouter/0", ROLLOUTER, True, 20.1) == []
@@ -133,7 +157,7 @@ def test_an_end_with_exit_code_0_is_judged_by_the_word_of_the_controller():
 @pytest.mark.parametrize("told", [True, False])
 def test_an_end_with_exit_code_0_that_nobody_asked_for_is_a_death(told):
     found = host()
-    found.exited("rollouter/0", 0, "", 20.0, 200)
+    found.exited("rollouter/0", 0, "", 20.0)
     if told:
         assert found.told("rollouter/0", ROLLOUTER - 1, False, 20.1) == []
         assert found.told("rollouter/0", ROLLOUTER, False, 20.1) == []
@@ -153,7 +177,7 @@ def test_too_many_ends_with_exit_code_0_end_the_run():
     for now in (1.0, 10.0):
         found.exited("rollouter/0", -9, "", now)
         found.tick(now + 5)
-    found.exited("rollouter/0", 0, "", 20.0, 200)
+    found.exited("rollouter/0", 0, "", 20.0)
     (report,) = found.told("rollouter/0", ROLLOUTER, False, 20.1)
     assert (report.fatal, report.reason) == (True, "exit code 0, after 2 restarts within 1000 s")
     assert found.ending
@@ -176,7 +200,7 @@ def test_a_host_that_leaves_ends_with_its_actors_and_starts_none_again():
     assert found.leave(5.0, 5.0) == []
     assert (found.finished, found.next_deadline()) == (False, 20.0)
     assert found.tick(6.0) == []
-    assert found.exited("rollouter/0", 0, "", 7.0, 70) == [Report("rollouter/0", 1, 0, False, "", 0)]
+    assert found.exited("rollouter/0", 0, "", 7.0) == [Report("rollouter/0", 1, 0, False, "")]
     assert found.finished
     assert not found.ending
 
@@ -184,11 +208,11 @@ def test_a_host_that_leaves_ends_with_its_actors_and_starts_none_again():
 def test_a_death_on_a_host_that_leaves_is_told_and_nothing_more():
     found = far()
     found.leave(5.0, 5.0)
-    assert found.exited("rollouter/0", -9, "", 7.0, 70) == [Report("rollouter/0", 1, -9, False, "", 70)]
+    assert found.exited("rollouter/0", -9, "", 7.0) == [Report("rollouter/0", 1, -9, False, "")]
     assert found.tick(19.9) == []
     assert found.tick(20.0) == [KillAll()]
     assert found.next_deadline() is None
-    found.exited("rollouter/1", -9, "", 20.1, 201)
+    found.exited("rollouter/1", -9, "", 20.1)
     assert (found.finished, found.failure) == (True, None)
 
 
@@ -203,7 +227,7 @@ def test_a_host_that_has_left_has_not_failed_when_the_controller_wants_nothing_m
     found = far()
     found.leave(5.0, 5.0)
     for name in ("rollouter/0", "rollouter/1"):
-        found.exited(name, 0, "", 7.0, 70)
+        found.exited(name, 0, "", 7.0)
     assert found.controller_lost("controller/0 refuses this actor", 7.1) == []
     assert (found.finished, found.ending, found.failure) == (True, False, None)
 
@@ -219,18 +243,6 @@ def test_the_head_does_not_leave():
     found = host()
     found.leave(5.0, 5.0)
     assert not found.leaving
-
-
-def test_a_death_says_when_unless_it_was_wanted():
-    """So a controller can tell whose death is to be followed by that of its gang."""
-    found = host()
-    assert found.exited("learner/0", -9, "", 5.0, 50)[0].died == 50
-    found.tick(6.0)
-    found.spawned("learner/0", 60)
-    found.state(condemned(("learner/0", 60)), 7.0)
-    assert found.exited("learner/0", -9, "", 7.1, 71)[0].died == 0
-    found.stop("SIGINT", 8.0)
-    assert found.exited("rollouter/0", 0, "", 8.1, 81)[0].died == 0
 
 
 def test_the_reason_that_an_actor_gave_itself_wins():
@@ -260,14 +272,14 @@ def test_nothing_is_started_while_the_run_ends():
 
 def test_the_others_go_on_while_the_controller_is_started_again():
     found = host()
-    ends = found.exited("rollouter/0", -9, "", 4.0, 40)
+    ends = found.exited("rollouter/0", -9, "", 4.0)
     found.tick(5.0)
     found.spawned("rollouter/0", 50)
-    assert found.exited("controller/0", -9, "", 5.0, 50) == []
+    assert found.exited("controller/0", -9, "", 5.0) == []
     assert not found.ending
     assert found.living == set(NAMES[1:])
     # Deaths go on being mended meanwhile.
-    ends += found.exited("rollouter/1", 1, "boom", 5.5, 55)
+    ends += found.exited("rollouter/1", 1, "boom", 5.5)
     assert found.tick(6.0) == [Announce("controller/0", "killed by SIGKILL"), Spawn("controller/0")]
     assert found.tick(6.5) == [Announce("rollouter/1", "exit code 1: boom"), Spawn("rollouter/1")]
     # Its successor hears of every end, and starts nobody a second time.
@@ -617,10 +629,9 @@ def test_an_end_while_the_host_is_cut_off_counts_for_nothing_either():
 
 def test_ends_that_could_not_be_told_are_told_when_the_controller_is_heard_of_again():
     found = far_host()
-    (told,) = found.exited("learner/1", 1, "gloo: connection closed", 5.0, at=77)
+    (told,) = found.exited("learner/1", 1, "gloo: connection closed", 5.0)
     found.controller_silent(10.0)
     assert found.state(state("running"), 12.0) == [told]
-    assert told.died == 77
     assert found.state(state("running"), 13.0) == []
 
 

@@ -1,5 +1,6 @@
 """What a run is resumed from, and what keeps it from being resumed."""
 
+import io
 import os
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from asyncrl.config.load import config_from_json, validate_config
 from asyncrl.errors import CheckpointError, ConfigError, RunChanged, UsageError
 from asyncrl.launcher import resume
 from asyncrl.launcher.folders import create_run_folder, private_folder
+from asyncrl.launcher.local import begin
+from asyncrl.launcher.progress import Progress
 from asyncrl.launcher.resume import find_resumption
 from asyncrl.messages.groups import LedgerState
 
@@ -107,6 +110,17 @@ def test_what_an_attempt_changes_in_the_folder(tmp_path, left):
     assert sorted(os.listdir(left)) == ["checkpoints", "config.json", "config_attempt_1.json", "logs"]
     _, third = find_resumption(changed, "auto")
     assert third.folder.attempt == 3
+
+
+@pytest.mark.parametrize("written", [(1 << 32) + 3, 1_770_000_000_000_000_000])
+def test_incarnations_go_on_above_the_newest_writer(tmp_path, left, written):
+    """And above those of an earlier version, which were times."""
+    CheckpointFolder(left / "checkpoints").claim(written)
+    settings, resumption = find_resumption(config(tmp_path, learner={"steps": 20}), "auto")
+    with private_folder(resumption.folder, settings):
+        above = begin(resumption.folder, resumption, settings, Progress(io.StringIO(), 20))
+    assert written < above < 1 << 62
+    CheckpointFolder(left / "checkpoints").claim(above + 1)
 
 
 def test_from_an_older_checkpoint_newer_ones_are_set_aside(tmp_path, left):

@@ -155,6 +155,17 @@ def test_an_abandoned_history_is_set_aside(checkpoints) -> None:
     assert _write(checkpoints, 5).name == "v00000005"
 
 
+def test_the_newest_writer_is_known(tmp_path) -> None:
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    assert folder.newest_writer() == 0
+    for incarnation in (7, 9):
+        folder.claim(incarnation)
+        assert CheckpointFolder(folder.folder).newest_writer() == incarnation
+    (folder.folder / "writer.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"writer\.json.*nobody knows who may write here"):
+        folder.newest_writer()
+
+
 def test_an_older_learner_may_not_write(checkpoints, tmp_path) -> None:
     """Wherever the newer one comes in between."""
     _write(checkpoints, 1)

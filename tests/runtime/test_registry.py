@@ -4,7 +4,7 @@ import contextlib
 import itertools
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import Refused
@@ -256,213 +256,163 @@ def test_a_successor_that_registers_first_leaves_nothing_to_kill():
 @pytest.mark.parametrize("first", ["report", "registration"])
 def test_the_death_of_a_rank_condemns_the_ranks_it_was_with(first):
     """Whether the agent's word of it comes first or its own successor."""
-    registry = gang(r0=100, r1=101, r2=102)
+    registry = gang(r0=7, r1=7, r2=7)
     events = [
-        lambda: registry.ended("learner/1", 101, 1.0, 500),
-        lambda: registry.register(record(501, name="learner/1"), 1.0),
+        lambda: registry.ended("learner/1", 7, 1.0),
+        lambda: registry.register(record(8, name="learner/1"), 1.0),
     ]
     for event in events if first == "report" else reversed(events):
         event()
-        assert killed(registry) == {"learner/0": 100, "learner/2": 102}
+        assert killed(registry) == {"learner/0": 7, "learner/2": 7}
     assert "learner/1 died" in registry.condemned[0].reason
+    assert registry.generations == {"learner": 8}
     assert registry.resolve("learner/0", unready=True) is None
     assert registry.ready() == {"rollouter/0", "learner/1"}
-    for now, name, old, new in ((2.0, "learner/0", 100, 600), (2.1, "learner/2", 102, 601)):
-        assert registry.ended(name, old, now)
-        registry.register(record(new, name=name), now)
+    for now, name in ((2.0, "learner/0"), (2.1, "learner/2")):
+        assert registry.ended(name, 7, now)
+        registry.register(record(8, name=name), now)
     assert killed(registry) == {}
     assert registry.ready() == {"rollouter/0", *RANKS}
 
 
 def test_a_rank_that_dies_while_its_gang_is_killed_begins_no_new_cycle():
     """Its peers lost it and end by themselves, before their agent has heard that they are condemned."""
-    registry = gang(r0=100, r1=101)
-    registry.ended("learner/1", 101, 1.0, 500)
-    registry.register(record(501, name="learner/1"), 1.5)
-    assert registry.ended("learner/0", 100, 2.0, 700)
+    registry = gang(r0=7, r1=7)
+    registry.ended("learner/1", 7, 1.0)
+    registry.register(record(8, name="learner/1"), 1.5)
+    assert registry.ended("learner/0", 7, 2.0)
     assert killed(registry) == {}
-    registry.register(record(701, name="learner/0"), 2.0)
+    registry.register(record(8, name="learner/0"), 2.0)
     assert registry.ready() == {"rollouter/0", "learner/0", "learner/1"}
 
 
 def test_a_rank_that_dies_again_during_the_restart_begins_the_cycle_anew():
-    registry = gang(r0=100, r1=101)
-    registry.ended("learner/1", 101, 1.0, 500)
-    registry.ended("learner/0", 100, 1.1)
-    registry.register(record(600, name="learner/0", address=""), 2.0)
-    registry.register(record(601, name="learner/1", address=""), 2.0)
-    registry.ended("learner/1", 601, 3.0, 800)
-    assert killed(registry) == {"learner/0": 600}
-    # One that died before it was heard of has met nobody.
-    registry.ended("learner/0", 600, 3.1)
-    registry.register(record(901, name="learner/1", address=""), 4.0)
-    registry.ended("learner/0", 900, 4.0, 899)
-    assert killed(registry) == {}
+    registry = gang(r0=7, r1=7)
+    registry.ended("learner/1", 7, 1.0)
+    registry.ended("learner/0", 7, 1.1)
+    registry.register(record(8, name="learner/0", address=""), 2.0)
+    registry.register(record(8, name="learner/1", address=""), 2.0)
+    registry.ended("learner/1", 8, 3.0)
+    assert killed(registry) == {"learner/0": 8}
+    registry.ended("learner/0", 8, 3.1)
+    # One of the generation that is over comes too late.
+    with pytest.raises(Refused, match="to be killed"):
+        registry.register(record(8, name="learner/2"), 3.2)
+    assert killed(registry) == {"learner/2": 8}
 
 
 def test_a_death_that_is_told_again_begins_no_new_cycle():
-    registry = gang(r0=100, r1=101)
-    registry.ended("learner/1", 101, 1.0, 500)
-    registry.ended("learner/0", 100, 1.5)
-    registry.register(record(600, name="learner/0"), 2.0)
-    registry.ended("learner/1", 101, 2.5, 500)
+    registry = gang(r0=7, r1=7)
+    registry.ended("learner/1", 7, 1.0)
+    registry.ended("learner/0", 7, 1.5)
+    registry.register(record(8, name="learner/0"), 2.0)
+    registry.ended("learner/1", 7, 2.5)
     assert killed(registry) == {}
 
 
 def test_a_frozen_rank_takes_its_gang_along():
-    registry = gang(r0=100, r1=101, r2=102)
-    registry.condemn([Condemned("learner/1", 101, FROZEN)])
-    assert killed(registry) == {"learner/0": 100, "learner/1": 101, "learner/2": 102}
+    registry = gang(r0=7, r1=7, r2=7)
+    registry.condemn([Condemned("learner/1", 7, FROZEN)])
+    assert killed(registry) == {"learner/0": 7, "learner/1": 7, "learner/2": 7}
     assert {actor.reason for actor in registry.condemned if actor.name == "learner/1"} == {FROZEN}
-    for name, old in (("learner/1", 101), ("learner/0", 100), ("learner/2", 102)):
-        registry.ended(name, old, 1.0)
-        registry.register(record(old + 500, name=name), 2.0)
+    for name in RANKS:
+        registry.ended(name, 7, 1.0)
+        registry.register(record(8, name=name), 2.0)
     assert registry.ready() == {"rollouter/0", *RANKS}
 
 
 def test_the_end_of_a_rank_that_was_told_to_leaves_the_others_alone():
-    registry = gang(r0=100, r1=101)
-    registry.ended("learner/1", 101, 1.0)
+    registry = gang(r0=7, r1=7)
+    registry.ended("learner/1", 7, 1.0, asked=True)
     assert killed(registry) == {}
 
 
 def test_a_death_beside_the_gang_leaves_it_alone():
-    registry = gang(r0=100, r1=101)
-    registry.ended("rollouter/0", 5, 1.0, 500)
-    registry.register(record(501), 2.0)
+    registry = gang(r0=7, r1=7)
+    registry.ended("rollouter/0", 5, 1.0)
+    registry.register(record(6), 2.0)
     assert killed(registry) == {}
+    assert registry.generations == {"learner": 7}
 
 
 def test_a_registry_that_is_new_keeps_old_ranks_from_new_ones():
     """It has not seen the death, and is told of it before, between or after the ranks that come back."""
     events = {
-        "death": lambda registry: registry.ended("learner/1", 101, 9.0, 500),
-        "new": lambda registry: registry.register(record(501, name="learner/1"), 9.0),
-        "old": lambda registry: registry.register(record(100, name="learner/0"), 9.0),
+        "death": lambda registry: registry.ended("learner/1", 7, 9.0),
+        "new": lambda registry: registry.register(record(8, name="learner/1"), 9.0),
+        "old": lambda registry: registry.register(record(7, name="learner/0"), 9.0),
     }
     for order in itertools.permutations(events):
         registry = Registry()
         for event in order:
             with contextlib.suppress(Refused):
                 events[event](registry)
-        # Told last, it cannot know whether the two have met.
-        met = order[-1] == "death"
-        assert killed(registry) == {"learner/0": 100} | ({"learner/1": 501} if met else {})
-        assert registry.ready() == (set() if met else {"learner/1"})
+        assert killed(registry) == {"learner/0": 7}
+        assert registry.ready() == {"learner/1"}
 
 
 def test_a_registry_that_is_new_takes_a_gang_that_is_whole_as_it_is():
-    """Old deaths that its agent tells again are older than everybody who lives."""
+    """Old deaths that its agent tells again are those of older generations."""
     registry = Registry()
-    registry.register(record(600, name="learner/0"), 9.0)
-    registry.ended("learner/1", 101, 9.0, 500)
-    registry.ended("learner/0", 100, 9.0)
-    registry.register(record(501, name="learner/1"), 9.0)
+    registry.register(record(8, name="learner/0"), 9.0)
+    registry.ended("learner/1", 7, 9.0)
+    registry.ended("learner/0", 7, 9.0)
+    registry.register(record(8, name="learner/1"), 9.0)
     assert killed(registry) == {}
     assert registry.ready() == {"learner/0", "learner/1"}
 
 
-def steps(*kinds):
-    return st.lists(st.tuples(st.sampled_from(kinds), st.sampled_from(RANKS)), max_size=60)
+# --- what outlives a registry ---
 
 
-def history(text):
-    """Steps, each a word, with the rank if it is one of some rank."""
-    return [(word[0], f"learner/{(*word, 0)[1]}") for word in map(str.split, text.split(", "))]
+def successor_of(registry):
+    found = Registry()
+    found.recall(registry.newest, registry.generations)
+    return found
 
 
-@example(history("die 0, start 0, die 1, die 0, start 1, report"))
-@example(history("die 0, die 1, start 1, die 1, start 0, report"))
-@given(steps("die", "kill", "report", "start", "freeze"))
-def test_new_ranks_meet_new_ranks_only(history):
-    """I5, I7: ranks die, freeze and are killed by their agent, and reports are late."""
-    living, met, dead, _ = gang_after(history)
-    for incarnation in living.values():
-        # Nobody has met one who died unasked, before or after.
-        assert not {other for other in met.get(incarnation, ()) if dead.get(other) is False}
+def test_who_was_replaced_is_refused_by_the_next_registry_too():
+    registry = Registry()
+    for incarnation in (4, 5):
+        registry.register(record(incarnation), 0.0)
+    found = successor_of(registry)
+    found.started("rollouter/0", 4, 1.0)
+    with pytest.raises(Refused, match="incarnation 4.*theirs 5"):
+        found.register(record(4), 1.0)
+    assert not found.ended("rollouter/0", 4, 1.0)
+    assert (found.entries, found.ready()) == ({}, set())
+    # Whether the newest lives, it says itself.
+    found.register(record(5), 2.0)
+    assert found.ready() == {"rollouter/0"}
 
 
-@example(history("die 0, start 0, die 1, die 0, start 1, report"))
-@example(history("die 0, die 1, start 1, die 1, start 0, report, forget"))
-@given(steps("die", "kill", "report", "start", "freeze", "forget"))
-def test_new_ranks_are_with_new_ranks_only_though_the_controller_forgets_everything(history):
-    """I5, I7: whom it sent to a rank that was dead by then fails in its rendezvous, and starts anew by itself."""
-    living, met, dead, ghosts = gang_after(history)
-    for incarnation in living.values():
-        # Nobody is with one who died unasked since they met.
-        assert not {other for other in met.get(incarnation, ()) if dead.get(other) is False} - ghosts[incarnation]
+def test_a_generation_that_is_over_is_so_for_the_next_registry_too():
+    registry = gang(r0=7, r1=7)
+    registry.ended("learner/1", 7, 1.0)
+    found = successor_of(registry)
+    assert found.generations == {"learner": 8}
+    with pytest.raises(Refused, match="to be killed"):
+        found.register(record(7, name="learner/0"), 2.0)
+    assert killed(found) == {"learner/0": 7}
 
 
-def gang_after(history):
-    """The ranks after these steps and once everything is told, obeyed and started again: who lives by name, whom each
-    incarnation met at its start, which are dead and whether they were asked to end, and whom each met that was dead
-    by then.
-    """
-    registry, clock = Registry(), 1
-    living, met, unreported, dead, ghosts = {}, {}, [], {}, {}
+def test_what_was_lost_with_its_host_is_dead_though_only_an_earlier_registry_heard_of_it():
+    registry = gang(r0=7, r1=7)
+    found = successor_of(registry)
+    found.register(record(7, name="learner/0"), 1.0)
+    found.lose(["learner/1", "rollouter/0", "rollouter/9"], "its host was lost", 2.0)
+    assert {actor.name: actor.incarnation for actor in found.dead} == {"learner/1": 7, "rollouter/0": 5}
+    assert killed(found) == {"learner/0": 7, "learner/1": 7, "rollouter/0": 5}
+    with pytest.raises(Refused):
+        found.register(record(5), 3.0)
 
-    def start(name):
-        nonlocal clock
-        clock += 1
-        living[name] = clock
-        with contextlib.suppress(Refused):
-            registry.register(record(clock, name=name), clock)
-        met[clock] = {
-            other.incarnation
-            for other in (registry.resolve(rank, unready=True) for rank in RANKS)
-            if other is not None and registry.resolve(name) is not None
-        } - {clock}
-        ghosts[clock] = met[clock] & dead.keys()
 
-    def end(name, asked):
-        nonlocal clock
-        clock += 1
-        incarnation = living.pop(name)
-        dead[incarnation] = asked
-        unreported.append((name, incarnation, 0 if asked else clock))
-
-    def report():
-        for name, incarnation, died in unreported:
-            registry.ended(name, incarnation, clock, died)
-        unreported.clear()
-
-    def obey():
-        for actor in registry.condemned:
-            if living.get(actor.name) == actor.incarnation:
-                end(actor.name, asked=True)
-
-    told = []
-    for name in RANKS:
-        start(name)
-    for kind, name in history:
-        match kind:
-            case "die" if name in living:
-                end(name, asked=False)
-                told += unreported[-1:]
-            case "kill":
-                obey()
-            case "report":
-                report()
-            case "start" if name not in living:
-                start(name)
-            case "freeze" if name in living:
-                registry.condemn([Condemned(name, living[name], FROZEN)])
-            case "forget":
-                registry = Registry()
-                for rank, incarnation in living.items():
-                    with contextlib.suppress(Refused):
-                        registry.register(record(incarnation, name=rank), clock)
-                # The agent tells what it has told before.
-                for end_of in told:
-                    registry.ended(end_of[0], end_of[1], clock, end_of[2])
-    # Let the agent do its work: whoever is to be killed is, and everybody is started again.
-    for _ in range(2 * len(RANKS)):
-        report()
-        obey()
-        report()
-        for name in RANKS:
-            if name not in living:
-                start(name)
-    assert killed(registry) == {}
-    assert registry.ready() == set(RANKS)
-    return living, met, dead, ghosts
+def test_changes_count_what_is_to_be_kept():
+    registry = Registry()
+    registry.register(record(5), 0.0)
+    before = registry.changes
+    registry.register(record(5, address="tcp://127.0.0.1:2"), 0.0)
+    registry.ended("rollouter/0", 5, 1.0)
+    assert registry.changes == before
+    registry.ended("learner/0", 7, 1.0)
+    assert registry.changes == before + 2

@@ -30,7 +30,6 @@ from asyncrl.monitor.logging import configure_logging
 from asyncrl.rollouter.actor import Rollouter
 from asyncrl.rollouter.engines.base import GenerationRequest
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext
-from asyncrl.runtime.endpoint import new_incarnation
 from asyncrl.runtime.process import SWITCH_S
 from asyncrl.tokenizer import tokenizer_of
 from asyncrl.wire.keys import load_credentials
@@ -192,7 +191,7 @@ async def living(folder: Path) -> AsyncIterator[Agent]:
             return ActorContext(
                 config=chosen,
                 name=name,
-                incarnation=new_incarnation(),
+                incarnation=1,
                 run_dir=run.path,
                 transport=ZmqTransport(credentials, max_message_bytes=chosen.network.max_message_bytes),
                 credentials=credentials,

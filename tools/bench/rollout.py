@@ -28,7 +28,6 @@ from asyncrl.rollouter.actor import Rollouter
 from asyncrl.rollouter.engines.base import GenerationRequest
 from asyncrl.rollouter.generation import request_seed
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext
-from asyncrl.runtime.endpoint import new_incarnation
 from asyncrl.tokenizer import Tokenizer, load_tokenizer
 from asyncrl.trajectories import sampled_tokens, versions_of
 from asyncrl.wire.keys import Credentials
@@ -208,7 +207,7 @@ async def living(settings: Config, folder: Path, exchange: Exchange) -> AsyncIte
         return ActorContext(
             config=settings,
             name=name,
-            incarnation=new_incarnation(),
+            incarnation=1,
             run_dir=folder / "run",
             transport=network.transport(),
             credentials=credentials,

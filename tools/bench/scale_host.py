@@ -43,7 +43,7 @@ async def live(run_dir: Path, controller: str, index: int) -> None:
     context = ActorContext(
         config=config,
         name=name,
-        incarnation=time.time_ns(),
+        incarnation=1,
         run_dir=run_dir,
         transport=ZmqTransport(credentials, max_message_bytes=config.network.max_message_bytes),
         credentials=credentials,

@@ -101,7 +101,7 @@ class Processes:
     def actor(self, name: str, controller: str = "") -> None:
         """An actor, as its agent would start it."""
         words = ["-m", "asyncrl.cli.actor", name, "--run", str(self.folder.path), "--attempt", "0"]
-        words += ["--incarnation", str(time.time_ns())]
+        words += ["--incarnation", "1"]
         self.start(name, [*words, "--controller", controller] if controller else words)
 
     def check(self) -> None:

@@ -1,0 +1,55 @@
+"""Wall clocks that a test sets, those of all Python processes that are started meanwhile; for each host its own.
+
+``time.time`` and ``time.time_ns`` are what is set, by a sitecustomize.py on the PYTHONPATH, which a run passes on to
+its hosts. A clock that is set while a process lives is so within LOOK_S.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+LOOK_S = 0.05
+SITE = f"""\
+import os
+import socket
+import time
+
+FILE = os.path.join(os.path.dirname(__file__), "ahead-" + socket.gethostname())
+real, monotonic = time.time_ns, time.monotonic
+looked, ahead = -1.0, 0
+
+
+def time_ns():
+    global looked, ahead
+    if monotonic() - looked > {LOOK_S}:
+        looked = monotonic()
+        try:
+            with open(FILE) as file:
+                ahead = int(file.read())
+        except FileNotFoundError:
+            ahead = 0
+    return real() + ahead
+
+
+time.time_ns = time_ns
+time.time = lambda: time_ns() / 1e9
+"""
+
+
+class WallClocks:
+    """Those of one test. ``path`` is the PYTHONPATH of what it starts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "wall_clocks"
+        self.folder.mkdir()
+        (self.folder / "sitecustomize.py").write_text(SITE)
+        self.path = f"{self.folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
+
+    def set(self, ahead_s: float, host: str = "") -> None:
+        """By how much the clock of a host, this one if none is named, is ahead of the right time."""
+        file = self.folder / f"ahead-{host or socket.gethostname()}"
+        new = file.with_suffix(".new")
+        new.write_text(str(int(ahead_s * 1e9)))
+        new.replace(file)
