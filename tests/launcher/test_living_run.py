@@ -171,7 +171,7 @@ def test_only_who_reads_the_private_folder(lived, monkeypatch, hosts, capsys):
 
     monkeypatch.setattr(living, "load_credentials", closed)
     assert launch.main(["--join", str(lived.path), "--hosts", hosts]) == 2
-    assert f"only who can read {lived.private} may stop this run, or change its hosts" in capsys.readouterr().err
+    assert f"only who can read {lived.private} may stop this run, or change who serves it" in capsys.readouterr().err
 
 
 def test_a_run_on_one_host_is_not_joined(lived, hosts, capsys):

@@ -55,6 +55,8 @@ class RunRow(Struct, frozen=True, kw_only=True):
     lost_hosts: list[str] = []
     down: list[str] = []
     """Actors of a running run that do not serve, each with its condition; those of lost hosts are not among them."""
+    aside: dict[str, str] = {}
+    """Replicas that are set aside, with the reasons; not among ``down``."""
     stalled: str = ""
     """The watchdog's report, while it holds."""
     disk_free_bytes: Count | None = None
