@@ -204,10 +204,11 @@ class RunStateMachine:
         return self._changed()
 
     def bring_back(self, name: str, now: float) -> bool:
-        """A replica that is set aside is tried again."""
+        """A replica that is set aside is tried again, and the one that was set aside with it."""
         if name not in self._reserve.resting or self.drain or self.phase == "preempting":
             return False
-        self._reserve.take(name, now)
+        for each in self._resting.intersection(_beside(name)):
+            self._reserve.take(each, now)
         self._await_others(now)
         return self._changed()
 
@@ -351,7 +352,8 @@ class RunStateMachine:
         before = dict(self._reserve.resting)
         if not self._reserve.put(name, incarnation, reason, now):
             return False
-        if role_of(name) == EPISODES and (beside := f"{ROLLOUTER}/{name.partition('/')[2]}") in self.expected:
+        beside = _beside(name)[0]
+        if role_of(name) == EPISODES and beside in self.expected:
             self._reserve.put(beside, 0, f"{name}, which plays its episodes, is set aside: {reason}", now)
         rollouters = [other for other in self.expected if role_of(other) == ROLLOUTER]
         left = len([other for other in rollouters if other not in self._reserve.resting])
@@ -429,3 +431,9 @@ class RunStateMachine:
     def _changed(self) -> bool:
         self.number += 1
         return True
+
+
+def _beside(name: str) -> tuple[str, str]:
+    """The rollouter and the episode host of the same number, of which the one is of no use without the other."""
+    number = name.partition("/")[2]
+    return f"{ROLLOUTER}/{number}", f"{EPISODES}/{number}"

@@ -205,9 +205,12 @@ class Peer:
 
     @property
     def unreached_s(self) -> float:
-        """Seconds for which it was not reached though this actor wants to; 0 if it is. Callable from any thread."""
-        missed, now = self._missed, self._loop.time()
-        if missed is None or self._closed:
+        """Seconds for which it was not reached though it is known to live and this actor wants to; 0 if it is.
+
+        Callable from any thread.
+        """
+        missed, now, record = self._missed, self._loop.time(), self._record
+        if missed is None or self._closed or record is None or record.incarnation < self._adopted:
             return 0.0
         is_reached = self.ready and (not self._flaps or now - self._welcomed >= PROVEN_S)
         return 0.0 if is_reached else now - missed

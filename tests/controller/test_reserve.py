@@ -136,6 +136,16 @@ def test_a_rollouter_goes_with_the_episode_host_beside_it_and_no_other():
     assert (run.phase, run.outcome.actor) == ("draining", "episodes/2")
 
 
+def test_both_come_back_together_whoever_is_asked_for():
+    for name in ("rollouter/1", "episodes/1"):
+        run = machine(also=EPISODES)
+        dies(run, "rollouter/1", 2.0)
+        dies(run, "episodes/1", 5.0)
+        assert aside(run) == ["episodes/1", "rollouter/1"]
+        assert run.bring_back(name, 6.0)
+        assert aside(run) == []
+
+
 def test_the_lost_and_those_that_are_set_aside_are_counted_together():
     run = machine(min_replicas=2)
     run.host_lost("b (agent/1)", ["rollouter/0"], 10.0)

@@ -85,6 +85,22 @@ def test_who_has_never_been_reached_is_missed_from_when_it_was_first_asked_for()
     run(scenario)
 
 
+def test_who_is_known_to_be_dead_is_not_missed_until_its_successor_is():
+    async def scenario(net):
+        async with way_to(net.records["learner/0"].address) as way:
+            leads(net, way)
+            peer = net.client("learner/0")
+            await peer.call(SMALL)
+            way.cut()
+            await until(lambda: peer.unreached_s > 0.1)
+            peer.adopt(2)
+            assert peer.unreached_s == 0.0
+            net.register(ActorRecord(name="learner/0", incarnation=2, address=way.address))
+            await until(lambda: peer.unreached_s > 0.0)
+
+    run(scenario)
+
+
 def test_a_way_that_lets_only_a_greeting_through_leads_nowhere(monkeypatch):
     monkeypatch.setattr(peer_module, "REPEAT_S", 0.2)
 
