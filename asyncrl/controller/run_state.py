@@ -382,7 +382,7 @@ class RunStateMachine:
 
     def _missed(self) -> tuple[float, str, str] | None:
         """When a lost host must be back for the run to go on, who is there, and which host it is."""
-        needed = self._lost.keys() - self._spared - self._resting
+        needed = self._lost.keys() - self._spared
         # Of replicas it is the loss of the last one that counts.
         replicas = [self._lost[name][0] for name in needed if is_replicated(name)]
         found = []

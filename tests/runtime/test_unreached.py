@@ -109,23 +109,45 @@ def test_a_way_that_lets_only_a_greeting_through_leads_nowhere(monkeypatch):
             leads(net, way)
             peer = net.client("learner/0", call_timeout_s=30.0)
             call = peer.call(LARGE)
-            greeted = 0
+            greeted, told = 0, []
 
             async def watch():
                 nonlocal greeted
                 was = False
-                while True:
+                while way.most is not None:
                     greeted += peer.ready and not was
                     was = peer.ready
+                    if greeted > 1 and was:
+                        told.append(peer.unreached_s)
                     await asyncio.sleep(0.001)
 
             watching = asyncio.create_task(watch())
             await until(lambda: peer.unreached_s > 1.0)
             assert greeted > 1, "it was welcomed again and again meanwhile"
+            assert told and min(told) > 0.0
             way.most = None
-            await call
+            await asyncio.gather(call, watching)
             assert peer.unreached_s == 0.0
-            watching.cancel()
+
+    run(scenario)
+
+
+def test_a_way_that_has_healed_is_known_by_a_connection_that_holds(monkeypatch):
+    monkeypatch.setattr(peer_module, "PROVEN_S", 0.5)
+
+    async def scenario(net):
+        async with way_to(net.records["learner/0"].address, most=20_000) as way:
+            leads(net, way)
+            peer = net.client("learner/0")
+            call = peer.call(LARGE)
+            await until(lambda: peer.ready)
+            await until(lambda: not peer.ready)
+            call.cancel()
+            way.most = None
+            await until(lambda: peer.ready)
+            assert peer.unreached_s > 0.0
+            await until(lambda: peer.unreached_s == 0.0)
+            assert peer.ready
 
     run(scenario)
 

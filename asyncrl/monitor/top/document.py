@@ -91,7 +91,7 @@ class RollouterRow(Struct, frozen=True, kw_only=True):
     name: str
     host: str
     condition: str
-    """absent, starting, ready, silent, condemned, dead, lost (with its host) or ended (with the run)."""
+    """absent, starting, ready, silent, condemned, dead, lost (with its host), aside or ended (with the run)."""
     state: str
     awaiting: str
     state_s: float
@@ -128,7 +128,7 @@ class RankRow(Struct, frozen=True, kw_only=True):
     name: str
     host: str
     condition: str
-    """absent, starting, ready, silent, condemned, dead, lost (with its host) or ended (with the run)."""
+    """absent, starting, ready, silent, condemned, dead, lost (with its host), aside or ended (with the run)."""
     state: str
     awaiting: str
     state_s: float
@@ -278,7 +278,7 @@ class EpisodeHostRow(Struct, frozen=True, kw_only=True):
     name: str
     host: str
     condition: str
-    """absent, starting, ready, silent, condemned, dead, lost (with its host) or ended (with the run)."""
+    """absent, starting, ready, silent, condemned, dead, lost (with its host), aside or ended (with the run)."""
     workers: Count = 0
     """Processes; 0 where each episode is a program of its own."""
     kinds: dict[Kind, float] = {}
