@@ -83,7 +83,7 @@ class ActorView(Struct, gc=False, frozen=True, kw_only=True):
     pid: Count = 0
     incarnation: Count = 0
     condition: str
-    """absent, starting, ready, silent, condemned, dead, lost (with its host)."""
+    """absent, starting, ready, silent, condemned, dead, lost (with its host), aside."""
     state: str = ""
     """What it says of itself."""
     awaiting: str = ""
@@ -144,6 +144,8 @@ class RunView(Struct, gc=False, frozen=True, kw_only=True):
     groups_per_step: Count = 0
     disk_free_bytes: Count = 0
     """Of the run folder."""
+    aside: dict[str, str] = {}
+    """The replicas that are set aside, with the reasons."""
 
 
 class Snapshot(Struct, gc=False, frozen=True, kw_only=True):

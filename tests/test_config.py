@@ -140,6 +140,8 @@ def test_every_problem_is_reported_at_once():
             'staleness.max_requeues: is for staleness.late = "requeue"',
         ),
         ({"staleness": {"late": "requeue", "max_requeues": 0}}, "staleness.max_requeues: "),
+        ({"rollout": {"engine": "sim", "replicas": 2, "min_replicas": 3}}, "rollout.min_replicas: is more than"),
+        ({"supervision": {"unreachable_s": 2.0}}, "supervision.unreachable_s: must be at least 3 * supervision.hea"),
         ({"watchdog": {"stall_s": 2.0}}, "watchdog.stall_s: must be at least 3 * supervision.heartbeat_s = 3"),
         ({"network": {"host": "10.0.0.1"}, "security": {"curve": "off"}}, "security.curve: may be off on loopback"),
         ({"reward": {"per": "group", "on_timeout": -1.0}}, "reward.on_timeout"),

@@ -59,6 +59,7 @@ password; asyncrl is installed at the same path on each. This host is the head i
 --join RUN --hosts FILE adds hosts with rollouters to a living run, by its folder on its head's machine; its
 configuration is the run's. The command stays with them; Ctrl-C drains them, and the run goes on. --leave HOST RUN
 drains a host that has rollouters only; --within SECONDS is the time to finish what is begun (supervision.drain_s).
+--bring-back NAME RUN tries a replica again, as rollouter/3, that the run has set aside.
 
 --slurm --nodes N submits a job that runs this on N nodes of a SLURM cluster; with --dry-run its script is shown.
 --inside-slurm is what that script calls: it runs on the nodes of its own job, and resumes a run that is there already.
@@ -165,7 +166,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         usage=f"{PROGRAM} CONFIG... [--hosts FILE | --slurm --nodes N] [--dry-run] [--resume auto|PATH] [--KEY VALUE]\n"
-        f"       {PROGRAM} --stop RUN\n       {PROGRAM} --join RUN --hosts FILE\n       {PROGRAM} --leave HOST RUN",
+        f"       {PROGRAM} --stop RUN\n       {PROGRAM} --join RUN --hosts FILE\n       {PROGRAM} --leave HOST RUN\n"
+        f"       {PROGRAM} --bring-back NAME RUN",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -1,4 +1,5 @@
-"""asyncrl-launch --stop, --join and --leave: a living run is ended, hosts come to it, and leave it.
+"""asyncrl-launch --stop, --join, --leave and --bring-back: a living run is ended, hosts come to it and leave it, and a
+replica that was set aside is tried again.
 
 Wrong usage ends the program before anything beyond the standard library is loaded.
 """
@@ -13,28 +14,36 @@ from asyncrl.cli.flags import seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of all three."""
+    """Those of all four."""
     parser.add_argument(
         "--stop", metavar="RUN", help="end this living run in good order, by its folder or its name under runs/"
     )
     parser.add_argument("--join", metavar="RUN", help="let the hosts of --hosts take part in the run of this folder")
     parser.add_argument("--leave", metavar="HOST", help="drain this host of the run whose folder follows")
+    parser.add_argument("--bring-back", metavar="NAME", help="try a replica again that the run has set aside")
     parser.add_argument("--within", metavar="SECONDS", type=seconds(0, 86400), help="time that --leave gives to finish")
 
 
 def is_meant(given: argparse.Namespace) -> bool:
     """Whether the command line asks for it."""
-    return any(value is not None for value in (given.stop, given.join, given.leave, given.within))
+    return any(value is not None for value in (given.stop, given.join, given.leave, given.bring_back, given.within))
 
 
 def check(parser: argparse.ArgumentParser, given: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     """Ends the program on wrong usage."""
-    which = "--stop" if given.stop is not None else "--join" if given.join is not None else "--leave"
+    flags = ("--stop", "--join", "--leave", "--bring-back")
+    chosen = (given.stop, given.join, given.leave, given.bring_back)
+    which = next((flag for flag, value in zip(flags, chosen, strict=True) if value is not None), "--leave")
     if given.resume or given.slurm or given.inside_slurm or given.detach:
         parser.error(f"{which} speaks to a run that lives; --resume, --detach, --slurm and --inside-slurm start one")
     if overrides:
         parser.error(f"{which}: the configuration is that of the run, so --{next(iter(overrides))} has no place here")
-    if given.stop is not None:
+    if given.bring_back is not None:
+        alone = len(given.configs) == 1 and not given.dry_run and not _has_choice(given)
+        beside = (given.stop, given.join, given.leave, given.within, given.hosts)
+        if not alone or any(value is not None for value in beside):
+            parser.error("--bring-back NAME RUN: name one run folder after the replica, and nothing else")
+    elif given.stop is not None:
         others = (given.join, given.leave, given.within, given.hosts)
         if given.configs or given.dry_run or _has_choice(given) or any(value is not None for value in others):
             parser.error("--stop RUN: name one run folder, and nothing else")
@@ -62,6 +71,10 @@ def run(given: argparse.Namespace) -> int:
         from asyncrl.launcher.stop import stop_run
 
         return stop_run(find_living(named(given.stop)))
+    if given.bring_back is not None:
+        from asyncrl.launcher.bring_back import bring_back
+
+        return bring_back(find_living(named(given.configs[0])), given.bring_back)
     if given.join is None:
         from asyncrl.launcher.leave import leave_run
 

@@ -228,11 +228,16 @@ def cross_check(config: Config) -> list[tuple[str, str]]:
             found.append(("rollout.vllm.max_model_len", f"is {length}, less than eval.{name} needs: {longest}"))
         if evaluation.n > places:
             found.append((f"eval.{name}.n", f"is more than {key} = {places}"))
+    if rollout.min_replicas > rollout.replicas:
+        found.append(("rollout.min_replicas", f"is more than rollout.replicas = {rollout.replicas}"))
     supervision = config.supervision
     if supervision.silence_s < 3 * supervision.heartbeat_s:
         found.append(
             ("supervision.silence_s", f"must be at least 3 * supervision.heartbeat_s = {3 * supervision.heartbeat_s:g}")
         )
+    if supervision.unreachable_s < 3 * supervision.heartbeat_s:
+        least = f"must be at least 3 * supervision.heartbeat_s = {3 * supervision.heartbeat_s:g}"
+        found.append(("supervision.unreachable_s", least))
     if supervision.host_lost_s < 3 * supervision.heartbeat_s:
         least = f"must be at least 3 * supervision.heartbeat_s = {3 * supervision.heartbeat_s:g}"
         found.append(("supervision.host_lost_s", least))

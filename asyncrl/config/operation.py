@@ -48,8 +48,10 @@ class WatchdogConfig(Section):
 
     stall_s: Seconds = 300.0
     """Longest time without a trained group, a version or a token."""
-    policy: Literal["report", "restart", "stop"] = "report"
-    """What follows: a report that names the actor, with its stacks; and the actor's restart, or the end of the run."""
+    policy: Literal["report", "restart", "stop"] = "restart"
+    """What follows: a report that names the actor, with its stacks; and the actor's restart, or the end of the run. One
+    that beats is started again once a single piece of its work could not last so long; after supervision.max_restarts
+    restarts that bring no step the run ends."""
     budgets_s: dict[str, Seconds] = {"starting": 600.0, "checkpointing": 1800.0, "exporting": 1800.0}
     """Longer times for single states of an actor, by name of the state."""
 
@@ -87,6 +89,9 @@ class SupervisionConfig(Section):
     """Interval of heartbeats."""
     silence_s: Seconds = 60.0
     """Silence of an actor on a living host after which it counts as frozen: it is killed and started again."""
+    unreachable_s: Seconds = 60.0
+    """Time after which an actor that beats, and cannot reach another that it works with, is killed and started again;
+    or the other, where more than half of all cannot reach that one."""
     host_lost_s: Seconds = 30.0
     """Silence of a host, its node agent and all its actors, after which it counts as lost and they as dead."""
     start_timeout_s: Seconds = 300.0

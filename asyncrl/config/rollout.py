@@ -68,6 +68,9 @@ class RolloutConfig(Section):
     each time)."""
     replicas: Positive = 1
     """Number of rollouters; each holds one engine."""
+    min_replicas: Positive = 1
+    """Rollouters without which the run does not go on. One that cannot be kept alive is set aside, and tried again
+    after a rest; with fewer than this left the run fails."""
     gpus_per_replica: NonNegative | None = None
     """GPUs of each engine (tensor parallel); 0 runs it on CPU. By default 1, or 0 where no host has a GPU."""
     samples_per_prompt: Annotated[int, Field(ge=2)] = 8

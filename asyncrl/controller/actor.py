@@ -37,6 +37,8 @@ from asyncrl.messages.actors import (
     ActorEnded,
     ActorRecord,
     ActorStarted,
+    Aside,
+    BringBack,
     CheckpointWritten,
     EndNoted,
     Notice,
@@ -90,6 +92,8 @@ class Controller(Actor):
             drain_s=self.config.supervision.drain_s,
             grace_s=self.config.preempt.grace_s,
             host_grace_s=self.config.supervision.host_grace_s,
+            min_replicas=self.config.rollout.min_replicas,
+            rest_s=self.config.supervision.restart_window_s,
             number=numbers_begin_above(context.incarnation),
         )
         self._hosts = Hosts(self.config.supervision.host_lost_s, self.config.supervision.heartbeat_s, CONTROLLER)
@@ -120,6 +124,9 @@ class Controller(Actor):
             log=self.log,
             notify=self.notify,
         )
+        self._aside: dict[str, Aside] = {}
+        """Who is set aside, as the user knows."""
+        self._times_aside: dict[str, int] = {}
         self._sinks: SinkFeed | None = None
         self._flush_until: float | None = None
         """Until when the sinks may hold up the end of the run."""
@@ -394,9 +401,20 @@ class Controller(Actor):
         asked = role_of(request.name) in self._run.draining or request.name in told
         newest = self._registry.ended(request.name, request.incarnation, now, asked=asked)
         if newest and not (request.fatal and self._members.given_up(request.name, request.reason)):
-            self._run.ended(request.name, request.exit_code, request.fatal, request.reason, request.log, now)
+            said = (request.name, request.exit_code, request.fatal, request.reason, request.log)
+            self._run.ended(*said, now, incarnation=request.incarnation)
         self._registry_changed()
         return EndNoted(asked=asked)
+
+    @handler
+    def bring_back(self, request: BringBack, caller: Caller) -> Done:
+        """Try a replica again that is set aside. Raises InvalidRequest."""
+        self._must_be_launcher(caller)
+        if not self._run.bring_back(request.name, self.clock.now()):
+            there = ", ".join(actor.name for actor in self._run.aside) or "nobody"
+            raise InvalidRequest(f"{request.name} cannot be brought back: set aside is {there}")
+        self._tell()
+        return Done()
 
     @handler
     def report_failure(self, request: ReportFailure, caller: Caller) -> Done:
@@ -467,7 +485,7 @@ class Controller(Actor):
     def _must_be_launcher(self, caller: Caller) -> None:
         if caller.name != LAUNCHER:
             self._endpoint.count(REFUSED)
-            raise InvalidRequest(f"{caller.name} lets nobody join or leave: {LAUNCHER} does")
+            raise InvalidRequest(f"{caller.name} lets nobody join, leave or come back: {LAUNCHER} does")
 
     # --- waiting ---
 
@@ -508,9 +526,24 @@ class Controller(Actor):
             leaving=self._run.leaving,
             trace=self._run.trace,
             generations=self._run.generations,
+            aside=self._run.aside,
         )
 
+    def _tell_aside(self) -> None:
+        """The user hears of each replica that is set aside, and again when it is tried."""
+        before, self._aside = self._aside, {actor.name: actor for actor in self._run.aside}
+        for name, actor in self._aside.items():
+            if name not in before:
+                self._times_aside[name] = times = self._times_aside.get(name, 0) + 1
+                again = f"after {actor.rest_s:g} s, or by asyncrl-launch --bring-back {name} RUN"
+                meanwhile = f"The run goes on without it; it is tried again {again}"
+                self.notify(f"aside {name}", f"{name} is set aside: {actor.reason}", count=times, meanwhile=meanwhile)
+        for name in before.keys() - self._aside.keys() if not self._run.drain else ():
+            text = f"{name} was set aside ({before[name].reason}) and is tried again"
+            self.notify(f"aside {name}", text, count=self._times_aside[name])
+
     def _tell(self) -> None:
+        self._tell_aside()
         self._watching.changed()
         self._changed.set()
         self._watchers.wake()

@@ -1,8 +1,9 @@
-"""The controller's eye on the heartbeats: who is silent, which host is lost or back, whether the run stands still.
+"""The controller's eye on the heartbeats: who is silent or out of reach, which host is lost or back, whether the run
+stands still.
 
-Decisions are those of ``Registry``, ``Hosts`` and ``Watchdog``; this shell asks them at every heartbeat interval and
-does what follows: it names who holds the run up, condemns who is to be killed, and ends the run where its policy says
-so. Invariant: nobody is condemned for silence before it was named, and nobody on a host that may be lost.
+Decisions are those of ``Registry``, ``Reach``, ``Hosts`` and ``Watchdog``; this shell asks them at every heartbeat
+interval and does what follows: it names who holds the run up, condemns who is to be killed, and ends the run where its
+policy says so. Invariant: nobody is condemned for silence before it was named, and nobody on a host that may be lost.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from asyncrl.controller.blame import Seen, silence_in_words
 from asyncrl.controller.coming_and_going import ComingAndGoing
-from asyncrl.controller.hosts import Hosts
+from asyncrl.controller.hosts import BEATS, Hosts
+from asyncrl.controller.reach import Reach
 from asyncrl.controller.run_state import RunStateMachine
-from asyncrl.controller.sight import look_at
-from asyncrl.controller.watchdog import Report, Watchdog
+from asyncrl.controller.sight import look_at, standings
+from asyncrl.controller.watchdog import Report, Watchdog, patience_of
 from asyncrl.controller.watching import Watching
 from asyncrl.messages.actors import Condemned, Stuck
 from asyncrl.runtime.actor import Actor
@@ -44,8 +46,18 @@ class Oversight:
         self._actor, self._registry, self._run = actor, registry, run
         self._hosts, self._members, self._watching = hosts, members, watching
         self._tell, self._changed = tell, changed
-        self._supervision, self._policy = actor.config.supervision, actor.config.watchdog.policy
-        self._watchdog = Watchdog(actor.config.watchdog, self._supervision.heartbeat_s)
+        self._supervision = actor.config.supervision
+        self._watchdog = Watchdog(
+            actor.config.watchdog,
+            self._supervision.heartbeat_s,
+            patience_s=patience_of(actor.config),
+            max_restarts=self._supervision.max_restarts,
+        )
+        self._reach = Reach(
+            self._supervision.unreachable_s,
+            look_s=self._supervision.heartbeat_s,
+            memory_s=self._supervision.restart_window_s,
+        )
         self._first_number = numbers_begin_above(actor.context.incarnation)
         self._silent: list[Stuck] = []
         """Who is to be killed for its silence."""
@@ -60,7 +72,8 @@ class Oversight:
         while True:
             await asyncio.sleep(self._supervision.heartbeat_s)
             now = self._actor.clock.now()
-            seen = look_at(self._registry, self._run.expected, now)
+            aside = {actor.name for actor in self._run.aside}
+            seen = look_at(self._registry, self._run.expected - aside, now)
             self._look_after_hosts(now)
             # An agent is judged by what else is on its host, and on a host that may be lost nobody is.
             silent = [
@@ -70,6 +83,8 @@ class Oversight:
             ]
             self._name_silent(silent, seen)
             self._condemn(silent)
+            if self._run.phase == "running":
+                self._look_at_paths(now)
             if self._watchdog.look(seen, self._run.phase, now):
                 self._on_report(self._watchdog.report)
 
@@ -98,6 +113,13 @@ class Oversight:
             self._silent.append(Stuck(actor.name, actor.incarnation, words, self._first_number))
         self._tell_stuck()
 
+    def _look_at_paths(self, now: float) -> None:
+        """Fence who is cut off from those that it works with, though it beats."""
+        names = [name for name in self._run.expected if not self._hosts.in_doubt(name, self._registry, now)]
+        fresh_s = BEATS * self._supervision.heartbeat_s
+        cuts = self._reach.look(standings(self._registry, names, now, fresh_s), now)
+        self._condemn([Condemned(cut.name, cut.incarnation, cut.reason) for cut in cuts])
+
     def _condemn(self, actors: Sequence[Condemned]) -> None:
         """Have exactly these killed and started again, each with its gang."""
         if actors:
@@ -113,7 +135,7 @@ class Oversight:
             self._watching.happened("info", "", "the run moves again")
             return
         self._actor.log.error("run has stalled", culprit=report.name, report=report.text, number=report.number)
-        match self._policy:
+        match report.action:
             case "restart":
                 held_up = self._actor.clock.now() - report.since
                 reason = f"it held up the run for {held_up:.0f} s (watchdog.policy)"

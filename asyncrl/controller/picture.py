@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from asyncrl.controller.run_state import RunStateMachine
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.monitor import Heartbeat
@@ -157,7 +159,9 @@ def take_picture(
     wall: float,
 ) -> Snapshot:
     """The run with its actors."""
-    actors = sorted(actors, key=lambda actor: _place(actor.name))
+    aside = {actor.name for actor in run.aside}
+    views = [msgspec.structs.replace(view, condition="aside") if view.name in aside else view for view in actors]
+    actors = sorted(views, key=lambda actor: _place(actor.name))
     outcome = run.outcome
     return Snapshot(
         wall=wall,
@@ -178,6 +182,7 @@ def take_picture(
             staleness_max=constants.staleness_max,
             groups_per_step=constants.groups_per_step,
             disk_free_bytes=disk_free_bytes,
+            aside={actor.name: actor.reason for actor in run.aside},
         ),
         actors=actors,
         train=list(lines.train),

@@ -8,8 +8,10 @@ and never changes afterwards, so the first failure is the one that is reported; 
 rank of roles is told to end when every actor of the lower ranks has ended or their share of ``drain_s`` is
 over, so draining takes at most ``drain_s``. The controller has the last rank: the state is final once it is
 reached. A run that makes way ends with the exit code that says so only if there is a complete checkpoint. The actors
-of a lost host are not awaited: the run goes on without replicas as long as one is left, and waits ``host_grace_s`` for
-anything else, and for the last replica; then it fails. Replicas may be added and taken away at any time.
+of a lost host are not awaited: the run goes on without replicas as long as ``min_replicas`` rollouters are left, and
+waits ``host_grace_s`` for anything else, and for replicas that it needs; then it fails. A replica that its agent has
+given up, or that is not ready in time, is set aside, and tried again after a rest; the run fails when fewer than
+``min_replicas`` rollouters, or no reward pool, are not set aside. Replicas may be added and taken away at any time.
 
 Every method returns whether the state changed; each change has a new ``number``. The caller brings the time
 (monotonic, s) and calls ``tick`` no later than ``next_deadline`` says.
@@ -20,8 +22,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from asyncrl.controller.reserve import Reserve
 from asyncrl.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE
-from asyncrl.messages.actors import Condemned, Dead, Leaving, RunPhase, Stuck
+from asyncrl.messages.actors import Aside, Condemned, Dead, Leaving, RunPhase, Stuck
 from asyncrl.runtime.supervision import (
     ROLES,
     UNHEALABLE_EXITS,
@@ -37,6 +40,8 @@ DRAIN_SHARES: dict[int, float] = {1: 0.5, 2: 0.2, 3: 0.25}
 """The share of ``drain_s`` that each rank has; what is left is the controller's own."""
 
 LAST_RANK = ROLES["controller"].drain_rank
+ROLLOUTER, EPISODES, REWARD = "rollouter", "episodes", "reward"
+PLURALS = {ROLLOUTER: "rollouters", REWARD: "reward pools"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +66,10 @@ class RunStateMachine:
     """Time that a run has to make way."""
     host_grace_s: float
     """Time that a lost host has to come back."""
+    min_replicas: int = 1
+    """Rollouters without which the run does not go on."""
+    rest_s: float = 600.0
+    """The first rest of a replica that is set aside."""
     phase: RunPhase = "starting"
     drain: int = 0
     number: int = 0
@@ -91,20 +100,28 @@ class RunStateMachine:
     _condemned: list[Condemned] = field(default_factory=list)
     _preempted_until: float = 0.0
     _rank_until: float = 0.0
+    _reserve: Reserve = field(init=False)
 
     def __post_init__(self) -> None:
+        self._reserve = Reserve(self.rest_s)
         assert all(drain_rank(name) < LAST_RANK for name in self.expected)
         self._awaited_since = dict.fromkeys(self.expected, self.now)
 
     @property
     def waiting_for(self) -> list[str]:
         """The actors that are not ready, while the run starts."""
-        return sorted(self.expected - self._ready - self._spared) if self.phase == "starting" else []
+        return sorted(self.expected - self._ready - self._spared - self._resting) if self.phase == "starting" else []
 
     @property
     def awaited(self) -> frozenset[str]:
         """The actors that are not ready and could be, at any time."""
         return frozenset(self._awaited_since)
+
+    @property
+    def aside(self) -> list[Aside]:
+        """Who is set aside. While the run drains nobody is started or ended for it."""
+        resting = sorted(self._reserve.resting.items()) if not self.drain else []
+        return [Aside(name, rest.reason, rest.rest_s) for name, rest in resting]
 
     @property
     def draining(self) -> list[str]:
@@ -131,7 +148,7 @@ class RunStateMachine:
         before = (self.phase, self.waiting_for)
         self._ready = set(names) & self.expected
         self._await_others(now)
-        if self.phase == "starting" and self._ready >= self.expected - self._spared:
+        if self.phase == "starting" and self._ready >= self.expected - self._spared - self._resting:
             self.phase = "running"
         return (self.phase, self.waiting_for) != before and self._changed()
 
@@ -139,17 +156,21 @@ class RunStateMachine:
         """A process of ``name`` has been heard of."""
         self._ended.discard(name)
 
-    def ended(self, name: str, exit_code: int, fatal: bool, reason: str, log: str, now: float) -> bool:
-        """The process of ``name`` has ended; ``fatal`` if it will not be started again."""
+    def ended(
+        self, name: str, exit_code: int, fatal: bool, reason: str, log: str, now: float, *, incarnation: int = 0
+    ) -> bool:
+        """The process of ``name`` has ended; ``fatal`` if its agent will not start it again by itself."""
         if name not in self.expected:
             return False
         before = self.waiting_for
         self._ready.discard(name)
         self._ended.add(name)
-        if not self._is_excused(name):
+        if not self._is_excused(name) and name not in self._reserve.resting:
             self._awaited_since[name] = now
         if self.drain:
             return self.tick(now)
+        if fatal and is_replicated(name) and exit_code not in UNHEALABLE_EXITS:
+            return self._set_aside(name, incarnation, reason or describe_exit(exit_code), log, now)
         if fatal:
             code = exit_code if exit_code in UNHEALABLE_EXITS else 1
             return self.fail(name, reason or describe_exit(exit_code), log, code, now)
@@ -192,6 +213,15 @@ class RunStateMachine:
         self._await_others(now)
         return self._changed()
 
+    def bring_back(self, name: str, now: float) -> bool:
+        """A replica that is set aside is tried again, and the one that was set aside with it."""
+        if name not in self._reserve.resting or self.drain or self.phase == "preempting":
+            return False
+        for each in self._resting.intersection(_beside(name)):
+            self._reserve.take(each, now)
+        self._await_others(now)
+        return self._changed()
+
     def joined(self, name: str) -> bool:
         """An actor that the run did not begin with is one of it from here on."""
         self.expected |= {name}
@@ -204,6 +234,7 @@ class RunStateMachine:
             self._lost.pop(name, None)
             self._awaited_since.pop(name, None)
         self._ended &= self.expected
+        self._reserve.forget(names)
         self.ready(self._ready, now)
         self._changed()
         self.tick(now)
@@ -274,18 +305,15 @@ class RunStateMachine:
             return now >= self._preempted_until and self._begin_drain(self._preempted(), now)
         if not self.drain:
             late = [n for n, since in self._awaited_since.items() if now - since >= self.start_timeout_s]
-            if not late:
-                missed = self._missed()
-                if missed is None or now < missed[0]:
-                    return False
+            if late:
+                return self._act_on_late(sorted(late, key=lambda name: (self._awaited_since[name], name)), now)
+            missed = self._missed()
+            if missed is not None and now >= missed[0]:
                 _, name, host = missed
                 reason = f"its host {host} has been lost for {self.host_grace_s:g} s (supervision.host_grace_s)"
                 return self.fail(name, reason, "", 1, now)
-            late.sort(key=lambda name: (self._awaited_since[name], name))
-            reason = f"not ready {self.start_timeout_s:g} s after its start (supervision.start_timeout_s)"
-            if others := late[1:]:
-                reason += f"; nor are {', '.join(others)}"
-            return self.fail(late[0], reason, "", 1, now)
+            back = [self.bring_back(name, now) for name in self._reserve.due(now)]
+            return any(back)
         before = self.drain
         while self.drain < LAST_RANK and (now >= self._rank_until or not self._living(self.drain)):
             self.drain += 1
@@ -306,6 +334,8 @@ class RunStateMachine:
         if self.phase == "preempting":
             return self._preempted_until
         times = [since + self.start_timeout_s for since in self._awaited_since.values()]
+        if (rested := self._reserve.next_deadline()) is not None:
+            times.append(rested)
         if (missed := self._missed()) is not None:
             times.append(missed[0])
         return min(times, default=None)
@@ -316,8 +346,59 @@ class RunStateMachine:
         return {name for name in self._lost if is_replicated(name) and self._has_other(name)}
 
     def _has_other(self, name: str) -> bool:
-        """Whether one that does the same work is on no lost host."""
-        return any(role_of(other) == role_of(name) for other in self.expected - self._lost.keys())
+        """Whether as many as are needed of those that do the same work are on no lost host, and not set aside."""
+        others = [
+            other for other in self.expected - self._lost.keys() - self._resting if role_of(other) == role_of(name)
+        ]
+        return len(others) >= self._needed(role_of(name))
+
+    @property
+    def _resting(self) -> set[str]:
+        """Who is set aside."""
+        return set(self._reserve.resting)
+
+    def _set_aside(self, name: str, incarnation: int, reason: str, log: str, now: float) -> bool:
+        """The run goes on without a replica, and fails if too few are left."""
+        before = dict(self._reserve.resting)
+        if not self._reserve.put(name, incarnation, reason, now):
+            return False
+        beside = _beside(name)[0]
+        if role_of(name) == EPISODES and beside in self.expected:
+            self._reserve.put(beside, 0, f"{name}, which plays its episodes, is set aside: {reason}", now)
+        if (few := self._too_few(self._resting)) is not None and self.phase != "preempting":
+            reason += few
+            if before:
+                reason += (
+                    f"; set aside before: {', '.join(f'{other} ({before[other].reason})' for other in sorted(before))}"
+                )
+            return self.fail(name, reason, log, 1, now)
+        self.ready(self._ready - self._resting, now)
+        return self._changed()
+
+    def _needed(self, role: str) -> int:
+        """Of this role's actors."""
+        return self.min_replicas if role == ROLLOUTER else 1
+
+    def _too_few(self, aside: Collection[str]) -> str | None:
+        """What is missing where these are set aside, to be added to a reason; None while the run goes on."""
+        for role in (ROLLOUTER, REWARD):
+            all_of_it = [name for name in self.expected if role_of(name) == role]
+            left = len([name for name in all_of_it if name not in aside])
+            if all_of_it and left < self._needed(role):
+                told = f"; {left} of {len(all_of_it)} {PLURALS[role]} are left"
+                told += f", and rollout.min_replicas is {self.min_replicas}" if role == ROLLOUTER else ""
+                return told if len(all_of_it) > 1 else ""
+        return None
+
+    def _act_on_late(self, late: list[str], now: float) -> bool:
+        """Replicas are set aside; without anybody else, or with too few of them, the run fails."""
+        reason = f"not ready {self.start_timeout_s:g} s after its start (supervision.start_timeout_s)"
+        if self._too_few(self._resting.union(late)) is None and all(map(is_replicated, late)):
+            set_aside = [self._set_aside(name, 0, reason, "", now) for name in late]
+            return any(set_aside)
+        if others := late[1:]:
+            reason += f"; nor are {', '.join(others)}"
+        return self.fail(late[0], reason, "", 1, now)
 
     def _missed(self) -> tuple[float, str, str] | None:
         """When a lost host must be back for the run to go on, who is there, and which host it is."""
@@ -340,7 +421,7 @@ class RunStateMachine:
     def _await_others(self, now: float) -> None:
         """Whoever is not ready and could be is waited for."""
         for name in self.expected:
-            if name in self._ready or self._is_excused(name):
+            if name in self._ready or name in self._reserve.resting or self._is_excused(name):
                 self._awaited_since.pop(name, None)
             else:
                 self._awaited_since.setdefault(name, now)
@@ -371,3 +452,9 @@ class RunStateMachine:
     def _changed(self) -> bool:
         self.number += 1
         return True
+
+
+def _beside(name: str) -> tuple[str, str]:
+    """The rollouter and the episode host of the same number, of which the one is of no use without the other."""
+    number = name.partition("/")[2]
+    return f"{ROLLOUTER}/{number}", f"{EPISODES}/{number}"

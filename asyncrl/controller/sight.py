@@ -1,12 +1,13 @@
-"""What the registry knows of the actors, as the watchdog looks at it. Pure: the caller brings the time (s)."""
+"""What the registry knows of the actors, for ``Watchdog`` and ``Reach``. Pure: the caller brings the time (s)."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import msgspec
 
 from asyncrl.controller.blame import Seen
+from asyncrl.controller.reach import Standing
 from asyncrl.messages.monitor import AwaitRecord
 from asyncrl.runtime.registry import Entry, Registry
 
@@ -24,6 +25,15 @@ def look_at(registry: Registry, names: Collection[str], now: float) -> Mapping[s
         if entry is not None and entry.heartbeat is not None:
             found[name] = _seen(registry, entry, now)
     return found
+
+
+def standings(registry: Registry, names: Collection[str], now: float, fresh_s: float) -> Iterator[Standing]:
+    """Of ``names`` those that are ready and have beaten within ``fresh_s``."""
+    for name in names:
+        entry = registry.entries.get(name)
+        if entry is not None and entry.ready and entry.heartbeat is not None and now - entry.beaten < fresh_s:
+            unreached = {record.whom: record.seconds for record in entry.heartbeat.unreached}
+            yield Standing(name=name, incarnation=entry.record.incarnation, unreached=unreached)
 
 
 def _seen(registry: Registry, entry: Entry, now: float) -> Seen:

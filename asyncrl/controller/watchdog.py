@@ -1,9 +1,13 @@
-"""Decides that a run has stalled though its actors live, and reports who holds it up.
+"""Decides that a run has stalled though its actors live, reports who holds it up, and says what is done about it.
 
 A run moves when a group is trained, a warm step is taken, a version is published or taken over, or a token is sampled.
 When none of this has happened for ``watchdog.stall_s`` there is a report, which names the culprit and the chain of
 waits that leads there. An actor in a state that has a budget of its own extends the time while it is within that
 budget, and the clock starts again when it leaves such a state in time, or when an actor starts anew.
+
+Under the policy ``restart`` the culprit is killed, unless it may still be at work: one that beats has the time that a
+single piece of its role's work may take (``patience_s``). Restarts that bring no step of training are counted, and
+after ``max_restarts`` of them the run ends. Each report tells what is done.
 
 Invariants: one report for a stall, repeated after twice the time before while it lasts, each with what is seen then;
 none while the run starts, drains, or has nothing to do; a report holds until the run moves or its culprit is another
@@ -15,10 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
+from asyncrl.config import Config
 from asyncrl.config.operation import WatchdogConfig
 from asyncrl.controller.blame import FIRST, LEISURE, Seen, find_culprit
 from asyncrl.messages.actors import RunPhase
+from asyncrl.runtime.supervision import role_of
 
 LONGEST_GAP = 0.25
 """Share of the time to a stall after which a gap between two looks is time in which nobody could be heard."""
@@ -38,6 +45,19 @@ class Report:
     since: float
     """When the run last moved."""
     text: str
+    action: Literal["none", "restart", "stop"] = "none"
+    """What is done about it."""
+
+
+def patience_of(config: Config) -> dict[str, float]:
+    """By role, the longest that a single piece of its work may take."""
+    return {
+        "rollouter": config.rollout.engine_timeout_s,
+        "episodes": config.episode.timeout_s,
+        "reward": config.reward.timeout_s,
+        "parameter_server": config.weights.deadline_s,
+        "learner": config.learner.collective_timeout_s,
+    }
 
 
 @dataclass(slots=True)
@@ -47,8 +67,14 @@ class Watchdog:
     config: WatchdogConfig
     look_s: float
     """About how often there is a look."""
+    patience_s: Mapping[str, float] = field(default_factory=dict)
+    """See ``patience_of``."""
+    max_restarts: int = 3
+    """Culprits that are started again before the run ends, if none of it brings a step."""
     report: Report | None = None
     _reports: int = 0
+    _restarts: int = 0
+    """Culprits that were started again since the last step."""
     _moved: float | None = None
     """When the run last moved, or what it did excused it."""
     _looked: float = 0.0
@@ -87,14 +113,33 @@ class Watchdog:
         self._again = now + self._interval
         self._reports += 1
         blame = find_culprit(actors, self._silent_after_s)
+        action, done = self._decide(actors[blame.name], now - self._moved)
         lasted = f"{now - self._moved:.0f} s (no trained group, no version, no token)"
         self.report = Report(
             number=self._reports,
             name=blame.name,
             incarnation=blame.incarnation,
             since=self._moved,
-            text=f"nothing has moved for {lasted}, because of {blame.name}: {blame.chain}",
+            text=f"nothing has moved for {lasted}, because of {blame.name}: {blame.chain}; {done}",
+            action=action,
         )
+
+    def _decide(self, culprit: Seen, lasted: float) -> tuple[Literal["none", "restart", "stop"], str]:
+        """What is done about a culprit, and in words."""
+        policy, name = self.config.policy, culprit.name
+        if policy == "report":
+            return "none", f"nothing is done about it (watchdog.policy = {policy})"
+        if policy == "stop":
+            return "stop", f"the run ends (watchdog.policy = {policy})"
+        if culprit.ended:
+            return "none", f"{name} is to be started again by its agent"
+        patience = self.patience_s.get(role_of(name), 0.0)
+        if culprit.silent_s < self._silent_after_s and lasted < patience:
+            return "none", f"{name} is left alone, as its work may take {patience:g} s"
+        if self._restarts >= self.max_restarts:
+            return "stop", f"the run ends, as {self._restarts} restarts of whoever held it up have not brought a step"
+        self._restarts += 1
+        return "restart", f"{name} is killed and started again (watchdog.policy = {policy})"
 
     def _take_in(self, actors: Mapping[str, Seen]) -> bool:
         """Whether anything has moved."""
@@ -107,6 +152,8 @@ class Watchdog:
                 self._best[name] = (actor.incarnation, actor.figures)
             elif any(new > old for new, old in zip(actor.figures, known[1], strict=True)):
                 moved = True
+                if name == FIRST:
+                    self._restarts = 0
                 best = tuple(max(pair) for pair in zip(actor.figures, known[1], strict=True))
                 self._best[name] = (actor.incarnation, best)
             if self._left_s(actor) > 0.0 and not actor.ended:

@@ -1,7 +1,8 @@
 """What a node agent decides, without sockets, clocks or processes.
 
 Events go in, instructions come out. On the head the controller is started first and the others once it has answered;
-a death is followed by a restart or by the end of the run, as the policy has it; who is condemned is killed, and dies
+a death is followed by a restart or by the end of the run, as the policy has it; a replica that is given up is started
+again when the controller, which sets it aside, wants it back; who is condemned is killed, and dies
 as any other. While the controller is being started again the others go on, and its successor is told of every end
 that it may not know, and of a wish that the run make way. Invariants: only the very process that is condemned is
 killed for it; nothing is started once the run is ending; from then on ``deadline`` says when everything that is left
@@ -36,7 +37,7 @@ from asyncrl.launcher.spec import EndedEvent
 from asyncrl.messages.actors import RunState
 from asyncrl.runtime.actor import CONTROLLER
 from asyncrl.runtime.registry import FIRST_WORD_S
-from asyncrl.runtime.supervision import UNHEALABLE_EXITS, Restart, Supervisor, describe_exit
+from asyncrl.runtime.supervision import UNHEALABLE_EXITS, Restart, Supervisor, describe_exit, is_replicated
 
 NEVER_RAN_GRACE_S = 1.0
 """A run that never got going has nothing worth waiting for."""
@@ -86,6 +87,8 @@ class Host:
     """Who has ended with exit code 0, until it is known whether it was told to."""
     _condemned: dict[str, str] = field(default_factory=dict)
     """Who is being killed because it was condemned, with the reason."""
+    _aside: dict[str, bool] = field(default_factory=dict)
+    """Which replicas are not started for now, and whether the living controller has said so."""
     _ends: dict[str, Report] = field(default_factory=dict)
     """The last end of each actor."""
     _all_started: bool = False
@@ -148,6 +151,7 @@ class Host:
         if not self._all_started and not self.leaving:
             self._all_started = True
             return [spawn for name in self.logs if name != self.controller for spawn in self._spawn(name)]
+        self._aside = dict.fromkeys(self._aside, False)
         living = sorted(self.living - {self.controller})
         told: list[Instruction] = [ReportStart(name, self.incarnations[name]) for name in living]
         told += self._ends.values()
@@ -187,6 +191,8 @@ class Host:
             return self._controller_exited(exit_code, hint, now)
         if self.ending or self.leaving:
             return [self._report(name, exit_code, False, "")]
+        if name in self._aside:
+            return [self._report(name, exit_code, True, _join(describe_exit(exit_code), hint))]
         blameless = name in self._stale or self._is_cut_off(now)
         if exit_code == 0:
             self._unexplained[name] = _Unexplained(now + VERDICT_S, hint, blameless)
@@ -219,8 +225,12 @@ class Host:
             self._due[name] = (now + decision.after_s, reason, now)
             return self._report(name, exit_code, False, reason)
         reason = _join(decision.reason, hint)
-        self._fail(name, reason, exit_code)
-        self._end(now)
+        if is_replicated(name) and exit_code not in UNHEALABLE_EXITS:
+            # The run may go on without it, says the controller.
+            self._aside[name] = False
+        else:
+            self._fail(name, reason, exit_code)
+            self._end(now)
         return self._report(name, exit_code, True, reason)
 
     @property
@@ -252,7 +262,7 @@ class Host:
             # A successor has not heard of the wish, which is this host's from here on.
             self._make_way(state.reason, now)
         if goes_on:
-            return [*told, *self._kill_condemned(state)]
+            return [*told, *self._heed_aside(state), *self._kill_condemned(state)]
         if actor := state.failed_actor:
             # What an actor said of itself is worth more than what its end looks like from here.
             log = state.log or self.logs.get(actor)
@@ -385,6 +395,27 @@ class Host:
         """Whether this host may be lost to the controller."""
         cut_off_s = CUT_OFF_SHARE * self.policy.host_lost_s
         return not self.is_head and self._reachable and now - self._heard >= cut_off_s
+
+    def _heed_aside(self, state: RunState) -> list[Instruction]:
+        """Have nobody live who is set aside, and start who is so no more."""
+        if self.leaving or self.ending:
+            return []
+        instructions: list[Instruction] = []
+        reasons = {actor.name: actor.reason for actor in state.aside if actor.name in self.logs}
+        for name, reason in reasons.items():
+            self._aside[name] = True
+            self._due.pop(name, None)
+            self._unexplained.pop(name, None)
+            if name in self.living and name not in self._condemned:
+                self._condemned[name] = reason
+                instructions.append(Kill(name, reason))
+        for name in [name for name, told in self._aside.items() if told and name not in reasons]:
+            del self._aside[name]
+            self._supervisor.forgive(name)
+            if name not in self.living:
+                self._ends.pop(name, None)
+                instructions += self._spawn(name)
+        return instructions
 
     def _kill_condemned(self, state: RunState) -> list[Instruction]:
         instructions: list[Instruction] = []

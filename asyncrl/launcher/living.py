@@ -72,7 +72,7 @@ def find_living(place: str) -> LivingRun:
         raise
     except PermissionError:
         raise UsageError(
-            f"{path}: only who can read {path / 'private'} may stop this run, or change its hosts"
+            f"{path}: only who can read {path / 'private'} may stop this run, or change who serves it"
         ) from None
     except (OSError, ValueError):
         if not (path / "private" / LOCK).exists():

@@ -100,6 +100,15 @@ class Leaving(Struct, gc=False, frozen=True, array_like=True):
     """Time to finish what is begun, from when this is heard of."""
 
 
+class Aside(Struct, gc=False, frozen=True, array_like=True):
+    """A replica that could not be kept alive and is not to live until it is no longer named here."""
+
+    name: str
+    reason: str
+    rest_s: float
+    """How long it rests, if nobody brings it back before."""
+
+
 class RunState(Message, frozen=True, kw_only=True):
     """The state of the run."""
 
@@ -134,6 +143,8 @@ class RunState(Message, frozen=True, kw_only=True):
     """While a trace is wanted, its number; every actor hands in its spans once for each."""
     generations: dict[str, int] = {}
     """By role of a gang, the oldest generation that is not over: whoever is started from now on is of no older one."""
+    aside: list[Aside] = []
+    """The replicas without which the run goes on for now. Their agents end them, and start whoever is named no more."""
 
 
 WatchRun.reply = RunState
@@ -149,6 +160,13 @@ class StopRun(Request, frozen=True, kw_only=True):
     reply = Done
     reason: str
     preempt: bool = False
+
+
+class BringBack(Request, frozen=True, kw_only=True):
+    """asyncrl-launch --bring-back to controller: try a replica again now that is set aside."""
+
+    reply = Done
+    name: str
 
 
 class RunFinished(Request, frozen=True, kw_only=True):

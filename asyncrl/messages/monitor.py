@@ -9,6 +9,9 @@ from msgspec import Meta, Struct
 from asyncrl.messages import Count, Done, Message, Request
 from asyncrl.snapshot import Gpu, Histogram
 
+MOST_UNREACHED = 8
+"""Actors out of reach that a heartbeat names."""
+
 
 class AwaitRecord(Struct, gc=False, frozen=True, array_like=True):
     """An open wait of an actor; see runtime/awaits.py."""
@@ -20,6 +23,14 @@ class AwaitRecord(Struct, gc=False, frozen=True, array_like=True):
     """How long it has lasted; where there are several for the same, the longest."""
     idle: bool = False
     """Normal idleness: no sign of trouble by itself."""
+
+
+class UnreachedRecord(Struct, gc=False, frozen=True, array_like=True):
+    """An actor that is asked for and not reached; see unreached_s of runtime/peer.py."""
+
+    whom: str
+    seconds: float
+    """How long it has lasted, on the clock of who tells it."""
 
 
 class ResourceRecord(Struct, gc=False, frozen=True, array_like=True):
@@ -85,6 +96,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     """The GPUs that it may use, where they can be asked."""
     events: list[EventRecord] = []
     """Of the last few beats, the oldest first."""
+    unreached: Annotated[list[UnreachedRecord], Meta(max_length=MOST_UNREACHED)] = []
+    """Whom it cannot reach, longest first; all of them in each beat, as far as there is room."""
 
 
 class MetricsLine(Message, frozen=True, kw_only=True):

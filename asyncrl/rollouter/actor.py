@@ -5,8 +5,8 @@ holds is returned. One that is to leave while the run goes on first finishes wha
 ``OpenTickets`` tells who lives: no learner and no dataloader that has been replaced is believed from then on, so that
 what the answer says stays true. Nothing outlives a rollouter: what it held returns to the gate.
 
-It asks for new tickets whenever it has room for a whole group, and asks again when it serves a newer version, since
-that is what the gate counts with.
+It asks for no ticket before it has reached the learner, then for new ones whenever it has room for a whole group, and
+asks again when it serves a newer version, since that is what the gate counts with.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ STATS_KEPT = 1000
 """Updates and intervals kept for a learner that is away."""
 AWAY_S = 0.5
 """Pause before a peer that did not answer is asked again."""
+LEARNER_LOOK_S = 0.05
+"""Interval of looks whether the learner has been reached for the first time."""
 GIVE_BACK_S = 5.0
 """Longest time in which the dataloader hears of a rollouter that leaves."""
 
@@ -267,6 +269,7 @@ class Rollouter(Actor):
 
     async def _lease_tickets(self) -> None:
         samples = self.config.rollout.samples_per_prompt
+        await self._reach_learner()
         with self.awaits.on(DATALOADER, "Lease", idle=True) as leasing:
             while not (self._preempted or self._leaves):
                 # Rounded up: a group whose last samples wait for a slot keeps every slot busy behind stragglers.
@@ -293,6 +296,16 @@ class Rollouter(Actor):
                 if reply.closed and not reply.tickets:
                     self._room.clear()
                     await self._room.wait()
+
+    async def _reach_learner(self) -> None:
+        """Nothing is asked for that could not be delivered: of one that is cut off the successors hold nothing up.
+
+        The controller, which is told of it, ends the wait within ``supervision.unreachable_s``.
+        """
+        with self.awaits.on(LEARNER, "HELLO"):
+            while not self.peer(LEARNER).ready:
+                self.peer(LEARNER).connect()
+                await asyncio.sleep(LEARNER_LOOK_S)
 
     async def _lease(self, free: int) -> Leased | None:
         """One lease call; given up when the version or what is held changes, since the gate then counts differently."""

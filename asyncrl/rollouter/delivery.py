@@ -5,7 +5,9 @@ released. An acknowledgement of a learner that has been replaced, also one that 
 worth nothing: what it acknowledged died with it, and the group is delivered again. The learner knows each group by its
 uid, so that one which arrives twice is trained once.
 
-Fails with WireError where the learner refuses the group for good.
+It has no deadline of its own: a learner that dies has a successor, and of two that do not reach each other for
+``supervision.unreachable_s`` the controller ends one. Fails with WireError where the learner refuses the group for
+good.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, WireError
 from asyncrl.messages.actors import ActorRecord, Dead, ReportFailure, Resolve, RunState
 from asyncrl.messages.hosts import Members
-from asyncrl.messages.monitor import AwaitRecord, Heartbeat, ResourceRecord
+from asyncrl.messages.monitor import MOST_UNREACHED, AwaitRecord, Heartbeat, ResourceRecord, UnreachedRecord
 from asyncrl.monitor.logging import get_logger, lost_lines
 from asyncrl.monitor.states import Kind, StateLedger
 from asyncrl.monitor.story_log import StoryLog
@@ -261,6 +261,7 @@ class Actor:
             rss_bytes=vitals.rss_bytes,
             gpus=vitals.gpus,
             events=self.events.take(),
+            unreached=self._unreached(),
         )
 
     def figures(self) -> dict[str, float]:
@@ -294,6 +295,12 @@ class Actor:
         for peer in list(self._peers.values()):
             waits += [call for call in peer.oldest_calls() if (call.whom, call.what) not in known]
         return most_telling(waits)
+
+    def _unreached(self) -> list[UnreachedRecord]:
+        """Of the peers that it cannot reach those that it has missed for longest."""
+        found = [UnreachedRecord(peer.name, s) for peer in list(self._peers.values()) if (s := peer.unreached_s) > 0.0]
+        others = [record for record in found if record.whom != CONTROLLER]
+        return sorted(others, key=lambda record: -record.seconds)[:MOST_UNREACHED]
 
     # --- its life ---
 

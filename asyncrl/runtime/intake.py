@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from asyncrl.messages.monitor import AwaitRecord, EventRecord, Heartbeat, ResourceRecord
+from asyncrl.messages.monitor import AwaitRecord, EventRecord, Heartbeat, ResourceRecord, UnreachedRecord
 from asyncrl.snapshot import Gpu, Histogram
 
 T = TypeVar("T")
@@ -46,6 +46,7 @@ def take_in(
         histograms=_named(beat.histograms, histograms, MOST_HISTOGRAMS, _is_histogram),
         resources=list(_named(told, resources, MOST_RESOURCES, _is_resource).values()),
         awaits=[wait for wait in beat.awaits if _is_wait(wait)],
+        unreached=[record for record in beat.unreached if _is_unreached(record)],
         gpus=[gpu for gpu in beat.gpus[:MOST_GPUS] if _is_gpu(gpu)],
         events=[_cut(event) for event in beat.events[-MOST_EVENTS:]],
         **{name: getattr(beat, name)[:LONGEST_TEXT] for name in TEXTS},
@@ -57,7 +58,7 @@ def take_in(
 
 def _facts(beat: Heartbeat) -> int:
     named = len(beat.counters) + len(beat.histograms) + len(beat.resources)
-    return named + len(beat.awaits) + len(beat.gpus) + len(beat.events)
+    return named + len(beat.awaits) + len(beat.unreached) + len(beat.gpus) + len(beat.events)
 
 
 def _named(told: Mapping[str, T], known: Collection[str], most: int, is_sound: Callable[[T], bool]) -> dict[str, T]:
@@ -97,6 +98,10 @@ def _is_resource(value: ResourceRecord) -> bool:
 
 def _is_wait(value: AwaitRecord) -> bool:
     return len(value.whom) <= LONGEST_NAME and len(value.what) <= LONGEST_NAME and _is_time(value.seconds)
+
+
+def _is_unreached(value: UnreachedRecord) -> bool:
+    return len(value.whom) <= LONGEST_NAME and _is_time(value.seconds)
 
 
 def _is_gpu(value: Gpu) -> bool:

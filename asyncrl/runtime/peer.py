@@ -11,6 +11,10 @@ whom, for what, and what the connection was doing. Cancelling the awaited future
 
 Who learns in another way that a peer has been replaced says so with ``adopt``: nothing that older incarnations say is
 believed from then on. A reply may have been taken in just before; ``answered_by`` of its call tells whose it was.
+
+``unreached_s`` tells for how long the peer has not been reached: from the first HELLO that is not answered, or the loss
+of the connection, until the next WELCOME. A connection that is lost again before anything but the WELCOME came over it
+has reached nobody, as where a path lets only small packets through.
 """
 
 from __future__ import annotations
@@ -41,6 +45,9 @@ ASKED_WITHIN_SILENCE = 3
 MOST_CALLS = 16 * CREDIT
 """In flight to one peer, those included that wait to be sent; one more fails at once."""
 ROUND_TRIP = "calls/round_trip_s"
+PROVEN_S = 20.0
+"""A connection that holds for this long leads to the peer, also if nothing was asked: ZeroMQ ends a half-open one
+sooner."""
 LOOKED_AT = 64
 """Calls in flight that a heartbeat looks at."""
 
@@ -127,6 +134,14 @@ class Peer:
         self._closed = False
         self._unready = False
         """Whether it has said last that it is not set up."""
+        self._missed: float | None = None
+        """Since when it was not reached, if it was not when it was last asked for."""
+        self._welcomed = 0.0
+        """When the newest WELCOME came."""
+        self._is_proven = False
+        """Whether anything else has come since."""
+        self._flaps = False
+        """Whether the connection before this one was lost with nothing proven."""
 
     # --- the caller's side ---
 
@@ -231,11 +246,34 @@ class Peer:
         """Whether the registry has told of a living actor of this name."""
         return self._record is not None
 
+    @property
+    def unreached_s(self) -> float:
+        """Seconds for which it was not reached though it is known to live and this actor wants to; 0 if it is.
+
+        Callable from any thread.
+        """
+        missed, now, record = self._missed, self._loop.time(), self._record
+        if missed is None or self._closed or record is None or record.incarnation < self._adopted:
+            return 0.0
+        is_reached = self.ready and (not self._flaps or now - self._welcomed >= PROVEN_S)
+        return 0.0 if is_reached else now - missed
+
     # --- the connection ---
+
+    def _miss(self) -> None:
+        """It is not reached from now on, unless it was not before."""
+        now = self._loop.time()
+        if self.ready:
+            self._flaps = not self._is_proven and now - self._welcomed < PROVEN_S
+            if not self._flaps:
+                self._missed = now
+        elif self._missed is None:
+            self._missed = now
 
     def _connect(self) -> None:
         if self._client is not None or self._closed:
             return
+        self._miss()
         if self._record is None or self._record.incarnation < self._adopted:
             self._find()
             return
@@ -255,6 +293,7 @@ class Peer:
             self._finish(future).set_exception(error)
 
     def _disconnect(self) -> None:
+        self._miss()
         self.ready = False
         self._hello_ids.clear()
         if self._hello_timer is not None:
@@ -268,6 +307,7 @@ class Peer:
         """Until it is answered."""
         if self._closed or self._client is None:
             return
+        self._miss()
         self.ready = False
         if self._hello_ids and not self._fixed:
             # Not answered so far: whoever is to answer may have a successor elsewhere.
@@ -386,6 +426,7 @@ class Peer:
 
     def _on_reply(self, header: Header, frames: Frames) -> None:
         self._unready = False
+        self._is_proven, self._flaps = True, False
         future = self._pending.get(header.in_reply_to)
         if future is None:
             self._came_too_late(header)
@@ -434,6 +475,7 @@ class Peer:
             if self.ready:
                 self._say_hello()
             return
+        self._is_proven, self._flaps = True, False
         future = self._pending.get(header.in_reply_to)
         if future is None:
             self._came_too_late(header)
@@ -468,6 +510,8 @@ class Peer:
             self._hello_timer = None
         self._hellos = 0
         restarted = self._incarnation not in (0, body.incarnation)
+        self._welcomed, self._is_proven = self._loop.time(), False
+        self._flaps = self._flaps and not restarted
         self._incarnation = body.incarnation
         self._answers_ask = body.answers_ask
         self._limit = min(body.max_message_bytes, self._endpoint.max_message_bytes)

@@ -137,3 +137,7 @@ class Supervisor:
             return GiveUp(f"{what}, after {self.max_restarts} restarts within {self.window_s:g} s")
         self._counts[name] = self._counts.get(name, 0) + 1
         return Restart(after, self._counts[name])
+
+    def forgive(self, name: str) -> None:
+        """It has rested: what was counted of it is forgotten."""
+        self._budgets.pop(name, None)

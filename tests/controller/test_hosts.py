@@ -328,3 +328,23 @@ def test_the_dead_are_told_once_for_each_change():
     assert not run.bury([Dead("rollouter/1", 1)])
     assert run.number == number
     assert run.bury([])
+
+
+def test_a_reward_pool_that_is_given_up_is_set_aside_and_the_last_one_ends_the_run():
+    run = running("reward/1")
+    run.ended("reward/0", 1, True, "it dies", "", 10.0)
+    assert (run.phase, [each.name for each in run.aside]) == ("running", ["reward/0"])
+    run.ended("reward/1", 1, True, "it dies as well", "", 11.0)
+    assert (run.outcome.actor, run.outcome.exit_code) == ("reward/1", 1)
+    assert run.outcome.reason == "it dies as well; 0 of 2 reward pools are left; set aside before: reward/0 (it dies)"
+
+
+def test_a_reward_pool_that_is_late_is_set_aside_and_the_only_one_ends_the_run():
+    run = running("reward/1", started=False)
+    run.ready({*RUN, "reward/1"} - {"reward/0"}, 1.0)
+    assert run.tick(15.0)
+    assert (run.phase, [each.name for each in run.aside]) == ("running", ["reward/0"])
+    run = running(started=False)
+    run.ready(without("reward/0"), 1.0)
+    assert run.tick(15.0)
+    assert run.outcome.actor == "reward/0"

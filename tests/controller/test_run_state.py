@@ -101,9 +101,9 @@ def test_an_actor_that_is_dead_already_is_not_waited_for():
 
 def test_the_first_failure_is_kept():
     run = machine()
-    assert run.ended("rollouter/1", -11, True, "killed by SIGSEGV, after 3 restarts", "/logs/r.log", 5.0)
+    assert run.ended("reward/0", -11, True, "killed by SIGSEGV, after 3 restarts", "/logs/r.log", 5.0)
     outcome = run.outcome
-    assert (outcome.actor, outcome.log, outcome.exit_code) == ("rollouter/1", "/logs/r.log", 1)
+    assert (outcome.actor, outcome.log, outcome.exit_code) == ("reward/0", "/logs/r.log", 1)
     assert not run.fail("learner/0", "lost a peer", "", 1, 5.1)
     assert not run.stop("Ctrl-C", 5.2)
     assert not run.finish(5.3)
@@ -142,11 +142,11 @@ def test_who_is_not_ready_in_time_fails_the_run():
 
 def test_a_restart_has_its_own_time_to_get_ready():
     run = machine()
-    run.ended("rollouter/0", -9, False, "", "", 100.0)
+    run.ended("reward/0", -9, False, "", "", 100.0)
     assert run.next_deadline() == 160.0
     assert not run.tick(159.0)
     assert run.tick(160.0)
-    assert run.outcome.actor == "rollouter/0"
+    assert run.outcome.actor == "reward/0"
 
 
 FROZEN = Condemned("rollouter/0", 7, "it did not beat for 61 s")

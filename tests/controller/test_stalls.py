@@ -6,17 +6,19 @@ import pytest
 from test_controller_actor import OTHERS, run
 
 from asyncrl.config.load import validate_config
+from asyncrl.config.operation import WatchdogConfig
 from asyncrl.messages.actors import WatchRun
-from asyncrl.messages.monitor import AwaitRecord, Heartbeat
+from asyncrl.messages.monitor import AwaitRecord, Heartbeat, UnreachedRecord
+from asyncrl.runtime.actor import CONTROLLER
 
 BEAT_S = 0.02
 
 
-def config(policy="report", silence_s=60.0):
+def config(policy="report", silence_s=60.0, engine_timeout_s=0.1):
     return validate_config(
         {
             "data": {"source": "synthetic"},
-            "rollout": {"engine": "sim"},
+            "rollout": {"engine": "sim", "engine_timeout_s": engine_timeout_s},
             "learner": {"backend": "sim"},
             "supervision": {"drain_s": 0.4, "heartbeat_s": BEAT_S, "silence_s": silence_s},
             "watchdog": {"stall_s": 0.5, "policy": policy},
@@ -90,8 +92,79 @@ def test_policy_restart_condemns_exactly_the_culprit(tmp_path):
             assert [(actor.name, actor.incarnation) for actor in state.condemned] == [("rollouter/0", 1)]
             assert "held up the run" in state.condemned[0].reason
             assert state.stuck[0].name == "rollouter/0"
+            assert state.stuck[0].report.endswith(
+                "; rollouter/0 is killed and started again (watchdog.policy = restart)"
+            )
 
     run(tmp_path, scenario, config("restart"))
+
+
+def test_the_default_acts():
+    assert WatchdogConfig().policy == "restart"
+
+
+def test_who_may_still_be_at_work_is_told_and_left_alone(tmp_path):
+    async def scenario(cluster):
+        async with Beating(cluster):
+            state = await state_until(cluster, lambda state: state.stuck and state.stuck[0].report)
+            assert state.stuck[0].report.endswith("; rollouter/0 is left alone, as its work may take 60 s")
+            assert state.condemned == []
+
+    run(tmp_path, scenario, config("restart", engine_timeout_s=60.0))
+
+
+class Cut(Beating):
+    """As many rollouters as are there; of them ``cut_off`` tell that they do not reach the learner."""
+
+    def __init__(self, cluster, cut_off):
+        super().__init__(cluster)
+        self.cut_off = cut_off
+
+    async def beat(self):
+        names = [name for name in self.cluster.config.actors if name != CONTROLLER]
+        peers = {name: self.cluster.caller(name) for name in names}
+        began, number = asyncio.get_running_loop().time(), 0
+        while True:
+            number += 1
+            for name in names:
+                missed = asyncio.get_running_loop().time() - began
+                unreached = [UnreachedRecord("learner/0", missed)] if name in self.cut_off else []
+                peers[name].cast(Heartbeat(beat=number, progress=0, state="ready", unreached=unreached))
+            await asyncio.sleep(BEAT_S)
+
+    async def __aenter__(self):
+        for name in self.cluster.config.actors:
+            if name != CONTROLLER:
+                await self.cluster.register(name)
+        self.task = asyncio.create_task(self.beat())
+        return self
+
+
+@pytest.mark.parametrize(
+    ("cut_off", "condemned"),
+    [
+        ([], []),
+        (["rollouter/1"], ["rollouter/1"]),
+        (["rollouter/0", "rollouter/1", "rollouter/2"], ["learner/0"]),
+    ],
+)
+def test_who_beats_and_is_cut_off_is_condemned(tmp_path, cut_off, condemned):
+    tree = config().model_dump()
+    tree["rollout"]["replicas"] = 3
+    tree["supervision"]["unreachable_s"] = 0.3
+    tree["watchdog"]["stall_s"] = 60.0
+
+    async def scenario(cluster):
+        async with Cut(cluster, cut_off):
+            await state_until(cluster, lambda state: state.phase == "running")
+            if condemned:
+                await state_until(cluster, lambda state: state.condemned)
+            await asyncio.sleep(0.4)
+            state = await cluster.caller().call(WatchRun())
+            assert [actor.name for actor in state.condemned] == condemned
+            assert all("(supervision.unreachable_s)" in actor.reason for actor in state.condemned)
+
+    run(tmp_path, scenario, validate_config(tree))
 
 
 def test_policy_stop_ends_the_run_with_the_report_as_its_reason(tmp_path):

@@ -86,6 +86,76 @@ def test_a_report_is_withdrawn_when_the_run_moves_and_the_next_stall_has_its_ful
     assert run.reported_at[-1] - moved == STALL_S
 
 
+def restarting(max_restarts=3, **patience_s):
+    run = Watched()
+    run.dog = Watchdog(
+        WatchdogConfig(stall_s=STALL_S, policy="restart"), LOOK_S, patience_s=patience_s, max_restarts=max_restarts
+    )
+    run.look()
+    return run
+
+
+@pytest.mark.parametrize(
+    ("policy", "action", "words"),
+    [
+        ("report", "none", "nothing is done about it (watchdog.policy = report)"),
+        ("restart", "restart", "rollouter/0 is killed and started again (watchdog.policy = restart)"),
+        ("stop", "stop", "the run ends (watchdog.policy = stop)"),
+    ],
+)
+def test_a_report_tells_what_is_done(policy, action, words):
+    run = Watched()
+    run.dog = Watchdog(WatchdogConfig(stall_s=STALL_S, policy=policy), LOOK_S)
+    run.look()
+    run.passes(STALL_S)
+    assert run.dog.report.action == action
+    assert run.dog.report.text.endswith(f"; {words}")
+
+
+def test_who_beats_has_the_time_that_its_work_may_take():
+    run = restarting(rollouter=2.5 * STALL_S)
+    run.passes(STALL_S)
+    assert run.dog.report.action == "none"
+    assert run.dog.report.text.endswith("; rollouter/0 is left alone, as its work may take 250 s")
+    run.passes(2 * STALL_S)
+    assert run.dog.report.action == "restart"
+
+
+def test_who_is_silent_is_at_no_work():
+    run = restarting(rollouter=1000.0)
+    run.has("rollouter/0", "generating", silent_s=STALL_S)
+    run.passes(STALL_S)
+    assert (run.dog.report.name, run.dog.report.action) == ("rollouter/0", "restart")
+
+
+def test_who_has_ended_is_started_again_by_its_agent():
+    run = restarting()
+    run.has("rollouter/0", "generating", ended=True)
+    run.passes(STALL_S)
+    assert (run.dog.report.name, run.dog.report.action) == ("rollouter/0", "none")
+    assert "is to be started again by its agent" in run.dog.report.text
+
+
+def stalls_again(run, incarnation):
+    """It was started again, and the run stands as before."""
+    run.has("rollouter/0", "generating", AwaitRecord("engine", "tokens", 1.0), incarnation=incarnation)
+    run.passes(STALL_S + LOOK_S)
+    return run.dog.report.action
+
+
+def test_restarts_that_bring_no_step_end_the_run():
+    run = restarting(max_restarts=2)
+    assert [stalls_again(run, n) for n in (2, 3, 4)] == ["restart", "restart", "stop"]
+    assert run.dog.report.text.endswith("; the run ends, as 2 restarts of whoever held it up have not brought a step")
+
+
+def test_restarts_are_counted_anew_after_a_step():
+    run = restarting(max_restarts=2)
+    assert [stalls_again(run, n) for n in (2, 3)] == ["restart", "restart"]
+    run.has("learner/0", "waiting", AwaitRecord("rollouter", "groups", 1.0), figures=(0.0, 1.0, 0.0))
+    assert stalls_again(run, 4) == "restart"
+
+
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_a_version_a_group_or_a_token_each_move_the_run(run, which):
     for step in range(1, 8):

@@ -8,7 +8,7 @@ from asyncrl.config.operation import SupervisionConfig
 from asyncrl.launcher.host import NEVER_RAN_GRACE_S, VERDICT_S, Host
 from asyncrl.launcher.instructions import Announce, AskStop, Kill, KillAll, Report, ReportStart, Spawn
 from asyncrl.launcher.spec import AT_ONCE, EndedEvent
-from asyncrl.messages.actors import Condemned, RunState
+from asyncrl.messages.actors import Aside, Condemned, RunState
 from asyncrl.runtime.registry import FIRST_WORD_S
 
 NAMES = ("controller/0", "dataloader/0", "learner/0", "rollouter/0", "rollouter/1")
@@ -117,17 +117,81 @@ def test_nobody_is_killed_for_a_stall_while_the_run_ends():
 def test_giving_up_ends_the_run_with_its_reason():
     found = host()
     for now in (1.0, 10.0):
-        found.exited("rollouter/0", -9, "", now)
+        found.exited("dataloader/0", -9, "", now)
         found.tick(now + 5)
-    (report,) = found.exited("rollouter/0", 3, "out of memory", 20.0)
+    (report,) = found.exited("dataloader/0", 3, "out of memory", 20.0)
     assert (report.fatal, report.reason) == (True, "exit code 3, after 2 restarts within 1000 s: out of memory")
     assert found.ending
     assert found.next_deadline() == 30.0
-    assert str(found.failure) == f"rollouter/0: {report.reason} (log: /logs/rollouter-0.log)"
+    assert str(found.failure) == f"dataloader/0: {report.reason} (log: /logs/dataloader-0.log)"
     # What the controller makes of it counts; it knew of no other failure before.
-    found.state(state("draining", failed_actor="rollouter/0", reason=report.reason, exit_code=1), 20.1)
-    assert found.failure.actor == "rollouter/0"
+    found.state(state("draining", failed_actor="dataloader/0", reason=report.reason, exit_code=1), 20.1)
+    assert found.failure.actor == "dataloader/0"
     assert found.next_deadline() == 30.0
+
+
+def given_up():
+    """A host that has given rollouter/0 up, and the reason."""
+    found = host()
+    for now in (1.0, 10.0):
+        found.exited("rollouter/0", -9, "", now)
+        found.tick(now + 5)
+        found.spawned("rollouter/0", 100 + int(now))
+    (report,) = found.exited("rollouter/0", 3, "out of memory", 20.0)
+    assert (report.fatal, report.reason) == (True, "exit code 3, after 2 restarts within 1000 s: out of memory")
+    return found
+
+
+def aside(*names):
+    return state("running", aside=[Aside(name, "it cannot be kept alive", 600.0) for name in names])
+
+
+def test_a_replica_that_is_given_up_is_started_again_once_it_is_set_aside_no_more():
+    found = given_up()
+    assert not found.ending and found.failure is None and found.next_deadline() is None
+    # The controller has not heard of its end so far.
+    assert found.state(state("running"), 20.1) == []
+    assert found.state(aside("rollouter/0"), 20.2) == []
+    assert found.state(aside("rollouter/0"), 900.0) == []
+    assert found.state(state("running"), 901.0) == [Spawn("rollouter/0")]
+    found.spawned("rollouter/0", 200)
+    # What was counted before is forgotten.
+    assert not found.exited("rollouter/0", 3, "", 902.0)[0].fatal
+
+
+def test_the_successor_of_a_controller_is_told_who_is_given_up_and_is_not_misunderstood():
+    found = given_up()
+    found.state(aside("rollouter/0"), 20.2)
+    told = found.controller_found(30.0)
+    assert [end.name for end in told if isinstance(end, Report) and end.fatal] == ["rollouter/0"]
+    assert found.state(state("running"), 30.1) == []
+    assert found.state(aside("rollouter/0"), 30.2) == []
+    assert found.state(state("running"), 30.3) == [Spawn("rollouter/0")]
+    assert not any(isinstance(told, Report) for told in found.controller_found(40.0))
+
+
+@pytest.mark.parametrize("exit_code", [-9, 0])
+def test_a_replica_that_lives_and_is_set_aside_is_killed_and_stays_so(exit_code):
+    found = host()
+    assert found.state(aside("rollouter/0"), 5.0) == [Kill("rollouter/0")]
+    assert found.state(aside("rollouter/0"), 5.1) == []
+    (report,) = found.exited("rollouter/0", exit_code, "", 5.2)
+    assert report.fatal and report.reason.endswith(": it cannot be kept alive")
+    assert (found.tick(1e6), found.next_deadline(), found.ending) == ([], None, False)
+    assert found.state(state("running"), 1e6) == [Spawn("rollouter/0")]
+
+
+def test_a_restart_that_is_due_is_given_up_for_one_that_is_set_aside():
+    found = host()
+    found.exited("rollouter/0", -9, "", 5.0)
+    assert found.state(aside("rollouter/0"), 5.1) == []
+    assert found.tick(100.0) == []
+
+
+def test_a_replica_that_a_restart_would_not_mend_ends_the_run():
+    found = host()
+    (report,) = found.exited("rollouter/0", 78, "", 5.0)
+    assert report.fatal and found.ending and found.failure.exit_code == 78
 
 
 def test_what_a_restart_would_not_mend_ends_the_run():
@@ -175,10 +239,10 @@ def test_an_end_with_exit_code_0_that_nobody_asked_for_is_a_death(told):
 def test_too_many_ends_with_exit_code_0_end_the_run():
     found = host()
     for now in (1.0, 10.0):
-        found.exited("rollouter/0", -9, "", now)
+        found.exited("learner/0", -9, "", now)
         found.tick(now + 5)
-    found.exited("rollouter/0", 0, "", 20.0)
-    (report,) = found.told("rollouter/0", ROLLOUTER, False, 20.1)
+    found.exited("learner/0", 0, "", 20.0)
+    (report,) = found.told("learner/0", LEARNER, False, 20.1)
     assert (report.fatal, report.reason) == (True, "exit code 0, after 2 restarts within 1000 s")
     assert found.ending
 
@@ -532,6 +596,7 @@ events = st.one_of(
     st.just(("found",)),
     st.tuples(st.just("exited"), st.sampled_from(NAMES), st.sampled_from([0, 1, 78, -9])),
     st.tuples(st.just("state"), st.sampled_from(["starting", "running", "preempting", "draining", "done", "failed"])),
+    st.tuples(st.just("aside"), st.sets(st.sampled_from(["rollouter/0", "rollouter/1"]))),
     st.sampled_from([("stop",), ("preempt",), ("kill",), ("unreachable",), ("launcher_gone",), ("silent",), ("tick",)]),
 )
 
@@ -552,6 +617,11 @@ def test_invariants(history):
         elif kind == "state" and was_found:
             failed = {"failed_actor": "learner/0", "exit_code": 1} if arguments[0] == "failed" else {}
             instructions = found.state(state(arguments[0], **failed), now)
+        elif kind == "aside" and was_found:
+            instructions = found.state(aside(*arguments[0]), now)
+            if not found.ending:
+                started = {instruction.name for instruction in instructions if isinstance(instruction, Spawn)}
+                assert not started & arguments[0]
         elif kind == "launcher_gone":
             found.launcher_gone()
         elif kind in ("stop", "kill", "preempt"):

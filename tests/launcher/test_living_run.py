@@ -63,6 +63,9 @@ def speak(folder, address="tcp://127.0.0.1:7000"):
         (["--join", "runs/x", "--hosts", "f", "--learner.lr", "1"], "so --learner.lr has no place here"),
         (["--join", "runs/x", "--hosts", "f", "--resume", "auto"], "--join speaks to a run that lives"),
         (["--leave", "a"], "--leave HOST RUN: name one run folder after the host"),
+        (["--bring-back", "rollouter/1"], "--bring-back NAME RUN: name one run folder after the replica"),
+        (["--bring-back", "rollouter/1", "x", "--leave", "a"], "--bring-back NAME RUN: name one run folder"),
+        (["--bring-back", "rollouter/1", "x", "--detach"], "--bring-back speaks to a run that lives"),
         (["--leave", "a", "runs/x", "runs/y"], "--leave HOST RUN: name one run folder"),
         (["--leave", "a", "runs/x", "--hosts", "f"], "--leave HOST RUN: name one run folder"),
         (["--leave", "a", "runs/x", "--ssh-args", "-F x"], "only --within SECONDS goes with it"),
@@ -171,7 +174,7 @@ def test_only_who_reads_the_private_folder(lived, monkeypatch, hosts, capsys):
 
     monkeypatch.setattr(living, "load_credentials", closed)
     assert launch.main(["--join", str(lived.path), "--hosts", hosts]) == 2
-    assert f"only who can read {lived.private} may stop this run, or change its hosts" in capsys.readouterr().err
+    assert f"only who can read {lived.private} may stop this run, or change who serves it" in capsys.readouterr().err
 
 
 def test_a_run_on_one_host_is_not_joined(lived, hosts, capsys):

@@ -178,6 +178,27 @@ def test_what_is_absent_is_null_and_shown_as_such():
     assert not re.search(r"\b0\.?0* (tokens|groups|samples)/s", text)
 
 
+def test_a_replica_that_is_set_aside_is_shown_with_its_reason_and_without_old_figures():
+    why = "exit code 1, after 3 restarts within 600 s"
+    snapshots = [
+        msgspec.structs.replace(
+            snapshot,
+            run=msgspec.structs.replace(snapshot.run, aside={"rollouter/1": why}),
+            actors=[
+                msgspec.structs.replace(actor, condition="aside") if actor.name == "rollouter/1" else actor
+                for actor in snapshot.actors
+            ],
+        )
+        for snapshot in STATES["healthy"]()
+    ]
+    document = seen(snapshots)
+    shown = page(document, 120, UNICODE)
+    assert f"set aside: rollouter/1 ({why})" in shown
+    assert document.run.aside == {"rollouter/1": why} and document.run.down == []
+    row = next(row for row in document.rollouters if row.name == "rollouter/1")
+    assert (row.in_flight, row.version) == (None, None)
+
+
 def test_a_dead_host_shows_what_is_left_and_keeps_no_old_figures():
     document = seen(STATES["dead_host"]())
     by_name = {row.name: row for row in document.rollouters}

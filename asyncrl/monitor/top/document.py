@@ -55,6 +55,8 @@ class RunRow(Struct, frozen=True, kw_only=True):
     lost_hosts: list[str] = []
     down: list[str] = []
     """Actors of a running run that do not serve, each with its condition; those of lost hosts are not among them."""
+    aside: dict[str, str] = {}
+    """Replicas that are set aside, with the reasons; not among ``down``."""
     stalled: str = ""
     """The watchdog's report, while it holds."""
     disk_free_bytes: Count | None = None
@@ -89,7 +91,7 @@ class RollouterRow(Struct, frozen=True, kw_only=True):
     name: str
     host: str
     condition: str
-    """absent, starting, ready, silent, condemned, dead, lost (with its host) or ended (with the run)."""
+    """absent, starting, ready, silent, condemned, dead, lost (with its host), aside or ended (with the run)."""
     state: str
     awaiting: str
     state_s: float
@@ -126,7 +128,7 @@ class RankRow(Struct, frozen=True, kw_only=True):
     name: str
     host: str
     condition: str
-    """absent, starting, ready, silent, condemned, dead, lost (with its host) or ended (with the run)."""
+    """absent, starting, ready, silent, condemned, dead, lost (with its host), aside or ended (with the run)."""
     state: str
     awaiting: str
     state_s: float
@@ -276,7 +278,7 @@ class EpisodeHostRow(Struct, frozen=True, kw_only=True):
     name: str
     host: str
     condition: str
-    """absent, starting, ready, silent, condemned, dead, lost (with its host) or ended (with the run)."""
+    """absent, starting, ready, silent, condemned, dead, lost (with its host), aside or ended (with the run)."""
     workers: Count = 0
     """Processes; 0 where each episode is a program of its own."""
     kinds: dict[Kind, float] = {}

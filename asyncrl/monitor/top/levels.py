@@ -14,7 +14,7 @@ from asyncrl.snapshot import ActorView, RunView, Snapshot
 
 AT = "rollout/episodes_at/"
 """Begins the names of figures of stages."""
-GONE = frozenset({"absent", "dead", "lost"})
+GONE = frozenset({"absent", "dead", "lost", "aside"})
 
 
 @dataclass(frozen=True, slots=True)

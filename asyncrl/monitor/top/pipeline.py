@@ -178,6 +178,8 @@ def verdict(document: Document, width: int, glyphs: Glyphs) -> list[Line]:
     missing: list[Line] = []
     if run.lost_hosts:
         missing.append([("lost hosts: ", "bad"), (_some(run.lost_hosts), "")])
+    if run.aside:
+        missing.append([("set aside: ", "bad"), (_some([f"{name} ({why})" for name, why in run.aside.items()]), "")])
     if run.down:
         missing.append([("down: ", "bad"), (_some(run.down), "")])
     if missing:

@@ -67,6 +67,7 @@ def run_row(facts: Facts, rollouters: Sequence[RollouterRow]) -> RunRow:
         waiting_for=run.waiting_for,
         lost_hosts=run.lost_hosts,
         down=_down(facts),
+        aside=run.aside,
         stalled=run.stalled,
         disk_free_bytes=run.disk_free_bytes or None,
     )

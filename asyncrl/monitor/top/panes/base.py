@@ -55,7 +55,7 @@ def is_there(condition: str) -> bool:
 
 def is_amiss(condition: str) -> bool:
     """Whether an actor should be otherwise."""
-    return condition in ("condemned", "dead", "lost")
+    return condition in ("condemned", "dead", "lost", "aside")
 
 
 def said_state(condition: str, state: str, awaiting: str) -> Span:

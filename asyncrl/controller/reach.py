@@ -1,0 +1,151 @@
+"""Who is at fault where an actor that lives cannot reach another that lives.
+
+Every actor tells whom it cannot reach, and for how long on its own clock. A path counts as broken when both of its
+ends are ready and in good standing and it was told so, again and again, for ``unreachable_s``. Then one of the ends is
+named, so that it is killed and started again, or set aside, and what it held goes back:
+
+* of many that do the same work, and of whom others do reach the same peer, the one that does not;
+* the peer, where nobody of that role reaches it, or more than half do not. If that did not help within ``memory_s``,
+  those that cannot are named as long as others can;
+* of two of which there is no other, the one that costs less; if that did not help, the other.
+
+Invariant: nobody is named for a path to who is not ready, whose end is another process than before, or who was not
+heard of meanwhile: that is silence, a death, or a lost host, and is judged elsewhere. Of a path one end is named at a
+time. What was told is compared with the time of who tells alone, and what passed while this process did not look counts
+as nothing. Pure: the caller brings the time (monotonic, s).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from asyncrl.messages.monitor import MOST_UNREACHED
+from asyncrl.runtime.supervision import is_gang, role_of
+
+COST = {"rollouter": 0, "reward": 1, "dataloader": 2, "parameter_server": 3, "learner": 4}
+"""By role, what is lost by starting an actor again, in order; paths between others are no matter of the run's."""
+LONGEST_GAP = 0.25
+"""Share of ``unreachable_s`` after which a gap between two looks is time in which nobody could be heard."""
+SUSPECT_SHARE = 0.5
+"""Share of ``unreachable_s`` after which a path that is not reached is counted with those that are broken."""
+NAMES_SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """An actor that is ready and was heard of just now."""
+
+    name: str
+    incarnation: int
+    unreached: Mapping[str, float] = field(default_factory=dict)
+    """Seconds for which it has not reached each that it names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """An actor that is to be killed because it and others do not reach each other."""
+
+    name: str
+    incarnation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """From who tells to whom it does not reach."""
+
+    teller: Standing
+    other: Standing
+
+
+@dataclass(slots=True)
+class Reach:
+    """Watches the paths of one run."""
+
+    unreachable_s: float
+    look_s: float
+    """About how often there is a look."""
+    memory_s: float
+    """For how long it is remembered who was named."""
+    _since: dict[tuple[str, int, str, int], float] = field(default_factory=dict)
+    """When each path was first told of, as long as it goes on."""
+    _named: dict[str, float] = field(default_factory=dict)
+    """When each name was last."""
+    _looked: float = 0.0
+
+    def look(self, standings: Iterable[Standing], now: float) -> list[Cut]:
+        """See how things are, every few seconds. ``standings`` are all that are ready and heard of."""
+        actors = {standing.name: standing for standing in standings if role_of(standing.name) in COST}
+        if now - self._looked > max(LONGEST_GAP * self.unreachable_s, 3 * self.look_s):
+            self._since.clear()
+        self._looked = now
+        self._named = {name: at for name, at in self._named.items() if now - at < self.memory_s}
+        paths = self._take_in(actors, now)
+        suspect = {key for key, seconds in paths.items() if seconds >= SUSPECT_SHARE * self.unreachable_s}
+        cuts: dict[str, Cut] = {}
+        broken = [(seconds, key) for key, seconds in paths.items() if seconds >= self.unreachable_s]
+        for seconds, (teller, other) in sorted(broken, reverse=True):
+            if teller in cuts or other in cuts:
+                continue
+            name, why = self._judge(_Path(actors[teller], actors[other]), actors, suspect)
+            reason = f"{why} for {seconds:.0f} s (supervision.unreachable_s)"
+            cuts[name] = Cut(name=name, incarnation=actors[name].incarnation, reason=reason)
+        self._named.update(dict.fromkeys(cuts, now))
+        return list(cuts.values())
+
+    def _take_in(self, actors: Mapping[str, Standing], now: float) -> dict[tuple[str, str], float]:
+        """For how long each path is known to be broken, by who tells and whom it does not reach."""
+        since, found = {}, {}
+        for teller in actors.values():
+            for name, seconds in teller.unreached.items():
+                other = actors.get(name)
+                if other is None or other is teller:
+                    continue
+                key = (teller.name, teller.incarnation, name, other.incarnation)
+                since[key] = self._since.get(key, now)
+                found[teller.name, name] = min(seconds, now - since[key])
+        self._since = since
+        return found
+
+    def _judge(self, path: _Path, actors: Mapping[str, Standing], broken: set[tuple[str, str]]) -> tuple[str, str]:
+        """Who is at fault, and what it did."""
+        teller, other = path.teller.name, path.other.name
+        cannot = f"it could not reach {other}"
+        tellers, others = _alike(teller, actors), _alike(other, actors)
+        if len(tellers) > 1:
+            failing = [name for name in tellers if (name, other) in broken]
+            reaching = len(tellers) - len(failing)
+            if self._is_many(len(failing), reaching, other):
+                return other, f"it was not reached by {_some(failing)}"
+            return teller, f"{cannot}, as {_count(reaching, role_of(teller))} did,"
+        if len(others) > 1:
+            failing = [name for name in others if (teller, name) in broken]
+            reaching = len(others) - len(failing)
+            # More than a heartbeat names may be failing.
+            if len(failing) >= MOST_UNREACHED or self._is_many(len(failing), reaching, teller):
+                return teller, f"it could not reach {_some(failing)}"
+            return other, f"it was not reached by {teller}, as {_count(reaching, role_of(other))} were,"
+        cheap, dear = sorted((teller, other), key=lambda name: COST[role_of(name)])
+        at_fault = dear if cheap in self._named and dear not in self._named else cheap
+        return at_fault, cannot if at_fault == teller else f"it was not reached by {teller}"
+
+    def _is_many(self, failing: int, reaching: int, whom: str) -> bool:
+        """Whether so many do not reach ``whom`` that it is at fault itself."""
+        return not reaching or (failing > reaching and whom not in self._named)
+
+
+def _alike(name: str, actors: Mapping[str, Standing]) -> list[str]:
+    """Who does the same work; a gang is one."""
+    if is_gang(name):
+        return [name]
+    return sorted(other for other in actors if role_of(other) == role_of(name))
+
+
+def _count(number: int, role: str) -> str:
+    return f"{number} other {role}{'s' if number > 1 else ''}"
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - NAMES_SHOWN
+    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

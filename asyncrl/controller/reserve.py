@@ -1,0 +1,77 @@
+"""Replicas that are set aside: who could not be kept alive, why, and when each is tried again.
+
+The first rest is ``window_s``, after which an agent has forgotten the deaths that it counts; each further one is twice
+as long, up to LONGEST_REST times the first, and the first again for one that was back for longer than it had rested.
+Invariant: the end of one incarnation sets nobody aside twice, however often it is told. Pure: the caller brings the
+time (monotonic, s).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+LONGEST_REST = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rest:
+    """Of one replica."""
+
+    reason: str
+    until: float
+    rest_s: float
+
+
+@dataclass(slots=True)
+class _Before:
+    """What is remembered of one that was set aside: by which end, for how long, and since when it is back."""
+
+    incarnation: int
+    rest_s: float
+    back: float
+
+
+@dataclass(slots=True)
+class Reserve:
+    """See the module."""
+
+    window_s: float
+    resting: dict[str, Rest] = field(default_factory=dict)
+    _before: dict[str, _Before] = field(default_factory=dict)
+
+    def put(self, name: str, incarnation: int, reason: str, now: float) -> bool:
+        """Set one aside by the end of this incarnation, or of whichever with 0; False if it is or was already."""
+        before = self._before.get(name)
+        if name in self.resting:
+            self._before[name].incarnation = max(incarnation, self._before[name].incarnation)
+            return False
+        if before is not None and 0 < incarnation <= before.incarnation:
+            return False
+        rest_s = self.window_s
+        if before is not None:
+            incarnation = max(incarnation, before.incarnation)
+            if now - before.back < before.rest_s:
+                rest_s = min(2 * before.rest_s, LONGEST_REST * self.window_s)
+        self.resting[name] = Rest(reason=reason, until=now + rest_s, rest_s=rest_s)
+        self._before[name] = _Before(incarnation, rest_s, now + rest_s)
+        return True
+
+    def take(self, name: str, now: float) -> None:
+        """It is brought back."""
+        del self.resting[name]
+        self._before[name].back = now
+
+    def forget(self, names: Iterable[str]) -> None:
+        """These have left for good."""
+        for name in names:
+            self.resting.pop(name, None)
+            self._before.pop(name, None)
+
+    def due(self, now: float) -> list[str]:
+        """Who has rested."""
+        return sorted(name for name, rest in self.resting.items() if now >= rest.until)
+
+    def next_deadline(self) -> float | None:
+        """When the next one has rested."""
+        return min((rest.until for rest in self.resting.values()), default=None)
