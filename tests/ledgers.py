@@ -1,5 +1,8 @@
 """Whether the state-time ledgers of a recorded run add up."""
 
+import json
+from datetime import datetime
+
 from asyncrl.monitor.states import STATES
 
 KINDS = {"engine": "engine", "rank": "rank", "worker": "worker"}
@@ -13,9 +16,9 @@ BEATS = 5
 """The first of a life, which is busy with its start; of them the one that was heard with the least delay counts."""
 
 
-def assert_ledgers_add_up(snapshots):
+def assert_ledgers_add_up(snapshots, run_dir):
     """Of every serial resource of every incarnation; returns (resource, incarnation) → its states."""
-    beats = {}
+    beats, spawned = {}, _spawned(run_dir)
     for snapshot in snapshots:
         for actor in snapshot.actors:
             if actor.condition in ("ready", "starting", "silent"):
@@ -34,12 +37,24 @@ def assert_ledgers_add_up(snapshots):
         assert set(resource.seconds) <= set(STATES[kind]), name
         if kind != "worker":
             # A worker is born within the life of its actor.
-            life = told - incarnation / 1e9
+            life = told - spawned[name.partition(" ")[0], incarnation]
             assert abs(total - life) <= WHOLE * life + SHORT_S, f"{name}: {total:.3f} s of a life of {life:.3f} s"
         assert abs(total - earlier - (told - since)) <= WHOLE * (told - since) + SHORT_S, (
             f"{name}: {total - earlier:.3f} s within {told - since:.3f} s"
         )
     return {key: set(heard[-1][2].seconds) for key, heard in beats.items()}
+
+
+def _spawned(run_dir):
+    """When each incarnation was, by the log of its agent: (actor, incarnation) → Unix time (s)."""
+    found = {}
+    for log in run_dir.glob("logs/attempt_*/agent-*.log"):
+        for line in log.read_text().splitlines():
+            if '"event": "spawned"' in line:
+                facts = json.loads(line)
+                at = datetime.fromisoformat(facts["timestamp"]).timestamp()
+                found[facts["actor"], facts["incarnation"]] = at
+    return found
 
 
 def _delay(beat):

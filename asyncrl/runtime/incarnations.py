@@ -23,7 +23,8 @@ SPAN = 1 << 32
 LEAP = 1 << 16
 """A host that is cut off gives fewer numbers to an actor before it is heard of again."""
 STRIDE = 1 << 46
-"""What a process numbers in its life is less, if it counts 2^20 a second for two years."""
+"""What a process numbers in its life is less, if it counts 2^20 a second for two years. So 2^17 lives have numbers that
+a message can carry: those of one that dies every eight minutes for as long."""
 
 
 def attempt_begins_above(attempt: int, written: int) -> int:

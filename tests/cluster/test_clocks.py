@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from cluster.netns import wait_until
@@ -14,7 +15,7 @@ from wall_clocks import WallClocks
 @pytest.fixture
 def clocks(cluster, monkeypatch):
     (folder,) = cluster.shared
-    found = WallClocks(folder)
+    found = WallClocks(Path(folder))
     monkeypatch.setenv("PYTHONPATH", found.path)
     return found
 

@@ -470,7 +470,7 @@ def test_a_run_that_has_never_run_does_not_make_way(tmp_path):
     async def scenario(cluster):
         caller = cluster.caller()
         await cluster.die()
-        await cluster.start(10**9)
+        await cluster.start(8)
         assert (await caller.call(WatchRun())).phase == "starting"
         await caller.call(StopRun(reason="Ctrl-C", preempt=True))
         state = await caller.call(WatchRun())
@@ -546,7 +546,7 @@ def test_a_successor_is_told_everything_by_those_who_come_back(tmp_path):
             await cluster.die()
             await asyncio.sleep(0.05)
             assert not any(life.done() for life in lives)
-            await cluster.start(10**9)
+            await cluster.start(8)
             assert cluster.controller.address == address
             await until(lambda: "rollouter/0" in cluster.controller._registry.ready())
             record = cluster.controller._registry.resolve("rollouter/0")
@@ -575,7 +575,7 @@ def test_an_actor_that_the_successor_refuses_ends(tmp_path):
         life = asyncio.create_task(actor.main())
         await until(lambda: "rollouter/0" in cluster.controller._registry.ready())
         await cluster.die()
-        await cluster.start(10**9)
+        await cluster.start(8)
         await cluster.register("rollouter/0", incarnation=11)
         with pytest.raises(AsyncRLError, match="incarnation"):
             await life
@@ -587,7 +587,7 @@ def test_a_successor_condemns_nobody_before_it_has_listened(tmp_path):
     async def scenario(cluster):
         over = asyncio.Event()
         await cluster.die()
-        await cluster.start(10**9)
+        await cluster.start(8)
         async with asyncio.TaskGroup() as tasks:
             # It registers again first, and beats a while later.
             await cluster.register("rollouter/0")

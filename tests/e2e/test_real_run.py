@@ -216,7 +216,8 @@ def test_the_exported_model_loads_and_scores_the_same(folder, finished):
 
 
 def test_the_ledgers_of_all_serial_resources_add_up(folder, finished):
-    states = assert_ledgers_add_up(read_recording(folder / "runs" / "real"))
+    run_dir = folder / "runs" / "real"
+    states = assert_ledgers_add_up(read_recording(run_dir), run_dir)
     names = {name for name, _ in states}
     assert {"learner/0 rank", "learner/1 rank", "rollouter/0 engine", "reward/0 worker/0"} <= names
     of = {name: found for (name, _), found in states.items()}

@@ -49,7 +49,7 @@ def test_who_is_started_after_the_clock_has_stepped_back_takes_its_place(clocks,
         heartbeat_s=0.2,
     )
     try:
-        run.wait_to_show("running")
+        run.wait_to_show("step 3/3")
         before = run.actor(name)
         clocks.set(-BACK_S)
         time.sleep(2 * LOOK_S)

@@ -50,9 +50,9 @@ def watched(tmp_path_factory):
 
 
 def test_the_ledgers_of_all_serial_resources_add_up(watched):
-    _, seen, recorded = watched
+    run, seen, recorded = watched
     for snapshots in (seen, recorded):
-        states = assert_ledgers_add_up(snapshots)
+        states = assert_ledgers_add_up(snapshots, run.run_dir)
         assert {name for name, _ in states} == {
             "learner/0 rank",
             "reward/0 worker/0",
