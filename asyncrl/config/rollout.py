@@ -146,8 +146,14 @@ class WeightsConfig(Section):
     each load, and an engine that disagrees loads again."""
     deadline_s: Seconds = 120.0
     """Longest time from a pause to its commit; a replica past it is restarted."""
+    stage_deadline_s: Seconds = 1800.0
+    """Longest time in which a replica fetches a version by shm or stream; past it, it begins anew with the newest."""
+    versions_held: Annotated[int, Field(ge=2)] = 4
+    """Versions that the parameter server holds at most, each as large as the weights: the newest, and older ones that
+    replicas still fetch; with delta also the one before the newest and one that is being encoded. Where more are
+    fetched, those who fetch an older one begin anew with the newest."""
     broadcast_timeout_s: Seconds = 30.0
-    """Longest time that the members of a broadcast wait for one another; past it the group is broken up, and its
-    members are served by stream."""
+    """Longest time that the members of a broadcast wait for one another; past it the group is broken up, and a version
+    that breaks twice is served by stream."""
     max_attempts: Positive = 3
     """Attempts at an update before the engine is restarted."""

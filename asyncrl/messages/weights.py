@@ -150,7 +150,8 @@ KeepPublished.reply = Published
 class Announce(Request, frozen=True, kw_only=True):
     """Learner to parameter server: ``version`` is being gathered and could be broadcast.
 
-    Parked until every member of the group is paused for it, or it is clear that there will be no broadcast.
+    Parked until every member of the group is paused for it, or it is clear that there will be no broadcast. Said again
+    once that broadcast has broken, it asks for another one to those who survived.
     """
 
     reply: ClassVar[type[Message]]
@@ -182,6 +183,8 @@ class BroadcastEnded(Request, frozen=True, kw_only=True):
     version: Count
     epoch: Count
     error: str = ""
+    again: bool = False
+    """After an error: the learner announces it anew next."""
 
 
 class NextUpdate(Request, frozen=True, kw_only=True):
@@ -284,3 +287,7 @@ class ReportUpdate(Request, frozen=True, kw_only=True):
     error: str = ""
     corrupt: bool = False
     """The bytes were not what the manifest says, before anything was loaded."""
+    broke_off: bool = False
+    """It was a broadcast, which broke off under this replica; whose fault that was it does not know."""
+    epoch: int = -1
+    """Of the broadcast, if it was one: a late word on one that broke says nothing on the next one of its version."""

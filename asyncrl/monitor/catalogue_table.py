@@ -313,7 +313,7 @@ METRICS: tuple[Metric, ...] = (
         ("weights/pauses_taken_back", "pauses", "of replicas that held one for too long"),
         ("weights/broadcasts_begun", "broadcasts", "with all members paused"),
         ("weights/broadcasts_called_off", "broadcasts", "before they began"),
-        ("weights/broadcasts_broken", "broadcasts", "that failed; their members are served by stream"),
+        ("weights/broadcasts_broken", "broadcasts", "that failed; those who survive are members of the next one"),
         ("weights/chunks_served", "chunks", "of weights sent over the wire"),
         ("weights/bytes_served", "bytes", "of weights sent over the wire"),
         ("weights/engines_differ", "versions", "under which engines of one kind had different checksums"),

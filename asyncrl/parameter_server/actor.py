@@ -124,7 +124,7 @@ class ParameterServer(Actor):
     def broadcast_ended(self, request: BroadcastEnded, caller: Caller) -> Done:
         """With an error it is over for all who have not committed."""
         self.log.info("broadcast sent", version=request.version, epoch=request.epoch, error=request.error)
-        self._conductor.broadcast_ended(request.version, request.epoch, request.error, self._now())
+        self._conductor.broadcast_ended(request.version, request.epoch, request.error, self._now(), again=request.again)
         self._changed()
         return Done()
 
@@ -142,7 +142,7 @@ class ParameterServer(Actor):
             on_gpu=request.on_gpu,
             now=self._now(),
         )
-        offer = await self._parked(caller, number, lambda: self._conductor.offer(caller.name))
+        offer = await self._parked(caller, number, lambda: self._conductor.offer(caller.name, self._now()))
         if offer is None or offer.collective is not None:
             return Update(offer=offer)
         return Update(offer=self._with_manifest(offer, request.base))
@@ -185,6 +185,8 @@ class ParameterServer(Actor):
             request.version,
             committed=request.committed,
             error=request.error,
+            broke_off=request.broke_off,
+            epoch=request.epoch,
             now=self._now(),
         )
         if request.committed and request.times.checksum:

@@ -10,7 +10,8 @@ restarted with the same version, costs no more than the chunks in flight; nothin
 cancelled stays open. Reading, checksums and decoding run in threads.
 
 Fails with VersionGone when the version is no longer held, WeightsCorrupt when its bytes are not what was published,
-DeadlineExceeded when nothing has come for ``weights.deadline_s``, RemoteError and Refused as they come.
+DeadlineExceeded when nothing has come for ``weights.deadline_s`` or all has not come in ``weights.stage_deadline_s``,
+RemoteError and Refused as they come.
 """
 
 from __future__ import annotations
@@ -70,9 +71,15 @@ async def fetch(
     layout = layout_of(offer.manifest)
     fetching = (_Shared if offer.transport == "shm" else _Stream)(offer.manifest, base, call, weights, who)
     try:
-        await fetching.run()
-    except BaseException:
+        async with asyncio.timeout(weights.stage_deadline_s) as limit:
+            await fetching.run()
+    except BaseException as error:
         await fetching.in_thread(fetching.close)
+        if isinstance(error, TimeoutError) and limit.expired():
+            what = (
+                f"all of version {offer.version} by {offer.transport} (weights.stage_deadline_s; {fetching.progress})"
+            )
+            raise DeadlineExceeded(who, PARAMETER_SERVER, what, weights.stage_deadline_s) from error
         raise
     found = [fetching.found[index] for index in range(len(offer.manifest.buckets))]
     return Fetched(Staged(offer.manifest, layout, found), fetching.encoded_bytes)
@@ -94,6 +101,12 @@ class _Fetching:
 
     async def run(self) -> None:
         raise NotImplementedError
+
+    @property
+    def progress(self) -> str:
+        """For errors."""
+        total = sum(bucket.size for bucket in self.buckets)
+        return f"{self.encoded_bytes} of {total} bytes are here"
 
     def close(self) -> None:
         """Let go of everything; a GiB takes some 0.1 s."""
@@ -190,8 +203,7 @@ class _Stream(_Fetching):
         except TimeoutError as error:
             if not self._limit.expired():
                 raise
-            total = sum(bucket.size for bucket in self.buckets)
-            what = f"chunks of version {self.version} ({self.encoded_bytes} of {total} bytes are here)"
+            what = f"chunks of version {self.version} ({self.progress})"
             raise DeadlineExceeded(self._who, PARAMETER_SERVER, what, deadline_s, self._last_failure) from error
 
     async def _fetch(self, indices: list[int]) -> None:

@@ -187,8 +187,8 @@ class UpdateFollower:
             # Reported by whoever replaces it.
             self._host.lost(str(error))
         except BroadcastFailed as error:
-            # Any member may be to blame; this engine is loaded by the other way next.
-            await self._report_failure(offer, str(error))
+            # Any member may be to blame; this engine stays paused for the next broadcast, or is loaded by itself.
+            await self._report_failure(offer, str(error), broke_off=True)
         except WeightsCorrupt as error:
             self._failed_loads += 1
             await self._report_failure(offer, f"attempt {self._failed_loads}: {error}")
@@ -366,11 +366,21 @@ class UpdateFollower:
         told = f"{self._name}: {apart}, at or above drift.warn = {limits.warn:g}; {explain(drift)}"
         self._notify("drift", told, count=self.drifts.warnings, meanwhile="The run goes on")
 
-    async def _report_failure(self, offer: Offer, error: str, *, corrupt: bool = False) -> None:
+    async def _report_failure(
+        self, offer: Offer, error: str, *, corrupt: bool = False, broke_off: bool = False
+    ) -> None:
         self._log.warning("update failed", version=offer.version, transport=offer.transport, error=error)
         times = UpdateTimes(version=offer.version, transport=offer.transport)
         await self._report(
-            ReportUpdate(version=offer.version, committed=False, times=times, error=error, corrupt=corrupt)
+            ReportUpdate(
+                version=offer.version,
+                committed=False,
+                times=times,
+                error=error,
+                corrupt=corrupt,
+                broke_off=broke_off,
+                epoch=-1 if offer.collective is None else offer.collective.group.epoch,
+            )
         )
         self._taking = None
 

@@ -94,6 +94,9 @@ class World:
             return True
         if kind == "next":
             replica = self.conductor.replicas()[caller.name]
+            if replica.phase is Phase.REGROUPING and self.conductor.next_deadline() is not None:
+                # It may have to wait for the next broadcast; that this ends is seen at the end of each history.
+                return False
             behind = replica.phase in IDLE_PHASES and replica.serving < self.conductor.newest
             return behind or replica.phase is Phase.ANNOUNCED
         if kind == "pause":
@@ -139,7 +142,7 @@ class World:
             caller.number = None
             return None
         found = {
-            "next": lambda: self.conductor.offer(caller.name),
+            "next": lambda: self.conductor.offer(caller.name, self.now),
             "pause": lambda: self.conductor.may_pause(caller.name, *of),
             "join": lambda: self.conductor.begins(caller.name, *of),
             "announce": lambda: self.conductor.decided(*of),
@@ -224,28 +227,37 @@ class World:
         else:
             caller.state = ("receiving", *of) if found else ("idle",)
 
-    def report(self, caller, *, committed, lost=False):
-        version = caller.state[1]
+    def report(self, caller, *, committed, lost=False, broke_off=False):
+        version, epoch = (*caller.state[1:], -1)[:2]
         if committed:
             caller.serving = version
-        caller.state, caller.reported = ("idle",), (version, committed)
+        caller.state, caller.reported = ("idle",), (version, committed, epoch)
         if not lost:
             self.conductor.report(
-                caller.name, caller.incarnation, version, committed=committed, now=self.now, error="it failed"
+                caller.name,
+                caller.incarnation,
+                version,
+                committed=committed,
+                now=self.now,
+                error="it failed",
+                broke_off=broke_off,
+                epoch=epoch,
             )
             self.settle()
 
-    def fail(self, name, lost=False):
+    def fail(self, name, lost=False, broke_off=False):
+        """``broke_off``: where it receives, what comes from the others ends."""
         caller = self.replicas[name]
         if caller.state[0] in ("staging", "loading", "offered", "receiving"):
-            self.report(caller, committed=False, lost=lost)
+            broke_off = broke_off and caller.state[0] == "receiving"
+            self.report(caller, committed=False, lost=lost, broke_off=broke_off)
 
     def repeat_report(self, name):
         """The last report comes again, whatever the replica does by now."""
         caller = self.replicas[name]
         if caller.reported is not None:
-            version, committed = caller.reported
-            self.conductor.report(name, caller.incarnation, version, committed=committed, now=self.now)
+            version, committed, epoch = caller.reported
+            self.conductor.report(name, caller.incarnation, version, committed=committed, now=self.now, epoch=epoch)
             self.settle()
 
     def give_up(self, name, lost=False):
@@ -300,8 +312,12 @@ class World:
         kind, *of = self.learner.state
         if kind == "sending":
             self.learner.state = ("idle",) if error else ("sent", *of)
-            self.conductor.broadcast_ended(*of, error, self.now)
+            self.conductor.broadcast_ended(*of, error, self.now, again=bool(error))
             self.settle()
+            if error:
+                # It asks for another group at once.
+                self.learner.state = "announce", of[0]
+                self.ask(self.learner)
 
     def forget_sent(self):
         if self.learner.state[0] == "sent":

@@ -371,6 +371,26 @@ def test_progress_keeps_a_fetch_alive_and_silence_ends_it() -> None:
     server.close()
 
 
+def test_a_fetch_that_goes_on_and_on_ends_at_the_deadline_of_all_of_it() -> None:
+    async def slow(request: FetchChunk, chunk: Chunk) -> Chunk:
+        await asyncio.sleep(15.0)
+        return chunk
+
+    async def main() -> tuple[float, DeadlineExceeded]:
+        weights = WeightsConfig(chunk_bytes=CHUNK, chunks_in_flight=1, deadline_s=20.0, stage_deadline_s=50.0)
+        with pytest.raises(DeadlineExceeded) as caught:
+            await take(server.offer(4, "stream"), server, weights=weights)
+        return asyncio.get_running_loop().time(), caught.value
+
+    server = Server(held(4, NEW), on_chunk=slow)
+    ended, error = run_virtual(main())
+    assert ended == 50.0
+    assert (error.who, error.peer, error.waited_s) == ("rollouter/4", "parameter_server/0", 50.0)
+    told = f"all of version 4 by stream (weights.stage_deadline_s; {3 * CHUNK} of {sum(SIZES)} bytes are here)"
+    assert told in str(error)
+    server.close()
+
+
 def test_the_error_of_a_silent_fetch_says_what_was_tried_last() -> None:
     def away(request: FetchChunk, chunk: Chunk) -> Chunk:
         raise RemoteError("parameter_server/0", "cancelled", "it ends", retryable=True)
