@@ -115,6 +115,12 @@ class Offer(Struct, gc=False, frozen=True, kw_only=True):
     transport: Transport
     manifest: Manifest | None = None
     collective: Collective | None = None
+    share: bool = False
+    """Under stream: other replicas of this host wait for it. It is held for them once it is here, and for other hosts
+    while it comes."""
+    sources: list[str] = []
+    """Under stream: actors that have the version, or are about to. They are asked for chunks in this order, each until
+    it fails, and then the parameter server."""
 
 
 class Publish(Request, frozen=True, kw_only=True):
@@ -217,7 +223,8 @@ NextUpdate.reply = Update
 class FetchChunk(Request, frozen=True, kw_only=True):
     """Rollouter to parameter server: bytes [offset, offset + size) of a bucket, or of its delta against ``base``.
 
-    Error ``version_gone`` when the version is no longer held.
+    Also to a rollouter that brings the version to its host; parked there until the chunk has come. Error
+    ``version_gone`` when the version is no longer held, ``not_here`` when the chunk has not come so far.
     """
 
     reply: ClassVar[type[Message]]
@@ -245,6 +252,8 @@ class RequestPause(Request, frozen=True, kw_only=True):
 
     reply: ClassVar[type[Message]]
     version: Count
+    paths: list[str] = []
+    """As Bucket.path, of all buckets: where other replicas of this host find the version, if it is held for them."""
 
 
 class PauseGranted(Message, frozen=True, kw_only=True):

@@ -132,6 +132,8 @@ METRICS: tuple[Metric, ...] = (
         "counter",
         "rollouter",
         ("rollout/sampled_tokens", "tokens", "sampled since the start, evaluation included"),
+        ("rollout/chunks_relayed", "chunks", "of weights handed on to other hosts"),
+        ("rollout/bytes_relayed", "bytes", "of weights handed on to other hosts"),
         ("rollout/calls", "calls", "of the policy that episodes have had answered"),
         ("rollout/trajectories", "trajectories", "generated to their end"),
         ("rollout/engine_restarts", "restarts", "of the engine within this process"),

@@ -15,15 +15,19 @@ deadline as well.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+
+import msgspec
 
 from asyncrl.config.rollout import WeightsConfig
 from asyncrl.errors import VersionReused
-from asyncrl.messages.weights import Announce, Announced, Offer
+from asyncrl.messages.weights import Announce, Announced, Offer, Transport
 from asyncrl.parameter_server.broadcasts import Broadcasts
 from asyncrl.parameter_server.fleet import COUNTED, SILENT, STALE, Effects, Fleet
 from asyncrl.parameter_server.offers import rolling_transport
 from asyncrl.parameter_server.outrun import outrun
 from asyncrl.parameter_server.replicas import BROADCAST_PHASES, FAILED_PHASES, IDLE_PHASES, Event, Phase, Replica
+from asyncrl.parameter_server.sharing import HOLDING_PHASES, Sharing
 
 
 class Conductor:
@@ -33,6 +37,7 @@ class Conductor:
         self._weights = weights
         self._fleet = Fleet()
         self._broadcasts = Broadcasts(weights, self._fleet, first_epoch=first_epoch)
+        self._sharing = Sharing(weights, self._fleet)
         self.accepted = -1
         """The newest version that is held."""
         self.newest = -1
@@ -64,6 +69,7 @@ class Conductor:
         assert self.newest < version <= self.accepted
         self._before, self.newest = self.newest, version
         self._make_way()
+        self._sharing.forget_below(version)
         for replica in self._fleet.of(*IDLE_PHASES):
             if replica.serving < version:
                 self._fleet.wake(replica.name)
@@ -74,7 +80,16 @@ class Conductor:
 
     def needed(self) -> set[int]:
         """Versions that must stay held. What waits for its pause is in the replica's own hands."""
-        return self._kept() | {replica.target for replica in self._fleet.of(Phase.STAGING) if not replica.outrun}
+        return self._kept() | {replica.target for replica in self._pinning()}
+
+    def _pinning(self) -> list[Replica]:
+        """Those for which a version is held: they stage it, or others of their host wait to."""
+        awaited = self._sharing.awaited()
+        return [
+            replica
+            for replica in self._fleet.of(Phase.STAGING, *HOLDING_PHASES)
+            if not replica.outrun and (replica.phase is Phase.STAGING or replica.name in awaited)
+        ]
 
     def _kept(self) -> set[int]:
         """Held whatever the replicas do."""
@@ -83,10 +98,10 @@ class Conductor:
 
     def _make_way(self) -> None:
         """Let go of versions past those that may be held."""
-        staging = [replica for replica in self._fleet.of(Phase.STAGING) if not replica.outrun]
-        tries = [(replica.target, replica.seniority) for replica in staging]
+        pinning = self._pinning()
+        tries = [(replica.target, replica.seniority) for replica in pinning]
         gone = outrun(self._kept(), tries, most=self._weights.versions_held)
-        for replica in staging:
+        for replica in pinning:
             if replica.target in gone:
                 replica.outrun = True
                 self._fleet.note("outrun", replica=replica.name, version=replica.target, newest=self.newest)
@@ -101,6 +116,7 @@ class Conductor:
         serving: int,
         now: float,
         same_host: bool = True,
+        host: str = "",
         workers: int = 1,
         on_gpu: bool = False,
     ) -> int:
@@ -115,7 +131,7 @@ class Conductor:
             # Its report was lost.
             self._commit(replica, now)
         replaced, changed = serving < replica.serving, serving != replica.serving
-        replica.serving, replica.same_host, replica.on_gpu = serving, same_host, on_gpu
+        replica.serving, replica.same_host, replica.host, replica.on_gpu = serving, same_host, host, on_gpu
         if replaced:
             replica.engine += 1
         if replica.phase is Phase.ANNOUNCED and (changed or workers != replica.workers):
@@ -139,19 +155,39 @@ class Conductor:
             return None
         if self._broadcasts.holds_back(replica):
             return None
-        self._fleet.move(replica, Event.OFFERED)
-        replica.target, replica.staging_since, replica.outrun = self.newest, now, False
-        if not replica.seniority:
-            self._last_seniority += 1
-            replica.seniority = self._last_seniority
         # Whoever cannot read this host's memory, for whatever reason, is served over the wire.
         same_host = replica.same_host and replica.failed_attempts < self._weights.max_attempts
         transport = rolling_transport(self._weights.transport, same_host=same_host)
-        return Offer(version=self.newest, transport=transport)
+        replica.source_paths = ()
+        if transport == "shm" or not self._sharing.shares(replica):
+            return self._make_offer(replica, self.newest, transport, now)
+        if (holder := self._sharing.holder(replica, self.newest)) is not None:
+            replica.source_paths = holder.held_paths
+            return self._make_offer(replica, holder.held_version, "shm", now)
+        if (fetcher := self._sharing.fetcher(replica)) is not None:
+            replica.waits_for = fetcher.name
+            return None
+        offer = self._make_offer(replica, self.newest, transport, now)
+        replica.fetches = True
+        return msgspec.structs.replace(offer, share=True, sources=self._sharing.join_tree(replica))
 
-    def request_pause(self, name: str, incarnation: int, version: int, now: float) -> int:
+    def _make_offer(self, replica: Replica, version: int, transport: Transport, now: float) -> Offer:
+        self._fleet.move(replica, Event.OFFERED)
+        replica.target, replica.staging_since = version, now
+        replica.outrun, replica.fetches, replica.waits_for = False, False, ""
+        if not replica.seniority:
+            self._last_seniority += 1
+            replica.seniority = self._last_seniority
+        return Offer(version=version, transport=transport)
+
+    def source_paths(self, name: str) -> tuple[str, ...]:
+        """Where on its host a replica finds the segments that it was offered; empty for those that are held here."""
+        return self._fleet.replicas[name].source_paths
+
+    def request_pause(self, name: str, incarnation: int, version: int, now: float, *, paths: Sequence[str] = ()) -> int:
         """It has ``version`` staged, and asks to pause: see ``may_pause``. Returns the question's number.
 
+        ``paths`` are those of the segments that it holds for others of its host, if it does.
         Asking again keeps a place in the line, and a pause: under ``drain`` it may take long before there is anything
         to load.
         """
@@ -161,6 +197,7 @@ class Conductor:
         number, before = self._fleet.ask(name), replica.phase
         if version > replica.serving and self._word(replica, Event.ASKED, "", now):
             replica.target = version
+            replica.held_version, replica.held_paths = (version, tuple(paths)) if paths else (-1, ())
             if replica.phase is Phase.LOADING:
                 replica.paused_since = now
             elif before is not Phase.WAITING:
@@ -221,6 +258,9 @@ class Conductor:
             counted = self._word(replica, Event.LOST if lost else Event.FAILED, f"has failed: {error}", now)
         elif counted := self._commit(replica, now):
             replica.serving = version
+            if version > replica.held_version:
+                # It came another way, and what was held before is let go.
+                replica.held_version, replica.held_paths = -1, ()
         self._settle(now)
         return counted
 
@@ -368,6 +408,7 @@ class Conductor:
     def _settle(self, now: float) -> None:
         """Do what has become possible by a word, or by its absence."""
         self._broadcasts.advance(now)
+        self._sharing.settle()
         self._grant(now)
 
     def _grant(self, now: float) -> None:

@@ -150,6 +150,18 @@ class Replica:
     on_gpu: bool = False
     same_host: bool = False
     """Whether it can open the segments that are held here."""
+    host: str = ""
+    """Replicas of the same value can open each other's segments; empty where that is not known."""
+    fetches: bool = False
+    """What it stages it brings to its host over the network."""
+    held_version: int = -1
+    """What it has brought to its host, and holds for the others there; -1 for nothing."""
+    held_paths: tuple[str, ...] = ()
+    """Of that version's segments."""
+    waits_for: str = ""
+    """Who of its host fetches what it is to take over."""
+    source_paths: tuple[str, ...] = ()
+    """Of the segments on its host that it was offered."""
     phase: Phase = Phase.SERVING
     target: int = -1
     """The version being taken over; -1 in an idle phase."""

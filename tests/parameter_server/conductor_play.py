@@ -66,8 +66,8 @@ class Play:
         number = self.conductor.next_update(name, incarnation, serving=serving, now=self.now, **place)
         return self._answer(name, number, lambda: self.conductor.offer(name, self.now))
 
-    def pause(self, name, version, incarnation=1):
-        number = self.conductor.request_pause(name, incarnation, version, self.now)
+    def pause(self, name, version, incarnation=1, paths=()):
+        number = self.conductor.request_pause(name, incarnation, version, self.now, paths=paths)
         return self._answer(name, number, lambda: self.conductor.may_pause(name, version))
 
     def join(self, name, version, epoch, incarnation=1):

@@ -15,9 +15,15 @@ SELDOM = st.sampled_from([False, False, False, True])
 
 
 class Updates(RuleBasedStateMachine):
-    @initialize(transport=st.sampled_from(["gloo", "gloo", "shm"]), fraction=st.sampled_from([0.1, 0.7]))
-    def begin(self, transport, fraction):
-        self.world = World(transport=transport, max_paused_fraction=fraction, versions_held=2, stage_deadline_s=30)
+    @initialize(
+        transport=st.sampled_from(["gloo", "gloo", "shm"]),
+        fraction=st.sampled_from([0.1, 0.7]),
+        hosts=st.sampled_from([("", "", ""), ("h", "h", "h"), ("h", "h", "i")]),
+    )
+    def begin(self, transport, fraction, hosts):
+        self.world = World(
+            transport=transport, max_paused_fraction=fraction, versions_held=2, stage_deadline_s=30, hosts=hosts
+        )
         self.world.begin_version()
         # Most things happen when a run is well under way.
         live(self.world, 2)
@@ -144,12 +150,18 @@ def test_long_runs_go_every_way_there_is(monkeypatch):
 
     monkeypatch.setattr(Replica, "follow", noted)
     for seed in range(80):
-        long_run(random.Random(seed), transport="gloo" if seed % 3 else "stream", fraction=0.1 if seed % 2 else 0.7)
+        transport, fraction = "gloo" if seed % 3 else "shm", 0.1 if seed % 2 else 0.7
+        long_run(
+            random.Random(seed),
+            transport=transport,
+            fraction=fraction,
+            hosts=("h", "h", "") if seed % 4 < 2 else ("",) * 3,
+        )
     assert set(TRANSITIONS) == taken
 
 
-def long_run(dice, *, transport, fraction):
-    world = World(transport=transport, max_paused_fraction=fraction, versions_held=2, stage_deadline_s=30)
+def long_run(dice, *, transport, fraction, hosts):
+    world = World(transport=transport, max_paused_fraction=fraction, versions_held=2, stage_deadline_s=30, hosts=hosts)
     usual = {
         lambda: world.step(dice.choice(names)): 40,
         lambda: world.step_learner(): 15,

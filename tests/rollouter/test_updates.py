@@ -185,7 +185,7 @@ def follow(server_of: Callable[[], Server], *, loads=(), offs=(), **tables):
             config,
             "rollouter/0",
             host=host,
-            call=server.call,
+            call=lambda name, request, timeout: server.call(request),
             committed=committed.append,
             updated=updated.append,
             awaits=awaits,
@@ -193,6 +193,7 @@ def follow(server_of: Callable[[], Server], *, loads=(), offs=(), **tables):
             log=get_logger("rollouter/0"),
             notify=lambda key, text, **more: server.told.append((key, text, more)),
             track=Trace(clock.now, clock.wall, window_s=0.0).track("weights", 0),
+            place="here",
         )
         await host.start()
         try:
