@@ -140,6 +140,8 @@ class Conductor:
         elif replica.phase is Phase.REGROUPING and replaced:
             self._word(replica, Event.FAILED, "has another engine", now)
         else:
+            if replica.phase is Phase.STAGING:
+                self._sharing.found_nothing(replica)
             self._word(replica, Event.IDLE, "asked for the next update instead", now)
         replica.workers = workers
         self._settle(now)
@@ -197,7 +199,8 @@ class Conductor:
         number, before = self._fleet.ask(name), replica.phase
         if version > replica.serving and self._word(replica, Event.ASKED, "", now):
             replica.target = version
-            replica.held_version, replica.held_paths = (version, tuple(paths)) if paths else (-1, ())
+            if paths or version != replica.held_version:
+                replica.held_version, replica.held_paths = (version, tuple(paths)) if paths else (-1, ())
             if replica.phase is Phase.LOADING:
                 replica.paused_since = now
             elif before is not Phase.WAITING:

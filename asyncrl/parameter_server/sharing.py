@@ -1,10 +1,11 @@
 """One copy a host: which replica brings a version to its host, who waits for it, and who has it to share. Pure.
 
 Of the replicas of a host that cannot open the parameter server's segments one fetches over the network, and the others
-wait for it and open its segments. Invariants: while one fetches, no other of its host begins to; whoever waited for a
-version is given that one, though a newer one may be there by now, so that a host whose network is slower than the
-learner still shares all that it fetches; where the one that fetches dies, fails or gives up, another takes its place.
-Nobody waits past the deadline of a staging, since the one that fetches does not.
+wait for it and open its segments. Invariants: while one fetches, no other of its host begins to fetch what the first
+could give it; whoever waited for a version is given that one, though a newer one may be there by now, so that a host
+whose network is slower than the learner still shares all that it fetches; where the one that fetches dies, fails or
+gives up, another takes its place, and where what was offered is not there, whoever finds that fetches it. Nobody waits
+past the deadline of a staging, since the one that fetches does not.
 
 Those that fetch are the nodes of a tree for each version; see tree.py.
 """
@@ -37,7 +38,7 @@ class Sharing:
         )
 
     def holder(self, replica: Replica, newest: int) -> Replica | None:
-        """Who of its host has what it is to take over next."""
+        """Who of its host, itself included, has what it is to take over next."""
         beside = self._beside(replica)
         awaited = next((other for other in beside if other.name == replica.waits_for), None)
         if awaited is not None and awaited.held_version > replica.serving and is_held_for(awaited):
@@ -48,6 +49,12 @@ class Sharing:
         """Who of its host fetches something that is newer than what it serves."""
         beside = self._beside(replica)
         return next((other for other in beside if fetches(other) and other.target > replica.serving), None)
+
+    def found_nothing(self, replica: Replica) -> None:
+        """It asks again instead of having what it was offered on its host: whoever held that need not be alive."""
+        for other in self._beside(replica):
+            if other.held_paths == replica.source_paths != ():
+                other.held_version, other.held_paths = -1, ()
 
     def awaited(self) -> set[str]:
         """Names of those that others wait for."""
@@ -79,7 +86,7 @@ class Sharing:
         self._trees = {of: tree for of, tree in self._trees.items() if of >= version}
 
     def _beside(self, replica: Replica) -> list[Replica]:
-        return [each for each in self._fleet.replicas.values() if each.host == replica.host and each is not replica]
+        return [each for each in self._fleet.replicas.values() if each.host == replica.host]
 
 
 def fetches(replica: Replica) -> bool:

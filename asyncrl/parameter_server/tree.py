@@ -21,13 +21,16 @@ class Tree:
     def __init__(self) -> None:
         self._above: dict[str, str] = {}
         """Each node's parent."""
+        self._depth = {ROOT: 0}
+        self._below: Counter[str] = Counter()
 
     def join(self, name: str) -> list[str]:
         """Take a place, a new one for who has one; returns the nodes on its way up, its parent first."""
         self.leave(name)
-        below = Counter(self._above.values())
-        free = [each for each in (ROOT, *self._above) if below[each] < FAN_OUT]
-        self._above[name] = min(free, key=lambda each: len(self.way_up(each)))
+        free = (each for each in self._depth if self._below[each] < FAN_OUT)
+        above = self._above[name] = min(free, key=self._depth.__getitem__)
+        self._depth[name] = self._depth[above] + 1
+        self._below[above] += 1
         return self.way_up(name)
 
     def way_up(self, name: str) -> list[str]:
@@ -39,10 +42,14 @@ class Tree:
 
     def leave(self, name: str) -> None:
         """It has nothing to hand on. May be repeated."""
-        above = self._above.pop(name, ROOT)
+        if name not in self._above:
+            return
+        above = self._above.pop(name)
         for other, parent in self._above.items():
             if parent == name:
                 self._above[other] = above
+        self._below = Counter(self._above.values())
+        self._depth = {ROOT: 0} | {other: len(self.way_up(other)) + 1 for other in self._above}
 
     @property
     def nodes(self) -> list[str]:

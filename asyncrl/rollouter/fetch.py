@@ -2,13 +2,13 @@
 
 Under ``shm`` the segments of another process of this host are opened and verified; under ``stream`` segments of this
 process are filled chunk by chunk: relays on other hosts are asked for them, and the parameter server (sources.py), and
-this host's own relay hands them on as they come. With a delta and its base at hand, that is read instead of the bucket and decoded; where it
-leads to other bytes than were published, the bucket itself is read.
+this host's own relay hands them on as they come. With a delta and its base at hand, that is read instead of the bucket
+and decoded; where it leads to other bytes than were published, the bucket itself is read.
 
 Invariants: a chunk's checksum is verified before it is written, a bucket's before it counts; never more than
 ``weights.chunks_in_flight`` chunks are asked for at once; a connection that breaks, a relay that dies, or a parameter
-server that is restarted with the same version, costs no more than the chunks in flight; nothing of a fetch that fails or is
-cancelled stays open. Reading, checksums and decoding run in threads.
+server that is restarted with the same version, costs no more than the chunks in flight; nothing of a fetch that fails
+or is cancelled stays open. Reading, checksums and decoding run in threads.
 
 Fails with VersionGone when the version is no longer held, WeightsCorrupt when its bytes are not what was published,
 DeadlineExceeded when nothing has come for ``weights.deadline_s`` or all has not come in ``weights.stage_deadline_s``,

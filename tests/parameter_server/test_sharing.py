@@ -153,6 +153,31 @@ def test_a_late_comer_is_given_what_its_host_has_for_as_long_as_it_has_it():
     assert play.next("r/2", -1, **HERE).transport == "stream"
 
 
+def test_who_finds_nothing_where_it_was_sent_fetches_itself_at_once():
+    play = on_hosts()
+    play.next("r/0", -1, **HERE)
+    play.next("r/1", -1, **HERE)
+    fetched(play, "r/0")
+    assert play.look("r/1").transport == "shm"
+    # r/0 is dead, which nobody has heard of so far.
+    offer = play.next("r/1", -1, **HERE)
+    assert (offer.transport, offer.share) == ("stream", True)
+    assert play.next("r/2", -1, **HERE) is None
+
+
+def test_who_has_it_itself_loads_it_from_there_again():
+    play = on_hosts()
+    play.next("r/0", -1, **HERE)
+    fetched(play, "r/0")
+    play.report("r/0", 0, committed=False)
+    assert play.next("r/0", -1, **HERE).transport == "shm"
+    assert play.conductor.source_paths("r/0") == PATHS
+    assert play.pause("r/0", 0)
+    # It was asked to hold nothing anew, and holds what it held.
+    play.report("r/0", 0)
+    assert play.replica("r/0").held_version == 0
+
+
 def test_what_came_another_way_ends_the_holding():
     play = on_hosts(transport="gloo")
     play.next("r/0", -1, **HERE)

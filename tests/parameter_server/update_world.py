@@ -115,9 +115,9 @@ class World:
 
     def is_fetched_for(self, replica):
         others = [other for other in self.conductor.replicas().values() if other.host == replica.host != ""]
-        if any(other.held_version == self.conductor.newest for other in others if other is not replica):
+        if any(other.held_version == self.conductor.newest for other in others):
             return False
-        return any(fetches(other) and other.target > replica.serving for other in others if other is not replica)
+        return any(fetches(other) and other.target > replica.serving for other in others)
 
     def later(self, seconds):
         self.now += seconds
