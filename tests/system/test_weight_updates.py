@@ -150,6 +150,39 @@ def test_a_parameter_server_that_is_replaced_gets_the_newest_version_again(tmp_p
     assert versions == sorted(set(versions)), "a number is never used twice"
 
 
+def test_who_survives_a_death_in_a_broadcast_has_the_same_version_by_another(tmp_path, monkeypatch):
+    config = config_of("gloo", sim={"step_s": 0.03, "publish_bytes": 8_000_000})
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"replicas": 3})})
+    system = System(config, tmp_path / "run")
+    broken = []
+
+    async def kill():
+        """Until it is in the midst of a broadcast."""
+        conductor = system.actors["parameter_server/0"]._conductor
+        for _ in range(10):
+            async with asyncio.timeout(20):
+                while (victim := conductor.replicas().get("rollouter/1")) is None or victim.phase != "receiving":
+                    await asyncio.sleep(0)
+            version = victim.target
+            serving = {name: conductor.replicas()[name].serving for name in ("rollouter/0", "rollouter/2")}
+            await system.replace("rollouter/1")
+            async with asyncio.timeout(20):
+                while "receiving" in {replica.phase for replica in conductor.replicas().values()}:
+                    await asyncio.sleep(0)
+            if conductor.figures()["broadcasts_broken"]:
+                broken.append((version, [name for name, of in serving.items() if of < version]))
+                return
+
+    asyncio.run(live_till_all_serve_the_last(system, monkeypatch, lambda: step_reached(system, 3), kill))
+    [(version, survivors)] = broken
+    ways = {
+        line["replica"]: line["weights/transport"]
+        for line in system.lines("update")
+        if line["weights/version"] == version and line["replica"] in survivors
+    }
+    assert survivors and ways == dict.fromkeys(survivors, "gloo")
+
+
 HOSTS = ["a", "a", "b", "b", "c", "c"]
 """Of six rollouters, none of them beside the parameter server."""
 
