@@ -203,7 +203,8 @@ class NextUpdate(Request, frozen=True, kw_only=True):
     idle = True
     serving: int
     host: str
-    """See weights/place.py: replicas of the same value as the parameter server's can open its segments."""
+    """As by weights/place.py: replicas of one value can open each other's segments, and the parameter server's if that is
+    its own."""
     workers: Annotated[int, Meta(ge=1)] = 1
     """Processes of the engine that take part in a broadcast."""
     on_gpu: bool = False
