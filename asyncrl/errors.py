@@ -13,6 +13,7 @@ wrong, where, and what to do. Wrong input is a ValueError; our own broken invari
     ├── EngineDied (RuntimeError)         an inference engine is gone; its partial tokens are not
     ├── WeightsCorrupt (ValueError)       a manifest or a bucket is not what was published
     ├── VersionGone (LookupError)         a version of the weights is no longer held
+    ├── NotHere (LookupError)             a chunk of the weights has not come so far
     ├── VersionReused (ValueError)        a version of the weights is older than what is there
     ├── InvalidRequest (ValueError)       a call asks for what there is not
     ├── NotKept (OSError)                 what is asked is begun, and not on disk so far
@@ -153,6 +154,13 @@ class VersionGone(AsyncRLError, LookupError):
     def __init__(self, version: int, why: str = "") -> None:
         self.version = version
         super().__init__(f"version {version} of the weights is no longer held" + (f": {why}" if why else ""))
+
+
+class NotHere(AsyncRLError, LookupError):
+    """A chunk of the weights has not come to the host that was asked for it so far; it is asked for again."""
+
+    code = "not_here"
+    retryable = True
 
 
 class VersionReused(AsyncRLError, ValueError):

@@ -30,6 +30,10 @@ def _weight_problems(config: Config) -> list[tuple[str, str]]:
     warn, stop = config.drift.warn, config.drift.stop
     if warn != "auto" and stop != "auto" and stop < warn:
         found.append(("drift.stop", f"is {stop:g}, below drift.warn = {warn:g}"))
+    if weights.delta and weights.versions_held < 4:
+        found.append(("weights.versions_held", "must be at least 4 with weights.delta"))
+    if weights.stage_deadline_s < weights.deadline_s:
+        found.append(("weights.stage_deadline_s", "must be at least weights.deadline_s"))
     if weights.broadcast_timeout_s > weights.deadline_s:
         found.append(("weights.broadcast_timeout_s", "must be at most weights.deadline_s"))
     if rollout.engine == "sim" and rollout.sim.load_s >= weights.deadline_s:

@@ -132,7 +132,8 @@ class WeightsConfig(Section):
     transport: Literal["auto", "nccl", "gloo", "shm", "stream"] = "auto"
     """How new weights reach the engines: broadcast (nccl on GPU, gloo on CPU), shared memory, or chunks over the wire.
     auto is nccl where learner and engines are on GPUs and whole weights are published, else shm on the learner's host
-    and stream elsewhere. Whoever misses a broadcast, and an engine on another host under shm, is served by stream."""
+    and stream elsewhere. Whoever misses a broadcast, and an engine on another host under shm, is served by stream. Of a
+    host one engine is, and the others open what it has, but under stream itself."""
     max_paused_fraction: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of the replicas that may pause at once for an update by shm or stream; at least one always may."""
     bucket_bytes: Positive = 256 << 20
@@ -149,8 +150,14 @@ class WeightsConfig(Section):
     each load, and an engine that disagrees loads again."""
     deadline_s: Seconds = 120.0
     """Longest time from a pause to its commit; a replica past it is restarted."""
+    stage_deadline_s: Seconds = 1800.0
+    """Longest time in which a replica fetches a version by shm or stream; past it, it begins anew with the newest."""
+    versions_held: Annotated[int, Field(ge=2)] = 4
+    """Versions that the parameter server holds at most, each as large as the weights: the newest, and older ones that
+    replicas still fetch; with delta also the one before the newest and one that is being encoded. Where more are
+    fetched, those who fetch an older one begin anew with the newest."""
     broadcast_timeout_s: Seconds = 30.0
-    """Longest time that the members of a broadcast wait for one another; past it the group is broken up, and its
-    members are served by stream."""
+    """Longest time that the members of a broadcast wait for one another; past it the group is broken up, and a version
+    that breaks twice is served by stream."""
     max_attempts: Positive = 3
     """Attempts at an update before the engine is restarted."""

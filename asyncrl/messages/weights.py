@@ -115,6 +115,12 @@ class Offer(Struct, gc=False, frozen=True, kw_only=True):
     transport: Transport
     manifest: Manifest | None = None
     collective: Collective | None = None
+    share: bool = False
+    """Under stream: other replicas of this host wait for it. It is held for them once it is here, and for other hosts
+    while it comes."""
+    sources: list[str] = []
+    """Under stream: actors that have the version, or are about to. They are asked for chunks in this order, each until
+    it fails, and then the parameter server."""
 
 
 class Publish(Request, frozen=True, kw_only=True):
@@ -150,7 +156,8 @@ KeepPublished.reply = Published
 class Announce(Request, frozen=True, kw_only=True):
     """Learner to parameter server: ``version`` is being gathered and could be broadcast.
 
-    Parked until every member of the group is paused for it, or it is clear that there will be no broadcast.
+    Parked until every member of the group is paused for it, or it is clear that there will be no broadcast. Said again
+    once that broadcast has broken, it asks for another one to those who survived.
     """
 
     reply: ClassVar[type[Message]]
@@ -182,6 +189,8 @@ class BroadcastEnded(Request, frozen=True, kw_only=True):
     version: Count
     epoch: Count
     error: str = ""
+    again: bool = False
+    """After an error: the learner announces it anew next."""
 
 
 class NextUpdate(Request, frozen=True, kw_only=True):
@@ -194,7 +203,8 @@ class NextUpdate(Request, frozen=True, kw_only=True):
     idle = True
     serving: int
     host: str
-    """See weights/place.py: replicas of the same value as the parameter server's can open its segments."""
+    """As by weights/place.py: replicas of one value can open each other's segments, and those of a parameter server of
+    that value."""
     workers: Annotated[int, Meta(ge=1)] = 1
     """Processes of the engine that take part in a broadcast."""
     on_gpu: bool = False
@@ -214,7 +224,8 @@ NextUpdate.reply = Update
 class FetchChunk(Request, frozen=True, kw_only=True):
     """Rollouter to parameter server: bytes [offset, offset + size) of a bucket, or of its delta against ``base``.
 
-    Error ``version_gone`` when the version is no longer held.
+    Also to a rollouter that brings the version to its host; parked there until the chunk has come. Error
+    ``version_gone`` when the version is no longer held, ``not_here`` when the chunk has not come so far.
     """
 
     reply: ClassVar[type[Message]]
@@ -242,6 +253,8 @@ class RequestPause(Request, frozen=True, kw_only=True):
 
     reply: ClassVar[type[Message]]
     version: Count
+    paths: list[str] = []
+    """As Bucket.path, of all buckets: where other replicas of this host find the version, if it is held for them."""
 
 
 class PauseGranted(Message, frozen=True, kw_only=True):
@@ -284,3 +297,7 @@ class ReportUpdate(Request, frozen=True, kw_only=True):
     error: str = ""
     corrupt: bool = False
     """The bytes were not what the manifest says, before anything was loaded."""
+    broke_off: bool = False
+    """It was a broadcast, which broke off under this replica; whose fault that was it does not know."""
+    epoch: int = -1
+    """Of the broadcast, if it was one: a late word on one that broke says nothing on the next one of its version."""

@@ -24,7 +24,6 @@ from asyncrl.messages.weights import (
     JoinBroadcast,
     KeepPublished,
     NextUpdate,
-    Offer,
     PauseGranted,
     Publish,
     Published,
@@ -34,7 +33,7 @@ from asyncrl.messages.weights import (
 )
 from asyncrl.parameter_server.conductor import Conductor
 from asyncrl.parameter_server.held import HeldVersions
-from asyncrl.parameter_server.offers import manifest_for
+from asyncrl.parameter_server.offers import manifest_for, shared_manifest
 from asyncrl.parameter_server.snapshots import hold
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.runtime.parking import ParkingLot
@@ -124,7 +123,7 @@ class ParameterServer(Actor):
     def broadcast_ended(self, request: BroadcastEnded, caller: Caller) -> Done:
         """With an error it is over for all who have not committed."""
         self.log.info("broadcast sent", version=request.version, epoch=request.epoch, error=request.error)
-        self._conductor.broadcast_ended(request.version, request.epoch, request.error, self._now())
+        self._conductor.broadcast_ended(request.version, request.epoch, request.error, self._now(), again=request.again)
         self._changed()
         return Done()
 
@@ -138,18 +137,18 @@ class ParameterServer(Actor):
             caller.incarnation,
             serving=request.serving,
             same_host=request.host == host_id(),
+            host=request.host,
             workers=request.workers,
             on_gpu=request.on_gpu,
             now=self._now(),
         )
-        offer = await self._parked(caller, number, lambda: self._conductor.offer(caller.name))
+        offer = await self._parked(caller, number, lambda: self._conductor.offer(caller.name, self._now()))
         if offer is None or offer.collective is not None:
             return Update(offer=offer)
-        return Update(offer=self._with_manifest(offer, request.base))
-
-    def _with_manifest(self, offer: Offer, base: int) -> Offer:
-        manifest = manifest_for(self._held.manifest(offer.version), offer.transport, base)
-        return msgspec.structs.replace(offer, manifest=manifest)
+        held = self._held.manifest(offer.version)
+        paths = self._conductor.source_paths(caller.name)
+        manifest = shared_manifest(held, paths) if paths else manifest_for(held, offer.transport, request.base)
+        return Update(offer=msgspec.structs.replace(offer, manifest=manifest))
 
     @handler
     def fetch_chunk(self, request: FetchChunk, caller: Caller) -> Chunk:
@@ -164,7 +163,9 @@ class ParameterServer(Actor):
     async def request_pause(self, request: RequestPause, caller: Caller) -> PauseGranted:
         """Parked until the replica may pause."""
         version = request.version
-        number = self._conductor.request_pause(caller.name, caller.incarnation, version, self._now())
+        number = self._conductor.request_pause(
+            caller.name, caller.incarnation, version, self._now(), paths=request.paths
+        )
         granted = await self._parked(caller, number, lambda: self._conductor.may_pause(caller.name, version))
         return PauseGranted(granted=granted is True)
 
@@ -185,6 +186,8 @@ class ParameterServer(Actor):
             request.version,
             committed=request.committed,
             error=request.error,
+            broke_off=request.broke_off,
+            epoch=request.epoch,
             now=self._now(),
         )
         if request.committed and request.times.checksum:

@@ -1,7 +1,8 @@
 """Broadcasts: who takes part, when one begins, and what ends it. Pure.
 
     announced ──all members paused, the learner waits──► begun ──all have committed──► over
-        └── called off                                     └── broken
+      ▲  └── called off                                    └── broken ──► given up
+      └── all who survived have asked ── regrouping ◄── announced anew ──┘
 
 At most one is under way. Its members have an epoch, the number of one exact set of engines and one learner: an epoch
 is never used for another set, nor again once its process group broke, since nobody could tell what the old group's
@@ -9,13 +10,18 @@ members have still on the wire. Rank 0 is the learner; the members' workers have
 the members' names.
 
 A member that dies, fails or does not come ends the broadcast for all. Before the begin that costs the others their
-pause alone; they go on and stay members. After it nobody knows who holds what, so all that have not committed fall
-back to the rolling transports.
+pause alone; they go on and stay members. After it nobody knows who holds what: those that have not committed, and are
+not to blame, stay paused for a moment and are members of the next broadcast. Mostly that is the same version again,
+which the learner announces anew, ATTEMPTS times in all; then, or where it does not announce it in time, the rolling
+transports have it. Whoever is to blame is no member before it has committed by itself.
+
+Where versions are given up and nobody is to blame, as where no group can be formed at all, versions are left out in
+between, since each attempt holds up all of its members.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -23,20 +29,29 @@ from asyncrl.config.rollout import WeightsConfig
 from asyncrl.messages.weights import Announce, Announced, Collective, CollectiveGroup
 from asyncrl.parameter_server.fleet import Fleet
 from asyncrl.parameter_server.offers import may_broadcast
-from asyncrl.parameter_server.replicas import GATHERING_PHASES, Event, Phase, Replica
+from asyncrl.parameter_server.replicas import ELIGIBLE_PHASES, GATHERING_PHASES, Event, Phase, Replica
 
 AWAY_S = 5.0
 """A replica with no question open comes back with one at once; after this it is not counted on."""
+ATTEMPTS = 2
+"""At broadcasting one version."""
+LEFT_OUT_MAX = 15
+"""Versions left out between two that are announced, at most."""
 
 
 class Stage(StrEnum):
     """Where a broadcast stands."""
 
+    REGROUPING = "regrouping"
+    """It is announced anew, and those that survived are waited for."""
     ANNOUNCED = "announced"
     BEGUN = "begun"
     OVER = "over"
     CALLED_OFF = "called_off"
     BROKEN = "broken"
+    """The learner may announce it anew."""
+    GIVEN_UP = "given_up"
+    """It broke, and is left to the rolling transports."""
 
 
 @dataclass(slots=True)
@@ -52,6 +67,9 @@ class Broadcast:
     since: float
     """When its stage began."""
     stage: Stage = Stage.ANNOUNCED
+    attempt: int = 1
+    blamed: bool = False
+    """Whether it is known who broke it."""
 
     @property
     def version(self) -> int:
@@ -61,7 +79,7 @@ class Broadcast:
     @property
     def under_way(self) -> bool:
         """Whether anything can still become of it."""
-        return self.stage in (Stage.ANNOUNCED, Stage.BEGUN)
+        return self.stage in (Stage.REGROUPING, Stage.ANNOUNCED, Stage.BEGUN)
 
 
 class Epochs:
@@ -93,6 +111,10 @@ class Broadcasts:
         self._current: Broadcast | None = None
         self._declined = -1
         """Newest version announced that is broadcast to nobody."""
+        self._fruitless = 0
+        """Versions in a row that were given up without anybody to blame."""
+        self._left_out = 0
+        """Versions still to be left out."""
 
     # --- the learner's words ---
 
@@ -100,25 +122,38 @@ class Broadcasts:
         """The learner's question for a group is open. ``newest`` is the newest version published."""
         current, version = self._current, announcement.version
         if current is not None and current.version == version:
+            if current.stage is Stage.BROKEN:
+                current.stage, current.since = Stage.REGROUPING, now
+                current.learner, current.announcement = learner, announcement
             self.advance(now)
             return
-        members: list[Replica] = []
-        if version > max(self._declined, newest) and not (current is not None and current.under_way):
-            members = sorted(self._eligible(announcement, now), key=lambda replica: replica.name)
-        if not members:
-            self._declined = max(self._declined, version)
-            self._fleet.note("no broadcast", version=version)
-            return
-        self._current = self._open(learner, announcement, members, now)
+        if version <= max(self._declined, newest) or (current is not None and current.under_way):
+            self._decline(version)
+        elif self._left_out:
+            self._left_out -= 1
+            self._decline(version)
+        elif members := self._members(announcement, now):
+            self._current = self._open(learner, announcement, members, now)
+        else:
+            self._decline(version)
 
-    def _eligible(self, announcement: Announce, now: float) -> Iterator[Replica]:
-        for replica in self._fleet.of(Phase.SERVING):
-            if (
-                0 <= replica.serving < announcement.version
-                and may_broadcast(self._weights.transport, announcement.backend, on_gpu=replica.on_gpu)
-                and (self._fleet.asks(replica.name) or now - replica.heard <= AWAY_S)
-            ):
-                yield replica
+    def _decline(self, version: int) -> None:
+        self._declined = max(self._declined, version)
+        self._fleet.note("no broadcast", version=version)
+
+    def _members(self, announcement: Announce, now: float) -> list[Replica]:
+        """Who can take part, in the order of ranks."""
+        found = [replica for replica in self._fleet.of(*ELIGIBLE_PHASES) if self._eligible(replica, announcement, now)]
+        return sorted(found, key=lambda replica: replica.name)
+
+    def _eligible(self, replica: Replica, announcement: Announce, now: float) -> bool:
+        # Whoever was in a broken broadcast is known to be alive, and rid of it, only once it asks.
+        away_s = 0.0 if replica.phase is Phase.REGROUPING else AWAY_S
+        return (
+            0 <= replica.serving < announcement.version
+            and may_broadcast(self._weights.transport, announcement.backend, on_gpu=replica.on_gpu)
+            and (self._fleet.asks(replica.name) or now - replica.heard < away_s)
+        )
 
     def _open(
         self, learner: tuple[str, int], announcement: Announce, members: Sequence[Replica], now: float
@@ -145,29 +180,40 @@ class Broadcasts:
     def decided(self, version: int) -> Announced | None:
         """The answer to the announcement of ``version``; None while it is open."""
         current = self._current
-        if current is None or current.version != version or current.stage in (Stage.CALLED_OFF, Stage.BROKEN):
+        if current is None or current.version != version:
             return Announced(decided=True)
-        return None if current.stage is Stage.ANNOUNCED else Announced(decided=True, group=current.group)
+        if current.stage in (Stage.BEGUN, Stage.OVER):
+            return Announced(decided=True, group=current.group)
+        return None if current.under_way else Announced(decided=True)
 
-    def ended(self, version: int, epoch: int, error: str) -> None:
-        """The learner has sent everything, or an error has broken the group."""
+    def ended(self, version: int, epoch: int, error: str, now: float, *, again: bool) -> None:
+        """The learner has sent everything, or an error has broken the group; ``again``: it announces it anew next."""
         if not error:
             return
         self._epochs.broke(epoch)
         if self._current is not None and self._current.group.epoch == epoch:
-            self._end(f"the learner, sending version {version}: {error}")
+            self._end(f"the learner, sending version {version}: {error}", now)
+            if not again:
+                self._give_up("the learner does not announce it anew")
 
-    def left(self, name: str, incarnation: int) -> None:
+    def left(self, name: str, incarnation: int, now: float) -> None:
         """This incarnation of an actor is dead; it may be the learner's."""
         current = self._current
         if current is not None and current.learner[0] == name and current.learner[1] <= incarnation:
-            self._end(f"{name} is gone")
+            current.blamed = True
+            self._end(f"{name} is gone", now)
+            self._give_up(f"{name} is gone")
             self._current = None
 
-    def withdrew(self, name: str) -> None:
+    def withdrew(self, name: str, now: float) -> None:
         """A caller no longer waits for an answer; it may be the learner, for its group."""
-        if self._current is not None and self._current.learner[0] == name and self._current.stage is Stage.ANNOUNCED:
-            self._end(f"{name} has given it up")
+        current = self._current
+        if current is None or current.learner[0] != name:
+            return
+        if current.stage is Stage.ANNOUNCED:
+            self._end(f"{name} has given it up", now)
+        elif current.stage is Stage.REGROUPING:
+            self._give_up(f"{name} has given it up")
 
     # --- the members ---
 
@@ -187,14 +233,18 @@ class Broadcasts:
         return self._current is not None and (self._current.version, self._current.group.epoch) == (version, epoch)
 
     def advance(self, now: float) -> None:
-        """Begin if everybody is there; end if everybody has committed."""
+        """Begin if everybody is there; end if everybody has committed; invite anew if all that survived ask."""
         current = self._current
         if current is None or not current.under_way:
+            return
+        if current.stage is Stage.REGROUPING:
+            if all(self._fleet.asks(replica.name) for replica in self._fleet.of(Phase.REGROUPING)):
+                self._regroup(now)
             return
         members = [self._fleet.replicas[name] for name in current.first_ranks if name in self._fleet.replicas]
         if current.stage is Stage.BEGUN:
             if not any(replica.phase is Phase.RECEIVING for replica in members):
-                current.stage = Stage.OVER
+                current.stage, self._fruitless = Stage.OVER, 0
             return
         # A learner that does not wait just now would leave them paused.
         if self._fleet.asks(current.learner[0]) and all(replica.phase is Phase.PAUSED for replica in members):
@@ -205,46 +255,92 @@ class Broadcasts:
             self._fleet.counts["broadcasts_begun"] += 1
             self._fleet.note("broadcast begins", version=current.version, epoch=current.group.epoch)
 
-    def member_lost(self, replica: Replica, before: Phase, why: str) -> None:
-        """A replica has left the phase ``before`` without a commit."""
+    def holds_back(self, replica: Replica) -> bool:
+        """Whether nothing is to be offered to it by itself, since another broadcast is about to come."""
+        current = self._current
+        return (
+            replica.phase is Phase.REGROUPING
+            and current is not None
+            and current.stage in (Stage.BROKEN, Stage.REGROUPING)
+        )
+
+    def member_lost(self, replica: Replica, before: Phase, why: str, now: float) -> None:
+        """A replica has left the phase ``before`` without a commit: it is to blame, unless it regroups."""
+        if self._current is not None and before in (Phase.RECEIVING, Phase.REGROUPING):
+            self._current.blamed |= replica.phase is not Phase.REGROUPING
         if before in GATHERING_PHASES or before is Phase.RECEIVING:
-            self._end(f"{replica.name} {why}")
+            self._end(f"{replica.name} {why}", now)
+
+    def _regroup(self, now: float) -> None:
+        """The same version again, with those that are there."""
+        before = self._current
+        assert before is not None
+        members = self._members(before.announcement, now)
+        if not members:
+            self._give_up("nobody is left to send it to")
+            return
+        self._current = self._open(before.learner, before.announcement, members, now)
+        self._current.attempt = before.attempt + 1
+
+    def _give_up(self, why: str) -> None:
+        """A broken one is not announced anew."""
+        current = self._current
+        assert current is not None
+        if current.stage not in (Stage.BROKEN, Stage.REGROUPING):
+            return
+        current.stage = Stage.GIVEN_UP
+        if not current.blamed:
+            self._fruitless += 1
+            self._left_out = min(2 ** (self._fruitless - 1) - 1, LEFT_OUT_MAX)
+        for replica in self._fleet.of(Phase.REGROUPING):
+            self._fleet.wake(replica.name)
+        self._fleet.wake(current.learner[0])
+        self._fleet.note("broadcast given up", level="warning", version=current.version, reason=why)
 
     # --- time ---
 
     def deadline(self) -> float | None:
         """When the stage of the broadcast under way runs out."""
         current = self._current
-        if current is None or not current.under_way:
+        if current is None or not (current.under_way or current.stage is Stage.BROKEN):
             return None
-        if current.stage is Stage.BEGUN:
-            return current.since + self._weights.deadline_s
-        return current.since + self._weights.broadcast_timeout_s
+        weights = self._weights
+        waits_s = {Stage.BEGUN: weights.deadline_s, Stage.REGROUPING: min(AWAY_S, weights.broadcast_timeout_s)}
+        return current.since + waits_s.get(current.stage, weights.broadcast_timeout_s)
 
     def pass_time(self, now: float) -> None:
-        """End a broadcast that takes too long."""
+        """End a broadcast that takes too long, and a wait for the next one."""
         deadline, current = self.deadline(), self._current
         if deadline is None or current is None or now < deadline:
             return
+        if current.stage is Stage.BROKEN:
+            waited = f"within {self._weights.broadcast_timeout_s:g} s (weights.broadcast_timeout_s)"
+            self._give_up(f"{current.learner[0]} did not announce it anew {waited}")
+            return
+        if current.stage is Stage.REGROUPING:
+            # Whoever has not come back by now is away.
+            self._regroup(now)
+            return
         if current.stage is Stage.BEGUN:
-            self._end(f"not over after {self._weights.deadline_s:g} s (weights.deadline_s)")
+            self._end(f"not over after {self._weights.deadline_s:g} s (weights.deadline_s)", now)
             return
         missing = list(self._fleet.of(Phase.ANNOUNCED))
         for replica in missing:
             self._fleet.move(replica, Event.OVERDUE)
         names = ", ".join(replica.name for replica in missing) or current.learner[0]
-        self._end(f"{names} did not come within {self._weights.broadcast_timeout_s:g} s (weights.broadcast_timeout_s)")
+        within = f"within {self._weights.broadcast_timeout_s:g} s (weights.broadcast_timeout_s)"
+        self._end(f"{names} did not come {within}", now)
 
-    def _end(self, why: str) -> None:
+    def _end(self, why: str, now: float) -> None:
         """Before its time. Whoever is to blame has left the broadcast's phases by now."""
         current = self._current
         assert current is not None
-        if not current.under_way:
+        if current.stage not in (Stage.ANNOUNCED, Stage.BEGUN):
             return
         if current.stage is Stage.ANNOUNCED:
             current.stage, word, event = Stage.CALLED_OFF, "called_off", Event.CALLED_OFF
         else:
-            current.stage, word, event = Stage.BROKEN, "broken", Event.BROKEN
+            current.stage, current.since, word, event = Stage.BROKEN, now, "broken", Event.BROKEN
             self._epochs.broke(current.group.epoch)
         for replica in list(self._fleet.of(*GATHERING_PHASES, Phase.RECEIVING)):
             self._fleet.move(replica, event)
@@ -258,3 +354,8 @@ class Broadcasts:
             epoch=current.group.epoch,
             reason=why,
         )
+        if current.stage is Stage.BROKEN and current.attempt == ATTEMPTS:
+            self._give_up(f"it broke {ATTEMPTS} times")
+        elif current.stage is Stage.BROKEN and self._fleet.asks(current.learner[0]):
+            # It has not even heard that this one began.
+            current.stage = Stage.REGROUPING

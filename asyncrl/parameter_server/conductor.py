@@ -5,22 +5,29 @@ word and answered by ``offer``, ``may_pause``, ``begins`` and ``decided``, which
 nothing to say. Times are given, in seconds on any monotonic clock; ``pass_time`` is due at ``next_deadline``.
 
 Invariants: no pause is granted past ``max_paused``, and in the order of asking among those that wait just then; a
-replica is given a newer version only while no update is under way there; versions only grow; a version stays needed
-for as long as somebody stages or loads it. A replica that holds a pause past its deadline loses it: its rollouter has
-the same deadline and replaces the engine, and the others must not wait for it.
+replica is given a newer version only while no update is under way there; versions only grow; never more than
+``weights.versions_held`` are needed. A version is needed while it is the newest, or somebody stages it and it has not
+made way for newer ones: whoever staged it stages the newest then. A replica that holds a pause past its deadline loses
+it: its rollouter has the same deadline and replaces the engine, and the others must not wait for it. Staging has a
+deadline as well.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+
+import msgspec
 
 from asyncrl.config.rollout import WeightsConfig
 from asyncrl.errors import VersionReused
-from asyncrl.messages.weights import Announce, Announced, Offer
+from asyncrl.messages.weights import Announce, Announced, Offer, Transport
 from asyncrl.parameter_server.broadcasts import Broadcasts
 from asyncrl.parameter_server.fleet import COUNTED, SILENT, STALE, Effects, Fleet
 from asyncrl.parameter_server.offers import rolling_transport
-from asyncrl.parameter_server.replicas import IDLE_PHASES, ROLLING_PHASES, Event, Phase, Replica
+from asyncrl.parameter_server.outrun import outrun
+from asyncrl.parameter_server.replicas import BROADCAST_PHASES, FAILED_PHASES, IDLE_PHASES, Event, Phase, Replica
+from asyncrl.parameter_server.sharing import HOLDING_PHASES, Sharing
 
 
 class Conductor:
@@ -30,6 +37,7 @@ class Conductor:
         self._weights = weights
         self._fleet = Fleet()
         self._broadcasts = Broadcasts(weights, self._fleet, first_epoch=first_epoch)
+        self._sharing = Sharing(weights, self._fleet)
         self.accepted = -1
         """The newest version that is held."""
         self.newest = -1
@@ -39,6 +47,7 @@ class Conductor:
         self._before = -1
         """The one before ``newest``."""
         self._last_place = 0
+        self._last_seniority = 0
 
     # --- publications ---
 
@@ -53,11 +62,14 @@ class Conductor:
         if not self.is_new(version):
             raise VersionReused(version, self.accepted)
         self.accepted = version
+        self._make_way()
 
     def publish(self, version: int) -> None:
         """Tell the replicas of a version that was accepted."""
         assert self.newest < version <= self.accepted
         self._before, self.newest = self.newest, version
+        self._make_way()
+        self._sharing.forget_below(version)
         for replica in self._fleet.of(*IDLE_PHASES):
             if replica.serving < version:
                 self._fleet.wake(replica.name)
@@ -67,12 +79,32 @@ class Conductor:
         self.condemned = max(self.condemned, version)
 
     def needed(self) -> set[int]:
-        """Versions that must stay held."""
-        versions = {replica.target for replica in self._fleet.of(*ROLLING_PHASES)}
-        versions |= {self.newest, self.accepted}
-        if self._weights.delta:
-            versions.add(self._before)
+        """Versions that must stay held. What waits for its pause is in the replica's own hands."""
+        return self._kept() | {replica.target for replica in self._pinning()}
+
+    def _pinning(self) -> list[Replica]:
+        """Those for which a version is held: they stage it, or others of their host wait to."""
+        awaited = self._sharing.awaited()
+        return [
+            replica
+            for replica in self._fleet.of(Phase.STAGING, *HOLDING_PHASES)
+            if not replica.outrun and (replica.phase is Phase.STAGING or replica.name in awaited)
+        ]
+
+    def _kept(self) -> set[int]:
+        """Held whatever the replicas do."""
+        versions = {self.newest, self.accepted, self._before if self._weights.delta else -1}
         return {version for version in versions if version >= 0}
+
+    def _make_way(self) -> None:
+        """Let go of versions past those that may be held."""
+        pinning = self._pinning()
+        tries = [(replica.target, replica.seniority) for replica in pinning]
+        gone = outrun(self._kept(), tries, most=self._weights.versions_held)
+        for replica in pinning:
+            if replica.target in gone:
+                replica.outrun = True
+                self._fleet.note("outrun", replica=replica.name, version=replica.target, newest=self.newest)
 
     # --- what replicas say and ask ---
 
@@ -84,6 +116,7 @@ class Conductor:
         serving: int,
         now: float,
         same_host: bool = True,
+        host: str = "",
         workers: int = 1,
         on_gpu: bool = False,
     ) -> int:
@@ -93,24 +126,28 @@ class Conductor:
             return STALE
         number = self._fleet.ask(name)
         if serving >= 0 and (
-            serving == replica.target or (replica.phase is Phase.BEHIND and serving > replica.serving)
+            serving == replica.target or (replica.phase in FAILED_PHASES and serving > replica.serving)
         ):
             # Its report was lost.
             self._commit(replica, now)
         replaced, changed = serving < replica.serving, serving != replica.serving
-        replica.serving, replica.same_host, replica.on_gpu = serving, same_host, on_gpu
+        replica.serving, replica.same_host, replica.host, replica.on_gpu = serving, same_host, host, on_gpu
         if replaced:
             replica.engine += 1
         if replica.phase is Phase.ANNOUNCED and (changed or workers != replica.workers):
             # Not the engine that was made a member.
-            self._word(replica, Event.FAILED, "has another engine")
+            self._word(replica, Event.FAILED, "has another engine", now)
+        elif replica.phase is Phase.REGROUPING and replaced:
+            self._word(replica, Event.FAILED, "has another engine", now)
         else:
-            self._word(replica, Event.IDLE, "asked for the next update instead")
+            if replica.phase is Phase.STAGING:
+                self._sharing.found_nothing(replica)
+            self._word(replica, Event.IDLE, "asked for the next update instead", now)
         replica.workers = workers
-        self._grant(now)
+        self._settle(now)
         return number
 
-    def offer(self, name: str) -> Offer | None:
+    def offer(self, name: str, now: float) -> Offer | None:
         """What the asking replica is to take over next; the manifest is to be filled in under shm and stream."""
         replica = self._fleet.replicas[name]
         if replica.phase is Phase.ANNOUNCED:
@@ -118,16 +155,41 @@ class Conductor:
             return Offer(version=replica.target, transport=collective.group.backend, collective=collective)
         if replica.phase not in IDLE_PHASES or replica.serving >= self.newest or self.newest <= self.condemned:
             return None
-        self._fleet.move(replica, Event.OFFERED)
-        replica.target = self.newest
+        if self._broadcasts.holds_back(replica):
+            return None
         # Whoever cannot read this host's memory, for whatever reason, is served over the wire.
         same_host = replica.same_host and replica.failed_attempts < self._weights.max_attempts
         transport = rolling_transport(self._weights.transport, same_host=same_host)
-        return Offer(version=self.newest, transport=transport)
+        replica.source_paths = ()
+        if transport == "shm" or not self._sharing.shares(replica):
+            return self._make_offer(replica, self.newest, transport, now)
+        if (holder := self._sharing.holder(replica, self.newest)) is not None:
+            replica.source_paths = holder.held_paths
+            return self._make_offer(replica, holder.held_version, "shm", now)
+        if (fetcher := self._sharing.fetcher(replica)) is not None:
+            replica.waits_for = fetcher.name
+            return None
+        offer = self._make_offer(replica, self.newest, transport, now)
+        replica.fetches = True
+        return msgspec.structs.replace(offer, share=True, sources=self._sharing.join_tree(replica))
 
-    def request_pause(self, name: str, incarnation: int, version: int, now: float) -> int:
+    def _make_offer(self, replica: Replica, version: int, transport: Transport, now: float) -> Offer:
+        self._fleet.move(replica, Event.OFFERED)
+        replica.target, replica.staging_since = version, now
+        replica.outrun, replica.fetches, replica.waits_for = False, False, ""
+        if not replica.seniority:
+            self._last_seniority += 1
+            replica.seniority = self._last_seniority
+        return Offer(version=version, transport=transport)
+
+    def source_paths(self, name: str) -> tuple[str, ...]:
+        """Where on its host a replica finds the segments that it was offered; empty for those that are held here."""
+        return self._fleet.replicas[name].source_paths
+
+    def request_pause(self, name: str, incarnation: int, version: int, now: float, *, paths: Sequence[str] = ()) -> int:
         """It has ``version`` staged, and asks to pause: see ``may_pause``. Returns the question's number.
 
+        ``paths`` are those of the segments that it holds for others of its host, if it does.
         Asking again keeps a place in the line, and a pause: under ``drain`` it may take long before there is anything
         to load.
         """
@@ -135,14 +197,16 @@ class Conductor:
         if replica is None:
             return STALE
         number, before = self._fleet.ask(name), replica.phase
-        if version > replica.serving and self._word(replica, Event.ASKED, ""):
+        if version > replica.serving and self._word(replica, Event.ASKED, "", now):
             replica.target = version
+            if paths or version != replica.held_version:
+                replica.held_version, replica.held_paths = (version, tuple(paths)) if paths else (-1, ())
             if replica.phase is Phase.LOADING:
                 replica.paused_since = now
             elif before is not Phase.WAITING:
                 self._last_place += 1
                 replica.place = self._last_place
-        self._grant(now)
+        self._settle(now)
         return number
 
     def may_pause(self, name: str, version: int) -> bool | None:
@@ -157,8 +221,8 @@ class Conductor:
             return STALE
         number = self._fleet.ask(name)
         if self._broadcasts.is_current(version, epoch):
-            self._word(replica, Event.JOINED, "")
-            self._broadcasts.advance(now)
+            self._word(replica, Event.JOINED, "", now)
+        self._settle(now)
         return number
 
     def begins(self, name: str, version: int, epoch: int) -> bool | None:
@@ -169,18 +233,38 @@ class Conductor:
         return None if phase is Phase.PAUSED else phase is Phase.RECEIVING
 
     def report(
-        self, name: str, incarnation: int, version: int, *, committed: bool, now: float, error: str = ""
+        self,
+        name: str,
+        incarnation: int,
+        version: int,
+        *,
+        committed: bool,
+        now: float,
+        error: str = "",
+        broke_off: bool = False,
+        epoch: int = -1,
     ) -> bool:
-        """An update ended there; False for a repeated or late word on one, which changes nothing."""
+        """An update ended there; False for a repeated or late word on one, which changes nothing.
+
+        ``broke_off``: as a broadcast that broke under it, which says nothing against the replica. ``epoch``: of the
+        broadcast, if it was one.
+        """
         replica = self._hear(name, incarnation, now)
         if replica is None or version <= replica.serving or replica.target not in (-1, version):
             return False
+        late = epoch >= 0 and not self._broadcasts.is_current(version, epoch)
+        if late and not committed and replica.phase in BROADCAST_PHASES:
+            return False
         replica.target = version
         if not committed:
-            counted = self._word(replica, Event.FAILED, f"has failed: {error}")
+            lost = broke_off and replica.phase in (Phase.RECEIVING, Phase.REGROUPING)
+            counted = self._word(replica, Event.LOST if lost else Event.FAILED, f"has failed: {error}", now)
         elif counted := self._commit(replica, now):
             replica.serving = version
-        self._grant(now)
+            if version > replica.held_version:
+                # It came another way, and what was held before is let go.
+                replica.held_version, replica.held_paths = -1, ()
+        self._settle(now)
         return counted
 
     # --- what the learner says and asks ---
@@ -195,10 +279,10 @@ class Conductor:
         """Whether ``version`` is broadcast, and to whom; None while that is open."""
         return self._broadcasts.decided(version)
 
-    def broadcast_ended(self, version: int, epoch: int, error: str, now: float) -> None:
-        """It has sent everything, or failed to."""
-        self._broadcasts.ended(version, epoch, error)
-        self._grant(now)
+    def broadcast_ended(self, version: int, epoch: int, error: str, now: float, *, again: bool = False) -> None:
+        """It has sent everything, or failed to; ``again``: it announces it anew next."""
+        self._broadcasts.ended(version, epoch, error, now, again=again)
+        self._settle(now)
 
     # --- questions, deaths, time ---
 
@@ -220,12 +304,12 @@ class Conductor:
         self._fleet.close(name)
         replica = self._fleet.replicas.get(name)
         if replica is None:
-            self._broadcasts.withdrew(name)
+            self._broadcasts.withdrew(name, now)
             return
         replica.heard = SILENT
         if replica.phase not in IDLE_PHASES:
-            self._word(replica, Event.FAILED, "has given up")
-        self._grant(now)
+            self._word(replica, Event.FAILED, "has given up", now)
+        self._settle(now)
 
     def left(self, name: str, incarnation: int, now: float) -> None:
         """This incarnation of a replica, or of the learner, is dead."""
@@ -234,26 +318,39 @@ class Conductor:
             self._fleet.close(name)
         if replica is not None and replica.incarnation <= incarnation:
             del self._fleet.replicas[name]
-            self._broadcasts.member_lost(replica, replica.phase, "is gone")
-        self._broadcasts.left(name, incarnation)
-        self._grant(now)
+            before, replica.phase = replica.phase, Phase.BEHIND
+            self._broadcasts.member_lost(replica, before, "is gone", now)
+        self._broadcasts.left(name, incarnation, now)
+        self._settle(now)
 
     def next_deadline(self) -> float | None:
         """When time alone will change something."""
-        deadlines = [replica.paused_since + self._weights.deadline_s for replica in self._fleet.of(Phase.LOADING)]
+        weights = self._weights
+        deadlines = [replica.paused_since + weights.deadline_s for replica in self._fleet.of(Phase.LOADING)]
+        deadlines += [replica.staging_since + weights.stage_deadline_s for replica in self._fleet.of(Phase.STAGING)]
         if (deadline := self._broadcasts.deadline()) is not None:
             deadlines.append(deadline)
         return min(deadlines, default=None)
 
     def pass_time(self, now: float) -> None:
-        """Take back pauses, and end a broadcast, that are past their deadline."""
+        """Take back pauses, give up stagings, and end a broadcast, that are past their deadline."""
+        for replica in list(self._fleet.of(Phase.STAGING)):
+            if now >= replica.staging_since + self._weights.stage_deadline_s:
+                self._fleet.note(
+                    "staging overdue",
+                    level="warning",
+                    replica=replica.name,
+                    version=replica.target,
+                    waited_s=now - replica.staging_since,
+                )
+                self._fleet.move(replica, Event.OVERDUE)
         for replica in list(self._fleet.of(Phase.LOADING)):
             if now >= replica.paused_since + self._weights.deadline_s:
                 self._fleet.counts["pauses_taken_back"] += 1
                 self._fleet.note("pause taken back", level="warning", replica=replica.name, version=replica.target)
                 self._fleet.move(replica, Event.OVERDUE)
         self._broadcasts.pass_time(now)
-        self._grant(now)
+        self._settle(now)
 
     # --- what the shell shows and does ---
 
@@ -302,14 +399,20 @@ class Conductor:
         self._broadcasts.advance(now)
         return True
 
-    def _word(self, replica: Replica, event: Event, why: str) -> bool:
+    def _word(self, replica: Replica, event: Event, why: str, now: float) -> bool:
         """A replica's own word; a broadcast that it leaves with it is over for all."""
         before = replica.phase
         if not self._fleet.move(replica, event):
             return False
-        if replica.phase is Phase.BEHIND:
-            self._broadcasts.member_lost(replica, before, why)
+        if replica.phase in FAILED_PHASES:
+            self._broadcasts.member_lost(replica, before, why, now)
         return True
+
+    def _settle(self, now: float) -> None:
+        """Do what has become possible by a word, or by its absence."""
+        self._broadcasts.advance(now)
+        self._sharing.settle()
+        self._grant(now)
 
     def _grant(self, now: float) -> None:
         free = self.max_paused - sum(1 for _ in self._fleet.of(Phase.LOADING))

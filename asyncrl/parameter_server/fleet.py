@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from asyncrl.parameter_server.replicas import WORDS, Event, Phase, Replica
+from asyncrl.parameter_server.replicas import FAILED_PHASES, WORDS, Event, Phase, Replica
 
 STALE = 0
 """The number of a question whose asker has been replaced; it is never open."""
@@ -96,12 +96,15 @@ class Fleet:
         before = replica.phase
         if not replica.follow(event):
             return False
+        if event in (Event.COMMITTED, Event.FAILED, Event.OVERDUE):
+            replica.seniority = 0
         if event is Event.COMMITTED:
             self.counts["updates_committed"] += 1
             replica.failed_attempts, replica.failed_version = 0, -1
-        elif replica.phase is Phase.BEHIND and before is not Phase.BEHIND:
+        elif replica.phase in FAILED_PHASES and before not in FAILED_PHASES:
             self.counts["updates_failed"] += 1
-        if event not in WORDS:
+        if event not in WORDS or before is Phase.REGROUPING:
+            # Who does not regroup any more need not wait for the others.
             self.wake(replica.name)
         if replica.phase is not before:
             self.note("phase", level="debug", replica=replica.name, phase=str(replica.phase))

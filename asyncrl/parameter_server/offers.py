@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from asyncrl.messages.weights import Bucket, CollectiveBackend, Manifest, Transport
@@ -28,6 +30,15 @@ def manifest_for(manifest: Manifest, transport: Transport, base: int) -> Manifes
     Paths lead it to nothing but under shm; a delta helps it only against what it has.
     """
     return msgspec.structs.replace(manifest, buckets=[_bucket_for(b, transport, base) for b in manifest.buckets])
+
+
+def shared_manifest(manifest: Manifest, paths: Sequence[str]) -> Manifest:
+    """What a replica is told that finds the version on its own host, which is not this one."""
+    buckets = [
+        msgspec.structs.replace(bucket, path=path, delta=None)
+        for bucket, path in zip(manifest.buckets, paths, strict=True)
+    ]
+    return msgspec.structs.replace(manifest, buckets=buckets)
 
 
 def _bucket_for(bucket: Bucket, transport: Transport, base: int) -> Bucket:

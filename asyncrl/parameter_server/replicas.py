@@ -30,6 +30,8 @@ class Phase(StrEnum):
     """It has paused for the broadcast, and waits for the other members."""
     RECEIVING = "receiving"
     """The broadcast has begun; it receives, verifies, loads, and resumes."""
+    REGROUPING = "regrouping"
+    """Its broadcast broke by no fault of its own: it is a member of the next one. Its engine stays paused meanwhile."""
 
 
 class Event(StrEnum):
@@ -45,6 +47,8 @@ class Event(StrEnum):
     """ReportUpdate: it serves the version."""
     FAILED = "failed"
     """ReportUpdate: it does not; or it gave up what it was waiting for."""
+    LOST = "lost"
+    """ReportUpdate: the broadcast broke off under it."""
     OFFERED = "offered"
     """A version was offered to it by a rolling transport."""
     GRANTED = "granted"
@@ -58,10 +62,10 @@ class Event(StrEnum):
     BROKEN = "broken"
     """The broadcast broke off, or took too long."""
     OVERDUE = "overdue"
-    """It did not come to the others, or held its pause for too long."""
+    """It did not come to the others, or staged or held its pause for too long."""
 
 
-WORDS = frozenset({Event.IDLE, Event.ASKED, Event.JOINED, Event.COMMITTED, Event.FAILED})
+WORDS = frozenset({Event.IDLE, Event.ASKED, Event.JOINED, Event.COMMITTED, Event.FAILED, Event.LOST})
 """Events that are a replica's own words."""
 
 _P, _E = Phase, Event
@@ -77,6 +81,7 @@ TRANSITIONS: dict[tuple[Phase, Event], Phase] = {
     (_P.STAGING, _E.IDLE): _P.BEHIND,
     (_P.STAGING, _E.ASKED): _P.WAITING,
     (_P.STAGING, _E.FAILED): _P.BEHIND,
+    (_P.STAGING, _E.OVERDUE): _P.BEHIND,
     (_P.WAITING, _E.IDLE): _P.BEHIND,
     (_P.WAITING, _E.ASKED): _P.WAITING,
     (_P.WAITING, _E.GRANTED): _P.LOADING,
@@ -107,15 +112,28 @@ TRANSITIONS: dict[tuple[Phase, Event], Phase] = {
     (_P.RECEIVING, _E.JOINED): _P.RECEIVING,
     (_P.RECEIVING, _E.COMMITTED): _P.SERVING,
     (_P.RECEIVING, _E.FAILED): _P.BEHIND,
-    (_P.RECEIVING, _E.BROKEN): _P.BEHIND,
+    (_P.RECEIVING, _E.LOST): _P.REGROUPING,
+    (_P.RECEIVING, _E.BROKEN): _P.REGROUPING,
+    (_P.REGROUPING, _E.IDLE): _P.REGROUPING,
+    (_P.REGROUPING, _E.LOST): _P.REGROUPING,
+    (_P.REGROUPING, _E.INVITED): _P.ANNOUNCED,
+    # There will be no next one, or not soon.
+    (_P.REGROUPING, _E.OFFERED): _P.STAGING,
+    # It had received everything before the break.
+    (_P.REGROUPING, _E.COMMITTED): _P.SERVING,
+    (_P.REGROUPING, _E.FAILED): _P.BEHIND,
 }
 
-IDLE_PHASES = frozenset({Phase.SERVING, Phase.BEHIND})
+IDLE_PHASES = frozenset({Phase.SERVING, Phase.BEHIND, Phase.REGROUPING})
 """No update is under way."""
+FAILED_PHASES = frozenset({Phase.BEHIND, Phase.REGROUPING})
+"""The last update did not end in a commit."""
+ELIGIBLE_PHASES = frozenset({Phase.SERVING, Phase.REGROUPING})
+"""It can be made a member of a broadcast."""
 GATHERING_PHASES = frozenset({Phase.ANNOUNCED, Phase.PAUSED})
 """A member of a broadcast that has not begun."""
-ROLLING_PHASES = frozenset({Phase.STAGING, Phase.WAITING, Phase.LOADING})
-"""A version that is held here is being taken over."""
+BROADCAST_PHASES = GATHERING_PHASES | {Phase.RECEIVING}
+"""A member of a broadcast."""
 
 
 @dataclass(slots=True)
@@ -132,11 +150,29 @@ class Replica:
     on_gpu: bool = False
     same_host: bool = False
     """Whether it can open the segments that are held here."""
+    host: str = ""
+    """Replicas of the same value can open each other's segments; empty where that is not known."""
+    fetches: bool = False
+    """What it stages it brings to its host over the network."""
+    held_version: int = -1
+    """What it has brought to its host, and holds for the others there; -1 for nothing."""
+    held_paths: tuple[str, ...] = ()
+    """Of that version's segments."""
+    waits_for: str = ""
+    """Who of its host fetches what it is to take over."""
+    source_paths: tuple[str, ...] = ()
+    """Of the segments on its host that it was offered."""
     phase: Phase = Phase.SERVING
     target: int = -1
     """The version being taken over; -1 in an idle phase."""
     place: int = 0
     """In the line for a pause."""
+    staging_since: float = 0.0
+    """When it was offered what it stages."""
+    seniority: int = 0
+    """Lower for who tries for longer to come to a newer version; 0 for who does not try."""
+    outrun: bool = False
+    """What it stages is no longer held here."""
     paused_since: float = 0.0
     """When its pause was granted, or last asked for again."""
     heard: float = 0.0
@@ -151,7 +187,7 @@ class Replica:
         if phase is None:
             assert event in WORDS, f"{self.name} is {self.phase}: {event}"
             return False
-        if phase is Phase.BEHIND and self.phase is not Phase.BEHIND:
+        if phase in FAILED_PHASES and self.phase not in FAILED_PHASES:
             self.failed_attempts = self.failed_attempts + 1 if self.target == self.failed_version else 1
             self.failed_version = self.target
         self.phase = phase

@@ -27,6 +27,7 @@ from asyncrl.messages.learner import RolloutStats, UpdateTimes
 from asyncrl.messages.monitor import ResourceRecord
 from asyncrl.messages.reward import Score, Scores
 from asyncrl.messages.rollouter import HeldTicket, OpenTickets, TicketsHeld
+from asyncrl.messages.weights import Chunk, FetchChunk
 from asyncrl.monitor.story_log import GENERATED
 from asyncrl.monitor.trace import FIRST_SLOT, WEIGHTS
 from asyncrl.rollouter.account import CallAccount, GroupAccount
@@ -50,6 +51,7 @@ from asyncrl.runtime.peer import CallFuture
 from asyncrl.stops import Stops, resolve_stops
 from asyncrl.tokenizer import Tokenizer, tokenizer_of
 from asyncrl.trajectories import sampled_tokens
+from asyncrl.weights.place import host_id
 
 T = TypeVar("T")
 
@@ -92,7 +94,7 @@ class Rollouter(Actor):
             self.config,
             self.name,
             host=self._host,
-            call=lambda request, timeout=None: self.peer(PARAMETER_SERVER).call(request, timeout),
+            call=lambda name, request, timeout: self.peer(name).call(request, timeout),
             committed=self._committed,
             updated=self._updated,
             awaits=self.awaits,
@@ -100,6 +102,7 @@ class Rollouter(Actor):
             log=self.log,
             notify=self.notify,
             track=self.trace.track("weights", WEIGHTS),
+            place=host_id(),
         )
         self._delivery: Delivery
         self._dataloader = 0
@@ -520,6 +523,14 @@ class Rollouter(Actor):
         self.peer(session.host).cast(ChatDelta(session=session.key, call=call, offset=offset, text=text))
 
     # --- weights ---
+
+    @handler
+    async def fetch_chunk(self, request: FetchChunk, caller: Caller) -> Chunk:
+        """Bytes of a version that was brought to this host, or is on its way. Raises VersionGone, NotHere."""
+        chunk = await self._follower.relay.chunk(request, caller.park_s)
+        self.counters.add("rollout/chunks_relayed")
+        self.counters.add("rollout/bytes_relayed", request.size)
+        return chunk
 
     def _committed(self, version: int) -> None:
         self.param_version = version

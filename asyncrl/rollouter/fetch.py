@@ -1,16 +1,18 @@
 """Brings the bytes of a version into sealed, verified memory of this host, while the engine generates.
 
-Under ``shm`` the parameter server's own segments are opened and verified; under ``stream`` segments of this process
-are filled chunk by chunk. With a delta and its base at hand, that is read instead of the bucket and decoded; where it
-leads to other bytes than were published, the bucket itself is read.
+Under ``shm`` the segments of another process of this host are opened and verified; under ``stream`` segments of this
+process are filled chunk by chunk: relays on other hosts are asked for them, and the parameter server (sources.py), and
+this host's own relay hands them on as they come. With a delta and its base at hand, that is read instead of the bucket
+and decoded; where it leads to other bytes than were published, the bucket itself is read.
 
 Invariants: a chunk's checksum is verified before it is written, a bucket's before it counts; never more than
-``weights.chunks_in_flight`` chunks are asked for at once; a connection that breaks, or a parameter server that is
-restarted with the same version, costs no more than the chunks in flight; nothing of a fetch that fails or is
-cancelled stays open. Reading, checksums and decoding run in threads.
+``weights.chunks_in_flight`` chunks are asked for at once; a connection that breaks, a relay that dies, or a parameter
+server that is restarted with the same version, costs no more than the chunks in flight; nothing of a fetch that fails
+or is cancelled stays open. Reading, checksums and decoding run in threads.
 
 Fails with VersionGone when the version is no longer held, WeightsCorrupt when its bytes are not what was published,
-DeadlineExceeded when nothing has come for ``weights.deadline_s``, RemoteError and Refused as they come.
+DeadlineExceeded when nothing has come for ``weights.deadline_s`` or all has not come in ``weights.stage_deadline_s``,
+RemoteError and Refused as they come.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ import asyncio
 import errno
 import os
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -30,6 +32,7 @@ from structlog.typing import FilteringBoundLogger
 from asyncrl.config.rollout import WeightsConfig
 from asyncrl.errors import (
     DeadlineExceeded,
+    NotHere,
     PeerRestarted,
     ProtocolError,
     RemoteError,
@@ -40,22 +43,19 @@ from asyncrl.errors import (
 from asyncrl.messages import Request
 from asyncrl.messages.weights import Bucket, Chunk, Delta, FetchChunk, Manifest, Offer
 from asyncrl.monitor.logging import get_logger
+from asyncrl.rollouter.relay import Relay
+from asyncrl.rollouter.sources import PARAMETER_SERVER, Sources
 from asyncrl.runtime.repeats import pause
 from asyncrl.weights.chunks import ChunkPlan, Piece
 from asyncrl.weights.segments import Segment, map_segment, open_segment, verify_segment
 from asyncrl.weights.staging import Staged, apply_delta, delta_against, layout_of, seal_verified
 
 T = TypeVar("T")
+Call = Callable[[str, Request, float | None], Awaitable[Any]]
+"""Whom to ask, for what, and for how many seconds if not for as long as any call."""
 
-PARAMETER_SERVER = "parameter_server/0"
 AGAIN_S = 0.2
 """Longest first pause before a chunk whose call failed is asked for again."""
-
-
-class Call(Protocol):
-    """Asks the parameter server; ``timeout`` in seconds, by default that of all calls."""
-
-    def __call__(self, request: Request, timeout: float | None = None) -> Awaitable[Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +67,36 @@ class Fetched:
 
 
 async def fetch(
-    offer: Offer, base: Staged | None, *, call: Call, weights: WeightsConfig, who: str = "rollouter"
+    offer: Offer,
+    base: Staged | None,
+    *,
+    call: Call,
+    weights: WeightsConfig,
+    who: str = "rollouter",
+    relay: Relay | None = None,
 ) -> Fetched:
     """Take up an offer by shm or stream. ``base`` is what deltas may be applied to; it stays open meanwhile.
 
-    ``call`` asks the parameter server; ``who`` asks, for logs and errors. See the module for what is raised.
+    ``call`` asks others; ``who`` asks, for logs and errors; ``relay`` is told of each chunk. See the module for what is
+    raised.
     """
     assert offer.manifest is not None, "a broadcast is not fetched"
     layout = layout_of(offer.manifest)
-    fetching = (_Shared if offer.transport == "shm" else _Stream)(offer.manifest, base, call, weights, who)
+    fetching: _Fetching
+    if offer.transport == "shm":
+        fetching = _Shared(offer.manifest, base, weights, who)
+    else:
+        fetching = _Stream(offer.manifest, base, weights, who, sources=offer.sources, call=call, relay=relay)
     try:
-        await fetching.run()
-    except BaseException:
+        async with asyncio.timeout(weights.stage_deadline_s) as limit:
+            await fetching.run()
+    except BaseException as error:
         await fetching.in_thread(fetching.close)
+        if isinstance(error, TimeoutError) and limit.expired():
+            what = (
+                f"all of version {offer.version} by {offer.transport} (weights.stage_deadline_s; {fetching.progress})"
+            )
+            raise DeadlineExceeded(who, fetching.source, what, weights.stage_deadline_s) from error
         raise
     found = [fetching.found[index] for index in range(len(offer.manifest.buckets))]
     return Fetched(Staged(offer.manifest, layout, found), fetching.encoded_bytes)
@@ -88,12 +105,15 @@ async def fetch(
 class _Fetching:
     """What both ways have in common: the descriptors found so far, and the threads that find them."""
 
-    def __init__(self, manifest: Manifest, base: Staged | None, call: Call, weights: WeightsConfig, who: str) -> None:
+    source = PARAMETER_SERVER
+    """Who is asked."""
+
+    def __init__(self, manifest: Manifest, base: Staged | None, weights: WeightsConfig, who: str) -> None:
         self.version, self.buckets = manifest.version, manifest.buckets
         self.found: dict[int, int] = {}
         """Bucket to descriptor: sealed and verified."""
         self.encoded_bytes = 0
-        self._base, self._call, self._weights, self._who = base, call, weights, who
+        self._base, self._weights, self._who = base, weights, who
         self._log: FilteringBoundLogger = get_logger(who)
         usable = ((index, delta_against(base, bucket, index)) for index, bucket in enumerate(self.buckets))
         self._deltas = {index: delta for index, delta in usable if delta is not None}
@@ -101,6 +121,12 @@ class _Fetching:
 
     async def run(self) -> None:
         raise NotImplementedError
+
+    @property
+    def progress(self) -> str:
+        """For errors."""
+        total = sum(bucket.size for bucket in self.buckets)
+        return f"{self.encoded_bytes} of {total} bytes are here"
 
     def close(self) -> None:
         """Let go of everything; a GiB takes some 0.1 s."""
@@ -181,14 +207,21 @@ class _Shared(_Fetching):
 class _Stream(_Fetching):
     """In chunks over the wire."""
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments: Any, sources: Sequence[str], call: Call, relay: Relay | None) -> None:
         super().__init__(*arguments)
+        self._call, self._relay = call, relay
+        now = asyncio.get_running_loop().time()
+        self._sources = Sources(sources, deadline_s=self._weights.deadline_s, now=now)
         self._filling: dict[int, Segment] = {}
         self._limit: asyncio.Timeout
         self._last_failure = ""
         self._failures = 0
         """Since a chunk came last."""
         self._draws = random.Random(f"{self._who} {self.version}")
+
+    @property
+    def source(self) -> str:  # type: ignore[override]
+        return self._sources.present
 
     async def run(self) -> None:
         deadline_s = self._weights.deadline_s
@@ -200,9 +233,8 @@ class _Stream(_Fetching):
         except TimeoutError as error:
             if not self._limit.expired():
                 raise
-            total = sum(bucket.size for bucket in self.buckets)
-            what = f"chunks of version {self.version} ({self.encoded_bytes} of {total} bytes are here)"
-            raise DeadlineExceeded(self._who, PARAMETER_SERVER, what, deadline_s, self._last_failure) from error
+            what = f"chunks of version {self.version} ({self.progress})"
+            raise DeadlineExceeded(self._who, self.source, what, deadline_s, self._last_failure) from error
 
     async def _fetch(self, indices: list[int]) -> None:
         sizes = {i: self._deltas[i].size if i in self._deltas else self.buckets[i].size for i in indices}
@@ -228,34 +260,49 @@ class _Stream(_Fetching):
         """One of those who ask. What fails here is asked for again here, so that nobody waits for another."""
         while (piece := plan.take()) is not None:
             index, delta = piece.bucket, self._deltas.get(piece.bucket)
-            chunk = await self._ask(plan, piece, delta)
+            source = self.source
+            chunk = await self._ask(source, plan, piece, delta)
             if chunk is None:
                 continue
             if index not in self._filling:
                 self._filling[index] = Segment("asyncrl-weights", sizes[index])
             problem = await self.in_thread(_write, self._filling[index], piece, chunk)
             if problem:
+                self._leave(source, problem)
                 self._corrupt(plan, piece, problem)
             elif plan.accept(piece):
                 self.encoded_bytes += piece.size
+                if self._relay is not None and delta is None:
+                    self._relay.arrived(self.version, piece, self._filling[index].fd, chunk.checksum)
                 if plan.whole(index):
                     await self._complete(index, delta)
                 self._came_on()
 
-    async def _ask(self, plan: ChunkPlan, piece: Piece, delta: Delta | None) -> Chunk | None:
+    async def _ask(self, source: str, plan: ChunkPlan, piece: Piece, delta: Delta | None) -> Chunk | None:
         """The chunk, not yet verified; None if it is to be asked for again or no longer wanted."""
         base = -1 if delta is None else delta.base
         request = FetchChunk(version=self.version, bucket=piece.bucket, offset=piece.offset, size=piece.size, base=base)
         try:
-            # As long as the fetch may be without a chunk: while this one is queued another call would queue it again.
-            chunk: Chunk = await self._call(request, self._weights.deadline_s)
+            chunk: Chunk = await self._call(source, request, self._sources.timeout_s)
             return chunk
         except ProtocolError as error:
+            self._leave(source, str(error))
             self._corrupt(plan, piece, str(error))
             return None
         except (DeadlineExceeded, PeerRestarted) as error:
             lost: WireError = error
+            self._leave(source, str(error))
         except RemoteError as error:
+            if error.code == NotHere.code:
+                # The relay waits for it as well.
+                if self._sources.has_nothing(source, self._now()):
+                    self._tell_left(source, str(error))
+                plan.lost(piece)
+                return None
+            if source != PARAMETER_SERVER:
+                self._leave(source, str(error))
+                plan.lost(piece)
+                return None
             if error.code == VersionGone.code:
                 raise VersionGone(self.version, f"{error.actor} has let it go") from error
             if not error.retryable and error.code != "deadline":
@@ -267,6 +314,8 @@ class _Stream(_Fetching):
                 return None
             lost = error
         plan.lost(piece)
+        if source != PARAMETER_SERVER:
+            return None
         if not self._last_failure:
             self._log.warning("chunks do not come", version=self.version, error=str(lost))
         self._last_failure = str(lost)
@@ -274,6 +323,18 @@ class _Stream(_Fetching):
         self._failures += 1
         await asyncio.sleep(again_s)
         return None
+
+    def _leave(self, source: str, problem: str) -> None:
+        """A relay that fails is asked no more."""
+        if self._sources.failed(source, self._now()):
+            self._tell_left(source, problem)
+
+    def _tell_left(self, source: str, problem: str) -> None:
+        self._log.warning("relay is left", version=self.version, relay=source, next=self.source, error=problem)
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
 
     def _corrupt(self, plan: ChunkPlan, piece: Piece, problem: str) -> None:
         """Raises WeightsCorrupt when it has been so too often."""
@@ -288,8 +349,9 @@ class _Stream(_Fetching):
 
     def _came_on(self) -> None:
         self._last_failure, self._failures = "", 0
+        self._sources.came(self._now())
         if not self._limit.expired():
-            self._limit.reschedule(asyncio.get_running_loop().time() + self._weights.deadline_s)
+            self._limit.reschedule(self._now() + self._weights.deadline_s)
 
     async def _complete(self, index: int, delta: Delta | None) -> None:
         """Raises WeightsCorrupt when the bucket is not what was published."""

@@ -52,16 +52,16 @@ from asyncrl.rollouter.drift import Drift, DriftRecord, Limits, explain, find_li
 from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.engines import engine_dtype
 from asyncrl.rollouter.fetch import Call, fetch
+from asyncrl.rollouter.relay import Relay
+from asyncrl.rollouter.sources import PARAMETER_SERVER
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.away import log_away
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.notices import Notify
 from asyncrl.runtime.supervision import RestartBudget
 from asyncrl.weights.broadcast import Broadcast
-from asyncrl.weights.place import host_id
 from asyncrl.weights.staging import Staged
 
-PARAMETER_SERVER = "parameter_server/0"
 PROBE_S = 30.0
 """Longest that a probe waits among the requests of an engine that serves."""
 AWAY_S = 0.5
@@ -69,8 +69,9 @@ AWAY_S = 0.5
 
 
 class UpdateFollower:
-    """One rollouter's updates. ``call`` asks the parameter server; ``committed`` is told of each version from which on
-    it is served, and ``updated`` what that took. ``track`` is its place in the timeline.
+    """One rollouter's updates. ``call`` asks other actors; ``committed`` is told of each version from which on it is
+    served, and ``updated`` what that took. ``track`` is its place in the timeline, ``place`` says whose segments it can
+    open.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class UpdateFollower:
         log: FilteringBoundLogger,
         notify: Notify,
         track: Track,
+        place: str,
     ) -> None:
         self._config = config
         self._name = name
@@ -99,6 +101,9 @@ class UpdateFollower:
         self._log = log
         self._notify = notify
         self._track = track
+        self._place = place
+        self.relay = Relay()
+        """What was brought to this host."""
         supervision = config.supervision
         self._restarts = RestartBudget(supervision.max_restarts, supervision.restart_window_s, supervision.backoff_s)
         self._base: Staged | None = None
@@ -124,6 +129,7 @@ class UpdateFollower:
                         tasks.create_task(self._report_failure(self._taking, self._host.reason))
                     await self._replace_engine()
         finally:
+            self.relay.close()
             if self._base is not None:
                 self._base.close()
 
@@ -167,7 +173,7 @@ class UpdateFollower:
     async def _next_offer(self) -> Offer | None:
         request = NextUpdate(
             serving=self._host.version,
-            host=host_id(),
+            host=self._place,
             workers=self._host.workers,
             on_gpu=self._config.rollout.engine == "vllm" and bool(self._config.rollout.gpus_per_replica),
             base=-1 if self._base is None else self._base.version,
@@ -187,8 +193,8 @@ class UpdateFollower:
             # Reported by whoever replaces it.
             self._host.lost(str(error))
         except BroadcastFailed as error:
-            # Any member may be to blame; this engine is loaded by the other way next.
-            await self._report_failure(offer, str(error))
+            # Any member may be to blame; this engine stays paused for the next broadcast, or is loaded by itself.
+            await self._report_failure(offer, str(error), broke_off=True)
         except WeightsCorrupt as error:
             self._failed_loads += 1
             await self._report_failure(offer, f"attempt {self._failed_loads}: {error}")
@@ -217,22 +223,28 @@ class UpdateFollower:
         limits = self._limits(manifest.buckets)
         began = self._clock.now()
         self._track.enter(f"stage v{offer.version}", version=offer.version, transport=offer.transport)
+        relay = self.relay if offer.share else None
+        if relay is not None:
+            relay.begin(offer.version)
         try:
-            fetched = await fetch(offer, self._base, call=self._call, weights=weights, who=self._name)
+            fetched = await fetch(offer, self._base, call=self._call, weights=weights, who=self._name, relay=relay)
+            paths = [] if relay is None else relay.whole(fetched.staged)
         except WeightsCorrupt as error:
             # Not this engine's fault, which goes on with what it has.
             await self._report_failure(offer, str(error), corrupt=True)
             await asyncio.sleep(AWAY_S)
             return
+        finally:
+            self.relay.give_up(offer.version)
         staged = fetched.staged
         unneeded: Staged | None = staged
         try:
             await self._accept(staged)
             stage_s = self._clock.now() - began
             self._track.enter(f"wait for pause v{offer.version}", version=offer.version)
-            await self._wait_for_pause(offer.version)
+            await self._wait_for_pause(offer.version, paths)
             while not await self._host.quiesced(weights.deadline_s / 3):
-                await self._wait_for_pause(offer.version)
+                await self._wait_for_pause(offer.version, paths)
             times = UpdateTimes(
                 version=offer.version,
                 transport=offer.transport,
@@ -262,10 +274,10 @@ class UpdateFollower:
                 self._name, f"the learner's weights are not those of the engine's model: {error}"
             ) from error
 
-    async def _wait_for_pause(self, version: int) -> None:
+    async def _wait_for_pause(self, version: int, paths: list[str]) -> None:
         with self._awaits.on(PARAMETER_SERVER, "RequestPause"):
             while True:
-                reply: PauseGranted | None = await self._ask(RequestPause(version=version))
+                reply: PauseGranted | None = await self._ask(RequestPause(version=version, paths=paths))
                 if reply is not None and reply.granted:
                     return
 
@@ -325,6 +337,7 @@ class UpdateFollower:
         """It serves: say so first, measure then. Raises ActorFailed."""
         self._failed_loads = 0
         self._taking = None
+        self.relay.drop_below(offer.version)
         self._track.leave(stall_s=times.stall_s)
         self._committed(times.version)
         await self._report(ReportUpdate(version=offer.version, committed=True, times=times))
@@ -366,17 +379,27 @@ class UpdateFollower:
         told = f"{self._name}: {apart}, at or above drift.warn = {limits.warn:g}; {explain(drift)}"
         self._notify("drift", told, count=self.drifts.warnings, meanwhile="The run goes on")
 
-    async def _report_failure(self, offer: Offer, error: str, *, corrupt: bool = False) -> None:
+    async def _report_failure(
+        self, offer: Offer, error: str, *, corrupt: bool = False, broke_off: bool = False
+    ) -> None:
         self._log.warning("update failed", version=offer.version, transport=offer.transport, error=error)
         times = UpdateTimes(version=offer.version, transport=offer.transport)
         await self._report(
-            ReportUpdate(version=offer.version, committed=False, times=times, error=error, corrupt=corrupt)
+            ReportUpdate(
+                version=offer.version,
+                committed=False,
+                times=times,
+                error=error,
+                corrupt=corrupt,
+                broke_off=broke_off,
+                epoch=-1 if offer.collective is None else offer.collective.group.epoch,
+            )
         )
         self._taking = None
 
     async def _report(self, report: ReportUpdate) -> None:
         try:
-            await self._call(report)
+            await self._call(PARAMETER_SERVER, report, None)
         except (DeadlineExceeded, RemoteError) as lost:
             # The pause that was held there runs out by itself.
             self._log.warning("update not reported", version=report.version, error=str(lost))
@@ -384,7 +407,7 @@ class UpdateFollower:
     async def _ask(self, request: Request) -> Any:
         """The reply; None after a while when the parameter server does not answer."""
         try:
-            return await self._call(request)
+            return await self._call(PARAMETER_SERVER, request, None)
         except (DeadlineExceeded, RemoteError) as error:
             log_away(self._log, "parameter server", error)
             await asyncio.sleep(AWAY_S)

@@ -154,7 +154,7 @@ class Replica:
         """Raises ExceptionGroup with what the follower raises."""
         found, left, done = Followed(), list(offers), asyncio.Event()
 
-        async def call(request: Request) -> Any:
+        async def call(name: str, request: Request, timeout: float | None) -> Any:
             if isinstance(request, NextUpdate):
                 if left:
                     return Update(offer=left.pop(0))
@@ -177,6 +177,7 @@ class Replica:
             log=get_logger("rollouter/0"),
             notify=lambda key, text, **_: found.told.append((key, text)),
             track=Trace(self._clock.now, self._clock.wall, window_s=0.0).track("weights", 0),
+            place="here",
         )
         async with asyncio.TaskGroup() as tasks:
             following = tasks.create_task(follower.run())

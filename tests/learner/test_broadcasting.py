@@ -360,23 +360,55 @@ def test_a_bucket_that_does_not_come_is_waited_for_only_so_long() -> None:
     play(scenario)
 
 
-def test_a_failed_broadcast_is_told_and_the_more_fail_the_more_versions_are_left_out() -> None:
+def test_a_failed_broadcast_is_told_and_announced_anew_for_as_long_as_a_group_is_named() -> None:
+    def two_groups(request: Announce) -> Announced:
+        return scene_group(request) if len(scenes[0].stub.announced) <= 2 else Announced(decided=True)
+
+    scenes: list[Scene] = []
+
     async def scenario(scene: Scene) -> None:
+        nonlocal scene_group
+        scenes.append(scene)
+        scene_group, scene.stub.answer = scene.stub.group, two_groups
         await scene.first()
         scene.sender.failure = TimeoutError("rollouter/1 did not come within 1 s")
-        for version in range(1, 14):
-            scene.gather(version)
-            await scene.idle()
-        attempted = [version for version, _, _ in scene.sender.sent]
-        assert attempted == [1, 2, 4, 8]
-        assert [(ended.version, ended.epoch, ended.error) for ended in scene.stub.ended] == [
-            (version, epoch, "rollouter/1 did not come within 1 s") for epoch, version in enumerate(attempted, 1)
+        scene.gather(1)
+        await scene.idle()
+        assert [announced.version for announced in scene.stub.announced] == [1, 1, 1]
+        assert [(ended.version, ended.epoch, ended.error, ended.again) for ended in scene.stub.ended] == [
+            (1, epoch, "rollouter/1 did not come within 1 s", True) for epoch in (1, 2)
         ]
-        scene.sender.failure = None
-        for version in range(14, 20):
-            scene.gather(version)
-            await scene.idle()
-        assert [version for version, _, _ in scene.sender.sent][4:] == [16, 17, 18, 19]
+
+    scene_group: Callable[[Announce], Announced]
+    play(scenario)
+
+
+def test_the_second_group_is_sent_every_bucket_from_the_first_on_and_nothing_stays_open() -> None:
+    async def scenario(scene: Scene) -> None:
+        await scene.first()
+        opened = open_descriptors()
+        send = scene.sender.send
+
+        def breaks_once(group: CollectiveGroup, *rest: Any) -> None:
+            scene.sender.send = goes_well  # type: ignore[method-assign]
+            *_, buckets = rest
+            next(buckets)
+            raise BroadcastFailed(1, "rollouter/1 is gone")
+
+        def goes_well(*arguments: Any) -> None:
+            # The first group was aborted; this is another.
+            scene.sender.failure = None
+            send(*arguments)
+
+        scene.sender.send = breaks_once  # type: ignore[method-assign]
+        scene.gather(1)
+        await scene.idle()
+        assert scene.sender.sent == [(1, 2, content(1))]
+        assert [(ended.epoch, bool(ended.error), ended.again) for ended in scene.stub.ended] == [
+            (1, True, True),
+            (2, False, False),
+        ]
+        assert open_descriptors() == opened
 
     play(scenario)
 

@@ -64,25 +64,25 @@ class Play:
 
     def next(self, name, serving, incarnation=1, **place):
         number = self.conductor.next_update(name, incarnation, serving=serving, now=self.now, **place)
-        return self._answer(name, number, lambda: self.conductor.offer(name))
+        return self._answer(name, number, lambda: self.conductor.offer(name, self.now))
 
-    def pause(self, name, version, incarnation=1):
-        number = self.conductor.request_pause(name, incarnation, version, self.now)
+    def pause(self, name, version, incarnation=1, paths=()):
+        number = self.conductor.request_pause(name, incarnation, version, self.now, paths=paths)
         return self._answer(name, number, lambda: self.conductor.may_pause(name, version))
 
     def join(self, name, version, epoch, incarnation=1):
         number = self.conductor.join(name, incarnation, version, epoch, self.now)
         return self._answer(name, number, lambda: self.conductor.begins(name, version, epoch))
 
-    def report(self, name, version, committed=True, incarnation=1):
-        return self.conductor.report(name, incarnation, version, committed=committed, now=self.now, error="oh")
+    def report(self, name, version, committed=True, incarnation=1, **how):
+        return self.conductor.report(name, incarnation, version, committed=committed, now=self.now, error="oh", **how)
 
     def announce(self, version, learner=LEARNER, **changes):
         number = self.conductor.announce(*learner, announcement(version, **changes), self.now)
         return self._answer(learner[0], number, lambda: self.conductor.decided(version))
 
-    def ended(self, version, epoch, error=""):
-        self.conductor.broadcast_ended(version, epoch, error, self.now)
+    def ended(self, version, epoch, error="", again=False):
+        self.conductor.broadcast_ended(version, epoch, error, self.now, again=again)
 
     def left(self, name, incarnation=1):
         self.conductor.left(name, incarnation, self.now)

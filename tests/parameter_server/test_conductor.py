@@ -44,17 +44,93 @@ def test_a_newer_version_replaces_only_one_whose_staging_has_not_begun():
     assert play.next("r/0", 0).version == 2
 
 
-def test_a_version_stays_held_while_somebody_takes_it_over():
+def test_a_version_stays_held_while_somebody_stages_it():
     play = Play()
     play.publish(0)
     play.next("r/0", -1)
     for version in (1, 2):
         play.publish(version)
     assert play.conductor.needed() == {0, 2}
+    # All of it is in the replica's own hands.
     play.pause("r/0", 0)
-    assert play.conductor.needed() == {0, 2}
-    play.report("r/0", 0)
     assert play.conductor.needed() == {2}
+
+
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("most", [4, 6])
+def test_of_64_slow_replicas_no_more_versions_are_held_than_may_be_and_each_comes_to_a_newer_one(most, delta):
+    play = Play(transport="stream", versions_held=most, delta=delta, stage_deadline_s=1e9)
+    play.publish(1)
+    names = [f"r/{index:02d}" for index in range(64)]
+    stages, committed, outrun = {}, set(), 0
+    for version in range(2, 3000):
+        # One begins with each publication, and takes as long as ten of them.
+        for name in names[: version - 1]:
+            if name not in stages and name not in committed:
+                stages[name] = play.next(name, -1).version, version
+        play.conductor.accept(version)
+        assert len(play.conductor.needed()) <= most
+        play.conductor.publish(version)
+        assert len(play.conductor.needed()) <= most
+        assert play.conductor.newest in play.conductor.needed()
+        for name, (target, since) in list(stages.items()):
+            if target not in play.conductor.needed():
+                # Its next chunk is refused, and it asks again.
+                del stages[name]
+                outrun += 1
+            elif version - since >= 10:
+                play.pause(name, target)
+                assert play.report(name, target)
+                committed.add(name)
+                del stages[name]
+        if committed == {*names}:
+            break
+    assert committed == {*names}
+    assert outrun
+
+
+def test_who_was_outrun_once_goes_before_who_began_after_it():
+    play = Play(transport="stream", versions_held=2)
+    play.publish(1)
+    assert play.next("r/0", -1).version == 1
+    play.publish(2)
+    assert play.next("r/1", -1).version == 2
+    play.publish(3)
+    assert play.conductor.needed() == {1, 3}
+    assert play.replica("r/1").outrun
+    assert play.next("r/2", -1).version == 3
+    play.left("r/0")
+    play.publish(4)
+    assert play.conductor.needed() == {3, 4}
+    # It has tried for longer than r/2, though with what is newer.
+    assert play.next("r/1", -1).version == 4
+    play.publish(5)
+    assert play.conductor.needed() == {4, 5}
+    assert play.replica("r/2").outrun
+    # After a commit it is at the end of the line again.
+    assert play.pause("r/1", 4)
+    assert play.report("r/1", 4)
+    assert play.next("r/2", -1).version == 5
+    assert play.next("r/1", 4).version == 5
+    assert play.replica("r/2").seniority < play.replica("r/1").seniority
+
+
+def test_a_staging_past_its_deadline_is_given_up_and_said_who_it_was():
+    play = Play(transport="stream", stage_deadline_s=60)
+    play.publish(0)
+    play.next("r/0", -1)
+    play.publish(1)
+    play.conductor.take_effects()
+    play.later(59)
+    assert play.conductor.needed() == {0, 1}
+    play.later(1)
+    assert play.conductor.needed() == {1}
+    assert play.phases() == {"r/0": "behind"}
+    [note] = [note for note in play.conductor.take_effects().notes if note.level == "warning"]
+    assert (note.event, note.facts) == ("staging overdue", {"replica": "r/0", "version": 0, "waited_s": 60.0})
+    # It was about to be done: it goes on.
+    assert play.pause("r/0", 0)
+    assert play.report("r/0", 0)
 
 
 def test_with_deltas_the_base_of_the_newest_stays_held():

@@ -231,6 +231,30 @@ def test_an_update_by_chunks(tmp_path, publication):
     on_stage(tmp_path, main, transport="auto")
 
 
+def test_replicas_of_another_host_are_given_what_one_of_them_fetched(tmp_path, publication):
+    async def main(stage):
+        manifest = publication(3)
+        await stage.publish(manifest)
+        first = (await stage.next("rollouter/0", host="elsewhere")).offer
+        assert (first.transport, first.share, first.sources) == ("stream", True, [])
+        others = [stage.next(f"rollouter/{index}", host="elsewhere") for index in (1, 2)]
+        await stage.parked(*others)
+        # A host of its own is below the first.
+        stage.next("rollouter/3", host="another")
+        below = (await stage.next("rollouter/4", host="a third")).offer
+        assert (below.transport, below.sources) == ("stream", ["rollouter/0"])
+        paths = ["/proc/4711/fd/12"]
+        pausing = stage.asking("rollouter/0", RequestPause(version=3, paths=paths))
+        for call in others:
+            offer = (await call).offer
+            assert (offer.version, offer.transport, offer.share) == (3, "shm", False)
+            [bucket] = offer.manifest.buckets
+            assert (bucket.path, bucket.checksum, bucket.delta) == (paths[0], manifest.buckets[0].checksum, None)
+        assert (await pausing).granted
+
+    on_stage(tmp_path, main, transport="auto")
+
+
 def test_a_version_is_published_once(tmp_path, publication):
     async def main(stage):
         first = publication(4)

@@ -11,6 +11,7 @@ from conductor_play import announcement
 from asyncrl.config.rollout import WeightsConfig
 from asyncrl.parameter_server.conductor import Conductor
 from asyncrl.parameter_server.replicas import IDLE_PHASES, Phase
+from asyncrl.parameter_server.sharing import fetches
 
 LEARNER = "learner/0"
 
@@ -31,6 +32,9 @@ class Rollouter(Caller):
     engine: int = 0
     """Unique in the run."""
     workers: int = 1
+    host: str = ""
+    holds: bool = False
+    """What it stages, for others of its host."""
     reported: tuple | None = None
 
 
@@ -45,14 +49,14 @@ class Group:
 
 
 class World:
-    def __init__(self, *, workers=(1, 2, 1), **weights):
+    def __init__(self, *, workers=(1, 2, 1), hosts=("", "", ""), **weights):
         self.weights = WeightsConfig(**{"transport": "gloo", "deadline_s": 10, "broadcast_timeout_s": 4, **weights})
         self.now = 0.0
         self.servers = 0
         self.engines = 0
         self.replicas = {}
         for i, count in enumerate(workers):
-            self.replicas[f"r/{i}"] = Rollouter(f"r/{i}", engine=self.new_engine(), workers=count)
+            self.replicas[f"r/{i}"] = Rollouter(f"r/{i}", engine=self.new_engine(), workers=count, host=hosts[i])
         self.learner = Caller(LEARNER)
         self.announced = self.published = -1
         self.groups = {}
@@ -84,6 +88,8 @@ class World:
         loading = {r.name for r in self.conductor.replicas().values() if r.phase is Phase.LOADING}
         assert loading <= self.loading or len(loading) <= self.conductor.max_paused, "too many are paused"
         self.loading = loading
+        fetching = [(r.host, r.target) for r in self.conductor.replicas().values() if fetches(r) and r.host]
+        assert len(fetching) == len(set(fetching)), "two of a host fetch the same"
         for caller in self.callers():
             if caller.number is not None and not caller.woken:
                 assert not self.has_answer(caller), f"{caller} waits in vain"
@@ -94,6 +100,11 @@ class World:
             return True
         if kind == "next":
             replica = self.conductor.replicas()[caller.name]
+            if replica.phase is Phase.REGROUPING and self.conductor.next_deadline() is not None:
+                # It may have to wait for the next broadcast; that this ends is seen at the end of each history.
+                return False
+            if self.is_fetched_for(replica):
+                return False
             behind = replica.phase in IDLE_PHASES and replica.serving < self.conductor.newest
             return behind or replica.phase is Phase.ANNOUNCED
         if kind == "pause":
@@ -101,6 +112,12 @@ class World:
         if kind == "join":
             return self.conductor.begins(caller.name, *of) is not None
         return self.conductor.decided(*of) is not None
+
+    def is_fetched_for(self, replica):
+        others = [other for other in self.conductor.replicas().values() if other.host == replica.host != ""]
+        if any(other.held_version == self.conductor.newest for other in others):
+            return False
+        return any(fetches(other) and other.target > replica.serving for other in others)
 
     def later(self, seconds):
         self.now += seconds
@@ -119,9 +136,11 @@ class World:
         who = (caller.name, caller.incarnation)
         if kind == "next":
             place = {"serving": caller.serving, "workers": caller.workers}
+            place |= {"host": caller.host, "same_host": not caller.host}
             caller.number = self.conductor.next_update(*who, now=self.now, **place)
         elif kind == "pause":
-            caller.number = self.conductor.request_pause(*who, *of, self.now)
+            paths = ["/proc/1/fd/1"] if caller.holds else []
+            caller.number = self.conductor.request_pause(*who, *of, self.now, paths=paths)
         elif kind == "join":
             if self.conductor.replicas().get(caller.name) and self.conductor.replicas()[caller.name].target == of[0]:
                 self.joined.add((caller.name, caller.engine, *of))
@@ -139,7 +158,7 @@ class World:
             caller.number = None
             return None
         found = {
-            "next": lambda: self.conductor.offer(caller.name),
+            "next": lambda: self.conductor.offer(caller.name, self.now),
             "pause": lambda: self.conductor.may_pause(caller.name, *of),
             "join": lambda: self.conductor.begins(caller.name, *of),
             "announce": lambda: self.conductor.decided(*of),
@@ -168,7 +187,11 @@ class World:
         if kind == "next" and found.collective is not None:
             self.check_offer(caller, found)
         elif kind == "next":
-            assert caller.serving < found.version == self.conductor.newest
+            paths = self.conductor.source_paths(caller.name)
+            assert caller.serving < found.version <= self.conductor.newest
+            assert found.version == self.conductor.newest or paths, "who has not waited for it takes the newest"
+            assert found.version in self.conductor.needed()
+            assert not (paths and found.share)
         elif kind == "join" and found:
             assert of[0] not in self.declined, "begun, and the learner was told that it would not"
         elif kind == "announce" and found.group is None:
@@ -216,7 +239,7 @@ class World:
     def answered(self, caller, found):
         kind, *of = caller.state
         if kind == "next" and found.collective is None:
-            caller.state = "staging", found.version
+            caller.state, caller.holds = ("staging", found.version), found.share
         elif kind == "next":
             caller.state = "offered", found.version, found.collective.group.epoch
         elif kind == "pause":
@@ -224,28 +247,37 @@ class World:
         else:
             caller.state = ("receiving", *of) if found else ("idle",)
 
-    def report(self, caller, *, committed, lost=False):
-        version = caller.state[1]
+    def report(self, caller, *, committed, lost=False, broke_off=False):
+        version, epoch = (*caller.state[1:], -1)[:2]
         if committed:
             caller.serving = version
-        caller.state, caller.reported = ("idle",), (version, committed)
+        caller.state, caller.reported = ("idle",), (version, committed, epoch)
         if not lost:
             self.conductor.report(
-                caller.name, caller.incarnation, version, committed=committed, now=self.now, error="it failed"
+                caller.name,
+                caller.incarnation,
+                version,
+                committed=committed,
+                now=self.now,
+                error="it failed",
+                broke_off=broke_off,
+                epoch=epoch,
             )
             self.settle()
 
-    def fail(self, name, lost=False):
+    def fail(self, name, lost=False, broke_off=False):
+        """``broke_off``: where it receives, what comes from the others ends."""
         caller = self.replicas[name]
         if caller.state[0] in ("staging", "loading", "offered", "receiving"):
-            self.report(caller, committed=False, lost=lost)
+            broke_off = broke_off and caller.state[0] == "receiving"
+            self.report(caller, committed=False, lost=lost, broke_off=broke_off)
 
     def repeat_report(self, name):
         """The last report comes again, whatever the replica does by now."""
         caller = self.replicas[name]
         if caller.reported is not None:
-            version, committed = caller.reported
-            self.conductor.report(name, caller.incarnation, version, committed=committed, now=self.now)
+            version, committed, epoch = caller.reported
+            self.conductor.report(name, caller.incarnation, version, committed=committed, now=self.now, epoch=epoch)
             self.settle()
 
     def give_up(self, name, lost=False):
@@ -265,7 +297,9 @@ class World:
         """``lost``: the news of it comes with its successor's first word."""
         caller = self.replicas[name]
         old = caller.incarnation
-        self.replicas[name] = Rollouter(name, old + 1, engine=self.new_engine(), workers=caller.workers)
+        self.replicas[name] = Rollouter(
+            name, old + 1, engine=self.new_engine(), workers=caller.workers, host=caller.host
+        )
         self.conductor.take_effects()
         if not lost:
             self.conductor.left(name, old, self.now)
@@ -300,8 +334,12 @@ class World:
         kind, *of = self.learner.state
         if kind == "sending":
             self.learner.state = ("idle",) if error else ("sent", *of)
-            self.conductor.broadcast_ended(*of, error, self.now)
+            self.conductor.broadcast_ended(*of, error, self.now, again=bool(error))
             self.settle()
+            if error:
+                # It asks for another group at once.
+                self.learner.state = "announce", of[0]
+                self.ask(self.learner)
 
     def forget_sent(self):
         if self.learner.state[0] == "sent":

@@ -6,7 +6,6 @@ import asyncio
 import copy
 import os
 import threading
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
+from fetch_cases import Server, calling
 from harness import Net, replace
 from probes import make_probe
 from published_weights import (
-    as_streamed,
     comes_to,
     contents_of,
     held,
@@ -41,12 +40,9 @@ from asyncrl.errors import (
 from asyncrl.messages import Request
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.weights import Chunk, FetchChunk, Offer
-from asyncrl.parameter_server.chunk_server import ChunkServer
 from asyncrl.parameter_server.deltas import encode_deltas
-from asyncrl.parameter_server.snapshots import Snapshot
 from asyncrl.rollouter import fetch as module
 from asyncrl.rollouter.fetch import Fetched, fetch
-from asyncrl.runtime.actor import Caller, handler
 from asyncrl.runtime.clock import run_virtual
 from asyncrl.weights.segments import Segment
 from asyncrl.weights.staging import Staged
@@ -73,53 +69,12 @@ def no_leak() -> Any:
     assert comes_to(before)
 
 
-class Server:
-    """What the parameter server does for a fetch. ``on_chunk`` may change, delay or refuse a reply."""
-
-    def __init__(self, *snapshots: Snapshot, on_chunk: Callable[[FetchChunk, Chunk], Any] | None = None) -> None:
-        self.snapshots = {snapshot.manifest.version: snapshot for snapshot in snapshots}
-        self.served: Counter[tuple[int, int, int]] = Counter()
-        """(bucket, offset, base)"""
-        self._on_chunk = on_chunk
-        self._chunks = ChunkServer()
-        self._running = 0
-        self.most_running = 0
-
-    @handler
-    async def fetch_chunk(self, request: FetchChunk, caller: Caller | None = None) -> Chunk:
-        snapshot = self.snapshots.get(request.version)
-        if snapshot is None:
-            raise VersionGone(request.version)
-        self._running += 1
-        self.most_running = max(self.most_running, self._running)
-        try:
-            # Others get their turn.
-            await asyncio.sleep(0)
-            chunk = self._chunks.chunk(snapshot, request)
-            self.served[request.bucket, request.offset, request.base] += 1
-            if self._on_chunk is not None:
-                changed = self._on_chunk(request, chunk)
-                chunk = await changed if asyncio.iscoroutine(changed) else changed
-            return chunk
-        finally:
-            self._running -= 1
-
-    def offer(self, version: int, transport: str) -> Offer:
-        manifest = self.snapshots[version].manifest
-        manifest = manifest if transport == "shm" else as_streamed(manifest)
-        return Offer(version=version, transport=transport, manifest=manifest)  # type: ignore[arg-type]
-
-    def close(self) -> None:
-        for snapshot in self.snapshots.values():
-            snapshot.release()
-
-
 async def take(
     offer: Offer, server: Server | None, base: Staged | None = None, weights: WeightsConfig = WEIGHTS
 ) -> Fetched:
     """Without a network in between."""
 
-    async def call(request: Request, timeout: float | None = None) -> Any:
+    async def call(name: str, request: Request, timeout: float | None) -> Any:
         assert server is not None, "nothing is to be asked for"
         assert isinstance(request, FetchChunk)
         try:
@@ -371,6 +326,26 @@ def test_progress_keeps_a_fetch_alive_and_silence_ends_it() -> None:
     server.close()
 
 
+def test_a_fetch_that_goes_on_and_on_ends_at_the_deadline_of_all_of_it() -> None:
+    async def slow(request: FetchChunk, chunk: Chunk) -> Chunk:
+        await asyncio.sleep(15.0)
+        return chunk
+
+    async def main() -> tuple[float, DeadlineExceeded]:
+        weights = WeightsConfig(chunk_bytes=CHUNK, chunks_in_flight=1, deadline_s=20.0, stage_deadline_s=50.0)
+        with pytest.raises(DeadlineExceeded) as caught:
+            await take(server.offer(4, "stream"), server, weights=weights)
+        return asyncio.get_running_loop().time(), caught.value
+
+    server = Server(held(4, NEW), on_chunk=slow)
+    ended, error = run_virtual(main())
+    assert ended == 50.0
+    assert (error.who, error.peer, error.waited_s) == ("rollouter/4", "parameter_server/0", 50.0)
+    told = f"all of version 4 by stream (weights.stage_deadline_s; {3 * CHUNK} of {sum(SIZES)} bytes are here)"
+    assert told in str(error)
+    server.close()
+
+
 def test_the_error_of_a_silent_fetch_says_what_was_tried_last() -> None:
     def away(request: FetchChunk, chunk: Chunk) -> Chunk:
         raise RemoteError("parameter_server/0", "cancelled", "it ends", retryable=True)
@@ -512,7 +487,7 @@ def test_a_broken_connection_is_taken_up_at_the_missing_chunk() -> None:
         async with cut_by(address) as (relayed, cut):
             net.register(ActorRecord(name="parameter_server/0", incarnation=1, address=relayed))
             peer = net.client("parameter_server/0", "rollouter/4")
-            found = await fetch(server.offer(4, "stream"), None, call=peer.call, weights=BIG_WEIGHTS)
+            found = await fetch(server.offer(4, "stream"), None, call=calling(peer), weights=BIG_WEIGHTS)
         assert contents_of(found.staged.manifest) == BIG
         assert found.encoded_bytes == sum(map(len, BIG))
         assert len(server.served) == BIG_CHUNKS
@@ -544,7 +519,7 @@ def test_a_restarted_parameter_server_goes_on_with_the_missing_chunks(delta: boo
         peer = net.client("parameter_server/0", "rollouter/4")
         with capture_logs() as logs:
             weights = BIG_WEIGHTS.model_copy(update={"chunk_bytes": 1 << 16}) if delta else BIG_WEIGHTS
-            fetching = asyncio.create_task(fetch(first.offer(4, "stream"), base, call=peer.call, weights=weights))
+            fetching = asyncio.create_task(fetch(first.offer(4, "stream"), base, call=calling(peer), weights=weights))
             await reached.wait()
             serving.close()
             first.close()
@@ -578,7 +553,7 @@ def test_a_version_let_go_half_way_is_gone_for_the_fetch() -> None:
         net.serve(server, "parameter_server/0")
         peer = net.client("parameter_server/0", "rollouter/4")
         with pytest.raises(VersionGone, match="parameter_server/0 has let it go") as caught:
-            await fetch(server.offer(4, "stream"), None, call=peer.call, weights=BIG_WEIGHTS)
+            await fetch(server.offer(4, "stream"), None, call=calling(peer), weights=BIG_WEIGHTS)
         assert caught.value.version == 4
         assert not net.errors
 
@@ -591,7 +566,7 @@ def test_several_replicas_fetch_at_once_and_each_has_every_bit() -> None:
         net.serve(server, "parameter_server/0")
         peers = [net.client("parameter_server/0", f"rollouter/{index}") for index in range(3)]
         offer = server.offer(4, "stream")
-        found = await asyncio.gather(*(fetch(offer, None, call=peer.call, weights=BIG_WEIGHTS) for peer in peers))
+        found = await asyncio.gather(*(fetch(offer, None, call=calling(peer), weights=BIG_WEIGHTS) for peer in peers))
         for each in found:
             assert contents_of(each.staged.manifest) == BIG
             each.staged.close()

@@ -1,6 +1,7 @@
 """The update follower against a scripted parameter server and engine: what is loaded, when it pauses and goes on."""
 
 import asyncio
+import os
 from collections.abc import Callable
 
 import numpy as np
@@ -8,14 +9,17 @@ import pytest
 from harness import replace
 from inprocess import sim_config
 from probes import TOKENS, make_probe, samples_of, scores_of
+from published_weights import as_streamed
 
 from asyncrl.errors import ActorFailed, BroadcastFailed, DeadlineExceeded, EngineDied, WeightsCorrupt
 from asyncrl.messages import Done
 from asyncrl.messages.weights import (
     BroadcastBegins,
     BucketLayout,
+    Chunk,
     Collective,
     CollectiveGroup,
+    FetchChunk,
     JoinBroadcast,
     Manifest,
     NextUpdate,
@@ -28,6 +32,8 @@ from asyncrl.messages.weights import (
 from asyncrl.monitor.logging import get_logger
 from asyncrl.monitor.states import StateLedger
 from asyncrl.monitor.trace import Trace
+from asyncrl.parameter_server.chunk_server import ChunkServer
+from asyncrl.parameter_server.snapshots import hold
 from asyncrl.rollouter.drift import NORMAL
 from asyncrl.rollouter.engine_host import EngineHost
 from asyncrl.rollouter.engines.base import Delta
@@ -97,10 +103,15 @@ class Server:
         self.offers, self.begins, self.away = list(offers), begins, away
         self.asked: list[NextUpdate] = []
         self.reports: list[ReportUpdate] = []
+        self.paths: list[list[str]] = []
+        """Of what was held for others at each pause."""
         self.told: list[tuple[str, str, dict]] = []
         self.done = asyncio.Event()
 
-    async def call(self, request, timeout=None):
+    def chunks(self, request: FetchChunk) -> Chunk:
+        raise AssertionError("nothing is to be fetched")
+
+    async def call(self, request):
         await asyncio.sleep(0.001)
         if self.away:
             self.away -= 1
@@ -113,7 +124,10 @@ class Server:
             await asyncio.sleep(3600)
             return Update()
         if isinstance(request, RequestPause):
+            self.paths.append(request.paths)
             return PauseGranted(granted=True)
+        if isinstance(request, FetchChunk):
+            return self.chunks(request)
         if isinstance(request, JoinBroadcast):
             return BroadcastBegins(decided=True, begins=self.begins)
         assert isinstance(request, ReportUpdate), request
@@ -185,7 +199,7 @@ def follow(server_of: Callable[[], Server], *, loads=(), offs=(), **tables):
             config,
             "rollouter/0",
             host=host,
-            call=server.call,
+            call=lambda name, request, timeout: server.call(request),
             committed=committed.append,
             updated=updated.append,
             awaits=awaits,
@@ -193,6 +207,7 @@ def follow(server_of: Callable[[], Server], *, loads=(), offs=(), **tables):
             log=get_logger("rollouter/0"),
             notify=lambda key, text, **more: server.told.append((key, text, more)),
             track=Trace(clock.now, clock.wall, window_s=0.0).track("weights", 0),
+            place="here",
         )
         await host.start()
         try:
@@ -297,7 +312,22 @@ def test_a_broadcast_that_breaks_leaves_the_engine_paused_for_the_other_way(publ
     )
     assert events[-5:] == ["load 1 broadcast", "accept 1", "pause abort", "load 1 staged", "resume"]
     assert [report.committed for report in server.reports] == [True, False, True]
+    # It does not know whose fault it was, and says of which broadcast it speaks.
+    assert [(report.broke_off, report.epoch) for report in server.reports] == [(False, -1), (True, 1), (False, -1)]
     assert host.restarts == 0
+
+
+def test_what_breaks_one_broadcast_leaves_the_engine_paused_for_the_next(publish):
+    broken = BroadcastFailed(1, "connection closed")
+    events, server, _ = follow(lambda: Server([rolling(publish(0)), broadcast(1), broadcast(1)]), loads=[None, broken])
+    assert events[-4:] == ["load 1 broadcast", "pause abort", "load 1 broadcast", "resume"]
+    assert [report.committed for report in server.reports] == [True, False, True]
+
+
+def test_a_fault_of_its_own_in_a_broadcast_is_told_as_such(publish):
+    corrupt = WeightsCorrupt("half of it", version=1)
+    _, server, _ = follow(lambda: Server([rolling(publish(0)), broadcast(1)]), loads=[None, corrupt])
+    assert [(report.committed, report.broke_off) for report in server.reports] == [(True, False), (False, False)]
 
 
 def test_a_call_off_does_not_wake_an_engine_whose_load_had_failed(publish):
@@ -390,6 +420,41 @@ def test_an_engine_that_is_too_busy_to_be_measured_goes_on(publish):
     )
     assert host.version == 1
     assert [times.drift for times in server.updated] == [None, pytest.approx(0.0)]
+
+
+def inode_of(path):
+    """None where there is nothing."""
+    try:
+        return os.stat(path).st_ino
+    except FileNotFoundError:
+        return None
+
+
+def test_what_it_fetched_for_its_host_is_held_until_it_serves_a_newer_version(publish):
+    manifest = publish(0)
+    held, there = [], []
+
+    class Remote(Server):
+        def chunks(self, request):
+            snapshot = hold(manifest)
+            try:
+                return ChunkServer().chunk(snapshot, request)
+            finally:
+                snapshot.release()
+
+        async def call(self, request):
+            if isinstance(request, RequestPause) and request.paths:
+                held.append((request.paths[0], inode_of(request.paths[0])))
+            if isinstance(request, NextUpdate) and held:
+                path, inode = held[0]
+                there.append(inode_of(path) == inode)
+            return await super().call(request)
+
+    offer = Offer(version=0, transport="stream", manifest=as_streamed(manifest), share=True)
+    _, server, _ = follow(lambda: Remote([offer, rolling(publish(1))]))
+    assert [len(paths) for paths in server.paths] == [1, 0]
+    assert there == [True, False]
+    assert [report.committed for report in server.reports] == [True, True]
 
 
 def test_the_base_for_deltas_is_kept_and_named(publish):

@@ -1,7 +1,9 @@
 """Weight updates on the whole system in one process: joins, deaths and restarts while versions come all the time."""
 
 import asyncio
+import itertools
 import json
+from collections import Counter
 
 import msgspec
 import pytest
@@ -86,7 +88,8 @@ def test_every_replica_is_updated_by_the_chosen_transport(tmp_path, transport):
     first = [line for line in updates if line["weights/version"] == 0]
     assert {line["replica"] for line in first} == {"rollouter/0", "rollouter/1"}
     # Nobody is a member of a broadcast before it serves something.
-    assert {line["weights/transport"] for line in first} == {"shm" if transport == "shm" else "stream"}
+    ways = sorted(line["weights/transport"] for line in first)
+    assert ways == {"shm": ["shm", "shm"], "stream": ["stream", "stream"], "gloo": ["shm", "stream"]}[transport]
     later = [line["weights/transport"] for line in updates if line["weights/version"] > 0]
     assert later.count(transport) >= 20
     # Each is told with the line of the step in which it ended; those after the last step with that step.
@@ -145,6 +148,92 @@ def test_a_parameter_server_that_is_replaced_gets_the_newest_version_again(tmp_p
     asyncio.run(live_till_all_serve_the_last(system, monkeypatch, lambda: step_reached(system, 5), kill))
     versions = [line["weights/version"] for line in system.lines("train")]
     assert versions == sorted(set(versions)), "a number is never used twice"
+
+
+def test_who_survives_a_death_in_a_broadcast_has_the_same_version_by_another(tmp_path, monkeypatch):
+    config = config_of("gloo", sim={"step_s": 0.03, "publish_bytes": 8_000_000})
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"replicas": 3})})
+    system = System(config, tmp_path / "run")
+    broken = []
+
+    async def kill():
+        """Until it is in the midst of a broadcast."""
+        conductor = system.actors["parameter_server/0"]._conductor
+        for _ in range(10):
+            async with asyncio.timeout(20):
+                while (victim := conductor.replicas().get("rollouter/1")) is None or victim.phase != "receiving":
+                    await asyncio.sleep(0)
+            version = victim.target
+            serving = {name: conductor.replicas()[name].serving for name in ("rollouter/0", "rollouter/2")}
+            await system.replace("rollouter/1")
+            async with asyncio.timeout(20):
+                while "receiving" in {replica.phase for replica in conductor.replicas().values()}:
+                    await asyncio.sleep(0)
+            if conductor.figures()["broadcasts_broken"]:
+                broken.append((version, [name for name, of in serving.items() if of < version]))
+                return
+
+    asyncio.run(live_till_all_serve_the_last(system, monkeypatch, lambda: step_reached(system, 3), kill))
+    [(version, survivors)] = broken
+    ways = {
+        line["replica"]: line["weights/transport"]
+        for line in system.lines("update")
+        if line["weights/version"] == version and line["replica"] in survivors
+    }
+    assert survivors and ways == dict.fromkeys(survivors, "gloo")
+
+
+HOSTS = ["a", "a", "b", "b", "c", "c"]
+"""Of six rollouters, none of them beside the parameter server."""
+
+
+def on_other_hosts(monkeypatch):
+    """Rollouters that live now are on HOSTS; the n-th that is started is where the n-th of these is, over and over."""
+    places = itertools.cycle(HOSTS)
+    monkeypatch.setattr("asyncrl.rollouter.actor.host_id", lambda: next(places))
+
+
+def test_each_host_fetches_one_copy_and_hands_it_on(tmp_path, monkeypatch):
+    on_other_hosts(monkeypatch)
+    config = config_of("auto")
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"replicas": len(HOSTS)})})
+    system = System(config, tmp_path / "run")
+    check(system, asyncio.run(system.run()))
+    copies = Counter()
+    for line in system.lines("update"):
+        host = HOSTS[int(line["replica"].partition("/")[2])]
+        copies[host, line["weights/version"]] += line["weights/transport"] == "stream"
+    assert set(copies) >= {(host, 0) for host in "abc"}
+    assert max(copies.values()) == 1
+    shared = [line for line in system.lines("update") if line["weights/transport"] == "shm"]
+    assert len(shared) >= 20
+    # Two hosts ask the parameter server, and the third one of them.
+    relayed = sum(system.actors[f"rollouter/{index}"].counters.get("rollout/bytes_relayed", 0) for index in range(6))
+    assert relayed >= 300_000
+
+
+def test_who_dies_while_it_fetches_for_others_costs_them_no_version(tmp_path, monkeypatch):
+    on_other_hosts(monkeypatch)
+    config = config_of("auto")
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"replicas": len(HOSTS)})})
+    system = System(config, tmp_path / "run")
+    died = []
+
+    async def kill():
+        # All six in turn, so that each keeps its host; those that fetch just then, where there are any.
+        for index in range(6):
+            conductor = system.actors["parameter_server/0"]._conductor
+            async with asyncio.timeout(10):
+                while True:
+                    replica = conductor.replicas().get(f"rollouter/{index}")
+                    if replica is not None and replica.phase == "staging":
+                        break
+                    await asyncio.sleep(0)
+            died.append(replica.fetches)
+            await system.replace(f"rollouter/{index}")
+
+    asyncio.run(live_till_all_serve_the_last(system, monkeypatch, lambda: step_reached(system, 3), kill))
+    assert len(died) == 6
 
 
 @pytest.mark.parametrize("transport", ["shm", "stream"])

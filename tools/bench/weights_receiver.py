@@ -22,7 +22,7 @@ async def by_fetch(manifest: Manifest, transport: Transport, call: Any, weights:
     """Seconds until every sealed segment is open and verified, or every chunk has come, was verified and sealed."""
     began = time.perf_counter()
     offer = Offer(version=manifest.version, transport=transport, manifest=manifest)
-    fetched = await fetch(offer, None, call=call, weights=weights)
+    fetched = await fetch(offer, None, call=lambda name, request, timeout: call(request, timeout), weights=weights)
     seconds = time.perf_counter() - began
     fetched.staged.close()
     return seconds

@@ -7,19 +7,18 @@ one before. The training thread hands its buckets over and waits for nobody.
 
 Invariants: one version at a time is announced or sent, and what comes meanwhile is left to the rolling transports;
 a descriptor is this module's own and stays open until the send is over, whatever becomes of the publication; the
-parameter server is told how each send ended. A broadcast that fails is logged and changes nothing else: its members
-are served from the snapshot. Where they keep failing, as where no group can be formed at all, versions are left out
-in between, since each attempt holds up all of its members.
+parameter server is told how each send ended. A broadcast that fails is logged and changes nothing else: it is announced
+once more, for those who survived it, and the parameter server decides whether and to whom it is sent again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import queue
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol
 
 from structlog.typing import FilteringBoundLogger
@@ -42,11 +41,9 @@ from asyncrl.runtime.away import log_away
 
 AWAY_S = 0.5
 """Pause before a parameter server that did not answer is asked again."""
-LEFT_OUT_MAX = 63
-"""Versions left out between two attempts, at most."""
 
 SealedBucket = tuple[Bucket, int]
-"""A bucket and a descriptor of its segment, valid until the send is over."""
+"""A bucket and a descriptor of its segment, valid until the broadcast is over."""
 
 
 class BucketSender(Protocol):
@@ -82,15 +79,14 @@ def collective_backend(config: Config, *, on_gpu: bool) -> CollectiveBackend | N
 
 
 class Sending:
-    """The buckets of one version: put in on the thread that assembles, taken out on the sender's."""
+    """The buckets of one version: put in on the thread that assembles, read on the sender's, once for each group."""
 
     def __init__(self, version: int, layouts: list[BucketLayout], timeout_s: float) -> None:
         self.version, self.layouts = version, layouts
         self._timeout_s = timeout_s
-        self._queue: queue.Queue[SealedBucket | None] = queue.Queue(len(layouts) + 1)
-        self._lock = threading.Lock()
-        self._descriptors: list[int] = []
-        self._gathered = threading.Event()
+        self._sealed: list[SealedBucket] = []
+        self._gathered = False
+        self._changed = threading.Condition()
         self._problem = ""
         self._closed = False
         self._loop = asyncio.get_running_loop()
@@ -105,12 +101,17 @@ class Sending:
             self.fail(f"the learner waited {self._timeout_s:g} s for its own bucket 0")
         return not self._problem
 
+    @property
+    def problem(self) -> str:
+        """Why not all of it can be sent, whoever receives it; empty where nothing stands against it."""
+        return self._problem
+
     def put(self, bucket: Bucket, descriptor: int) -> None:
         """The next bucket is sealed. Returns at once; what is wrong with it fails the broadcast alone."""
-        with self._lock:
+        with self._changed:
             if self._closed or self._problem:
                 return
-            index = len(self._descriptors)
+            index = len(self._sealed)
             if BucketLayout(size=bucket.size, tensors=bucket.tensors) not in self.layouts[index : index + 1]:
                 self._fail(f"bucket {index} is not what was announced")
                 return
@@ -119,25 +120,26 @@ class Sending:
             except OSError as error:
                 self._fail(f"bucket {index}: {error}")
                 return
-            self._descriptors.append(own)
-            self._queue.put_nowait((bucket, own))
+            self._sealed.append((bucket, own))
+            self._changed.notify_all()
             if not index:
                 self._loop.call_soon_threadsafe(self._begun.set)
 
     def gathered(self) -> None:
         """The version is whole and will be published: its last bucket may go."""
-        self._gathered.set()
+        with self._changed:
+            self._gathered = True
+            self._changed.notify_all()
 
     def fail(self, reason: str) -> None:
         """From any thread: no further bucket will come."""
-        with self._lock:
+        with self._changed:
             self._fail(reason)
 
     def _fail(self, reason: str) -> None:
         if not self._problem:
             self._problem = reason
-            self._queue.put_nowait(None)
-            self._gathered.set()
+            self._changed.notify_all()
             self._loop.call_soon_threadsafe(self._begun.set)
 
     def buckets(self) -> Iterator[SealedBucket]:
@@ -146,23 +148,28 @@ class Sending:
         The last one is held back until all is gathered: nobody may serve a version that is never published.
         """
         for index in range(len(self.layouts)):
-            try:
-                sealed = self._queue.get(timeout=self._timeout_s)
-            except queue.Empty:
-                reason = f"the learner waited {self._timeout_s:g} s for its own bucket {index}"
-                raise BroadcastFailed(self.version, reason) from None
-            if index + 1 == len(self.layouts) and not self._gathered.wait(self._timeout_s):
-                raise BroadcastFailed(self.version, f"the learner did not end gathering within {self._timeout_s:g} s")
-            if sealed is None or self._problem:
+            self._wait(partial(self._has, index), f"waited {{}} for its own bucket {index}")
+            if index + 1 == len(self.layouts):
+                self._wait(lambda: self._gathered, "did not end gathering within {}")
+            yield self._sealed[index]
+
+    def _has(self, index: int) -> bool:
+        return len(self._sealed) > index
+
+    def _wait(self, there: Callable[[], bool], problem: str) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._problem or there(), self._timeout_s)
+            if not there():
+                self._fail("the learner " + problem.format(f"{self._timeout_s:g} s"))
+            if self._problem:
                 raise BroadcastFailed(self.version, self._problem)
-            yield sealed
 
     def close(self) -> None:
-        """The send is over, or will never begin."""
-        with self._lock:
+        """Nothing is sent any more."""
+        with self._changed:
             self._closed = True
-            while self._descriptors:
-                os.close(self._descriptors.pop())
+            while self._sealed:
+                os.close(self._sealed.pop()[1])
 
 
 class Broadcaster:
@@ -186,10 +193,6 @@ class Broadcaster:
         self._sender: BucketSender | None = None
         self._layouts: list[BucketLayout] = []
         self._sending: Sending | None = None
-        self._failures = 0
-        """In a row."""
-        self._left_out = 0
-        """Versions still to be left out."""
 
     async def start(self) -> None:
         """Bind the rendezvous store. Raises what the sender raises."""
@@ -204,15 +207,12 @@ class Broadcaster:
     def begin(self, version: int, probe: Probe | None, tasks: asyncio.TaskGroup) -> Sending | None:
         """Announce a version once its first bucket is put into the result, and send what is.
 
-        None if it is not broadcast: it is the first, one before it is still on its way, or too many have failed.
+        None if it is not broadcast: it is the first, or one before it is still on its way.
         """
         if self._sender is None or not self._layouts:
             return None
         if self._sending is not None:
             self._log.info("not broadcast: another version is", version=version, other=self._sending.version)
-            return None
-        if self._left_out:
-            self._left_out -= 1
             return None
         self._sending = Sending(version, self._layouts, self._timeout_s)
         tasks.create_task(self._conduct(self._sending, self._sender, probe), name=f"broadcast of version {version}")
@@ -239,19 +239,24 @@ class Broadcaster:
             probe=probe,
             token=sender.token,
         )
-        group = await self._decision(announcement) if await sending.begun() else None
-        if group is not None:
-            error = ""
-            try:
-                await self._on_thread(lambda: _send(sender, group, sending))
-            except (AsyncRLError, OSError, RuntimeError) as problem:
-                error = str(problem) or type(problem).__name__
-                self._log.warning("broadcast failed", version=sending.version, epoch=group.epoch, error=error)
-            self._failures = self._failures + 1 if error else 0
-            self._left_out = min(2 ** max(0, self._failures - 1) - 1, LEFT_OUT_MAX)
-            await self._answer(BroadcastEnded(version=sending.version, epoch=group.epoch, error=error))
+        if await sending.begun():
+            while (group := await self._decision(announcement)) is not None:
+                if not await self._send(sending, sender, group):
+                    break
         sending.close()
         self._sending = None
+
+    async def _send(self, sending: Sending, sender: BucketSender, group: CollectiveGroup) -> bool:
+        """To one group; whether another is to be asked for, since it did not reach this one."""
+        error = ""
+        try:
+            await self._on_thread(lambda: _send(sender, group, sending))
+        except (AsyncRLError, OSError, RuntimeError) as problem:
+            error = str(problem) or type(problem).__name__
+            self._log.warning("broadcast failed", version=sending.version, epoch=group.epoch, error=error)
+        again = bool(error) and not sending.problem
+        await self._answer(BroadcastEnded(version=sending.version, epoch=group.epoch, error=error, again=again))
+        return again
 
     async def _decision(self, announcement: Announce) -> CollectiveGroup | None:
         while True:
@@ -283,6 +288,3 @@ def _send(sender: BucketSender, group: CollectiveGroup, sending: Sending) -> Non
         # The members wait for buckets that will not come.
         sender.abort()
         raise
-    finally:
-        # Not before: what is sent lies behind these descriptors, whoever has stopped waiting for it.
-        sending.close()

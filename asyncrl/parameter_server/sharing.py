@@ -1,0 +1,99 @@
+"""One copy a host: which replica brings a version to its host, who waits for it, and who has it to share. Pure.
+
+Of the replicas of a host that cannot open the parameter server's segments one fetches over the network, and the others
+wait for it and open its segments. Invariants: while one fetches, no other of its host begins to fetch what the first
+could give it; whoever waited for a version is given that one, though a newer one may be there by now, so that a host
+whose network is slower than the learner still shares all that it fetches; where the one that fetches dies, fails or
+gives up, another takes its place, and where what was offered is not there, whoever finds that fetches it. Nobody waits
+past the deadline of a staging, since the one that fetches does not.
+
+Those that fetch are the nodes of a tree for each version; see tree.py.
+"""
+
+from __future__ import annotations
+
+from asyncrl.config.rollout import WeightsConfig
+from asyncrl.parameter_server.fleet import Fleet
+from asyncrl.parameter_server.replicas import IDLE_PHASES, Phase, Replica
+from asyncrl.parameter_server.tree import Tree
+
+HOLDING_PHASES = (Phase.WAITING, Phase.LOADING)
+"""It has a version whole, and takes it over itself."""
+
+
+class Sharing:
+    """See the module. Looks at the replicas of ``fleet``."""
+
+    def __init__(self, weights: WeightsConfig, fleet: Fleet) -> None:
+        self._weights = weights
+        self._fleet = fleet
+        self._trees: dict[int, Tree] = {}
+
+    def shares(self, replica: Replica) -> bool:
+        """Whether it takes part; whoever has failed at a version too often fetches it by itself."""
+        return (
+            self._weights.transport != "stream"
+            and replica.host != ""
+            and replica.failed_attempts < self._weights.max_attempts
+        )
+
+    def holder(self, replica: Replica, newest: int) -> Replica | None:
+        """Who of its host, itself included, has what it is to take over next."""
+        beside = self._beside(replica)
+        awaited = next((other for other in beside if other.name == replica.waits_for), None)
+        if awaited is not None and awaited.held_version > replica.serving and is_held_for(awaited):
+            return awaited
+        return next((other for other in beside if other.held_version == newest), None)
+
+    def fetcher(self, replica: Replica) -> Replica | None:
+        """Who of its host fetches something that is newer than what it serves."""
+        beside = self._beside(replica)
+        return next((other for other in beside if fetches(other) and other.target > replica.serving), None)
+
+    def found_nothing(self, replica: Replica) -> None:
+        """It asks again instead of having what it was offered on its host: whoever held that need not be alive."""
+        for other in self._beside(replica):
+            if other.held_paths == replica.source_paths != ():
+                other.held_version, other.held_paths = -1, ()
+
+    def awaited(self) -> set[str]:
+        """Names of those that others wait for."""
+        return {replica.waits_for for replica in self._fleet.of(*IDLE_PHASES)} - {""}
+
+    def join_tree(self, replica: Replica) -> list[str]:
+        """It fetches its target for its host: whom to ask for chunks, before the parameter server."""
+        if self._weights.delta:
+            # Deltas are small, and against what this replica alone is known to have.
+            return []
+        return self._trees.setdefault(replica.target, Tree()).join(replica.name)
+
+    def settle(self) -> None:
+        """After any change: wake those who wait in vain, and take out of the trees who has nothing to hand on."""
+        replicas = self._fleet.replicas
+        for replica in self._fleet.of(*IDLE_PHASES):
+            if replica.waits_for:
+                awaited = replicas.get(replica.waits_for)
+                if awaited is None or not fetches(awaited):
+                    self._fleet.wake(replica.name)
+        for version, tree in self._trees.items():
+            for name in tree.nodes:
+                node = replicas.get(name)
+                if node is None or not (node.held_version == version or (fetches(node) and node.target == version)):
+                    tree.leave(name)
+
+    def forget_below(self, version: int) -> None:
+        """Older versions are offered to nobody any more."""
+        self._trees = {of: tree for of, tree in self._trees.items() if of >= version}
+
+    def _beside(self, replica: Replica) -> list[Replica]:
+        return [each for each in self._fleet.replicas.values() if each.host == replica.host]
+
+
+def fetches(replica: Replica) -> bool:
+    """Whether it is bringing a version to its host."""
+    return replica.phase is Phase.STAGING and replica.fetches
+
+
+def is_held_for(awaited: Replica) -> bool:
+    """Whether what it has staged is still held here, too, for those who wait for it."""
+    return awaited.phase in HOLDING_PHASES and not awaited.outrun and awaited.held_version == awaited.target

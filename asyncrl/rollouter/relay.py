@@ -1,0 +1,116 @@
+"""What this replica has brought to its host: for the other replicas there, and for the hosts below it, chunk by chunk.
+
+A chunk is served once it has arrived and was verified, with the checksum that it came with, while the rest is still
+under way. A version is held from its first chunk until a newer one is whole here, by descriptors of its own: whatever
+becomes of the update, others may open it or ask for more of it. At most one whole version and one that is under way are
+held.
+
+Fails with VersionGone for a version that is not held, InvalidRequest for bytes that were never a chunk here, and
+NotHere, which is retryable, for a chunk that has not come in time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from asyncrl.errors import InvalidRequest, NotHere, VersionGone
+from asyncrl.messages.weights import Chunk, FetchChunk
+from asyncrl.runtime.parking import ParkingLot
+from asyncrl.weights.chunks import Piece
+from asyncrl.weights.staging import Staged
+
+
+@dataclass(slots=True)
+class _Held:
+    descriptors: dict[int, int] = field(default_factory=dict)
+    """Of each bucket's memory."""
+    checksums: dict[Piece, int] = field(default_factory=dict)
+    """Of what has arrived."""
+    whole: bool = False
+
+
+class Relay:
+    """See the module. Used from the event loop."""
+
+    def __init__(self) -> None:
+        self._versions: dict[int, _Held] = {}
+        self._changed = ParkingLot()
+
+    def begin(self, version: int) -> None:
+        """It is fetched now. What else is under way was given up."""
+        for other in [other for other, held in self._versions.items() if other == version or not held.whole]:
+            self._drop(other)
+        self._versions[version] = _Held()
+
+    def arrived(self, version: int, piece: Piece, descriptor: int, checksum: int) -> None:
+        """A verified chunk lies in the memory of its bucket. Raises OSError where descriptors run out."""
+        held = self._versions[version]
+        if piece.bucket not in held.descriptors:
+            held.descriptors[piece.bucket] = os.dup(descriptor)
+        held.checksums[piece] = checksum
+        self._changed.wake()
+
+    def whole(self, staged: Staged) -> list[str]:
+        """All of a version is here, sealed and verified; returns where others of this host find its buckets."""
+        held = self._versions[staged.version]
+        for index, bucket in enumerate(staged.manifest.buckets):
+            if index not in held.descriptors:
+                held.descriptors[index] = os.open(bucket.path, os.O_RDONLY | os.O_CLOEXEC)
+        held.whole = True
+        self.drop_below(staged.version)
+        return [f"/proc/{os.getpid()}/fd/{held.descriptors[index]}" for index in range(len(staged.manifest.buckets))]
+
+    def give_up(self, version: int) -> None:
+        """It does not become whole here."""
+        if version in self._versions and not self._versions[version].whole:
+            self._drop(version)
+
+    def drop_below(self, version: int) -> None:
+        """Nobody asks for older ones any more."""
+        for other in [other for other in self._versions if other < version]:
+            self._drop(other)
+
+    async def chunk(self, request: FetchChunk, park_s: float) -> Chunk:
+        """The bytes asked for, parked until they have arrived. See the module for what is raised."""
+        piece = Piece(request.bucket, request.offset, request.size)
+
+        def found() -> tuple[int, int] | None:
+            held = self._versions.get(request.version)
+            if held is None:
+                raise VersionGone(request.version)
+            if request.base < 0 and piece in held.checksums:
+                return held.descriptors[piece.bucket], held.checksums[piece]
+            if held.whole or request.base >= 0:
+                raise InvalidRequest(f"{piece} of version {request.version} against {request.base} is no chunk here")
+            return None
+
+        there = await self._changed.until(found, park_s)
+        if there is None:
+            raise NotHere(f"{piece} of version {request.version} has not come within {park_s:.1f} s")
+        # Its own, since the version may be dropped while a thread reads.
+        descriptor = os.dup(there[0])
+        data = await asyncio.to_thread(_read, descriptor, piece)
+        return Chunk(data=np.frombuffer(data, np.uint8), checksum=there[1])
+
+    def close(self) -> None:
+        """Hold nothing any more."""
+        for version in list(self._versions):
+            self._drop(version)
+
+    def _drop(self, version: int) -> None:
+        for descriptor in self._versions.pop(version).descriptors.values():
+            os.close(descriptor)
+        self._changed.wake()
+
+
+def _read(descriptor: int, piece: Piece) -> bytes:
+    try:
+        data = os.pread(descriptor, piece.size, piece.offset)
+    finally:
+        os.close(descriptor)
+    assert len(data) == piece.size, "a chunk lies within its bucket"
+    return data

@@ -1,0 +1,228 @@
+"""One copy a host: who fetches, who waits, who is given what the other has, and what a death costs."""
+
+import pytest
+from conductor_play import Play
+
+from asyncrl.parameter_server.tree import FAN_OUT
+
+HERE = {"same_host": False, "host": "a"}
+THERE = {"same_host": False, "host": "b"}
+PATHS = ("/proc/7/fd/3", "/proc/7/fd/4")
+R = tuple(f"r/{index}" for index in range(8))
+
+
+def on_hosts(**weights):
+    play = Play(**{"transport": "auto", "max_paused_fraction": 1.0, **weights})
+    play.publish(0)
+    return play
+
+
+def fetched(play, name, version=0):
+    """It has brought the version to its host, and waits for nothing."""
+    assert play.pause(name, version, paths=PATHS)
+
+
+def test_one_of_a_host_fetches_and_the_others_are_given_what_it_has():
+    play = on_hosts()
+    first = play.next("r/0", -1, **HERE)
+    assert (first.version, first.transport, first.share, first.sources) == (0, "stream", True, [])
+    assert [play.next(name, -1, **HERE) for name in R[1:]] == [None] * 7
+    play.conductor.take_effects()
+    fetched(play, "r/0")
+    assert play.conductor.take_effects().wake >= {*R[1:]}
+    for name in R[1:]:
+        offer = play.look(name)
+        assert (offer.version, offer.transport, offer.share) == (0, "shm", False)
+        assert play.conductor.source_paths(name) == PATHS
+    # Nothing more has to be held for them than is held anyway.
+    assert play.conductor.needed() == {0}
+
+
+def test_each_host_has_its_own():
+    play = on_hosts()
+    assert play.next("r/0", -1, **HERE).share
+    assert play.next("r/1", -1, **THERE).share
+    fetched(play, "r/0")
+    assert play.next("r/2", -1, **THERE) is None
+    assert play.next("r/3", -1, **HERE).transport == "shm"
+
+
+def test_on_the_host_of_the_parameter_server_its_own_segments_are_opened():
+    play = on_hosts()
+    for name in R:
+        offer = play.next(name, -1, same_host=True, host="head")
+        assert (offer.transport, offer.share) == ("shm", False)
+        assert play.conductor.source_paths(name) == ()
+
+
+@pytest.mark.parametrize("why", ["stream", "unknown", "failed"])
+def test_who_takes_no_part_fetches_by_itself(why):
+    play = on_hosts(transport="stream" if why == "stream" else "auto", max_attempts=1)
+    place = {"same_host": False} if why == "unknown" else HERE
+    assert play.next("r/0", -1, **place).transport == "stream"
+    if why == "failed":
+        assert play.next("r/1", -1, **place) is None
+        fetched(play, "r/0")
+        assert play.look("r/1").transport == "shm"
+        play.report("r/1", 0, committed=False)
+    offer = play.next("r/1", -1, **place)
+    assert (offer.transport, offer.share, offer.sources) == ("stream", False, [])
+
+
+def dies(play):
+    play.left("r/0")
+
+
+def comes_again(play):
+    assert play.next("r/0", -1, incarnation=2, **HERE) is None
+
+
+def fails(play):
+    play.report("r/0", 0, committed=False)
+
+
+def takes_too_long(play):
+    play.later(60)
+
+
+def asks_for_the_next(play):
+    assert play.next("r/0", -1, **HERE) is None
+
+
+@pytest.mark.parametrize("what", [dies, fails, takes_too_long], ids=lambda what: what.__name__)
+def test_where_the_one_that_fetches_is_lost_another_takes_its_place(what):
+    play = on_hosts(stage_deadline_s=60)
+    play.next("r/0", -1, **HERE)
+    for name in R[1:]:
+        play.next(name, -1, **HERE)
+    play.conductor.take_effects()
+    what(play)
+    assert play.conductor.take_effects().wake >= {*R[1:]}
+    offers = [play.look(name) for name in R[1:]]
+    assert (offers[0].version, offers[0].transport, offers[0].share) == (0, "stream", True)
+    assert offers[1:] == [None] * 6
+    fetched(play, "r/1")
+    assert {play.look(name).transport for name in R[2:]} == {"shm"}
+
+
+def test_a_fetch_that_is_begun_again_waits_for_nobody():
+    play = on_hosts()
+    play.next("r/0", -1, **HERE)
+    assert play.next("r/0", -1, **HERE).share
+    assert play.next("r/0", -1, incarnation=2, **HERE).share
+
+
+def test_who_waited_is_given_what_it_waited_for_though_a_newer_one_is_there():
+    play = on_hosts()
+    play.next("r/0", -1, **HERE)
+    play.next("r/1", -1, **HERE)
+    for version in (1, 2):
+        play.publish(version)
+        # Still one copy at a time.
+        assert play.look("r/1") is None
+    assert play.conductor.needed() == {0, 2}
+    fetched(play, "r/0")
+    assert play.conductor.needed() == {0, 2}
+    offer = play.look("r/1")
+    assert (offer.version, offer.transport) == (0, "shm")
+    # Who has not waited takes the newest.
+    assert play.next("r/2", -1, **HERE).version == 2
+
+
+def test_what_had_to_make_way_is_not_waited_for():
+    play = on_hosts(versions_held=2)
+    play.next("r/9", -1, **THERE)
+    play.publish(1)
+    play.next("r/0", -1, **HERE)
+    play.next("r/1", -1, **HERE)
+    play.publish(2)
+    assert play.conductor.needed() == {0, 2}
+    fetched(play, "r/0", 1)
+    offer = play.look("r/1")
+    assert (offer.version, offer.transport, offer.share) == (2, "stream", True)
+
+
+def test_a_late_comer_is_given_what_its_host_has_for_as_long_as_it_has_it():
+    play = on_hosts()
+    play.next("r/0", -1, **HERE)
+    fetched(play, "r/0")
+    play.report("r/0", 0)
+    assert play.next("r/0", 0, **HERE) is None
+    assert play.next("r/1", -1, **HERE).transport == "shm"
+    play.left("r/0")
+    assert play.next("r/2", -1, **HERE).transport == "stream"
+
+
+def test_who_finds_nothing_where_it_was_sent_fetches_itself_at_once():
+    play = on_hosts()
+    play.next("r/0", -1, **HERE)
+    play.next("r/1", -1, **HERE)
+    fetched(play, "r/0")
+    assert play.look("r/1").transport == "shm"
+    # r/0 is dead, which nobody has heard of so far.
+    offer = play.next("r/1", -1, **HERE)
+    assert (offer.transport, offer.share) == ("stream", True)
+    assert play.next("r/2", -1, **HERE) is None
+
+
+def test_who_has_it_itself_loads_it_from_there_again():
+    play = on_hosts()
+    play.next("r/0", -1, **HERE)
+    fetched(play, "r/0")
+    play.report("r/0", 0, committed=False)
+    assert play.next("r/0", -1, **HERE).transport == "shm"
+    assert play.conductor.source_paths("r/0") == PATHS
+    assert play.pause("r/0", 0)
+    # It was asked to hold nothing anew, and holds what it held.
+    play.report("r/0", 0)
+    assert play.replica("r/0").held_version == 0
+
+
+def test_what_came_another_way_ends_the_holding():
+    play = on_hosts(transport="gloo")
+    play.next("r/0", -1, **HERE)
+    fetched(play, "r/0")
+    play.report("r/0", 0)
+    play.next("r/0", 0, **HERE)
+    play.begin(1, "r/0")
+    play.report("r/0", 1)
+    assert play.replica("r/0").held_version == -1
+
+
+# --- the tree ---
+
+
+def test_hosts_are_named_those_above_them_and_the_parameter_server_serves_a_few():
+    play = on_hosts()
+    names = [f"r/{index}" for index in range(512)]
+    sources = [play.next(name, -1, same_host=False, host=name).sources for name in names]
+    assert sum(not above for above in sources) == FAN_OUT
+    assert max(len(above) for above in sources) == 8
+    for name, above in zip(names, sources, strict=True):
+        assert name not in above and len(set(above)) == len(above)
+    parents = [above[0] for above in sources if above]
+    assert max(parents.count(parent) for parent in set(parents)) == FAN_OUT
+
+
+def test_a_relay_that_is_lost_or_lets_the_version_go_is_named_to_nobody_any_more():
+    play = on_hosts()
+    for name in R[:3]:
+        play.next(name, -1, same_host=False, host=name)
+    assert play.next("r/3", -1, same_host=False, host="3").sources == ["r/0"]
+    play.left("r/0")
+    assert play.next("r/4", -1, same_host=False, host="4").sources == ["r/1"]
+    play.report("r/1", 0, committed=False)
+    assert "r/1" not in play.next("r/5", -1, same_host=False, host="5").sources
+    # One that has it whole goes on to hand it on.
+    fetched(play, "r/2")
+    play.report("r/2", 0)
+    play.next("r/2", 0, same_host=False, host="r/2")
+    named = {
+        each for index in range(6, 30) for each in play.next(f"r/{index}", -1, same_host=False, host=str(index)).sources
+    }
+    assert "r/2" in named and not named & {"r/0", "r/1"}
+
+
+def test_with_deltas_each_host_asks_the_parameter_server():
+    play = on_hosts(delta=True)
+    assert [play.next(name, -1, same_host=False, host=name).sources for name in R] == [[]] * 8

@@ -1,0 +1,325 @@
+"""Handing a version on: chunk by chunk while it comes, to hosts below and to others of this one; whoever dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import xxhash
+from fetch_cases import Host, Server
+from harness import Net, replace
+from published_weights import as_streamed, comes_to, contents_of, held, open_memory, random_bytes, stage
+from structlog.testing import capture_logs
+
+from asyncrl.config.rollout import WeightsConfig
+from asyncrl.errors import InvalidRequest, NotHere, VersionGone
+from asyncrl.messages.actors import ActorRecord
+from asyncrl.messages.weights import Chunk, FetchChunk
+from asyncrl.rollouter.relay import Relay
+from asyncrl.runtime.clock import run_virtual
+from asyncrl.weights.chunks import Piece
+from asyncrl.weights.segments import Segment
+
+PIECE = 1 << 20
+CONTENTS = [random_bytes(3 * PIECE + 5, 1), random_bytes(2 * PIECE, 2)]
+CHUNKS = 4 + 2
+WEIGHTS = WeightsConfig(chunk_bytes=PIECE, chunks_in_flight=2, deadline_s=20.0)
+PROCESS = Path(__file__).parent / "relay_process.py"
+
+
+@pytest.fixture(autouse=True)
+def no_leak() -> Any:
+    before = open_memory()
+    yield
+    assert comes_to(before)
+
+
+def over_zmq(main: Callable[[Net], Coroutine[Any, Any, None]]) -> None:
+    async def go() -> None:
+        async with Net() as net:
+            await main(net)
+
+    asyncio.run(go())
+
+
+def test_a_chain_of_hosts_has_every_bit_and_each_asks_only_the_one_above() -> None:
+    async def main(net: Net) -> None:
+        server = Server(held(4, CONTENTS))
+        net.serve(server, "parameter_server/0")
+        hosts = [Host(net, f"rollouter/{index}", WEIGHTS) for index in range(3)]
+        manifest = as_streamed(server.snapshots[4].manifest)
+        ways = [[], ["rollouter/0"], ["rollouter/1", "rollouter/0"]]
+        # The last one first: it waits for what is still to come.
+        fetching = [
+            asyncio.create_task(host.take(manifest, *way)) for host, way in list(zip(hosts, ways, strict=True))[::-1]
+        ]
+        found = [await each for each in fetching]
+        for each in found:
+            assert contents_of(each.staged.manifest) == CONTENTS
+        assert server.asked_by == {"rollouter/0": CHUNKS}
+        assert [host.served for host in hosts] == [{"rollouter/1": CHUNKS}, {"rollouter/2": CHUNKS}, {}]
+        for each in found:
+            each.staged.close()
+        # Others of the host open what it holds, whatever has become of the update.
+        shared = stage(shared_manifest(server, hosts[2].paths))
+        for host in hosts:
+            host.relay.close()
+        assert contents_of(shared.manifest) == CONTENTS
+        shared.close()
+        server.close()
+
+    over_zmq(main)
+
+
+def shared_manifest(server: Server, paths: list[str]) -> Any:
+    manifest = server.snapshots[4].manifest
+    buckets = [replace(bucket, path=path) for bucket, path in zip(manifest.buckets, paths, strict=True)]
+    return replace(manifest, buckets=buckets)
+
+
+def test_chunks_are_handed_on_while_the_rest_is_under_way() -> None:
+    async def main(net: Net) -> None:
+        reached, go_on = asyncio.Event(), asyncio.Event()
+
+        async def hold_back(request: FetchChunk, chunk: Chunk) -> Chunk:
+            if request.bucket == 1:
+                await go_on.wait()
+            return chunk
+
+        server = Server(held(4, CONTENTS), on_chunk=hold_back)
+        net.serve(server, "parameter_server/0")
+        upper, lower = Host(net, "rollouter/0", WEIGHTS), Host(net, "rollouter/1", WEIGHTS)
+        manifest = as_streamed(server.snapshots[4].manifest)
+        fetching = [asyncio.create_task(upper.take(manifest)), asyncio.create_task(lower.take(manifest, "rollouter/0"))]
+
+        async def watch() -> None:
+            while upper.served["rollouter/1"] < 4:
+                await asyncio.sleep(0.002)
+            reached.set()
+
+        async with asyncio.timeout(20):
+            await watch()
+        assert not fetching[0].done()
+        go_on.set()
+        for each in fetching:
+            (await each).staged.close()
+        for host in (upper, lower):
+            host.relay.close()
+        server.close()
+
+    over_zmq(main)
+
+
+@asynccontextmanager
+async def host_process(address: str, manifest: Any) -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(PROCESS),
+        address,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    try:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(msgspec.json.encode(manifest) + b"\n")
+        async with asyncio.timeout(60):
+            yield (await process.stdout.readline()).decode().strip(), process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+def test_a_relay_that_is_killed_half_way_costs_what_was_missing_and_no_version() -> None:
+    async def main(net: Net) -> None:
+        async def hold_back(request: FetchChunk, chunk: Chunk) -> Chunk:
+            # From the relay alone: it never gets the second bucket.
+            if request.bucket == 1 and not killed.is_set():
+                await asyncio.sleep(3600)
+            return chunk
+
+        killed = asyncio.Event()
+        server = Server(held(4, CONTENTS), on_chunk=hold_back)
+        address = net.serve(server, "parameter_server/0").address  # type: ignore[attr-defined]
+        manifest = as_streamed(server.snapshots[4].manifest)
+        async with host_process(address, manifest) as (relay, process):
+            net.register(ActorRecord(name="rollouter/1", incarnation=1, address=relay))
+            host = Host(net, "rollouter/2", WEIGHTS)
+            with capture_logs() as logs:
+                fetching = asyncio.create_task(host.take(manifest, "rollouter/1"))
+                while not any(piece.bucket == 0 and piece.offset == 3 * PIECE for piece in arrived(host)):
+                    await asyncio.sleep(0.01)
+                process.kill()
+                killed.set()
+                found = await fetching
+        assert contents_of(found.staged.manifest) == CONTENTS
+        # All that the relay had handed on was not asked for again.
+        assert server.asked_by["rollouter/2"] == 2
+        [line] = [line for line in logs if line["event"] == "relay is left"]
+        assert (line["relay"], line["next"], line["version"]) == ("rollouter/1", "parameter_server/0", 4)
+        found.staged.close()
+        host.relay.close()
+        server.close()
+
+    over_zmq(main)
+
+
+def arrived(host: Host) -> set[Piece]:
+    held = host.relay._versions.get(4)
+    return set() if held is None else set(held.checksums)
+
+
+def flips(chunk: Chunk) -> Chunk:
+    data = chunk.data.copy()
+    data[0] ^= 1
+    return replace(chunk, data=data)
+
+
+def cuts(chunk: Chunk) -> Chunk:
+    return replace(chunk, data=chunk.data[1:])
+
+
+def has_let_go(chunk: Chunk) -> Chunk:
+    raise VersionGone(4)
+
+
+def has_a_defect(chunk: Chunk) -> Chunk:
+    raise KeyError("a defect")
+
+
+@pytest.mark.parametrize("what", [flips, cuts, has_let_go, has_a_defect], ids=lambda what: what.__name__)
+def test_a_relay_that_fails_is_left_for_the_next_above(what: Callable[[Chunk], Chunk]) -> None:
+    async def main(net: Net) -> None:
+        server = Server(held(4, CONTENTS))
+        failing = Server(held(4, CONTENTS), on_chunk=lambda request, chunk: what(chunk))
+        good = Server(held(4, CONTENTS))
+        for name, owner in (("parameter_server/0", server), ("rollouter/1", failing), ("rollouter/0", good)):
+            net.serve(owner, name)
+        host = Host(net, "rollouter/2", WEIGHTS)
+        with capture_logs() as logs:
+            found = await host.take(as_streamed(server.snapshots[4].manifest), "rollouter/1", "rollouter/0")
+        assert contents_of(found.staged.manifest) == CONTENTS
+        assert server.served.total() == 0
+        assert good.served.total() == CHUNKS
+        assert [line["relay"] for line in logs if line["event"] == "relay is left"] == ["rollouter/1"]
+        found.staged.close()
+        host.relay.close()
+        for each in (server, failing, good):
+            each.close()
+
+    over_zmq(main)
+
+
+def test_a_relay_that_gets_nothing_itself_is_left_in_time() -> None:
+    async def main() -> float:
+        async with Net(memory=True) as net:
+            server = Server(held(4, CONTENTS))
+            net.serve(server, "parameter_server/0")
+            idle, host = Host(net, "rollouter/1", WEIGHTS), Host(net, "rollouter/2", WEIGHTS)
+            idle.relay.begin(4)
+            found = await host.take(as_streamed(server.snapshots[4].manifest), "rollouter/1")
+            found.staged.close()
+            for each in (idle, host):
+                each.relay.close()
+            server.close()
+            return asyncio.get_running_loop().time()
+
+    with capture_logs() as logs:
+        ended = run_virtual(main())
+    assert 10.0 <= ended < 20.0
+    [line] = [line for line in logs if line["event"] == "relay is left"]
+    assert "has not come within" in line["error"]
+
+
+# --- what is held ---
+
+
+def segment_of(content: bytes) -> Segment:
+    segment = Segment("test", len(content))
+    segment.write(0, content)
+    return segment
+
+
+def ask(relay: Relay, version: int, piece: Piece, base: int = -1) -> Chunk:
+    request = FetchChunk(version=version, bucket=piece.bucket, offset=piece.offset, size=piece.size, base=base)
+    return run_virtual(relay.chunk(request, 5.0))
+
+
+FIRST = Piece(0, 0, 4096)
+
+
+def test_what_has_arrived_outlives_the_one_who_fetched_it() -> None:
+    relay, content = Relay(), random_bytes(4096)
+    segment = segment_of(content)
+    relay.begin(1)
+    relay.arrived(1, FIRST, segment.fd, xxhash.xxh3_64_intdigest(content))
+    segment.discard()
+    chunk = ask(relay, 1, FIRST)
+    assert chunk.data.dtype == np.uint8 and chunk.data.tobytes() == content
+    assert chunk.checksum == xxhash.xxh3_64_intdigest(content)
+    for piece in (Piece(0, 4096, 4096), Piece(1, 0, 4096), Piece(0, 0, 8)):
+        with pytest.raises(NotHere, match="has not come within 5.0 s"):
+            ask(relay, 1, piece)
+    with pytest.raises(InvalidRequest):
+        ask(relay, 1, FIRST, base=0)
+    with pytest.raises(VersionGone):
+        ask(relay, 2, FIRST)
+    relay.close()
+    with pytest.raises(VersionGone):
+        ask(relay, 1, FIRST)
+
+
+def test_one_whole_version_is_held_beside_the_one_that_comes() -> None:
+    relay, staged = Relay(), {}
+    for version in (1, 2, 3):
+        snapshot = held(version, [random_bytes(100, version)])
+        staged[version] = stage(snapshot.manifest)
+        snapshot.release()
+
+    def versions() -> set[int]:
+        return set(relay._versions)
+
+    relay.begin(1)
+    assert len(relay.whole(staged[1])) == 1
+    relay.begin(2)
+    assert versions() == {1, 2}
+    relay.give_up(2)
+    assert versions() == {1}
+    relay.begin(2)
+    relay.whole(staged[2])
+    assert versions() == {2}
+    relay.give_up(2)
+    assert versions() == {2}
+    relay.begin(3)
+    # It is begun anew, or something newer is.
+    relay.begin(3)
+    relay.begin(4)
+    assert versions() == {2, 4}
+    relay.drop_below(4)
+    assert versions() == {4}
+    relay.close()
+    for each in staged.values():
+        each.close()
+
+
+def test_who_waits_for_a_version_that_is_dropped_is_told_at_once() -> None:
+    async def main() -> None:
+        relay.begin(1)
+        waiting = asyncio.create_task(relay.chunk(FetchChunk(version=1, bucket=0, offset=0, size=1), 1000.0))
+        await asyncio.sleep(1)
+        relay.give_up(1)
+        with pytest.raises(VersionGone):
+            await waiting
+        assert asyncio.get_running_loop().time() < 2
+
+    relay = Relay()
+    run_virtual(main())
