@@ -79,7 +79,8 @@ def test_the_json_of_a_config_is_the_config():
 
 def test_a_key_that_is_gone_is_unknown_in_a_file_and_no_hindrance_in_what_an_earlier_release_wrote():
     tree = {"rollout": {"spool": True}}
-    assert problems(SIMULATED | {"rollout": {"engine": "sim", "spool": True}}) == ["rollout.spool: unknown key"]
+    (told,) = problems(SIMULATED | {"rollout": {"engine": "sim", "spool": True}})
+    assert told.startswith("rollout.spool: unknown key")
     config = validate_config(SIMULATED)
     written = json.loads(config_to_json(config))
     written["rollout"] |= tree["rollout"]
