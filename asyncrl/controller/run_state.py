@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from asyncrl.controller.reserve import Reserve
+from asyncrl.controller.reserve import ROLLOUTER, Reserve
 from asyncrl.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE
 from asyncrl.messages.actors import Aside, Condemned, Dead, Leaving, RunPhase, Stuck
 from asyncrl.runtime.supervision import (
@@ -40,7 +40,6 @@ DRAIN_SHARES: dict[int, float] = {1: 0.5, 2: 0.2, 3: 0.25}
 """The share of ``drain_s`` that each rank has; what is left is the controller's own."""
 
 LAST_RANK = ROLES["controller"].drain_rank
-ROLLOUTER, EPISODES = "rollouter", "episodes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,8 +206,7 @@ class RunStateMachine:
         """A replica that is set aside is tried again, and the one that was set aside with it."""
         if name not in self._reserve.resting or self.drain or self.phase == "preempting":
             return False
-        for each in self._resting.intersection(_beside(name)):
-            self._reserve.take(each, now)
+        self._reserve.bring_back(name, now)
         self._await_others(now)
         return self._changed()
 
@@ -350,29 +348,18 @@ class RunStateMachine:
     def _set_aside(self, name: str, incarnation: int, reason: str, log: str, now: float) -> bool:
         """The run goes on without a replica, and fails if too few are left."""
         before = dict(self._reserve.resting)
-        if not self._reserve.put(name, incarnation, reason, now):
+        if not self._reserve.set_aside(name, incarnation, reason, now, self.expected):
             return False
-        beside = _beside(name)[0]
-        if role_of(name) == EPISODES and beside in self.expected:
-            self._reserve.put(beside, 0, f"{name}, which plays its episodes, is set aside: {reason}", now)
-        rollouters = [other for other in self.expected if role_of(other) == ROLLOUTER]
-        left = len([other for other in rollouters if other not in self._reserve.resting])
-        if left < self.min_replicas and self.phase != "preempting":
-            if len(rollouters) > 1:
-                reason += f"; {left} of {len(rollouters)} rollouters are left, and rollout.min_replicas is "
-                reason += f"{self.min_replicas}"
-            if before:
-                reason += (
-                    f"; set aside before: {', '.join(f'{other} ({before[other].reason})' for other in sorted(before))}"
-                )
-            return self.fail(name, reason, log, 1, now)
+        shortage = self._reserve.shortage(self.expected, self.min_replicas, before)
+        if shortage is not None and self.phase != "preempting":
+            return self.fail(name, reason + shortage, log, 1, now)
         self.ready(self._ready - self._resting, now)
         return self._changed()
 
     def _act_on_late(self, late: list[str], now: float) -> bool:
         """Replicas are set aside; without anybody else, or with too few of them, the run fails."""
         reason = f"not ready {self.start_timeout_s:g} s after its start (supervision.start_timeout_s)"
-        left = [name for name in self.expected - self._resting - set(late) if role_of(name) == ROLLOUTER]
+        left = self._reserve.left(self.expected - set(late))
         if len(left) >= self.min_replicas and all(map(is_replicated, late)):
             set_aside = [self._set_aside(name, 0, reason, "", now) for name in late]
             return any(set_aside)
@@ -431,9 +418,3 @@ class RunStateMachine:
     def _changed(self) -> bool:
         self.number += 1
         return True
-
-
-def _beside(name: str) -> tuple[str, str]:
-    """The rollouter and the episode host of the same number, of which the one is of no use without the other."""
-    number = name.partition("/")[2]
-    return f"{ROLLOUTER}/{number}", f"{EPISODES}/{number}"
