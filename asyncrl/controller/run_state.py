@@ -166,7 +166,7 @@ class RunStateMachine:
         if self.drain:
             return self.tick(now)
         if fatal and is_replicated(name) and exit_code not in UNHEALABLE_EXITS:
-            return self._set_aside(name, incarnation, reason or describe_exit(exit_code), log, now)
+            return self.set_aside(name, incarnation, reason or describe_exit(exit_code), log, now)
         if fatal:
             code = exit_code if exit_code in UNHEALABLE_EXITS else 1
             return self.fail(name, reason or describe_exit(exit_code), log, code, now)
@@ -345,8 +345,8 @@ class RunStateMachine:
         """Who is set aside."""
         return set(self._reserve.resting)
 
-    def _set_aside(self, name: str, incarnation: int, reason: str, log: str, now: float) -> bool:
-        """The run goes on without a replica, and fails if too few are left."""
+    def set_aside(self, name: str, incarnation: int, reason: str, log: str, now: float) -> bool:
+        """The run goes on without a replica, which its agent ends if it lives; and fails if too few are left."""
         before = dict(self._reserve.resting)
         if not self._reserve.set_aside(name, incarnation, reason, now, self.expected):
             return False
@@ -361,7 +361,7 @@ class RunStateMachine:
         reason = f"not ready {self.start_timeout_s:g} s after its start (supervision.start_timeout_s)"
         left = self._reserve.left(self.expected - set(late))
         if len(left) >= self.min_replicas and all(map(is_replicated, late)):
-            set_aside = [self._set_aside(name, 0, reason, "", now) for name in late]
+            set_aside = [self.set_aside(name, 0, reason, "", now) for name in late]
             return any(set_aside)
         if others := late[1:]:
             reason += f"; nor are {', '.join(others)}"
