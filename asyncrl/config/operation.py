@@ -97,9 +97,9 @@ class SupervisionConfig(Section):
     start_timeout_s: Seconds = 300.0
     """Longest time from an actor's start to its being ready."""
     max_restarts: NonNegative = 3
-    """Restarts of one actor within restart_window_s before the run fails."""
+    """Restarts of one actor within restart_window_s before a replica is set aside, or the run fails."""
     restart_window_s: Seconds = 600.0
-    """Window in which restarts are counted."""
+    """Window in which restarts are counted, and the first rest of a replica that is set aside."""
     backoff_s: Seconds = 0.5
     """First pause before a restart; doubles with each."""
     drain_s: Seconds = 10.0

@@ -189,7 +189,7 @@ class ComingAndGoing:
             return False
         if self._dismiss(self._membership.guests[agent], f"{name}: {reason}"):
             return True
-        # Its host ends with it, and nobody else serves: so the run ends, and this is why.
+        # Nobody else serves: it counts as one of the run from here on, which may have to end for it.
         self._run.joined(name)
         return False
 

@@ -23,7 +23,10 @@ from asyncrl.messages.actors import Condemned, Stuck
 from asyncrl.runtime.actor import Actor
 from asyncrl.runtime.incarnations import numbers_begin_above
 from asyncrl.runtime.registry import Registry
+from asyncrl.runtime.supervision import is_replicated
 
+CUTS_OF_A_REPLICA = 2
+"""After so many in a row a replica is not at fault by chance, and is set aside."""
 STACKS_BEATS = 3
 """Heartbeats that a culprit has to tell its stacks before the run ends because of it."""
 
@@ -119,6 +122,14 @@ class Oversight:
         fresh_s = BEATS * self._supervision.heartbeat_s
         cuts = self._reach.look(standings(self._registry, names, now, fresh_s), now)
         self._condemn([Condemned(cut.name, cut.incarnation, cut.reason) for cut in cuts])
+        for cut in cuts:
+            if is_replicated(cut.name) and cut.times >= CUTS_OF_A_REPLICA:
+                # Another restart would only take more tickets along.
+                self._run.set_aside(cut.name, cut.incarnation, cut.reason, "", now)
+            elif cut.times > self._supervision.max_restarts:
+                self._run.fail(cut.name, f"{cut.reason}, after {cut.times - 1} restarts for that", "", 1, now)
+        if cuts:
+            self._tell()
 
     def _condemn(self, actors: Sequence[Condemned]) -> None:
         """Have exactly these killed and started again, each with its gang."""

@@ -49,6 +49,8 @@ class Cut:
     name: str
     incarnation: int
     reason: str
+    times: int = 1
+    """How often in a row it was named, never more than ``memory_s`` apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +72,8 @@ class Reach:
     """For how long it is remembered who was named."""
     _since: dict[tuple[str, int, str, int], float] = field(default_factory=dict)
     """When each path was first told of, as long as it goes on."""
-    _named: dict[str, float] = field(default_factory=dict)
-    """When each name was last."""
+    _named: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """When each name was last, and how often in a row."""
     _looked: float = 0.0
 
     def look(self, standings: Iterable[Standing], now: float) -> list[Cut]:
@@ -80,7 +82,7 @@ class Reach:
         if now - self._looked > max(LONGEST_GAP * self.unreachable_s, 3 * self.look_s):
             self._since.clear()
         self._looked = now
-        self._named = {name: at for name, at in self._named.items() if now - at < self.memory_s}
+        self._named = {name: last for name, last in self._named.items() if now - last[0] < self.memory_s}
         paths = self._take_in(actors, now)
         suspect = {key for key, seconds in paths.items() if seconds >= SUSPECT_SHARE * self.unreachable_s}
         cuts: dict[str, Cut] = {}
@@ -90,8 +92,9 @@ class Reach:
                 continue
             name, why = self._judge(_Path(actors[teller], actors[other]), actors, suspect)
             reason = f"{why} for {seconds:.0f} s (supervision.unreachable_s)"
-            cuts[name] = Cut(name=name, incarnation=actors[name].incarnation, reason=reason)
-        self._named.update(dict.fromkeys(cuts, now))
+            times = self._named.get(name, (0.0, 0))[1] + 1
+            cuts[name] = Cut(name=name, incarnation=actors[name].incarnation, reason=reason, times=times)
+        self._named.update({name: (now, cut.times) for name, cut in cuts.items()})
         return list(cuts.values())
 
     def _take_in(self, actors: Mapping[str, Standing], now: float) -> dict[tuple[str, str], float]:

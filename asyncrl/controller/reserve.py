@@ -2,16 +2,22 @@
 
 The first rest is ``window_s``, after which an agent has forgotten the deaths that it counts; each further one is twice
 as long, up to LONGEST_REST times the first, and the first again for one that was back for longer than it had rested.
-Invariant: the end of one incarnation sets nobody aside twice, however often it is told. Pure: the caller brings the
+A rollouter and the episode host beside it come back together, and the former goes with the latter. Invariant: the end
+of one incarnation sets nobody aside twice, however often it is told. Pure: the caller brings the
 time (monotonic, s).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from asyncrl.runtime.supervision import role_of
+
 LONGEST_REST = 8
+ROLLOUTER, EPISODES, REWARD = "rollouter", "episodes", "reward"
+PLURALS = {ROLLOUTER: "rollouters", REWARD: "reward pools"}
+"""Roles of which a run needs some."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +45,43 @@ class Reserve:
     window_s: float
     resting: dict[str, Rest] = field(default_factory=dict)
     _before: dict[str, _Before] = field(default_factory=dict)
+
+    def set_aside(self, name: str, incarnation: int, reason: str, now: float, expected: Collection[str]) -> bool:
+        """Set one of the ``expected`` aside, and with an episode host the rollouter that it is beside; see ``put``."""
+        if not self.put(name, incarnation, reason, now):
+            return False
+        beside = _pair(name)[0]
+        if role_of(name) == EPISODES and beside in expected:
+            self.put(beside, 0, f"{name}, which plays its episodes, is set aside: {reason}", now)
+        return True
+
+    def bring_back(self, name: str, now: float) -> None:
+        """One is tried again, and the other of its pair, without which it is of no use."""
+        for each in self.resting.keys() & set(_pair(name)):
+            self.take(each, now)
+
+    def lacking(self, expected: Collection[str], least: int, without: Collection[str] = ()) -> str | None:
+        """The role of which too few are neither set aside nor ``without``: rollouters below ``least``, no pool."""
+        counts = {role: 0 for role in map(role_of, expected) if role in PLURALS}
+        for name in expected:
+            if role_of(name) in counts and name not in self.resting and name not in without:
+                counts[role_of(name)] += 1
+        return next((role for role, left in counts.items() if left < (least if role == ROLLOUTER else 1)), None)
+
+    def shortage(self, expected: Collection[str], least: int, before: Mapping[str, Rest]) -> str | None:
+        """If too few are left, what is to be said behind the reason of the last one; see ``lacking``."""
+        role = self.lacking(expected, least)
+        if role is None:
+            return None
+        of_role = [name for name in expected if role_of(name) == role]
+        words = ""
+        if len(of_role) > 1:
+            left = sum(name not in self.resting for name in of_role)
+            words = f"; {left} of {len(of_role)} {PLURALS[role]} are left"
+            words += f", and rollout.min_replicas is {least}" if role == ROLLOUTER else ""
+        if before:
+            words += f"; set aside before: {', '.join(f'{name} ({before[name].reason})' for name in sorted(before))}"
+        return words
 
     def put(self, name: str, incarnation: int, reason: str, now: float) -> bool:
         """Set one aside by the end of this incarnation, or of whichever with 0; False if it is or was already."""
@@ -75,3 +118,9 @@ class Reserve:
     def next_deadline(self) -> float | None:
         """When the next one has rested."""
         return min((rest.until for rest in self.resting.values()), default=None)
+
+
+def _pair(name: str) -> tuple[str, str]:
+    """The rollouter and the episode host of the same number."""
+    number = name.partition("/")[2]
+    return f"{ROLLOUTER}/{number}", f"{EPISODES}/{number}"

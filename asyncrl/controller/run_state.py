@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from asyncrl.controller.reserve import Reserve
+from asyncrl.controller.reserve import ROLLOUTER, Reserve
 from asyncrl.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE
 from asyncrl.messages.actors import Aside, Condemned, Dead, Leaving, RunPhase, Stuck
 from asyncrl.runtime.supervision import (
@@ -40,8 +40,6 @@ DRAIN_SHARES: dict[int, float] = {1: 0.5, 2: 0.2, 3: 0.25}
 """The share of ``drain_s`` that each rank has; what is left is the controller's own."""
 
 LAST_RANK = ROLES["controller"].drain_rank
-ROLLOUTER, EPISODES, REWARD = "rollouter", "episodes", "reward"
-PLURALS = {ROLLOUTER: "rollouters", REWARD: "reward pools"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +168,7 @@ class RunStateMachine:
         if self.drain:
             return self.tick(now)
         if fatal and is_replicated(name) and exit_code not in UNHEALABLE_EXITS:
-            return self._set_aside(name, incarnation, reason or describe_exit(exit_code), log, now)
+            return self.set_aside(name, incarnation, reason or describe_exit(exit_code), log, now)
         if fatal:
             code = exit_code if exit_code in UNHEALABLE_EXITS else 1
             return self.fail(name, reason or describe_exit(exit_code), log, code, now)
@@ -217,8 +215,7 @@ class RunStateMachine:
         """A replica that is set aside is tried again, and the one that was set aside with it."""
         if name not in self._reserve.resting or self.drain or self.phase == "preempting":
             return False
-        for each in self._resting.intersection(_beside(name)):
-            self._reserve.take(each, now)
+        self._reserve.bring_back(name, now)
         self._await_others(now)
         return self._changed()
 
@@ -350,51 +347,30 @@ class RunStateMachine:
         others = [
             other for other in self.expected - self._lost.keys() - self._resting if role_of(other) == role_of(name)
         ]
-        return len(others) >= self._needed(role_of(name))
+        return len(others) >= (self.min_replicas if role_of(name) == ROLLOUTER else 1)
 
     @property
     def _resting(self) -> set[str]:
         """Who is set aside."""
         return set(self._reserve.resting)
 
-    def _set_aside(self, name: str, incarnation: int, reason: str, log: str, now: float) -> bool:
-        """The run goes on without a replica, and fails if too few are left."""
+    def set_aside(self, name: str, incarnation: int, reason: str, log: str, now: float) -> bool:
+        """The run goes on without a replica, which its agent ends if it lives; and fails if too few are left."""
         before = dict(self._reserve.resting)
-        if not self._reserve.put(name, incarnation, reason, now):
+        if not self._reserve.set_aside(name, incarnation, reason, now, self.expected):
             return False
-        beside = _beside(name)[0]
-        if role_of(name) == EPISODES and beside in self.expected:
-            self._reserve.put(beside, 0, f"{name}, which plays its episodes, is set aside: {reason}", now)
-        if (few := self._too_few(self._resting)) is not None and self.phase != "preempting":
-            reason += few
-            if before:
-                reason += (
-                    f"; set aside before: {', '.join(f'{other} ({before[other].reason})' for other in sorted(before))}"
-                )
-            return self.fail(name, reason, log, 1, now)
+        shortage = self._reserve.shortage(self.expected, self.min_replicas, before)
+        if shortage is not None and self.phase != "preempting":
+            return self.fail(name, reason + shortage, log, 1, now)
         self.ready(self._ready - self._resting, now)
         return self._changed()
-
-    def _needed(self, role: str) -> int:
-        """Of this role's actors."""
-        return self.min_replicas if role == ROLLOUTER else 1
-
-    def _too_few(self, aside: Collection[str]) -> str | None:
-        """What is missing where these are set aside, to be added to a reason; None while the run goes on."""
-        for role in (ROLLOUTER, REWARD):
-            all_of_it = [name for name in self.expected if role_of(name) == role]
-            left = len([name for name in all_of_it if name not in aside])
-            if all_of_it and left < self._needed(role):
-                told = f"; {left} of {len(all_of_it)} {PLURALS[role]} are left"
-                told += f", and rollout.min_replicas is {self.min_replicas}" if role == ROLLOUTER else ""
-                return told if len(all_of_it) > 1 else ""
-        return None
 
     def _act_on_late(self, late: list[str], now: float) -> bool:
         """Replicas are set aside; without anybody else, or with too few of them, the run fails."""
         reason = f"not ready {self.start_timeout_s:g} s after its start (supervision.start_timeout_s)"
-        if self._too_few(self._resting.union(late)) is None and all(map(is_replicated, late)):
-            set_aside = [self._set_aside(name, 0, reason, "", now) for name in late]
+        few = self._reserve.lacking(self.expected, self.min_replicas, without=late)
+        if few is None and all(map(is_replicated, late)):
+            set_aside = [self.set_aside(name, 0, reason, "", now) for name in late]
             return any(set_aside)
         if others := late[1:]:
             reason += f"; nor are {', '.join(others)}"
@@ -452,9 +428,3 @@ class RunStateMachine:
     def _changed(self) -> bool:
         self.number += 1
         return True
-
-
-def _beside(name: str) -> tuple[str, str]:
-    """The rollouter and the episode host of the same number, of which the one is of no use without the other."""
-    number = name.partition("/")[2]
-    return f"{ROLLOUTER}/{number}", f"{EPISODES}/{number}"

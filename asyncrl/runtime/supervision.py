@@ -2,8 +2,8 @@
 
 One table says what is particular to each role; ``Supervisor`` applies it to the deaths that a node agent sees.
 Invariant: an actor is restarted at most ``max_restarts`` times within any window of ``window_s``, each time
-after a pause twice as long as the one before, but for deaths that are not its own fault; whatever else happens ends the
-run with a reason that can be printed. Pure: the caller brings the time.
+after a pause twice as long as the one before, but for deaths that are not its own fault; after any other it is given
+up, with a reason that can be printed. Pure: the caller brings the time.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """The run ends. ``reason`` says why."""
+    """It is not started again by itself, for this reason: a replica rests, and without any other the run ends."""
 
     reason: str
 

@@ -72,8 +72,13 @@ def test_a_rollouter_that_alone_does_not_reach_the_learner_is_named_when_the_tim
     assert cut.reason == (
         "it could not reach learner/0, as 3 other rollouters did, for 60 s (supervision.unreachable_s)"
     )
-    # Its successor has as long, and is named again.
-    assert names(paths.passes(2 * UNREACHABLE_S)) == ["rollouter/2"]
+    # Its successor has as long, and is named again; after a good time that counts as the first.
+    (again,) = paths.passes(2 * UNREACHABLE_S)
+    assert (cut.times, again.name, again.times) == (1, "rollouter/2", 2)
+    paths.heals(("rollouter/2", "learner/0"))
+    paths.passes(MEMORY_S)
+    paths.breaks(("rollouter/2", "learner/0"))
+    assert [cut.times for cut in paths.passes(UNREACHABLE_S + LOOK_S)] == [1]
 
 
 @pytest.mark.parametrize("other", ["learner/0", "dataloader/0", "parameter_server/0", "reward/0"])

@@ -7,7 +7,7 @@ from test_controller_actor import OTHERS, run
 
 from asyncrl.config.load import validate_config
 from asyncrl.config.operation import WatchdogConfig
-from asyncrl.messages.actors import WatchRun
+from asyncrl.messages.actors import ActorEnded, WatchRun
 from asyncrl.messages.monitor import AwaitRecord, Heartbeat, UnreachedRecord
 from asyncrl.runtime.actor import CONTROLLER
 
@@ -120,16 +120,23 @@ class Cut(Beating):
         super().__init__(cluster)
         self.cut_off = cut_off
 
+    async def comes_back(self, name):
+        """Its successor beats in its place."""
+        incarnation = self.peers[name][0] + 1
+        await self.cluster.register(name, incarnation)
+        self.peers[name] = incarnation, self.cluster.caller(name, incarnation)
+
     async def beat(self):
         names = [name for name in self.cluster.config.actors if name != CONTROLLER]
-        peers = {name: self.cluster.caller(name) for name in names}
+        self.peers = {name: (1, self.cluster.caller(name)) for name in names}
         began, number = asyncio.get_running_loop().time(), 0
         while True:
             number += 1
             for name in names:
                 missed = asyncio.get_running_loop().time() - began
                 unreached = [UnreachedRecord("learner/0", missed)] if name in self.cut_off else []
-                peers[name].cast(Heartbeat(beat=number, progress=0, state="ready", unreached=unreached))
+                beat = Heartbeat(beat=number, progress=0, state="ready", unreached=unreached)
+                self.peers[name][1].cast(beat)
             await asyncio.sleep(BEAT_S)
 
     async def __aenter__(self):
@@ -138,6 +145,67 @@ class Cut(Beating):
                 await self.cluster.register(name)
         self.task = asyncio.create_task(self.beat())
         return self
+
+
+def short_tree(replicas, **supervision):
+    tree = config().model_dump()
+    tree["rollout"]["replicas"] = replicas
+    tree["supervision"] |= {"unreachable_s": 0.3} | supervision
+    tree["watchdog"]["stall_s"] = 60.0
+    return validate_config(tree)
+
+
+async def is_killed(cluster, name, incarnation):
+    """As its agent kills it, and starts it again."""
+    state = await state_until(cluster, lambda state: state.condemned or state.phase == "draining")
+    told = [(actor.name, actor.incarnation) for actor in state.condemned]
+    if told:
+        assert told == [(name, incarnation)]
+        reason = state.condemned[0].reason
+        end = ActorEnded(name=name, incarnation=incarnation, exit_code=-9, fatal=bool(state.aside), reason=reason)
+        await cluster.caller().call(end)
+    return state
+
+
+def test_a_replica_that_is_cut_off_again_is_set_aside(tmp_path):
+    async def scenario(cluster):
+        async with Cut(cluster, ["rollouter/1"]) as cut:
+            assert not (await is_killed(cluster, "rollouter/1", 1)).aside
+            await cut.comes_back("rollouter/1")
+            state = await is_killed(cluster, "rollouter/1", 2)
+            (aside,) = state.aside
+            assert aside.name == "rollouter/1" and aside.reason.startswith("it could not reach learner/0")
+            state = await state_until(cluster, lambda state: not state.condemned)
+            assert (state.phase, [actor.name for actor in state.aside]) == ("running", ["rollouter/1"])
+
+    run(tmp_path, scenario, short_tree(3))
+
+
+def test_a_run_whose_only_rollouter_stays_cut_off_ends_and_says_so(tmp_path):
+    async def scenario(cluster):
+        async with Cut(cluster, ["rollouter/0"]) as cut:
+            for incarnation in (1, 2):
+                for name in ("rollouter/0", "learner/0"):
+                    state = await is_killed(cluster, name, incarnation)
+                    if state.phase == "draining":
+                        assert (state.failed_actor, state.exit_code) == ("rollouter/0", 1)
+                        assert state.reason.startswith("it could not reach learner/0 for ")
+                        return
+                    await cut.comes_back(name)
+            raise AssertionError("it goes on for ever")
+
+    run(tmp_path, scenario, short_tree(1))
+
+
+def test_who_is_not_reached_however_often_it_is_started_again_ends_the_run(tmp_path):
+    async def scenario(cluster):
+        async with Cut(cluster, ["rollouter/0", "rollouter/1"]) as cut:
+            assert (await is_killed(cluster, "learner/0", 1)).phase == "running"
+            await cut.comes_back("learner/0")
+            state = await state_until(cluster, lambda state: state.phase == "draining")
+            assert state.failed_actor == "learner/0" and "after 1 restarts for that" in state.reason
+
+    run(tmp_path, scenario, short_tree(2, max_restarts=1))
 
 
 @pytest.mark.parametrize(
@@ -149,11 +217,6 @@ class Cut(Beating):
     ],
 )
 def test_who_beats_and_is_cut_off_is_condemned(tmp_path, cut_off, condemned):
-    tree = config().model_dump()
-    tree["rollout"]["replicas"] = 3
-    tree["supervision"]["unreachable_s"] = 0.3
-    tree["watchdog"]["stall_s"] = 60.0
-
     async def scenario(cluster):
         async with Cut(cluster, cut_off):
             await state_until(cluster, lambda state: state.phase == "running")
@@ -164,7 +227,7 @@ def test_who_beats_and_is_cut_off_is_condemned(tmp_path, cut_off, condemned):
             assert [actor.name for actor in state.condemned] == condemned
             assert all("(supervision.unreachable_s)" in actor.reason for actor in state.condemned)
 
-    run(tmp_path, scenario, validate_config(tree))
+    run(tmp_path, scenario, short_tree(3))
 
 
 def test_policy_stop_ends_the_run_with_the_report_as_its_reason(tmp_path):
