@@ -87,17 +87,17 @@ class ParameterServer(Actor):
     def publish(self, request: Publish, caller: Caller) -> Done:
         """A new version; repeated with the same number it is acknowledged again. Raises VersionReused."""
         version = request.manifest.version
-        if not self._conductor.is_new(version):
+        if not self._conductor.publications.is_new(version):
             return Done()
         self._held.add(hold(request.manifest))
-        self._conductor.accept(version)
+        self._conductor.publications.accept(version)
         self.param_version = version
         self.progress()
         self.log.info("published", version=version, gather_s=request.gather_s, publisher=caller.name)
-        if self.config.weights.delta and self._conductor.newest >= 0:
+        if self.config.weights.delta and self._conductor.publications.newest >= 0:
             self._accepted.set()
         else:
-            self._conductor.publish(version)
+            self._conductor.publications.publish(version)
         self._changed()
         return Done()
 
@@ -106,8 +106,8 @@ class ParameterServer(Actor):
         """Parked while the version, or a newer one, is held and whole."""
 
         def lost() -> Published | None:
-            corrupt = request.version <= self._conductor.condemned
-            held = request.version <= self._conductor.accepted and not corrupt
+            corrupt = request.version <= self._conductor.publications.condemned
+            held = request.version <= self._conductor.publications.accepted and not corrupt
             return None if held else Published(held=False, corrupt=corrupt)
 
         return await self._condemned.until(lost, caller.park_s) or Published(held=True)
@@ -198,7 +198,10 @@ class ParameterServer(Actor):
                 self.log.info("committed", stall_s=request.times.stall_s, **facts)
             else:
                 self.log.warning("update failed", error=request.error, **facts)
-        if request.corrupt and request.version == self._conductor.newest > self._conductor.condemned:
+        if (
+            request.corrupt
+            and request.version == self._conductor.publications.newest > self._conductor.publications.condemned
+        ):
             self._suspect.set()
         self.progress()
         self._changed()
@@ -247,7 +250,7 @@ class ParameterServer(Actor):
         for name in effects.wake:
             if name in self._lots:
                 self._lots[name].wake()
-        self._held.keep(self._conductor.needed())
+        self._held.keep(self._conductor.publications.needed())
         self.counters.update({f"weights/{name}": value for name, value in self._conductor.figures().items()})
         deadline = self._conductor.next_deadline()
         if deadline is not None and (self._timer is None or deadline < self._timer):
@@ -270,14 +273,14 @@ class ParameterServer(Actor):
         while True:
             await self._suspect.wait()
             self._suspect.clear()
-            version = self._conductor.newest
-            if version <= self._conductor.condemned:
+            version = self._conductor.publications.newest
+            if version <= self._conductor.publications.condemned:
                 continue
             try:
                 await self._held.verify(version)
             except WeightsCorrupt as error:
                 self.log.error("version is condemned", version=version, error=str(error))
-                self._conductor.condemn(version)
+                self._conductor.publications.condemn(version)
                 self._condemned.wake()
             except VersionGone:
                 self.log.info("suspect version is gone", version=version)
@@ -287,12 +290,12 @@ class ParameterServer(Actor):
         while True:
             await self._accepted.wait()
             self._accepted.clear()
-            version = self._conductor.accepted
+            version = self._conductor.publications.accepted
             try:
-                await self._held.encode(version, base=self._conductor.newest)
+                await self._held.encode(version, base=self._conductor.publications.newest)
             except (OSError, VersionGone) as error:
                 self.log.warning("no deltas", version=version, error=str(error))
-            self._conductor.publish(version)
+            self._conductor.publications.publish(version)
             self._changed()
 
     def _count(self, name: str, by: int) -> None:

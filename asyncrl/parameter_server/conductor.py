@@ -5,11 +5,9 @@ word and answered by ``offer``, ``may_pause``, ``begins`` and ``decided``, which
 nothing to say. Times are given, in seconds on any monotonic clock; ``pass_time`` is due at ``next_deadline``.
 
 Invariants: no pause is granted past ``max_paused``, and in the order of asking among those that wait just then; a
-replica is given a newer version only while no update is under way there; versions only grow; never more than
-``weights.versions_held`` are needed. A version is needed while it is the newest, or somebody stages it and it has not
-made way for newer ones: whoever staged it stages the newest then. A replica that holds a pause past its deadline loses
-it: its rollouter has the same deadline and replaces the engine, and the others must not wait for it. Staging has a
-deadline as well.
+replica is given a newer version only while no update is under way there. A replica that holds a pause past its
+deadline loses it: its rollouter has the same deadline and replaces the engine, and the others must not wait for it.
+Staging has a deadline as well.
 """
 
 from __future__ import annotations
@@ -20,14 +18,13 @@ from collections.abc import Sequence
 import msgspec
 
 from asyncrl.config.rollout import WeightsConfig
-from asyncrl.errors import VersionReused
 from asyncrl.messages.weights import Announce, Announced, Offer, Transport
 from asyncrl.parameter_server.broadcasts import Broadcasts
 from asyncrl.parameter_server.fleet import COUNTED, SILENT, STALE, Effects, Fleet
 from asyncrl.parameter_server.offers import rolling_transport
-from asyncrl.parameter_server.outrun import outrun
+from asyncrl.parameter_server.publications import Publications
 from asyncrl.parameter_server.replicas import BROADCAST_PHASES, FAILED_PHASES, IDLE_PHASES, Event, Phase, Replica
-from asyncrl.parameter_server.sharing import HOLDING_PHASES, Sharing
+from asyncrl.parameter_server.sharing import Sharing
 
 
 class Conductor:
@@ -38,73 +35,9 @@ class Conductor:
         self._fleet = Fleet()
         self._broadcasts = Broadcasts(weights, self._fleet, first_epoch=first_epoch)
         self._sharing = Sharing(weights, self._fleet)
-        self.accepted = -1
-        """The newest version that is held."""
-        self.newest = -1
-        """The newest version that replicas are told of."""
-        self.condemned = -1
-        """The newest version whose bytes went bad here."""
-        self._before = -1
-        """The one before ``newest``."""
+        self.publications = Publications(weights, self._fleet, self._sharing)
         self._last_place = 0
         self._last_seniority = 0
-
-    # --- publications ---
-
-    def is_new(self, version: int) -> bool:
-        """Whether a publication is to be taken; False if it is there already. Raises VersionReused."""
-        if version < self.accepted:
-            raise VersionReused(version, self.accepted)
-        return version > self.accepted
-
-    def accept(self, version: int) -> None:
-        """It is held. Raises VersionReused."""
-        if not self.is_new(version):
-            raise VersionReused(version, self.accepted)
-        self.accepted = version
-        self._make_way()
-
-    def publish(self, version: int) -> None:
-        """Tell the replicas of a version that was accepted."""
-        assert self.newest < version <= self.accepted
-        self._before, self.newest = self.newest, version
-        self._make_way()
-        self._sharing.forget_below(version)
-        for replica in self._fleet.of(*IDLE_PHASES):
-            if replica.serving < version:
-                self._fleet.wake(replica.name)
-
-    def condemn(self, version: int) -> None:
-        """What is held of it is not what was published: it is offered to nobody any more."""
-        self.condemned = max(self.condemned, version)
-
-    def needed(self) -> set[int]:
-        """Versions that must stay held. What waits for its pause is in the replica's own hands."""
-        return self._kept() | {replica.target for replica in self._pinning()}
-
-    def _pinning(self) -> list[Replica]:
-        """Those for which a version is held: they stage it, or others of their host wait to."""
-        awaited = self._sharing.awaited()
-        return [
-            replica
-            for replica in self._fleet.of(Phase.STAGING, *HOLDING_PHASES)
-            if not replica.outrun and (replica.phase is Phase.STAGING or replica.name in awaited)
-        ]
-
-    def _kept(self) -> set[int]:
-        """Held whatever the replicas do."""
-        versions = {self.newest, self.accepted, self._before if self._weights.delta else -1}
-        return {version for version in versions if version >= 0}
-
-    def _make_way(self) -> None:
-        """Let go of versions past those that may be held."""
-        pinning = self._pinning()
-        tries = [(replica.target, replica.seniority) for replica in pinning]
-        gone = outrun(self._kept(), tries, most=self._weights.versions_held)
-        for replica in pinning:
-            if replica.target in gone:
-                replica.outrun = True
-                self._fleet.note("outrun", replica=replica.name, version=replica.target, newest=self.newest)
 
     # --- what replicas say and ask ---
 
@@ -153,7 +86,8 @@ class Conductor:
         if replica.phase is Phase.ANNOUNCED:
             collective = self._broadcasts.collective(replica)
             return Offer(version=replica.target, transport=collective.group.backend, collective=collective)
-        if replica.phase not in IDLE_PHASES or replica.serving >= self.newest or self.newest <= self.condemned:
+        newest = self.publications.newest
+        if replica.phase not in IDLE_PHASES or replica.serving >= newest or newest <= self.publications.condemned:
             return None
         if self._broadcasts.holds_back(replica):
             return None
@@ -162,14 +96,14 @@ class Conductor:
         transport = rolling_transport(self._weights.transport, same_host=same_host)
         replica.source_paths = ()
         if transport == "shm" or not self._sharing.shares(replica):
-            return self._make_offer(replica, self.newest, transport, now)
-        if (holder := self._sharing.holder(replica, self.newest)) is not None:
+            return self._make_offer(replica, newest, transport, now)
+        if (holder := self._sharing.holder(replica, newest)) is not None:
             replica.source_paths = holder.held_paths
             return self._make_offer(replica, holder.held_version, "shm", now)
         if (fetcher := self._sharing.fetcher(replica)) is not None:
             replica.waits_for = fetcher.name
             return None
-        offer = self._make_offer(replica, self.newest, transport, now)
+        offer = self._make_offer(replica, newest, transport, now)
         replica.fetches = True
         return msgspec.structs.replace(offer, share=True, sources=self._sharing.join_tree(replica))
 
@@ -272,7 +206,7 @@ class Conductor:
     def announce(self, name: str, incarnation: int, announcement: Announce, now: float) -> int:
         """It could broadcast a version: see ``decided``. Returns the question's number."""
         number = self._fleet.ask(name)
-        self._broadcasts.announce((name, incarnation), announcement, self.accepted, now)
+        self._broadcasts.announce((name, incarnation), announcement, self.publications.accepted, now)
         return number
 
     def decided(self, version: int) -> Announced | None:

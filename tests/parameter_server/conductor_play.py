@@ -37,8 +37,8 @@ class Play:
         self.now = until
 
     def publish(self, version):
-        self.conductor.accept(version)
-        self.conductor.publish(version)
+        self.conductor.publications.accept(version)
+        self.conductor.publications.publish(version)
 
     def _answer(self, name, number, answer):
         if not self.conductor.asks(name, number):
@@ -99,7 +99,7 @@ class Play:
 
     def serve(self, *names, version=0, **place):
         """All of them serve ``version``, and wait for the next."""
-        if self.conductor.accepted < version:
+        if self.conductor.publications.accepted < version:
             self.publish(version)
         for name in names:
             self.commit(name, version, **place)

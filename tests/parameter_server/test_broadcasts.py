@@ -72,7 +72,7 @@ def test_the_publication_may_come_before_or_after_the_end(published):
         assert play.next(name, 1) is None
     if not published:
         play.publish(1)
-    assert play.conductor.needed() == {1}
+    assert play.conductor.publications.needed() == {1}
     assert [play.look(name) for name in R] == [None] * 3
 
 

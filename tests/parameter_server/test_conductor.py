@@ -23,13 +23,13 @@ def test_a_replica_is_offered_what_is_newer_than_what_it_serves():
 def test_a_version_number_is_never_reused():
     play = Play()
     play.publish(3)
-    assert not play.conductor.is_new(3)
-    assert play.conductor.is_new(4)
+    assert not play.conductor.publications.is_new(3)
+    assert play.conductor.publications.is_new(4)
     with pytest.raises(VersionReused, match="2 of the weights is not above 3; a number is never reused") as caught:
-        play.conductor.is_new(2)
+        play.conductor.publications.is_new(2)
     assert (caught.value.code, caught.value.version, caught.value.newest) == ("version_reused", 2, 3)
     with pytest.raises(ValueError, match="never reused"):
-        play.conductor.accept(3)
+        play.conductor.publications.accept(3)
 
 
 def test_a_newer_version_replaces_only_one_whose_staging_has_not_begun():
@@ -50,10 +50,10 @@ def test_a_version_stays_held_while_somebody_stages_it():
     play.next("r/0", -1)
     for version in (1, 2):
         play.publish(version)
-    assert play.conductor.needed() == {0, 2}
+    assert play.conductor.publications.needed() == {0, 2}
     # All of it is in the replica's own hands.
     play.pause("r/0", 0)
-    assert play.conductor.needed() == {2}
+    assert play.conductor.publications.needed() == {2}
 
 
 @pytest.mark.parametrize("delta", [False, True])
@@ -68,13 +68,13 @@ def test_of_64_slow_replicas_no_more_versions_are_held_than_may_be_and_each_come
         for name in names[: version - 1]:
             if name not in stages and name not in committed:
                 stages[name] = play.next(name, -1).version, version
-        play.conductor.accept(version)
-        assert len(play.conductor.needed()) <= most
-        play.conductor.publish(version)
-        assert len(play.conductor.needed()) <= most
-        assert play.conductor.newest in play.conductor.needed()
+        play.conductor.publications.accept(version)
+        assert len(play.conductor.publications.needed()) <= most
+        play.conductor.publications.publish(version)
+        assert len(play.conductor.publications.needed()) <= most
+        assert play.conductor.publications.newest in play.conductor.publications.needed()
         for name, (target, since) in list(stages.items()):
-            if target not in play.conductor.needed():
+            if target not in play.conductor.publications.needed():
                 # Its next chunk is refused, and it asks again.
                 del stages[name]
                 outrun += 1
@@ -96,16 +96,16 @@ def test_who_was_outrun_once_goes_before_who_began_after_it():
     play.publish(2)
     assert play.next("r/1", -1).version == 2
     play.publish(3)
-    assert play.conductor.needed() == {1, 3}
+    assert play.conductor.publications.needed() == {1, 3}
     assert play.replica("r/1").outrun
     assert play.next("r/2", -1).version == 3
     play.left("r/0")
     play.publish(4)
-    assert play.conductor.needed() == {3, 4}
+    assert play.conductor.publications.needed() == {3, 4}
     # It has tried for longer than r/2, though with what is newer.
     assert play.next("r/1", -1).version == 4
     play.publish(5)
-    assert play.conductor.needed() == {4, 5}
+    assert play.conductor.publications.needed() == {4, 5}
     assert play.replica("r/2").outrun
     # After a commit it is at the end of the line again.
     assert play.pause("r/1", 4)
@@ -122,9 +122,9 @@ def test_a_staging_past_its_deadline_is_given_up_and_said_who_it_was():
     play.publish(1)
     play.conductor.take_effects()
     play.later(59)
-    assert play.conductor.needed() == {0, 1}
+    assert play.conductor.publications.needed() == {0, 1}
     play.later(1)
-    assert play.conductor.needed() == {1}
+    assert play.conductor.publications.needed() == {1}
     assert play.phases() == {"r/0": "behind"}
     [note] = [note for note in play.conductor.take_effects().notes if note.level == "warning"]
     assert (note.event, note.facts) == ("staging overdue", {"replica": "r/0", "version": 0, "waited_s": 60.0})
@@ -137,19 +137,19 @@ def test_with_deltas_the_base_of_the_newest_stays_held():
     play = Play(delta=True)
     for version in (0, 3, 7):
         play.publish(version)
-    assert play.conductor.needed() == {3, 7}
+    assert play.conductor.publications.needed() == {3, 7}
 
 
 def test_what_waits_for_its_deltas_is_held_and_not_offered():
     play = Play(delta=True)
     play.serve("r/0")
-    play.conductor.accept(1)
-    assert play.conductor.needed() == {0, 1}
+    play.conductor.publications.accept(1)
+    assert play.conductor.publications.needed() == {0, 1}
     assert play.look("r/0") is None
-    play.conductor.accept(2)
-    assert play.conductor.needed() == {0, 2}
-    play.conductor.publish(2)
-    assert play.conductor.needed() == {0, 2}
+    play.conductor.publications.accept(2)
+    assert play.conductor.publications.needed() == {0, 2}
+    play.conductor.publications.publish(2)
+    assert play.conductor.publications.needed() == {0, 2}
     assert play.look("r/0").version == 2
 
 

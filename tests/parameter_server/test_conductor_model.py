@@ -198,8 +198,8 @@ def long_run(dice, *, transport, fraction, hosts):
 def what_is_held(world):
     """The newest version, and what is staged unless it had to make way, but never more than may be."""
     conductor = world.conductor
-    needed = conductor.needed()
-    assert conductor.newest in needed or conductor.newest < 0
+    needed = conductor.publications.needed()
+    assert conductor.publications.newest in needed or conductor.publications.newest < 0
     assert len(needed) <= world.weights.versions_held
     for caller in world.replicas.values():
         known = conductor.replicas().get(caller.name)

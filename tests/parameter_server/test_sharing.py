@@ -35,7 +35,7 @@ def test_one_of_a_host_fetches_and_the_others_are_given_what_it_has():
         assert (offer.version, offer.transport, offer.share) == (0, "shm", False)
         assert play.conductor.source_paths(name) == PATHS
     # Nothing more has to be held for them than is held anyway.
-    assert play.conductor.needed() == {0}
+    assert play.conductor.publications.needed() == {0}
 
 
 def test_each_host_has_its_own():
@@ -120,9 +120,9 @@ def test_who_waited_is_given_what_it_waited_for_though_a_newer_one_is_there():
         play.publish(version)
         # Still one copy at a time.
         assert play.look("r/1") is None
-    assert play.conductor.needed() == {0, 2}
+    assert play.conductor.publications.needed() == {0, 2}
     fetched(play, "r/0")
-    assert play.conductor.needed() == {0, 2}
+    assert play.conductor.publications.needed() == {0, 2}
     offer = play.look("r/1")
     assert (offer.version, offer.transport) == (0, "shm")
     # Who has not waited takes the newest.
@@ -136,7 +136,7 @@ def test_what_had_to_make_way_is_not_waited_for():
     play.next("r/0", -1, **HERE)
     play.next("r/1", -1, **HERE)
     play.publish(2)
-    assert play.conductor.needed() == {0, 2}
+    assert play.conductor.publications.needed() == {0, 2}
     fetched(play, "r/0", 1)
     offer = play.look("r/1")
     assert (offer.version, offer.transport, offer.share) == (2, "stream", True)

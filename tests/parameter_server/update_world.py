@@ -105,7 +105,7 @@ class World:
                 return False
             if self.is_fetched_for(replica):
                 return False
-            behind = replica.phase in IDLE_PHASES and replica.serving < self.conductor.newest
+            behind = replica.phase in IDLE_PHASES and replica.serving < self.conductor.publications.newest
             return behind or replica.phase is Phase.ANNOUNCED
         if kind == "pause":
             return self.conductor.may_pause(caller.name, *of) is not None
@@ -115,7 +115,7 @@ class World:
 
     def is_fetched_for(self, replica):
         others = [other for other in self.conductor.replicas().values() if other.host == replica.host != ""]
-        if any(other.held_version == self.conductor.newest for other in others):
+        if any(other.held_version == self.conductor.publications.newest for other in others):
             return False
         return any(fetches(other) and other.target > replica.serving for other in others)
 
@@ -188,9 +188,11 @@ class World:
             self.check_offer(caller, found)
         elif kind == "next":
             paths = self.conductor.source_paths(caller.name)
-            assert caller.serving < found.version <= self.conductor.newest
-            assert found.version == self.conductor.newest or paths, "who has not waited for it takes the newest"
-            assert found.version in self.conductor.needed()
+            assert caller.serving < found.version <= self.conductor.publications.newest
+            assert found.version == self.conductor.publications.newest or paths, (
+                "who has not waited for it takes the newest"
+            )
+            assert found.version in self.conductor.publications.needed()
             assert not (paths and found.share)
         elif kind == "join" and found:
             assert of[0] not in self.declined, "begun, and the learner was told that it would not"
@@ -325,9 +327,9 @@ class World:
     def publish(self):
         if self.announced >= 0:
             self.published = self.announced
-            if self.conductor.is_new(self.published):
-                self.conductor.accept(self.published)
-                self.conductor.publish(self.published)
+            if self.conductor.publications.is_new(self.published):
+                self.conductor.publications.accept(self.published)
+                self.conductor.publications.publish(self.published)
                 self.settle()
 
     def send(self, error=""):

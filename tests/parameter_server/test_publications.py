@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.parameter_server.outrun import outrun
+from asyncrl.parameter_server.publications import outrun
 
 VERSIONS = st.integers(0, 9)
 
