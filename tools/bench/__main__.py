@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     bench = benches.add_parser("weights", help="bytes/s of each weight transport against memcpy, TCP and bare gloo")
     bench.add_argument("--up-to", choices=list(LAYOUTS), default="2B", help="largest layout (2B)")
     bench = benches.add_parser("scale", help="one control plane under many rollouters, and what watching it costs")
-    bench.add_argument("--rollouters", type=_positive, default=256, help="simulated (256); each has 64 in flight")
+    bench.add_argument("--replicas", type=_positive, default=256, help="simulated (256); each has 64 in flight")
     bench.add_argument("--per-process", type=_positive, default=None, help="of them in a process (by the processors)")
     bench.add_argument("--steps", type=_positive, default=8, help="of the run (8)")
     bench.add_argument("--no-top", action="store_true", help="without asyncrl-top beside it")
@@ -122,9 +122,9 @@ def _measure(chosen: argparse.Namespace, report: Report) -> None:
     elif chosen.bench == "scale":
         from tools.bench import scale, scale_run
 
-        per_process = chosen.per_process or scale_run.per_process(chosen.rollouters)
+        per_process = chosen.per_process or scale_run.per_process(chosen.replicas)
         top = not chosen.no_top
-        scale.measure(report, rollouters=chosen.rollouters, per_process=per_process, steps=chosen.steps, top=top)
+        scale.measure(report, rollouters=chosen.replicas, per_process=per_process, steps=chosen.steps, top=top)
     elif chosen.bench == "episodes":
         from tools.bench import episode_calls, episode_runs
 
