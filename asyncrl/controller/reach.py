@@ -24,7 +24,8 @@ from asyncrl.messages.monitor import MOST_UNREACHED
 from asyncrl.runtime.supervision import is_gang, role_of
 
 COST = {"rollouter": 0, "reward": 1, "dataloader": 2, "parameter_server": 3, "learner": 4}
-"""By role, what is lost by starting an actor again, in order; paths between others are no matter of the run's."""
+"""By role, what is lost by starting an actor again, in order; paths between others are no matter of the run's, nor are
+those between rollouters, who ask each other for weights first and then the parameter server."""
 LONGEST_GAP = 0.25
 """Share of ``unreachable_s`` after which a gap between two looks is time in which nobody could be heard."""
 SUSPECT_SHARE = 0.5
@@ -103,7 +104,7 @@ class Reach:
         for teller in actors.values():
             for name, seconds in teller.unreached.items():
                 other = actors.get(name)
-                if other is None or other is teller:
+                if other is None or other is teller or {role_of(name), role_of(teller.name)} == {"rollouter"}:
                     continue
                 key = (teller.name, teller.incarnation, name, other.incarnation)
                 since[key] = self._since.get(key, now)

@@ -33,6 +33,7 @@ PREFIX = f"asyncrl-cluster-{os.environ.get('PYTEST_XDIST_WORKER', 'alone')}-"
 """Of the folders of key files: tests that run at the same time remove only what their own worker's clusters left."""
 HEAD = "head"
 NETWORK = "10.77.0"
+NOWHERE = "02:00:00:00:00:01"
 WAIT_S = 30.0
 ENTER = (sys.executable, "-I", "-S", str(HERE / "inside.py"), "enter")
 INIT = (sys.executable, "-I", "-S", str(HERE / "inside.py"), "init")
@@ -156,6 +157,15 @@ class Host:
     def reconnect(self) -> None:
         """Put the cable back."""
         self.cluster.on_switch(f"ip link set dev {self.port} up")
+
+    def drop_to(self, other: Host) -> None:
+        """Lose every packet to another host, of connections that stand as well, without an error; none from there."""
+        # To a card that no host has.
+        self.run(["ip", "neigh", "replace", other.address, "lladdr", NOWHERE, "dev", "eth0", "nud", "permanent"])
+
+    def deliver_to(self, other: Host) -> None:
+        """Drop nothing more to it."""
+        self.run(["ip", "neigh", "del", other.address, "dev", "eth0"])
 
     def popen(self, argv: Sequence[str], *, cwd: str | Path = "/", **options: Any) -> subprocess.Popen[Any]:
         """Start ``argv`` on the host. Signals sent to it arrive there, and its exit code is that of ``argv``."""

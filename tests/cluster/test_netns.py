@@ -31,6 +31,7 @@ with socket.create_connection((sys.argv[1], 7000), timeout=20) as peer:
         peer.sendall(line.encode())
         print(peer.recv(65536).decode(), end="", flush=True)
 """
+CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], 22), timeout=1)"
 PIPE = subprocess.PIPE
 
 
@@ -118,6 +119,21 @@ def test_a_host_that_is_cut_off_is_unreachable_and_what_runs_there_goes_on(clust
         # TCP repeats what the cut swallowed.
         assert talker.stdout.readline() == "TWO\n"
     assert cluster.ssh("a", "hostname").stdout == "a\n"
+
+
+def test_what_one_host_sends_another_is_dropped_in_one_direction_and_for_that_pair_alone(cluster):
+    a, b, c = (cluster[name] for name in "abc")
+    with echoing(cluster, "a", "b") as talker:
+        say(talker, "before")
+        assert talker.stdout.readline() == "BEFORE\n"
+        b.drop_to(a)
+        for one, other, answers in ((b, a, False), (a, b, False), (b, c, True), (c, b, True), (a, c, True)):
+            # An answer needs both directions.
+            connected = one.run([sys.executable, "-c", CONNECT, other.address], check=False)
+            assert (connected.returncode == 0) == answers, (one, other)
+        say(talker, "meanwhile")
+        b.deliver_to(a)
+        assert talker.stdout.readline() == "MEANWHILE\n"
 
 
 def test_a_capture_sees_what_is_said_in_the_clear_and_nothing_of_what_is_not(cluster):

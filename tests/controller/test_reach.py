@@ -206,6 +206,8 @@ def test_a_path_that_heals_in_between_begins_anew():
 def test_paths_between_others_are_not_judged():
     paths = Paths(alone=(*SINGLE, "episodes/0", "agent/0"))
     paths.breaks(("rollouter/0", "episodes/0"), ("agent/0", "learner/0"), ("rollouter/0", "nobody/7"))
+    # Who does not get weights of another rollouter asks the parameter server for them.
+    paths.breaks(("rollouter/0", "rollouter/1"))
     assert paths.passes(5 * UNREACHABLE_S) == []
 
 
@@ -248,7 +250,8 @@ def test_invariants(history):
                         paths.restarts(cut.name)
                     # Nothing that stands for long is left without a verdict.
                     for (by, of), since in paths.broken.items():
-                        if by != of and {by, of} <= ready.keys():
+                        between_rollouters = by.startswith("rollouter/") and of.startswith("rollouter/")
+                        if by != of and {by, of} <= ready.keys() and not between_rollouters:
                             known = paths.reach._since.get((by, ready[by].incarnation, of, ready[of].incarnation))
                             assert known is not None
                             assert min(paths.now - since, paths.now - known) < UNREACHABLE_S or {by, of} & set(found)
