@@ -11,7 +11,8 @@ named, so that it is killed and started again, or set aside, and what it held go
 
 Invariant: nobody is named for a path to who is not ready, whose end is another process than before, or who was not
 heard of meanwhile: that is silence, a death, or a lost host, and is judged elsewhere. One end of a path is named at a
-time. Times of different hosts are not compared, and time in which this process did not look counts as nothing. Pure: the caller brings the time (monotonic, s).
+time. Times of different hosts are not compared, and time in which this process did not look counts as nothing. Pure:
+the caller brings the time (monotonic, s).
 """
 
 from __future__ import annotations
