@@ -49,9 +49,9 @@ class WatchdogConfig(Section):
     stall_s: Seconds = 300.0
     """Longest time without a trained group, a version or a token."""
     policy: Literal["report", "restart", "stop"] = "restart"
-    """What follows: a report that names the actor, with its stacks; and the actor's restart, or the end of the run. One
-    that beats is started again once a single piece of its work could not last so long; after supervision.max_restarts
-    restarts that bring no step the run ends."""
+    """The consequence: a report that names the actor, with its stacks; and the actor's restart, or the end of the run.
+    One that beats is started again once a single piece of its work could not last so long; after
+    supervision.max_restarts restarts that bring no step the run ends."""
     budgets_s: dict[str, Seconds] = {"starting": 600.0, "checkpointing": 1800.0, "exporting": 1800.0}
     """Longer times for single states of an actor, by name of the state."""
 

@@ -10,9 +10,9 @@ named, so that it is killed and started again, or set aside, and what it held go
 * of two of which there is no other, the one that costs less; if that did not help, the other.
 
 Invariant: nobody is named for a path to who is not ready, whose end is another process than before, or who was not
-heard of meanwhile: that is silence, a death, or a lost host, and is judged elsewhere. Of a path one end is named at a
-time. What was told is compared with the time of who tells alone, and what passed while this process did not look counts
-as nothing. Pure: the caller brings the time (monotonic, s).
+heard of meanwhile: that is silence, a death, or a lost host, and is judged elsewhere. One end of a path is named at a
+time. Times of different hosts are not compared, and time in which this process did not look counts as nothing. Pure:
+the caller brings the time (monotonic, s).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Reach:
     _looked: float = 0.0
 
     def look(self, standings: Iterable[Standing], now: float) -> list[Cut]:
-        """See how things are, every few seconds. ``standings`` are all that are ready and heard of."""
+        """Look how things are, every few seconds. ``standings`` are all that are ready and heard of."""
         actors = {standing.name: standing for standing in standings if role_of(standing.name) in COST}
         if now - self._looked > max(LONGEST_GAP * self.unreachable_s, 3 * self.look_s):
             self._since.clear()

@@ -22,7 +22,7 @@ PLURALS = {ROLLOUTER: "rollouters", REWARD: "reward pools"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rest:
-    """Of one replica."""
+    """That of one replica."""
 
     reason: str
     until: float
@@ -31,7 +31,7 @@ class Rest:
 
 @dataclass(slots=True)
 class _Before:
-    """What is remembered of one that was set aside: by which end, for how long, and since when it is back."""
+    """The memory of one that was set aside: by which end, for how long, and since when it is back."""
 
     incarnation: int
     rest_s: float
@@ -40,7 +40,7 @@ class _Before:
 
 @dataclass(slots=True)
 class Reserve:
-    """See the module."""
+    """Those that rest, and the memory of those that did."""
 
     window_s: float
     resting: dict[str, Rest] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What the registry knows of the actors, for ``Watchdog`` and ``Reach``. Pure: the caller brings the time (s)."""
+"""The registry's knowledge of the actors, for ``Watchdog`` and ``Reach``. Pure: the caller brings the time (s)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def look_at(registry: Registry, names: Collection[str], now: float) -> Mapping[s
 
 
 def standings(registry: Registry, names: Collection[str], now: float, fresh_s: float) -> Iterator[Standing]:
-    """Of ``names`` those that are ready and have beaten within ``fresh_s``."""
+    """Those of ``names`` that are ready and have beaten within ``fresh_s``."""
     for name in names:
         entry = registry.entries.get(name)
         if entry is not None and entry.ready and entry.heartbeat is not None and now - entry.beaten < fresh_s:

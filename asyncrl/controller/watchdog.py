@@ -46,7 +46,7 @@ class Report:
     """When the run last moved."""
     text: str
     action: Literal["none", "restart", "stop"] = "none"
-    """What is done about it."""
+    """The consequence."""
 
 
 def patience_of(config: Config) -> dict[str, float]:
@@ -68,7 +68,7 @@ class Watchdog:
     look_s: float
     """About how often there is a look."""
     patience_s: Mapping[str, float] = field(default_factory=dict)
-    """See ``patience_of``."""
+    """As ``patience_of`` has it."""
     max_restarts: int = 3
     """Culprits that are started again before the run ends, if none of it brings a step."""
     report: Report | None = None
@@ -125,7 +125,7 @@ class Watchdog:
         )
 
     def _decide(self, culprit: Seen, lasted: float) -> tuple[Literal["none", "restart", "stop"], str]:
-        """What is done about a culprit, and in words."""
+        """Say what is done about a culprit."""
         policy, name = self.config.policy, culprit.name
         if policy == "report":
             return "none", f"nothing is done about it (watchdog.policy = {policy})"

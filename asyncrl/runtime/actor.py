@@ -297,7 +297,7 @@ class Actor:
         return most_telling(waits)
 
     def _unreached(self) -> list[UnreachedRecord]:
-        """Of the peers that it cannot reach those that it has missed for longest."""
+        """The peers that it cannot reach, as many as a heartbeat names, those missed for longest."""
         found = [UnreachedRecord(peer.name, s) for peer in list(self._peers.values()) if (s := peer.unreached_s) > 0.0]
         others = [record for record in found if record.whom != CONTROLLER]
         return sorted(others, key=lambda record: -record.seconds)[:MOST_UNREACHED]

@@ -155,7 +155,7 @@ def test_a_replica_that_is_given_up_is_started_again_once_it_is_set_aside_no_mor
     assert found.state(aside("rollouter/0"), 900.0) == []
     assert found.state(state("running"), 901.0) == [Spawn("rollouter/0")]
     found.spawned("rollouter/0", 200)
-    # What was counted before is forgotten.
+    # Its earlier deaths are forgotten.
     assert not found.exited("rollouter/0", 3, "", 902.0)[0].fatal
 
 
