@@ -17,6 +17,8 @@ LONGEST = (
     "test_slurm_run",
     "test_episode_hosts_by_ssh",
     "test_quickstart",
+    "test_partitions",
+    "test_clocks",
 )
 """Modules whose tests take minutes."""
 
