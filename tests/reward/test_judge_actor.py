@@ -80,7 +80,11 @@ def test_an_unjudged_group_is_tried_again_and_then_quarantined_with_the_reason(t
 
             ticket = make_group(samples=SAMPLES).ticket
             runner = GroupRunner(
-                config, episode=episode, score=rollouter.call, generated=lambda _: None, clock=LoopClock()
+                config,
+                episode=episode,
+                score=lambda request, _: rollouter.call(request),
+                generated=lambda _: None,
+                clock=LoopClock(),
             )
 
             async def group():
