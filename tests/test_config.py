@@ -278,3 +278,15 @@ def test_derived_numbers():
         | {"staleness": {"max": 3}, "learner": {"backend": "sim", "groups_per_step": 4, "steps_per_version": 2}}
     )
     assert (config.groups_per_version, config.gate_capacity) == (8, 32)
+
+
+@pytest.mark.parametrize(
+    ("weights", "problem"),
+    [
+        ({"delta": True, "versions_held": 3}, "weights.versions_held: must be at least 4 with weights.delta"),
+        ({"versions_held": 1}, "weights.versions_held: input should be"),
+        ({"stage_deadline_s": 60.0}, "weights.stage_deadline_s: must be at least weights.deadline_s"),
+    ],
+)
+def test_weights_that_could_not_be_held_or_staged_are_named(weights, problem):
+    assert any(problem in line for line in problems({"weights": weights})), problems({"weights": weights})
