@@ -253,4 +253,4 @@ def test_silence_is_told_in_the_same_words_before_the_kill(tmp_path, policy):
             assert state.stuck[0].report.startswith("rollouter/0 has not been heard of for ")
             assert "it was generating and waited on engine for tokens" in state.stuck[0].report
 
-    run(tmp_path, scenario, config(policy, silence_s=0.3))
+    run(tmp_path, scenario, config(policy, silence_s=1.5))
