@@ -14,14 +14,14 @@ from asyncrl.runtime.actor import CONTROLLER
 BEAT_S = 0.02
 
 
-def config(policy="report", silence_s=60.0, engine_timeout_s=0.1):
+def config(policy="report", silence_s=60.0, engine_timeout_s=0.1, stall_s=0.5):
     return validate_config(
         {
             "data": {"source": "synthetic"},
             "rollout": {"engine": "sim", "engine_timeout_s": engine_timeout_s},
             "learner": {"backend": "sim"},
             "supervision": {"drain_s": 0.4, "heartbeat_s": BEAT_S, "silence_s": silence_s},
-            "watchdog": {"stall_s": 0.5, "policy": policy},
+            "watchdog": {"stall_s": stall_s, "policy": policy},
         }
     )
 
@@ -253,4 +253,4 @@ def test_silence_is_told_in_the_same_words_before_the_kill(tmp_path, policy):
             assert state.stuck[0].report.startswith("rollouter/0 has not been heard of for ")
             assert "it was generating and waited on engine for tokens" in state.stuck[0].report
 
-    run(tmp_path, scenario, config(policy, silence_s=1.5))
+    run(tmp_path, scenario, config(policy, silence_s=1.5, stall_s=60.0))
