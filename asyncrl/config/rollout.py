@@ -132,8 +132,8 @@ class WeightsConfig(Section):
     transport: Literal["auto", "nccl", "gloo", "shm", "stream"] = "auto"
     """How new weights reach the engines: broadcast (nccl on GPU, gloo on CPU), shared memory, or chunks over the wire.
     auto is nccl where learner and engines are on GPUs and whole weights are published, else shm on the learner's host
-    and stream elsewhere. Whoever misses a broadcast, and an engine on another host under shm, is served by stream. Of a
-    host one engine is, and the others open what it has, but under stream itself."""
+    and stream elsewhere. Whoever misses a broadcast, and an engine on another host under shm, is served by stream. One
+    engine of a host is, and the others there open what it has; under stream itself each is."""
     max_paused_fraction: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of the replicas that may pause at once for an update by shm or stream; at least one always may."""
     bucket_bytes: Positive = 256 << 20

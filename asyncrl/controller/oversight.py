@@ -15,6 +15,7 @@ from asyncrl.controller.blame import Seen, silence_in_words
 from asyncrl.controller.coming_and_going import ComingAndGoing
 from asyncrl.controller.hosts import BEATS, Hosts
 from asyncrl.controller.reach import Reach
+from asyncrl.controller.reserve import REWARD
 from asyncrl.controller.run_state import RunStateMachine
 from asyncrl.controller.sight import look_at, standings
 from asyncrl.controller.watchdog import Report, Watchdog, patience_of
@@ -23,7 +24,7 @@ from asyncrl.messages.actors import Condemned, Stuck
 from asyncrl.runtime.actor import Actor
 from asyncrl.runtime.incarnations import numbers_begin_above
 from asyncrl.runtime.registry import Registry
-from asyncrl.runtime.supervision import is_replicated
+from asyncrl.runtime.supervision import is_replicated, role_of
 
 CUTS_OF_A_REPLICA = 2
 """After so many in a row a replica is not at fault by chance, and is set aside."""
@@ -123,7 +124,9 @@ class Oversight:
         cuts = self._reach.look(standings(self._registry, names, now, fresh_s), now)
         self._condemn([Condemned(cut.name, cut.incarnation, cut.reason) for cut in cuts])
         for cut in cuts:
-            if is_replicated(cut.name) and cut.times >= CUTS_OF_A_REPLICA:
+            # The last reward pool holds no tickets that another restart would take along.
+            holds_tickets = is_replicated(cut.name) and role_of(cut.name) != REWARD
+            if cut.times >= CUTS_OF_A_REPLICA and (holds_tickets or self._run.can_spare(cut.name)):
                 # Another restart would only take more tickets along.
                 self._run.set_aside(cut.name, cut.incarnation, cut.reason, "", now)
             elif cut.times > self._supervision.max_restarts:

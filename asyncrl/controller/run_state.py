@@ -354,6 +354,10 @@ class RunStateMachine:
         """Who is set aside."""
         return set(self._reserve.resting)
 
+    def can_spare(self, name: str) -> bool:
+        """Whether a replica may be set aside without an end of the run."""
+        return is_replicated(name) and self._reserve.lacking(self.expected, self.min_replicas, without=[name]) is None
+
     def set_aside(self, name: str, incarnation: int, reason: str, log: str, now: float) -> bool:
         """The run goes on without a replica, which its agent ends if it lives; and fails if too few are left."""
         before = dict(self._reserve.resting)

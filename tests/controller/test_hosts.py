@@ -348,3 +348,16 @@ def test_a_reward_pool_that_is_late_is_set_aside_and_the_only_one_ends_the_run()
     run.ready(without("reward/0"), 1.0)
     assert run.tick(15.0)
     assert run.outcome.actor == "reward/0"
+
+
+def test_only_what_leaves_enough_can_be_spared():
+    run = running("reward/1")
+    assert [name for name in sorted({*RUN, "reward/1"}) if run.can_spare(name)] == [
+        "reward/0",
+        "reward/1",
+        "rollouter/0",
+        "rollouter/1",
+    ]
+    run.ended("reward/1", 1, True, "it dies", "", 10.0)
+    run.ended("rollouter/0", 1, True, "it dies", "", 10.0)
+    assert not run.can_spare("reward/0") and not run.can_spare("rollouter/1")
