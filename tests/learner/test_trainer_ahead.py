@@ -12,6 +12,7 @@ import pytest
 from learner_cases import RANK_WAIT_S, make_config, random_groups, save_small_model
 from segment_reading import read_manifest
 
+from asyncrl.errors import DeadlineExceeded
 from asyncrl.learner.algorithm.batch import StepPlan, build_step
 from asyncrl.learner.sent_ahead import Sending
 
@@ -112,7 +113,7 @@ def _of_another(backend: Any, config: Any) -> str:
     backend.send(_plan(backend, config, 1), Sending(2, 0))
     try:
         backend.train(_plan(backend, config, 0), 1)
-    except RuntimeError as error:
+    except (DeadlineExceeded, RuntimeError) as error:
         return type(error).__name__
     return ""
 
