@@ -226,7 +226,7 @@ class Slow:
         train, pause, begin = SimTrainer.train, EngineHost.pause, Broadcaster.begin
 
         def noted_train(trainer, plan, ahead=0):
-            found = train(trainer, plan, parcels)
+            found = train(trainer, plan, ahead)
             if self.gathering.is_set():
                 self.note("trained", self.trained)
             return found
