@@ -14,8 +14,8 @@ Order of calls, rank 0::
     publishing = backend.publish(0, probe)      # goes on by itself; its result is handed on, then released
     scores = backend.score(scoring)             # where the rewards of a step need it
     plan = build_step(groups, ..., world_size=config.learner.ranks, packed=backend.packed)
-    parcels = backend.pack(plan)                # by any thread, beside whatever goes on
-    metrics = backend.train(plan, parcels)      # one optimizer step; then plan.metrics and these are one line
+    backend.send(plan, sending)                 # by any thread, beside whatever goes on; need not be
+    metrics = backend.train(plan, sending.number)  # one optimizer step; then plan.metrics and these are one line
     saving = backend.save(folder)               # goes on by itself; saving.result() says how it ended
     backend.export(folder)
     backend.stop()                              # ends the followers too
@@ -49,10 +49,9 @@ from asyncrl.learner.algorithm.batch import StepPlan
 from asyncrl.learner.algorithm.scoring import ScoringPlan
 from asyncrl.learner.probe_sequences import ProbeSequence
 from asyncrl.learner.publication import OnSealed, Publication
+from asyncrl.learner.sent_ahead import Sending
 from asyncrl.messages.weights import Probe
 
-Parcels = list[np.ndarray]
-"""For each rank uint8, its micro-batches of a step packed; that of rank 0, which has them, is empty."""
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Settings of CUDA's allocator. torch reads both when it is imported or later; 2.9 heeds only the first for segments
 that grow, and warns of its name up to 2.11."""
@@ -83,13 +82,17 @@ class Backend(Protocol):
         ``packing = "required"``, DeadlineExceeded when a rank does not come in time.
         """
 
-    def pack(self, plan: StepPlan) -> Parcels:
-        """From any thread of rank 0: what ``train`` sends to the other ranks."""
+    def send(self, plan: StepPlan, sending: Sending) -> None:
+        """From any thread of rank 0, after the sending before: pack ``plan`` for the other ranks, and send it ahead.
 
-    def train(self, plan: StepPlan, parcels: Parcels | None = None) -> dict[str, float]:
+        Returns once they all hold it, each one plan at most; what was void of ``sending`` they let go of before. Where
+        ranks have yet to train the plan that was taken they do so first.
+        """
+
+    def train(self, plan: StepPlan, ahead: int = 0) -> dict[str, float]:
         """Rank 0: one optimizer step from ``plan``. Returns the trained metrics by name.
 
-        ``parcels`` are what ``pack`` has made of it; where nobody has, it is packed here.
+        ``ahead`` is the number under which it was sent; where it was not, that is done here.
 
         A plan without updates is no step: nothing is changed and there are no metrics. The last of sft.warm_steps ends
         with an optimizer as new.

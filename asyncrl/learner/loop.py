@@ -30,10 +30,10 @@ from structlog.typing import FilteringBoundLogger
 
 from asyncrl.config import Config
 from asyncrl.errors import ActorFailed, AsyncRLError, NonFiniteStep
-from asyncrl.learner.algorithm.batch import GroupScores, StepPlan, step_metrics
+from asyncrl.learner.algorithm.batch import StepPlan, step_metrics
 from asyncrl.learner.algorithm.group_metrics import observe_staleness, requeue_metrics
 from asyncrl.learner.algorithm.supervised import SupervisedSteps
-from asyncrl.learner.backend import Backend, Parcels
+from asyncrl.learner.backend import Backend
 from asyncrl.learner.checkpoint.failed_writes import to_publish, version_failed, why_not_published
 from asyncrl.learner.groups.dataloader_link import DataloaderLink, Stand
 from asyncrl.learner.groups.intake import Intake
@@ -41,10 +41,10 @@ from asyncrl.learner.groups.late import to_requeue
 from asyncrl.learner.groups.served_teacher import ServedTeacher
 from asyncrl.learner.groups.stragglers import Stragglers
 from asyncrl.learner.metrics.step_lines import StepLines, TrainedStep
-from asyncrl.learner.plan_ahead import Basis, Outlook, PlanAhead, groups_wanted, oldest_groups
-from asyncrl.learner.planning import needs_scores, plan_step
+from asyncrl.learner.plan_ahead import Outlook, groups_wanted, oldest_groups
 from asyncrl.learner.probe_sequences import ProbeSequence, from_groups, from_prompts, probe_length
 from asyncrl.learner.publishing.versions import Versions
+from asyncrl.learner.step_planner import StepPlanner
 from asyncrl.messages.groups import Group
 from asyncrl.monitor.metrics import Figures, Histograms
 from asyncrl.monitor.states import StateLedger
@@ -125,9 +125,9 @@ class Training:
         self._supervised = supervised
         self._teacher = teacher
         self._news = asyncio.Event()
-        self._ahead = PlanAhead(self._expected, self._planned_early, counters)
-        self._outlook: Outlook | None = None
-        """The next step that is to be planned early."""
+        self._planner = StepPlanner(
+            config, backend, thread, supervised=supervised, teacher=teacher, chosen=self._chosen, counters=counters
+        )
         self._trained_at_version = 0
         self._first_version = -1
         self._unpublished = 0
@@ -149,15 +149,15 @@ class Training:
     def tell_news(self) -> None:
         """Groups, supply or preemption: whoever waits looks again."""
         self._news.set()
-        self._ahead.look_again()
+        self._planner.ahead.look_again()
 
     async def plan_ahead(self) -> None:
-        """Plan each step while the one before is trained, until cancelled; without it, when it begins."""
-        await self._ahead.run()
+        """Plan and send each step while the one before is trained, until cancelled; without it, when it begins."""
+        await self._planner.ahead.run()
 
     def close(self) -> None:
         """The tasks have ended."""
-        self._ahead.close()
+        self._planner.ahead.close()
 
     @property
     def stand(self) -> Stand:
@@ -242,7 +242,7 @@ class Training:
             if boundary and self.step < learner.steps and self._checkpoint_is_due():
                 self._states.enter("checkpointing")
                 await self._checkpoint()
-        self._foresee(None)
+        self._planner.foresee(None)
         await self._publish_the_rest()
 
     def _checkpoint_is_due(self) -> bool:
@@ -278,7 +278,7 @@ class Training:
         late = self._stragglers.taken() if self._stragglers is not None else {}
         basis = self._next_step.basis(groups)
         following = self._next_step.after(learner.steps_per_version, self._versions.next_number)
-        self._foresee(following if following.step <= learner.steps else None)
+        self._planner.foresee(following if following.step <= learner.steps else None)
         self._histograms.observe_all("groups/age_s", intake.take_ages(self._clock.now()))
         if self._waited or not late.get("staleness/waited_groups"):
             # A step that has waited for a straggler, and for nothing else, says nothing of the working limit.
@@ -288,14 +288,14 @@ class Training:
         self._states.enter("training")
         self._track.enter("pack", step=self.step + 1, groups=len(groups))
         try:
-            plan, parcels = await self._plan(basis)
+            plan, ahead = await self._planner.plan(basis)
             plan_s = self._clock.now() - train_began
             if not plan.sequences:
                 self._filter_step(groups)
                 return None
             self._track.enter("train", step=self.step + 1, version=version, **_sampled(groups))
             trained, metrics = await asyncio.gather(
-                self._on_thread(lambda: self._backend.train(plan, parcels)),
+                self._on_thread(lambda: self._backend.train(plan, ahead)),
                 asyncio.to_thread(step_metrics, groups, scored, version, self._config),
             )
         except NonFiniteStep as error:
@@ -357,44 +357,12 @@ class Training:
     def _next_step(self) -> Outlook:
         return Outlook(self.step + 1, self.version, self._unpublished)
 
-    def _foresee(self, outlook: Outlook | None) -> None:
-        """Plan this step early."""
-        self._outlook = outlook if not needs_scores(self._config) else None
-        self._ahead.look_again()
-
-    def _expected(self) -> Basis | None:
-        """Of what the next step would be planned if it began now; None where that is not known yet."""
-        outlook, intake = self._outlook, self._intake
-        if outlook is None:
-            return None
+    def _chosen(self, step: Outlook) -> Sequence[Group]:
+        """The groups that this step would have if it began now; none where that is not known yet."""
+        buffer, requeues = self._intake.buffer, self._intake.ledger.requeues
         if self._stragglers is not None:
-            uids = self._stragglers.foreseen(outlook.version, outlook.unpublished)
-        else:
-            uids = oldest_groups(intake.buffer, intake.ledger.requeues, outlook, self._config)
-        return outlook.basis(intake.buffer.look_up(uids)) if uids else None
-
-    def _planned_early(self, basis: Basis) -> tuple[StepPlan, Parcels]:
-        plan = self._plan_step(basis, None)
-        return plan, self._backend.pack(plan)
-
-    async def _plan(self, basis: Basis) -> tuple[StepPlan, Parcels | None]:
-        """The plan of the step that begins, made early or now."""
-        if (early := await self._ahead.take(basis)) is not None:
-            return early
-        teacher = await self._teacher.scores(basis.groups) if self._teacher is not None else None
-        return await self._on_thread(lambda: self._plan_step(basis, teacher)), None
-
-    def _plan_step(self, basis: Basis, teacher: Sequence[GroupScores] | None) -> StepPlan:
-        return plan_step(
-            basis.groups,
-            version=basis.version,
-            fresh=basis.fresh,
-            step=basis.step,
-            config=self._config,
-            backend=self._backend,
-            teacher=teacher,
-            supervised=self._supervised,
-        )
+            return buffer.look_up(self._stragglers.foreseen(step.version, step.unpublished))
+        return buffer.look_up(oldest_groups(buffer, requeues, step, self._config))
 
     def _count_late(self, metrics: dict[str, float]) -> None:
         """Groups with late tokens, trained or masked."""
@@ -426,7 +394,7 @@ class Training:
         self._track.enter("wait for groups", step=self.step + 1)
         wanted = groups_wanted(self._next_step, self._config)
         self._requeue_late()
-        self._foresee(self._next_step)
+        self._planner.foresee(self._next_step)
         self._waited = len(intake.buffer) < wanted
         self._step_uids = ()
         owed_until, retry_at = self._clock.now() + self._patience_s, self._clock.now() + OWED_RETRY_S
@@ -459,7 +427,7 @@ class Training:
                     await self._news.wait()
             except TimeoutError:
                 await self._publish_owed(owed_until)
-                self._foresee(self._next_step)
+                self._planner.foresee(self._next_step)
                 self._states.enter("waiting", "groups")
                 retry_at = self._clock.now() + OWED_RETRY_S
 

@@ -1,4 +1,4 @@
-"""The plan of the next step, made and packed while the present one is trained.
+"""The plan of the next step, made and sent to the ranks while the present one is trained.
 
     Outlook   which step comes next and under which version, unless that version cannot be made
     Basis     all that a plan is made of: the step, its version, its groups
@@ -7,10 +7,11 @@ The groups of a step are chosen when it begins, so what is planned early is a gu
 now. It is made anew when older ones have come meanwhile, but takes no more than half of the time.
 
 It keeps: an early plan is used only where it was made of what the step has when it begins, the very same groups under
-the same version. A plan is a function of these, so a step is what it would be without. Nothing of it is durable.
+the same version. A plan is a function of these, so a step is what it would be without. One that no step can take any
+more is not sent, or void where it was (sent_ahead.py). Nothing of it is durable.
 
 Fails with nothing of its own: an error of an early plan is raised to the step that takes it. If no step does, its
-groups are planned again in another, and fail there.
+groups are planned again in another, and fail there; ranks that could not be sent anything fail the next step itself.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from dataclasses import dataclass
 
 from asyncrl.config import Config
 from asyncrl.learner.algorithm.batch import StepPlan
-from asyncrl.learner.backend import Parcels
 from asyncrl.learner.groups.buffer import GroupBuffer
 from asyncrl.learner.groups.late import to_requeue
+from asyncrl.learner.sent_ahead import Sending, Sendings
 from asyncrl.messages.groups import Group
 from asyncrl.monitor.metrics import Figures
 
@@ -102,23 +103,25 @@ def oldest_groups(buffer: GroupBuffer, requeues: Mapping[str, int], step: Outloo
 @dataclass(frozen=True, slots=True)
 class _Early:
     basis: Basis
-    plan: asyncio.Future[tuple[StepPlan, Parcels]]
+    plan: asyncio.Future[StepPlan]
 
 
 class PlanAhead:
     """``expected`` is the basis of the next step as far as is known, None where that is too little; ``plan`` makes a
-    plan of it, on a thread of its own.
+    plan of it and ``send`` takes it to the ranks, on a thread of their own.
     """
 
     def __init__(
         self,
         expected: Callable[[], Basis | None],
-        plan: Callable[[Basis], tuple[StepPlan, Parcels]],
+        plan: Callable[[Basis], StepPlan],
+        send: Callable[[StepPlan, Sending], None],
         counters: Figures,
     ) -> None:
-        self._expected, self._plan, self._counters = expected, plan, counters
+        self._expected, self._plan, self._send, self._counters = expected, plan, send, counters
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="plan")
         self._changed = asyncio.Event()
+        self._sendings = Sendings()
         self._early: _Early | None = None
 
     def look_again(self) -> None:
@@ -137,29 +140,42 @@ class PlanAhead:
                 await asyncio.wait([self._begin(basis)])
             await asyncio.sleep(clock() - began)
 
-    async def take(self, basis: Basis) -> tuple[StepPlan, Parcels] | None:
-        """The plan of the step that begins with this, if it was made early. Raises what making it raised."""
+    async def take(self, basis: Basis) -> tuple[StepPlan, int] | None:
+        """The plan of the step that begins with this, and under which number the ranks hold it, if it was made early.
+
+        Raises what making or sending it raised.
+        """
         if self._early is None or not self._early.basis.is_that_of(basis):
             self._discard()
             return None
         early, self._early = self._early, None
+        number = self._sendings.take()
         self._counters.add("learner/plans_ahead")
-        return await early.plan
+        return await early.plan, number
 
     def close(self) -> None:
         """Plan nothing more; ``run`` has ended."""
         if self._early is not None:
             self._early.plan.cancel()
+        self._sendings.withdraw()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _begin(self, basis: Basis) -> asyncio.Future[tuple[StepPlan, Parcels]]:
-        plan = asyncio.get_running_loop().run_in_executor(self._thread, self._plan, basis)
+    def _begin(self, basis: Basis) -> asyncio.Future[StepPlan]:
+        plan = asyncio.get_running_loop().run_in_executor(self._thread, self._make, basis, self._sendings.begin())
         # One that nobody takes fails nothing.
         plan.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         self._early = _Early(basis, plan)
         return plan
 
+    def _make(self, basis: Basis, sending: Sending) -> StepPlan:
+        plan = self._plan(basis)
+        # A step without a token is none.
+        if plan.sequences and not self._sendings.is_void(sending.number):
+            self._send(plan, sending)
+        return plan
+
     def _discard(self) -> None:
         if self._early is not None:
             self._counters.add("learner/plans_discarded")
+            self._sendings.withdraw()
             self._early = None

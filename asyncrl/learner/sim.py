@@ -19,11 +19,11 @@ from asyncrl.checkpoint.trainer_contents import CONTENTS, TrainerContents, read_
 from asyncrl.config import Config
 from asyncrl.learner.algorithm.batch import StepPlan
 from asyncrl.learner.algorithm.scoring import ScoringPlan
-from asyncrl.learner.backend import Parcels
 from asyncrl.learner.background import Background
 from asyncrl.learner.fsdp.schedule import learning_rate
 from asyncrl.learner.probe_sequences import ProbeSequence
 from asyncrl.learner.publication import OnSealed, Publication
+from asyncrl.learner.sent_ahead import Sending
 from asyncrl.messages.weights import Manifest, Probe
 from asyncrl.weights.segments import Segment, layout
 
@@ -49,11 +49,10 @@ class SimTrainer:
     def setup(self, host: str, port: int) -> None:
         """Nothing to meet for and nothing to load."""
 
-    def pack(self, plan: StepPlan) -> Parcels:
-        """Nobody is sent anything."""
-        return []
+    def send(self, plan: StepPlan, sending: Sending) -> None:
+        """There is nobody to send it to."""
 
-    def train(self, plan: StepPlan, parcels: Parcels | None = None) -> dict[str, float]:
+    def train(self, plan: StepPlan, ahead: int = 0) -> dict[str, float]:
         if not plan.sequences:
             return {}
         time.sleep(self._config.learner.sim.step_s)

@@ -334,7 +334,7 @@ METRICS: tuple[Metric, ...] = (
         "learner",
         ("learner/tokens", "tokens", "of sequences trained, prompts included"),
         ("learner/skipped_steps", "steps", "not taken because they were not finite"),
-        ("learner/plans_ahead", "steps", "planned while the step before was trained"),
+        ("learner/plans_ahead", "steps", "planned, and sent to the ranks, while the step before was trained"),
         (
             "learner/plans_discarded",
             "plans",
@@ -490,7 +490,11 @@ METRICS: tuple[Metric, ...] = (
         ("time/wait_for_late_s", "s", "of time/wait_for_groups_s, for stragglers, under staleness.late = wait"),
         ("time/step_s", "s", "from one step to the next"),
         ("time/wait_for_groups_s", "s", "of it, waiting for groups"),
-        ("time/plan_s", "s", "of time/train_s, until its plan was there; near 0 where that was made ahead"),
+        (
+            "time/plan_s",
+            "s",
+            "of time/train_s, until its plan was there; near 0 where it was made and sent ahead",
+        ),
         ("time/publish_s", "s", "of it, copying a version, after the one before was assembled"),
         ("perf/overlap", "share", "of the training time in which tokens were being sampled"),
         ("weights/gather_s", "s", "to gather and write the last version that was, beside the training"),

@@ -7,13 +7,13 @@ import threading
 import time
 from typing import Any
 
-from test_ranks import WAIT_S, _meet, _pair
+from rank_pairs import WAIT_S, meet, play_pair
 
 from asyncrl.errors import DeadlineExceeded
 
 
 def _beside_the_training(rank: int, addresses: Any, results: Any) -> None:
-    ranks = _meet(rank, addresses)
+    ranks = meet(rank, addresses)
     group = ranks.another_group(WAIT_S)
     answers: list[Any] = []
     # Rank 1 is late, and the ranks train meanwhile.
@@ -30,13 +30,13 @@ def _beside_the_training(rank: int, addresses: Any, results: Any) -> None:
 
 
 def test_the_ranks_exchange_words_while_they_train() -> None:
-    said = _pair(_beside_the_training)
+    said = play_pair(_beside_the_training)
     assert next(said) == (True, [[b"", b"x"]], [b"again", b"again"])
     said.close()
 
 
 def _without_the_other(rank: int, addresses: Any, results: Any) -> None:
-    ranks = _meet(rank, addresses)
+    ranks = meet(rank, addresses)
     slow, lost = ranks.another_group(1.0), ranks.another_group(WAIT_S)
     if rank == 1:
         assert addresses.get(timeout=WAIT_S) == "late"
@@ -54,7 +54,7 @@ def _without_the_other(rank: int, addresses: Any, results: Any) -> None:
 
 def test_a_rank_that_is_late_or_dies_is_not_waited_for_without_end() -> None:
     """I5."""
-    said = _pair(_without_the_other)
+    said = play_pair(_without_the_other)
     late, _ = next(said)
     assert (late.who, late.what, late.waited_s) == ("learner/0", "what each has written", 1.0)
     assert "collective_timeout_s" not in str(late)

@@ -19,13 +19,14 @@ from learner_cases import make_group, make_trajectory
 from msgspec.structs import replace
 
 from asyncrl.config import Config
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, NonFiniteStep
 from asyncrl.learner.algorithm.batch import MicroBatch, StepPlan, build_step
-from asyncrl.learner.backend import Parcels
 from asyncrl.learner.groups.buffer import GroupBuffer
 from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.groups.late import to_requeue
 from asyncrl.learner.plan_ahead import Basis, Outlook, PlanAhead, groups_wanted, oldest_groups
+from asyncrl.learner.sent_ahead import Sending
+from asyncrl.messages.dataloader import Supply
 from asyncrl.messages.groups import Group
 from asyncrl.monitor.metrics import Figures
 from tools.bench.planning import Loop, TimedTrainer
@@ -242,7 +243,7 @@ def test_a_plan_is_of_its_very_groups_under_its_version() -> None:
 
 
 class Planner:
-    """Plans by hand: a plan is done when the test says so."""
+    """Plans by hand: a plan is done when the test says so, and is sent then."""
 
     def __init__(self) -> None:
         self.expected: Basis | None = None
@@ -250,14 +251,22 @@ class Planner:
         self.go_on = threading.Semaphore(0)
         self.error: Exception | None = None
         self.counters = Figures()
-        self.ahead = PlanAhead(lambda: self.expected, self._plan, self.counters)
+        self.config = configure()
+        self.sent: list[tuple[list[Any], Sending]] = []
+        self.cut_off: Exception | None = None
+        self.ahead = PlanAhead(lambda: self.expected, self._plan, self._send, self.counters)
 
-    def _plan(self, basis: Basis) -> tuple[StepPlan, Parcels]:
+    def _send(self, plan: StepPlan, sending: Sending) -> None:
+        self.sent.append((written(plan), sending))
+        if self.cut_off is not None:
+            raise self.cut_off
+
+    def _plan(self, basis: Basis) -> StepPlan:
         self.began.append(basis)
         assert self.go_on.acquire(timeout=WAIT_S)
         if self.error is not None:
             raise self.error
-        return build(basis, configure()), []
+        return build(basis, self.config)
 
     def expect(self, basis: Basis | None) -> None:
         self.expected = basis
@@ -299,7 +308,8 @@ def test_a_plan_is_made_once_and_taken_by_its_step() -> None:
         planner.go_on.release()
         found = await taking
         assert found is not None
-        assert written(found[0]) == written(build(FIRST, configure()))
+        assert (written(found[0]), found[1]) == (written(build(FIRST, configure())), 1)
+        assert planner.sent == [(written(found[0]), Sending(1, 0))]
         planner.expect(None)
         assert await planner.ahead.take(FIRST) is None
         assert planner.began == [FIRST]
@@ -317,7 +327,8 @@ def test_what_was_planned_for_other_groups_is_made_anew() -> None:
         await planner.begins(2)
         found = await planner.ahead.take(SECOND)
         assert found is not None
-        assert written(found[0]) == written(build(SECOND, configure()))
+        assert (written(found[0]), found[1]) == (written(build(SECOND, configure())), 2)
+        assert planner.sent[-1] == (written(found[0]), Sending(2, 0))
         assert planner.counters == {"learner/plans_ahead": 1.0, "learner/plans_discarded": 1.0}
 
     play(scene)
@@ -330,6 +341,66 @@ def test_a_step_that_begins_with_other_groups_takes_no_early_plan() -> None:
         # It does not wait for the plan that is of no use to it.
         assert await planner.ahead.take(SECOND) is None
         assert planner.counters == {"learner/plans_discarded": 1.0}
+
+    play(scene)
+
+
+def test_a_plan_that_was_withdrawn_while_it_was_made_is_not_sent() -> None:
+    async def scene(planner: Planner) -> None:
+        planner.expect(FIRST)
+        await planner.begins(1)
+        assert await planner.ahead.take(SECOND) is None
+        planner.expect(SECOND)
+        planner.go_on.release(2)
+        await planner.begins(2)
+        found = await planner.ahead.take(SECOND)
+        assert found is not None
+        assert planner.sent == [(written(found[0]), Sending(2, 0))]
+
+    play(scene)
+
+
+def test_what_is_sent_next_says_what_a_step_has_taken_and_leaves_out_what_none_has() -> None:
+    async def scene(planner: Planner) -> None:
+        planner.go_on.release(100)
+        for number, (basis, taken) in enumerate([(FIRST, 0), (SECOND, 0), (FIRST, 2), (SECOND, 3)], start=1):
+            planner.expect(basis)
+            await planner.begins(number)
+            while len(planner.sent) < number:
+                await asyncio.sleep(0.001)
+            assert planner.sent[-1][1] == Sending(number, taken)
+            # The first one is withdrawn, for another came to be expected.
+            if number > 1:
+                assert await planner.ahead.take(basis) is not None
+
+    play(scene)
+
+
+def test_a_plan_without_a_token_to_train_is_not_sent() -> None:
+    async def scene(planner: Planner) -> None:
+        planner.config = configure("mask")
+        planner.go_on.release(2)
+        masked = Outlook(1, 9, 0).basis([group(0), group(1)])
+        planner.expect(masked)
+        await planner.begins(1)
+        found = await planner.ahead.take(masked)
+        assert found is not None
+        assert not found[0].sequences
+        assert planner.sent == []
+
+    play(scene)
+
+
+def test_ranks_that_cannot_be_sent_a_plan_fail_the_step_that_takes_it_and_no_other() -> None:
+    async def scene(planner: Planner) -> None:
+        planner.cut_off = RuntimeError("Connection closed by peer")
+        planner.go_on.release(2)
+        planner.expect(FIRST)
+        await planner.begins(1)
+        planner.expect(SECOND)
+        await planner.begins(2)
+        with pytest.raises(RuntimeError, match="Connection closed by peer"):
+            await planner.ahead.take(SECOND)
 
     play(scene)
 
@@ -359,23 +430,29 @@ def test_an_error_is_raised_to_the_step_that_takes_the_plan_and_to_nobody_else()
 
 
 class Held(TimedTrainer):
-    """Trains a step until one more plan is packed, which none is but an early one; the last step is not held."""
+    """Trains a step until one more plan is sent ahead; the last step is not held."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._packed, self._left = threading.Semaphore(0), config.learner.steps
-        self.on_packed: Callable[[StepPlan], bool] = lambda plan: True
+        self._sent, self._left = threading.Semaphore(0), config.learner.steps
+        self.on_sent: Callable[[StepPlan], bool] = lambda plan: True
         """Whether the step in training may end now."""
 
-    def pack(self, plan: StepPlan) -> Parcels:
-        if self.on_packed(plan):
-            self._packed.release()
-        return []
+        self.trained: list[int] = []
+        """Numbers of what was sent ahead, as steps named it."""
+        self.sent: dict[int, list[Any]] = {}
 
-    def train(self, plan: StepPlan, parcels: Parcels | None = None) -> dict[str, float]:
+    def send(self, plan: StepPlan, sending: Sending) -> None:
+        self.sent[sending.number] = written(plan)
+        if self.on_sent(plan):
+            self._sent.release()
+
+    def train(self, plan: StepPlan, ahead: int = 0) -> dict[str, float]:
         self._left -= 1
-        assert not self._left or self._packed.acquire(timeout=WAIT_S)
-        return super().train(plan, parcels)
+        assert not self._left or self._sent.acquire(timeout=WAIT_S)
+        self.trained.append(ahead)
+        assert not ahead or self.sent[ahead] == written(plan)
+        return super().train(plan, ahead)
 
 
 def feed(indices: Sequence[int]) -> Iterator[Group]:
@@ -400,6 +477,7 @@ def test_steps_that_were_planned_ahead_are_those_that_would_be_planned_when_they
     ahead, at_begin = (run(config, range(12), ahead=ahead) for ahead in (True, False))
     assert ahead.counters["learner/plans_ahead"] == 5
     assert "learner/plans_ahead" not in at_begin.counters
+    assert ahead.trainer.trained == [0, 1, 2, 3, 4, 5]  # type: ignore[attr-defined]
     assert list(map(written, ahead.trainer.plans)) == list(map(written, at_begin.trainer.plans))
     timed = ("time/", "buffer/", "rollout/granted_length_mean")
     lines = [
@@ -415,17 +493,69 @@ def test_an_older_group_that_comes_meanwhile_is_trained_before_younger_ones() ->
     def late_group_0_2(loop: Loop) -> None:
         running = asyncio.get_running_loop()
 
-        def packed(plan: StepPlan) -> bool:
+        def sent(plan: StepPlan) -> bool:
             if "0-2" in plan.updates[0].uids:
                 return True
             running.call_soon_threadsafe(loop.deliver, group(2))
             return False
 
-        loop.trainer.on_packed = packed  # type: ignore[attr-defined]
+        loop.trainer.on_sent = sent  # type: ignore[attr-defined]
 
     loop = run(config, [0, 1, 3, 4, 5], ahead=True, on=late_group_0_2)
     assert [plan.updates[0].uids for plan in loop.trainer.plans] == [["0-0", "0-1"], ["0-2", "0-3"]]
     assert (loop.counters["learner/plans_ahead"], loop.counters["learner/plans_discarded"]) == (1, 1)
+    # The first of the plans that were sent was withdrawn.
+    assert loop.trainer.trained == [0, 2]  # type: ignore[attr-defined]
+
+
+def test_what_was_sent_ahead_of_a_step_that_is_not_finite_is_void() -> None:
+    """The groups go to another step, under the number that was to be the refused one's."""
+    config = configure(steps=2)
+    config = config.model_copy(
+        update={"learner": config.learner.model_copy(update={"on_nonfinite": "skip", "max_quarantined_fraction": 1.0})}
+    )
+    refused: list[list[str]] = []
+
+    def refuse_the_first(loop: Loop) -> None:
+        train = loop.trainer.train
+        # One training more than there are steps.
+        loop.trainer._left += 1  # type: ignore[attr-defined]
+
+        def refuses(plan: StepPlan, ahead: int = 0) -> dict[str, float]:
+            found = train(plan, ahead)
+            if refused:
+                return found
+            refused.append(plan.updates[0].uids)
+            raise NonFiniteStep("loss", step=1, uids=refused[0])
+
+        loop.trainer.train = refuses  # type: ignore[method-assign]
+
+    loop = run(config, range(8), ahead=True, on=refuse_the_first)
+    assert refused == [["0-0", "0-1"]]
+    assert [plan.updates[0].uids for plan in loop.trainer.plans] == [["0-0", "0-1"], ["0-2", "0-3"], ["0-4", "0-5"]]
+    trainer = loop.trainer
+    assert isinstance(trainer, Held)
+    # 1 was of the second step, under the version after the first.
+    assert 1 in trainer.sent
+    assert 1 not in trainer.trained
+    named = [number for number in trainer.trained if number]
+    assert len(set(named)) == len(named)
+
+
+def test_a_run_that_makes_way_trains_nothing_that_was_sent_ahead() -> None:
+    def make_way(loop: Loop) -> None:
+        def sent(plan: StepPlan) -> bool:
+            loop.training.preempted = True
+            return True
+
+        loop.trainer.on_sent = sent  # type: ignore[attr-defined]
+        loop.training.supply.supply = Supply(number=0, exhausted=True, outstanding=0)
+
+    loop = run(configure(steps=9), range(8), ahead=True, on=make_way)
+    assert isinstance(loop.trainer, Held)
+    assert 1 in loop.trainer.sent
+    assert loop.trainer.trained == [0]
+    assert loop.training.step == 1
 
 
 def test_a_plan_for_a_version_that_cannot_be_made_is_made_anew(monkeypatch) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 import threading
@@ -12,28 +11,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as arrays
+from rank_pairs import TIMEOUT_S, WAIT_S, meet, play_pair
 
 from asyncrl.errors import ActorFailed, DeadlineExceeded
 from asyncrl.learner.fsdp import ranks as rendezvous
-from asyncrl.learner.fsdp.ranks import pack_parcel, unpack_parcel
-
-WAIT_S = 120.0
-TIMEOUT_S = 2.0
-ARRAYS = st.lists(
-    arrays.arrays(st.sampled_from(["i4", "f4", "u1", "f8"]), arrays.array_shapes(min_dims=1, max_dims=2, min_side=0)),
-    max_size=4,
-)
-
-
-@given(st.binary(max_size=40), ARRAYS)
-def test_a_parcel_holds_what_was_put_in(body: bytes, values: list[np.ndarray]) -> None:
-    found, copies = unpack_parcel(pack_parcel(body, values))
-    assert found == body
-    assert [c.dtype for c in copies] == [v.dtype for v in values]
-    assert all(np.array_equal(c, v, equal_nan=True) for c, v in zip(copies, values, strict=True))
 
 
 def test_the_store_is_bound_to_one_address_and_a_port_of_its_own() -> None:
@@ -56,32 +37,14 @@ def test_the_store_keeps_to_the_ports_that_it_may_bind() -> None:
             rendezvous.open_store("127.0.0.1", 5.0, f"{port}-{port}")
 
 
-def _meet(rank: int, addresses: Any) -> rendezvous.Ranks:
-    import torch
-
-    torch.set_num_threads(1)
-    rendezvous.IDLE_WAIT_S = 0.2
-    store = None
-    if rank == 0:
-        store = rendezvous.open_store("127.0.0.1", WAIT_S)
-        addresses.put(store.port)
-        port = store.port
-        # The timeout below is for what the tests do; to import torch may take longer.
-        store.wait(["rank 1 is there"], timedelta(seconds=WAIT_S))
-    else:
-        port = addresses.get(timeout=WAIT_S)
-        dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False).set("rank 1 is there", "")
-    return rendezvous.Ranks(rank, 2, "127.0.0.1", port, device=torch.device("cpu"), timeout_s=TIMEOUT_S, store=store)
-
-
 def _long_run(rank: int, addresses: Any, results: Any) -> None:
-    ranks = _meet(rank, addresses)
+    ranks = meet(rank, addresses)
     if rank == 0:
         # Longer than the collective timeout, as when there are no groups.
         time.sleep(1.5 * TIMEOUT_S)
-        ranks.command(b"first")
+        ranks.commands.tell(b"first")
     else:
-        results.put(ranks.next_command())
+        results.put(ranks.commands.next())
     mine = [np.arange(3, dtype=np.uint8), np.arange(5, dtype=np.uint8)]
     parcel = ranks.scatter(mine if rank == 0 else None, 5, "parcels")
     word = ranks.broadcast_bytes("wörd".encode() if rank == 0 else None, "a word")
@@ -90,9 +53,9 @@ def _long_run(rank: int, addresses: Any, results: Any) -> None:
     some = ranks.agree(f"wrong at {rank}" if rank else None, "something")
     if rank:
         results.put((parcel.tolist(), word.decode(), sums.tolist(), none, some))
-        threading.Timer(0.5, ranks.interrupt).start()
-        results.put(ranks.next_command())
-        results.put(ranks.next_command())
+        threading.Timer(0.5, ranks.commands.interrupt).start()
+        results.put(ranks.commands.next())
+        results.put(ranks.commands.next())
         try:
             ranks.all_gather([1.0], "a collective that rank 0 does not enter")
         except DeadlineExceeded as error:
@@ -105,55 +68,36 @@ def _long_run(rank: int, addresses: Any, results: Any) -> None:
 
 
 def _late_reader(rank: int, addresses: Any, results: Any) -> None:
-    ranks = _meet(rank, addresses)
+    ranks = meet(rank, addresses)
     told = [b"first", b"second", b"third"]
     if rank == 0:
         for body in told:
-            ranks.command(body)
-        ranks._commands.set("all are told", "")
-        ranks._commands.wait(["all are read"], timedelta(seconds=WAIT_S))
+            ranks.commands.tell(body)
+        ranks._told.set("all are told", "")
+        ranks._told.wait(["all are read"], timedelta(seconds=WAIT_S))
     else:
-        ranks._commands.wait(["all are told"], timedelta(seconds=WAIT_S))
-        results.put([ranks.next_command() for _ in told])
-        results.put([ranks._commands.check([f"command/1/{number}"]) for number in (1, 2, 3)])
-        ranks._commands.set("all are read", "")
+        ranks._told.wait(["all are told"], timedelta(seconds=WAIT_S))
+        results.put([ranks.commands.next() for _ in told])
+        results.put([ranks._told.check([f"command/1/{number}"]) for number in (1, 2, 3)])
+        ranks._told.set("all are read", "")
     ranks.close()
 
 
 def _dying_rank_zero(rank: int, addresses: Any, results: Any) -> None:
-    ranks = _meet(rank, addresses)
+    ranks = meet(rank, addresses)
     if rank == 0:
         assert addresses.get(timeout=WAIT_S) == "waiting"
         time.sleep(0.3)
         os._exit(7)
     addresses.put("waiting")
     try:
-        ranks.next_command()
+        ranks.commands.next()
     except ActorFailed as error:
         results.put(error)
 
 
-def _pair(main: Any):
-    context = multiprocessing.get_context("spawn")
-    addresses, results = context.Queue(), context.Queue()
-    processes = [context.Process(target=main, args=(rank, addresses, results)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    try:
-        while True:
-            yield results.get(timeout=WAIT_S)
-    finally:
-        for process in processes:
-            process.join(WAIT_S)
-            process.kill()
-            process.join()
-        for one in (addresses, results):
-            one.close()
-            one.join_thread()
-
-
 def test_a_follower_waits_as_long_as_it_takes_and_no_longer_than_it_should() -> None:
-    said = _pair(_long_run)
+    said = play_pair(_long_run)
     assert next(said) == b"first"
     assert next(said) == (
         [0, 1, 2, 3, 4],
@@ -175,7 +119,7 @@ def test_a_follower_waits_as_long_as_it_takes_and_no_longer_than_it_should() -> 
 
 
 def test_a_follower_that_comes_late_obeys_every_command() -> None:
-    said = _pair(_late_reader)
+    said = play_pair(_late_reader)
     assert next(said) == [b"first", b"second", b"third"]
     # The store keeps none that was read.
     assert next(said) == [False, False, False]
@@ -183,7 +127,7 @@ def test_a_follower_that_comes_late_obeys_every_command() -> None:
 
 
 def test_a_follower_knows_at_once_that_rank_zero_is_gone() -> None:
-    said = _pair(_dying_rank_zero)
+    said = play_pair(_dying_rank_zero)
     error = next(said)
     assert error.actor == "learner/0"
     assert "learner/1 awaited its next command" in str(error)

@@ -225,8 +225,8 @@ class Slow:
         monkeypatch.setattr(sim_learner, "Segment", SlowSegment)
         train, pause, begin = SimTrainer.train, EngineHost.pause, Broadcaster.begin
 
-        def noted_train(trainer, plan, parcels=None):
-            found = train(trainer, plan, parcels)
+        def noted_train(trainer, plan, ahead=0):
+            found = train(trainer, plan, ahead)
             if self.gathering.is_set():
                 self.note("trained", self.trained)
             return found
@@ -327,7 +327,7 @@ def test_a_version_spans_its_steps_and_only_the_first_trains_what_engines_serve(
     fresh = []
     real = SimTrainer.train
     monkeypatch.setattr(
-        SimTrainer, "train", lambda self, plan, parcels=None: fresh.append(plan.fresh) or real(self, plan)
+        SimTrainer, "train", lambda self, plan, ahead=0: fresh.append(plan.fresh) or real(self, plan)
     )
     system = System(sim_config(learner={"steps": 6, "steps_per_version": 2}), tmp_path / "run")
     assert asyncio.run(system.run()).phase == "done"

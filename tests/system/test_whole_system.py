@@ -149,7 +149,7 @@ def test_a_line_counts_what_its_step_has_trained_where_a_later_update_was_refuse
     """The groups of updates that were not taken go back, and are counted by the step that trains them."""
     train, tokens, refused = SimTrainer.train, [], []
 
-    def refuses(trainer, plan, parcels=None):
+    def refuses(trainer, plan, ahead=0):
         first, *later = plan.updates
         if len(tokens) == 2:
             tokens.append(first.tokens)

@@ -1,8 +1,10 @@
-"""``python -m tools.bench planning``: how long the learner stands still between two steps, because one is planned.
+"""``python -m tools.bench planning``: how long the learner stands still between two steps, because one is planned and
+sent to its ranks.
 
 The learner's own loop takes groups, plans, trains and counts versions; groups are there before they are needed, and
-what trains is the simulated learner, which only takes time. One side plans each step while the one before is trained,
-as a run does, the other when it begins. The figure is the time from the end of a training to the begin of the next one.
+what trains is the simulated learner, which only takes time, once the parcels of all ranks are in another process
+(planning_peer.py). One side plans and sends each step while the one before is trained, as a run does, the other when it
+begins. The figure is the time from the end of a training to the begin of the next one.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from statistics import median
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import msgspec
 import numpy as np
@@ -21,9 +23,9 @@ import numpy as np
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.learner.algorithm.batch import StepPlan
-from asyncrl.learner.backend import Parcels
 from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.loop import Training
+from asyncrl.learner.sent_ahead import Sending
 from asyncrl.learner.sim import SimTrainer
 from asyncrl.messages.dataloader import Supply
 from asyncrl.messages.groups import Group, Ticket, Trajectory, VersionSpan
@@ -43,7 +45,7 @@ TOKENS = 1_000_000
 """Of a step, at the least."""
 PROMPT, LONGEST, SIGMA = 128, 8192, 0.9
 RANKS, BUDGET = 8, 16384
-"""For which a step is planned; none of them is a process here."""
+"""For which a step is planned and packed; one process stands for all but the first."""
 TRAIN_S = 1.0
 PAUSE_S = 0.01
 """Between two looks for groups that are missing."""
@@ -123,17 +125,38 @@ def numbered(groups: Sequence[Group]) -> Iterator[Group]:
         yield msgspec.structs.replace(group, ticket=ticket)
 
 
+class Receiver(Protocol):
+    """What has to have the parcels of a step before it is trained."""
+
+    def send(self, plan: StepPlan, sending: Sending) -> None:
+        """As Backend.send."""
+
+    def begin(self, plan: StepPlan, ahead: int) -> None:
+        """Of the step that begins; it may have been sent ahead."""
+
+
 class TimedTrainer(SimTrainer):
     """Notes when it trains (monotonic, s) and what."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, receiver: Receiver | None = None) -> None:
         super().__init__(config, 0)
         self.times: list[tuple[float, float]] = []
         self.plans: list[StepPlan] = []
+        self.send_s: list[float] = []
+        """Of each training, until the parcels were there."""
+        self._receiver = receiver
 
-    def train(self, plan: StepPlan, parcels: Parcels | None = None) -> dict[str, float]:
+    def send(self, plan: StepPlan, sending: Sending) -> None:
+        if self._receiver is not None:
+            self._receiver.send(plan, sending)
+
+    def train(self, plan: StepPlan, ahead: int = 0) -> dict[str, float]:
+        called = time.monotonic()
+        if self._receiver is not None:
+            self._receiver.begin(plan, ahead)
         began = time.monotonic()
-        found = super().train(plan, parcels)
+        self.send_s.append(began - called)
+        found = super().train(plan, ahead)
         self.times.append((began, time.monotonic()))
         self.plans.append(plan)
         return found
@@ -257,23 +280,32 @@ class Loop:
 
 async def measure(report: Report, *, pairs: int, steps: int) -> None:
     """Fill the report."""
+    from tools.bench.planning_peer import Peer
+
     groups, chosen = make_groups(), config(steps + WARM_UP + 1)
     report.settings |= {"groups": GROUPS, "samples": SAMPLES, "ranks": RANKS, "train_s": TRAIN_S, "steps": steps}
     planned: dict[bool, list[float]] = {True: [], False: []}
+    sent: dict[bool, list[float]] = {True: [], False: []}
+    peer = await asyncio.to_thread(Peer, RANKS)
 
     def side(*, ahead: bool) -> Callable[[], Awaitable[float]]:
         async def once() -> float:
-            loop = Loop(chosen, numbered(groups))
+            loop = Loop(chosen, numbered(groups), TimedTrainer(chosen, peer))
             await loop.run(ahead=ahead)
             report.settings["tokens_per_step"] = loop.trainer.plans[0].tokens
             planned[ahead] += [line["time/plan_s"] for line in loop.lines[WARM_UP + 1 :]]
+            sent[ahead] += loop.trainer.send_s[WARM_UP + 1 :]
             return median(loop.trainer.gaps[WARM_UP:])
 
         return once
 
     beside, at_begin = side(ahead=True), side(ahead=False)
-    report.same("planning_gap", compare(await measure_pairs(at_begin, at_begin, pairs)))
-    found = compare(await measure_pairs(beside, at_begin, pairs))
-    sides = ("planned beside", "planned when it begins")
+    try:
+        report.same("planning_gap", compare(await measure_pairs(at_begin, at_begin, pairs)))
+        found = compare(await measure_pairs(beside, at_begin, pairs))
+    finally:
+        await asyncio.to_thread(peer.close)
+    sides = ("planned and sent beside", "planned and sent when it begins")
     report.comparison("planning_gap", found, unit="s", sides=sides, target=Target("<=", TARGET))
-    report.figures["plan_s"] = {"beside": median(planned[True]), "at_begin": median(planned[False])}
+    for name, times in (("plan_s", planned), ("send_s", sent)):
+        report.figures[name] = {"beside": median(times[True]), "at_begin": median(times[False])}

@@ -1,98 +1,39 @@
 """How the learner's ranks meet, obey rank 0, and exchange bytes: torch.distributed without a pickle.
 
-Rank 0 opens a TCPStore on a port that it has bound itself; the others are told the port. The store is the
-rendezvous of the process group, and it carries commands: command n for rank r is the key ``command/r/n``. A
-rank above 0 waits for its next key for as long as it takes, in waits of IDLE_WAIT_S that are renewed. The
-collective timeout plays no part there, since no collective runs between commands: a collective is entered
-only by ranks that have all been told to. The wait ends at once when the key is set, when rank 0 is gone (the
-connection breaks), or when ``interrupt`` sets the key itself.
+Rank 0 opens a TCPStore on a port that it has bound itself; the others are told the port. The store is the rendezvous of
+the process group, and it carries commands (store_line.py). The collective timeout plays no part in waiting for the next
+one, since no collective runs between commands: a collective is entered only by ranks that have all been told to.
 
-What travels is MessagePack and raw arrays over gloo, which is there under both backends.
+Parcels travel as raw bytes (parcels.py) over gloo, which is there under both backends.
 
-Fails with DeadlineExceeded when ranks do not meet or do not take part in a collective in time, ActorFailed
-when rank 0 is gone while its next command is awaited, and otherwise with torch's RuntimeError, a note saying
-where. A wait that torch does not end, as under NCCL, ends the process with the same words (hang_watch.py).
+Fails with DeadlineExceeded when ranks do not meet or do not take part in a collective in time, and otherwise with
+torch's RuntimeError, a note saying where. A wait that torch does not end, as under NCCL, ends the process with the same
+words (hang_watch.py).
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
-import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
 
-from asyncrl.errors import ActorFailed, DeadlineExceeded
+from asyncrl.errors import DeadlineExceeded
 from asyncrl.learner.fsdp.hang_watch import HangWatch, in_words
+from asyncrl.learner.fsdp.store_line import StoreLine
 from asyncrl.weights.collective.links import ANY, listen
-from asyncrl.weights.segments import ALIGNMENT
 
-IDLE_WAIT_S = 300.0
-"""One wait of a rank for its next command."""
 NCCL_AFTER_S = 60.0
 """Time past a limit after which NCCL's own watchdog ends a process that ours has not."""
 LEAVE_WAIT_S = 5.0
 """Time that rank 0 gives the others to leave."""
 _LOG = logging.getLogger(__name__)
-
-
-class ArraySpec(msgspec.Struct, frozen=True, array_like=True):
-    """An array in a parcel."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-
-
-class ParcelHeader(msgspec.Struct, frozen=True, array_like=True):
-    """What a parcel holds: a body of MessagePack, then arrays."""
-
-    body: bytes
-    arrays: list[ArraySpec]
-
-
-def pack_parcel(body: bytes, arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """uint8 [size]: 8 bytes length of the header, the header, and each array's bytes from an aligned offset
-    on.
-    """
-    specs, offset = [], 0
-    for array in arrays:
-        specs.append(ArraySpec(array.dtype.str, array.shape, offset))
-        offset += _aligned(array.nbytes)
-    header = msgspec.msgpack.encode(ParcelHeader(body, specs))
-    start = _aligned(8 + len(header))
-    parcel = np.zeros(start + offset, dtype=np.uint8)
-    parcel[:8] = np.frombuffer(len(header).to_bytes(8, "little"), dtype=np.uint8)
-    parcel[8 : 8 + len(header)] = np.frombuffer(header, dtype=np.uint8)
-    for spec, array in zip(specs, arrays, strict=True):
-        raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        parcel[start + spec.offset : start + spec.offset + array.nbytes] = raw
-    return parcel
-
-
-def unpack_parcel(parcel: np.ndarray) -> tuple[bytes, list[np.ndarray]]:
-    """The body and the arrays (views) of pack_parcel's result."""
-    length = int.from_bytes(parcel[:8].tobytes(), "little")
-    header = msgspec.msgpack.decode(parcel[8 : 8 + length].tobytes(), type=ParcelHeader)
-    start = _aligned(8 + length)
-    arrays = []
-    for spec in header.arrays:
-        dtype = np.dtype(spec.dtype)
-        size = dtype.itemsize * int(np.prod(spec.shape, dtype=np.int64))
-        raw = parcel[start + spec.offset : start + spec.offset + size]
-        arrays.append(raw.view(dtype).reshape(spec.shape))
-    return header.body, arrays
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def open_store(host: str, timeout_s: float, ports: str = ANY) -> TCPStore:
@@ -137,15 +78,14 @@ class Ranks:
         self.replicas, self.shards = replicas, world_size // replicas
         """Copies of the model, and ranks that each is cut up over: the first one over the first ranks."""
         self.timeout_s = timeout_s
-        self._count = 0
-        self._interrupted = threading.Event()
+        self._address = host, port
         if host in ("127.0.0.1", "localhost", "::1"):
             # gloo would otherwise look for the interface behind this host's name, which need not resolve.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         try:
             self._store = store if store is not None else self._client(host, port)
             # Clients of their own: one that waits keeps its connection to itself.
-            self._commands = self._client(host, port)
+            self._told = self._client(host, port)
             self._interrupter = self._client(host, port)
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -163,6 +103,7 @@ class Ranks:
                 timeout_s,
                 str(error),
             ) from error
+        self.commands = StoreLine("command", rank, world_size, client=self._told, interrupter=self._interrupter)
         self._watch: HangWatch | None = None
         if world_size > 1:
             self._watch = HangWatch(rank, world_size, self._client(host, port), device=device, timeout_s=timeout_s)
@@ -170,38 +111,10 @@ class Ranks:
     def _client(self, host: str, port: int) -> TCPStore:
         return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=self.timeout_s), wait_for_workers=False)
 
-    def command(self, body: bytes) -> None:
-        """Rank 0: tell every other rank what comes next."""
-        self._count += 1
-        for rank in range(1, self.world_size):
-            self._commands.set(f"command/{rank}/{self._count}", body)  # type: ignore[arg-type]
-
-    def next_command(self) -> bytes | None:
-        """Ranks above 0: what rank 0 says next, or None once interrupted. Raises ActorFailed when rank 0 is
-        gone.
-        """
-        self._count += 1
-        key = f"command/{self.rank}/{self._count}"
-        while not self._interrupted.is_set():
-            try:
-                self._commands.wait([key], timedelta(seconds=IDLE_WAIT_S))
-                body = bytes(self._commands.get(key))
-                # By its reader, who may come late: rank 0 does not wait for the others in every command.
-                self._commands.delete_key(key)
-                return body or None
-            except DistStoreError:
-                # Nothing to do yet: the wait is renewed.
-                continue
-            except DistNetworkError as error:
-                raise ActorFailed("learner/0", f"gone while learner/{self.rank} awaited its next command") from error
-        return None
-
-    def interrupt(self) -> None:
-        """From any thread: end ``next_command``, at once if it waits."""
-        self._interrupted.set()
-        # Only if rank 0 has not set it: a command that was given is obeyed.
-        for count in (self._count, self._count + 1):
-            self._interrupter.compare_set(f"command/{self.rank}/{count}", "", "")
+    def another_line(self, name: str) -> StoreLine:
+        """What rank 0 says to the others beside its commands, in an order of its own."""
+        client = self._client(*self._address)
+        return StoreLine(name, self.rank, self.world_size, client=client, interrupter=self._interrupter)
 
     def scatter(self, parcels: Sequence[np.ndarray] | None, size: int, what: str) -> np.ndarray:
         """Give each rank its own uint8 array. ``parcels`` is rank 0's; ``size`` is this rank's, known
@@ -330,13 +243,11 @@ class Ranks:
             self._watch.stop()
             self._watch = None
         if self.rank:
-            self._commands.set(f"left/{self.rank}", "")
+            self._told.set(f"left/{self.rank}", "")
         else:
             try:
-                self._commands.wait(
-                    [f"left/{rank}" for rank in range(1, self.world_size)], timedelta(seconds=LEAVE_WAIT_S)
-                )
+                self._told.wait([f"left/{rank}" for rank in range(1, self.world_size)], timedelta(seconds=LEAVE_WAIT_S))
             except DistStoreError:
                 _LOG.warning("not all ranks of the learner left within %.0f s", LEAVE_WAIT_S)
         dist.destroy_process_group()
-        del self._store, self._commands, self._interrupter
+        del self.commands, self._store, self._told, self._interrupter

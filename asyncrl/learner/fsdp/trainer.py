@@ -20,7 +20,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import fields
 from pathlib import Path
 
 import msgspec
@@ -34,15 +33,16 @@ from asyncrl.errors import CheckpointError, DamagedCheckpoint, NonFiniteStep
 from asyncrl.learner.algorithm.batch import MicroBatch, StepPlan, UpdatePlan
 from asyncrl.learner.algorithm.objective import Objective
 from asyncrl.learner.algorithm.scoring import ScoringPlan
-from asyncrl.learner.backend import Parcels
 from asyncrl.learner.fsdp import dcp
+from asyncrl.learner.fsdp.ahead import ParcelsAhead
 from asyncrl.learner.fsdp.assembly import Assembly, Purpose, take_part
 from asyncrl.learner.fsdp.export import export
 from asyncrl.learner.fsdp.gather import publish
 from asyncrl.learner.fsdp.lora import WithoutAdapters, target_names
+from asyncrl.learner.fsdp.parcels import of_step, pack, pack_step, unpack
 from asyncrl.learner.fsdp.policy import Policy, model_folder
 from asyncrl.learner.fsdp.probe import score_probe
-from asyncrl.learner.fsdp.ranks import Ranks, open_store, pack_parcel, unpack_parcel
+from asyncrl.learner.fsdp.ranks import Ranks, open_store
 from asyncrl.learner.fsdp.saver import Saver
 from asyncrl.learner.fsdp.schedule import learning_rate, warm_learning_rate
 from asyncrl.learner.fsdp.sharding import build_frozen, build_policy, choose_device, compute_dtype, prepare_device
@@ -50,15 +50,18 @@ from asyncrl.learner.fsdp.updates import SUPERVISED_LOSS, Scorer, Scorers, StepR
 from asyncrl.learner.fsdp.utilisation import mfu
 from asyncrl.learner.probe_sequences import ProbeSequence
 from asyncrl.learner.publication import OnSealed, Publication
+from asyncrl.learner.sent_ahead import Sending
 from asyncrl.lora import adapter_settings
 from asyncrl.messages.weights import Probe
 
 
 class Train(msgspec.Struct, frozen=True, tag=True):
-    """Take part in a step; a parcel of micro-batches follows for each rank."""
+    """Take part in a step; a parcel of micro-batches follows for each rank, or was sent ahead."""
 
     parcel_bytes: list[int]
-    """For each rank."""
+    """For each rank; nothing where it was sent ahead."""
+    ahead: int
+    """Number of what was sent ahead; 0 for none."""
     updates: list[UpdateShape]
     temperature: float
     fresh: bool
@@ -173,6 +176,7 @@ class Trainer:
             bucket_bytes=self._config.weights.bucket_bytes,
             adapters_alone=self._config.publishes_adapter,
         )
+        self._ahead = ParcelsAhead(self._ranks)
 
     def _build_scorers(self, objective: Objective) -> Scorers:
         def frozen(key: str, path: str | None) -> Policy:
@@ -192,16 +196,17 @@ class Trainer:
             frozen("learner.teacher", teacher) if objective.traits.teacher and not self._learner.teacher_url else None,
         )
 
-    def pack(self, plan: StepPlan) -> Parcels:
-        return _pack([_of_step(plan, rank) for rank in range(self._learner.ranks)])
+    def send(self, plan: StepPlan, sending: Sending) -> None:
+        self._ahead.send(pack_step(plan, self._learner.ranks), sending)
 
-    def train(self, plan: StepPlan, parcels: Parcels | None = None) -> dict[str, float]:
+    def train(self, plan: StepPlan, ahead: int = 0) -> dict[str, float]:
         if not plan.updates:
             # Momentum alone would move the weights. No other rank hears of it.
             return {}
-        parcels = self.pack(plan) if parcels is None else parcels
+        parcels = None if ahead else pack_step(plan, self._learner.ranks)
         command = Train(
-            parcel_bytes=[len(parcel) for parcel in parcels],
+            parcel_bytes=[len(parcel) for parcel in parcels or ()],
+            ahead=ahead,
             updates=[_shape(update) for update in plan.updates],
             temperature=plan.temperature,
             fresh=plan.fresh,
@@ -209,9 +214,11 @@ class Trainer:
         )
         ranks = self._tell(command)
         kind, step = self._next(plan.warm)
-        ranks.scatter(parcels, 0, f"the batch of {kind} {step}")
+        if parcels is not None:
+            ranks.scatter(parcels, 0, f"the batch of {kind} {step}")
+            del parcels
         began = time.monotonic()
-        result = self._step(command, _of_step(plan, 0))
+        result = self._step(command, of_step(plan, 0))
         # The update that was refused was computed, none after it was.
         done = plan.updates if result.refused is None else plan.updates[: result.refused.update + 1]
         tokens = sum(update.tokens for update in done)
@@ -232,7 +239,7 @@ class Trainer:
         )
 
     def score(self, plan: ScoringPlan) -> list[np.ndarray]:
-        parcels = _pack(plan.ranks)
+        parcels = pack(plan.ranks)
         tokens = [sum(len(batch.predict) for batch in batches) for batches in plan.ranks]
         command = Reference([len(parcel) for parcel in parcels], max(tokens), plan.temperature)
         ranks = self._tell(command)
@@ -329,17 +336,13 @@ class Trainer:
     def follow(self) -> None:
         ranks = self._ranks
         assert ranks is not None
-        while (body := ranks.next_command()) is not None:
+        while (body := ranks.commands.next()) is not None:
             command = _COMMANDS.decode(body)
             if isinstance(command, Train):
-                kind, step = self._next(command.warm)
-                parcel = ranks.scatter(None, command.parcel_bytes[self._rank], f"the batch of {kind} {step}")
-                result = self._step(command, _micro_batches(parcel))
-                if result.refused is not None:
-                    raise NonFiniteStep(result.refused.what, kind=kind, step=step, uids=[])
+                self._follow_step(command)
             elif isinstance(command, Reference):
-                parcel = ranks.scatter(None, command.parcel_bytes[self._rank], "a batch to be scored")
-                self._score_batches(command, _micro_batches(parcel))
+                # In no name here: what was used is not held until the next command comes.
+                self._score_batches(command, self._receive(command.parcel_bytes, "a batch to be scored"))
             elif isinstance(command, Gather):
                 with self._phase("copy"):
                     self._assembly.begin(command.purpose, take_part)
@@ -357,15 +360,31 @@ class Trainer:
             else:
                 return
 
+    def _follow_step(self, command: Train) -> None:
+        kind, step = self._next(command.warm)
+        if command.ahead:
+            batches = unpack(self._ahead.take(command.ahead))
+        else:
+            batches = self._receive(command.parcel_bytes, f"the batch of {kind} {step}")
+        result = self._step(command, batches)
+        if result.refused is not None:
+            raise NonFiniteStep(result.refused.what, kind=kind, step=step, uids=[])
+
+    def _receive(self, parcel_bytes: Sequence[int], what: str) -> list[MicroBatch]:
+        assert self._ranks is not None
+        return unpack(self._ranks.scatter(None, parcel_bytes[self._rank], what))
+
     def interrupt(self) -> None:
         if self._ranks is not None:
-            self._ranks.interrupt()
+            self._ranks.commands.interrupt()
 
     def stop(self) -> None:
         if self._ranks is not None:
             if self._rank == 0:
                 self._tell(Stop())
-            if hasattr(self, "_assembly"):
+            if hasattr(self, "_ahead"):
+                # After the word to stop: a rank that waits for room would not take this one any more.
+                self._ahead.close()
                 self._assembly.close()
                 self._saver.close()
             self._ranks.close()
@@ -382,7 +401,7 @@ class Trainer:
 
     def _tell(self, command: Command) -> Ranks:
         assert self._ranks is not None
-        self._ranks.command(msgspec.msgpack.encode(command))
+        self._ranks.commands.tell(msgspec.msgpack.encode(command))
         return self._ranks
 
     def _look(self, path: Path) -> list[str]:
@@ -460,33 +479,8 @@ def make_optimizer(policy: Policy, config: Config) -> torch.optim.AdamW:
     )
 
 
-def _pack(of_ranks: Sequence[Sequence[MicroBatch]]) -> Parcels:
-    """As in Backend."""
-    return [np.empty(0, np.uint8), *(pack_parcel(b"", _arrays(batches)) for batches in of_ranks[1:])]
-
-
-def _of_step(plan: StepPlan, rank: int) -> list[MicroBatch]:
-    return [batch for update in plan.updates for batch in _of_rank(update, rank)]
-
-
-def _of_rank(update: UpdatePlan, rank: int) -> list[MicroBatch]:
-    """In the order of UpdateShape."""
-    taught = update.supervised.ranks[rank] if update.supervised is not None else []
-    return [*update.ranks[rank], *taught]
-
-
 def _shape(update: UpdatePlan) -> UpdateShape:
     policy, term = TermShape(len(update.ranks[0]), update.denominator, len(update.sequences)), update.supervised
     if term is None:
         return UpdateShape(policy)
     return UpdateShape(policy, TermShape(len(term.ranks[0]), term.denominator, len(term.places)), term.coefficient)
-
-
-def _arrays(micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
-    return [getattr(batch, item.name) for batch in micro_batches for item in fields(MicroBatch)]
-
-
-def _micro_batches(parcel: np.ndarray) -> list[MicroBatch]:
-    _, arrays = unpack_parcel(parcel)
-    count = len(fields(MicroBatch))
-    return [MicroBatch(*arrays[i : i + count]) for i in range(0, len(arrays), count)]
