@@ -7,6 +7,7 @@ import ctypes
 import json
 import logging
 import multiprocessing
+import os
 import queue
 import threading
 import time
@@ -257,10 +258,13 @@ def test_what_is_wrong_on_one_rank_is_told_by_all(tmp_path: Path, pools) -> None
     cases = {
         "lacks": (lambda weights: weights.pop(name), f"lacks 1 weights of the model, the first {name}"),
         "last row": (spoil, f"not finite (NaN or infinity) in 1 tensors, the first {name}"),
+        "cut off": (lambda weights: None, "cannot be loaded as a causal LM"),
         "taller": (lambda weights: weights.update({name: torch.zeros(97, 64)}), "cannot be loaded as a causal LM"),
     }
     for case, (change, expected) in cases.items():
         folder = _rewrite(source, tmp_path / case, change)
+        if case == "cut off":
+            os.truncate(folder / "model.safetensors", 100_000)
         first, second = pools(2).run(_load, folder)
         assert first == second, case
         assert len(first) == 1 and expected in first[0] and str(folder) in first[0], (case, first)

@@ -134,13 +134,14 @@ def _fill(model: Any, files: list[Path], mesh: DeviceMesh) -> dict[str, Any]:
 
     info = None
     with ExitStack() as opened:
-        slices = {}
+        slices = dict[str, _Slice]()
         for file in files:
             source = opened.enter_context(safe_open(file, framework="pt"))
-            slices |= {name: source.get_slice(name) for name in source.keys()}  # noqa: SIM118 - it is no mapping
+            slices |= {name: _Slice(source.get_slice(name)) for name in source.keys()}  # noqa: SIM118 - no mapping
         targets, by_rows = _targets(model, sorted(slices, key=dot_natural_key), mesh)
         _cut_up(model, by_rows, mesh)
-        config = LoadStateDictConfig(dtype=torch.float32, weight_mapping=get_model_conversion_mapping(model))
+        mapping: Any = get_model_conversion_mapping(model)
+        config = LoadStateDictConfig(dtype=torch.float32, weight_mapping=mapping)
         for group in read_together(targets):
             found, _ = convert_and_load_state_dict_in_model(model, {name: slices[name] for name in group}, config, None)
             _cut_whole(model, mesh)
@@ -154,6 +155,20 @@ def _fill(model: Any, files: list[Path], mesh: DeviceMesh) -> dict[str, Any]:
         raise ValueError("its files hold no weights")
     told: dict[str, Any] = model._finalize_model_loading(model, config, info).to_dict()
     return told
+
+
+class _Slice:
+    """A tensor in a file, in the form that transformers reads: what is read is memory of its own, so that it is read
+    from the file once."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self.get_shape, self.get_dtype = source.get_shape, source.get_dtype
+
+    def __getitem__(self, index: Any) -> Tensor:
+        read: Tensor = self._source[index]
+        # Any other type is cast, which copies.
+        return read.clone() if read.dtype == torch.float32 else read
 
 
 def _targets(model: Any, names: list[str], mesh: DeviceMesh) -> tuple[dict[str, str], list[str]]:
@@ -175,7 +190,7 @@ def _targets(model: Any, names: list[str], mesh: DeviceMesh) -> tuple[dict[str, 
         if target not in state and name in state:
             target, pattern = rename_source_key(name, [], [], prefix, state)
         targets[name] = target
-        told = [(type(each).__name__, getattr(each, "dim", 0)) for each in operations.get(pattern, ())]
+        told = [(type(each).__name__, getattr(each, "dim", 0)) for each in operations.get(pattern or "", ())]
         if target in parameters and converts_rows(told, len(parameters[target]), mesh.size(mesh.ndim - 1)):
             by_rows[target] = None
     return targets, list(by_rows)
@@ -216,7 +231,7 @@ def _hand_out(policy: Policy, ranks: Ranks, mesh: DeviceMesh) -> None:
     """All ranks together: leave each its rows of rank 0's model, tensor by tensor. Without memory on the others."""
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     parameters = dict(policy.named_parameters())
-    places = {id(parameter): [] for parameter in parameters.values()}
+    places: dict[int, list[str]] = {id(parameter): [] for parameter in parameters.values()}
     for name, parameter in policy.named_parameters(remove_duplicate=False):
         places[id(parameter)].append(name)
     for parameter in [parameters.pop(name) for name in list(parameters)]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -32,7 +33,7 @@ Attention = Literal["varlen", "packed", "loaded", "plain"]
 """Ours in one kernel (varlen.py) and sequence by sequence (attention.py), what transformers chose when it loaded the
 model, and transformers' own matrix products, which leave out nothing that a model asks for."""
 
-UNLOADABLE = (OSError, ValueError, KeyError, RuntimeError)
+UNLOADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
 """What transformers raises where a model cannot be loaded."""
 
 
