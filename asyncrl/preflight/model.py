@@ -25,6 +25,16 @@ BYTES_OF_DTYPE = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 KEY = "model.path"
 ALWAYS_TIED = ("gemma2",)
 """Values of model_type for which vLLM loads no head beside the embedding."""
+WITHOUT_ADAPTERS = (
+    *("BailingMoeV2_5ForCausalLM", "BailingMoeV3ForCausalLM", "BloomForCausalLM", "Cohere2MoeForCausalLM"),
+    *("DbrxForCausalLM", "DeepseekV4ForCausalLM", "FalconForCausalLM", "FalconMambaForCausalLM", "GPT2LMHeadModel"),
+    *("GPTJForCausalLM", "Gemma3nForCausalLM", "HrmTextForCausalLM", "IQuestLoopCoderForCausalLM"),
+    *("KimiLinearForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM", "MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM"),
+    *("OrionForCausalLM", "StableLmForCausalLM", "Step1ForCausalLM", "Step3TextForCausalLM", "Step3p5ForCausalLM"),
+    "Zamba2ForCausalLM",
+)
+"""Values of architectures whose class in vLLM takes no adapters (it has no SupportsLoRA). vLLM itself, which the engine
+asks at its start, takes seconds to import."""
 _LENGTH = struct.Struct("<Q")
 
 
@@ -160,7 +170,8 @@ def check_window(config: Config) -> Finding | None:
 
 
 def check_served(config: Config) -> Finding | None:
-    """Whether learner and vLLM compute the same of this architecture; None if they can, or nobody can say.
+    """Whether learner and vLLM compute the same of this architecture, and vLLM takes adapters of it where versions are
+    adapters; None if so, or nobody can say.
 
     Refuses what is known to be computed in two ways, each by its name and with the reason.
     """
@@ -171,8 +182,13 @@ def check_served(config: Config) -> Finding | None:
     except (OSError, Unreadable):
         return None
     longest = config.rollout.vllm.max_model_len or config.longest_sequence
-    problem = served_otherwise(model, longest)
-    return fail("model", problem[0], problem[1], key=KEY) if problem else None
+    if problem := served_otherwise(model, longest):
+        return fail("model", problem[0], problem[1], key=KEY)
+    named = [name for name in model.get("architectures") or () if name in WITHOUT_ADAPTERS]
+    if named and config.publishes_adapter:
+        fix = 'set lora.publish to "merged": engines then get whole weights with the adapters added in'
+        return fail("model", f"vLLM's {named[0]} takes no adapters", fix, key="lora.publish")
+    return None
 
 
 def served_otherwise(model: dict[str, Any], longest: int) -> tuple[str, str] | None:

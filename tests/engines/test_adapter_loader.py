@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from asyncrl.errors import ConfigError
+from asyncrl.preflight.model import WITHOUT_ADAPTERS
 from asyncrl.rollouter.engines.vllm.adapter import _require_lora_support
 from asyncrl.rollouter.engines.vllm.lora import ADAPTER_ID, _layers, _replace
 
@@ -145,3 +146,20 @@ def test_models_whose_class_takes_no_adapters_are_refused_by_name() -> None:
     _require_lora_support({"architectures": ["NobodysForCausalLM"]})
     with pytest.raises(ConfigError, match=r"model\.path: vLLM's GPT2LMHeadModel takes no adapters; set lora\.publish"):
         _require_lora_support({"architectures": ["GPT2LMHeadModel"]})
+
+
+def test_the_classes_that_preflight_refuses_are_those_of_vllm() -> None:
+    from vllm.model_executor.models import ModelRegistry, supports_lora
+    from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
+
+    found = set()
+    for architecture in _TEXT_GENERATION_MODELS:
+        try:
+            known = ModelRegistry.models[architecture].load_model_cls()
+        except ImportError:
+            # Of a package that is not installed here, as torchvision.
+            assert architecture not in WITHOUT_ADAPTERS
+            continue
+        if not supports_lora(known):
+            found.add(architecture)
+    assert found == set(WITHOUT_ADAPTERS)

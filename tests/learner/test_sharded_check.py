@@ -132,13 +132,16 @@ def test_one_rank_that_differs_decides_for_all(folder: Path, run, monkeypatch) -
 
 
 def test_another_model_than_was_loaded_is_refused(folder: Path, run, monkeypatch) -> None:
-    shard = sharding.shard
+    fill, filled = sharding.fill, []
 
     def wrong(policy: Policy, *rest: Any) -> None:
-        with torch.no_grad():
-            policy.model.lm_head.weight.mul_(-1.0)
-        shard(policy, *rest)
+        fill(policy, *rest)
+        filled.append(policy)
+        if len(filled) == 2:
+            # The one that trains.
+            with torch.no_grad():
+                policy.model.lm_head.weight.mul_(-1.0)
 
-    monkeypatch.setattr(sharding, "shard", wrong)
+    monkeypatch.setattr(sharding, "fill", wrong)
     with pytest.raises(AssertionError, match=rf"ConfigError: .*model\.path: {folder}: .* no rounding explains"):
         run(make_config(folder), _way)

@@ -200,6 +200,28 @@ def test_what_vllm_computes_in_another_way_is_refused_by_name(model, changes, wo
     assert check_served(validate_config(settings | {"rollout": {"engine": "reference"}})) is None
 
 
+@pytest.mark.parametrize(
+    ("architecture", "lora", "refused"),
+    [
+        ("GPT2LMHeadModel", {"rank": 8}, True),
+        ("GPT2LMHeadModel", {"rank": 8, "publish": "merged"}, False),
+        ("GPT2LMHeadModel", {}, False),
+        ("Qwen2ForCausalLM", {"rank": 8}, False),
+    ],
+)
+def test_a_class_of_vllm_without_adapters_is_refused_by_name_where_versions_are_adapters(
+    model, architecture, lora, refused
+):
+    (model / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    settings = {"model": {"path": str(model)}, "data": {"source": "synthetic"}, "lora": lora}
+    found = check_served(validate_config(settings | {"rollout": {"gpus_per_replica": 0}}))
+    assert (found is not None) == refused
+    if found is not None:
+        assert (found.result, found.key) == ("fail", "lora.publish")
+        assert "vLLM's GPT2LMHeadModel takes no adapters" in found.detail
+        assert 'lora.publish to "merged"' in found.fix
+
+
 def test_a_prompt_outside_the_vocabulary_names_its_line_the_word_and_the_way_on(model, tmp_path):
     without_unk(model)
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"prompt": "a b"}\n')

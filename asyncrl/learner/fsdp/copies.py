@@ -26,9 +26,8 @@ from torch.distributed.tensor import DTensor, Shard
 from asyncrl.learner.fsdp.lora import A, B, LoraLinear, adapted_layers, merged
 from asyncrl.learner.fsdp.policy import Policy
 from asyncrl.learner.fsdp.ranks import Ranks
+from asyncrl.learner.fsdp.shard_plan import layer_of, own_rows
 from asyncrl.lora import tensor_names
-
-_LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -159,8 +158,7 @@ def _adapter(name: str, layer: LoraLinear) -> _Adapter:
 def _by_layer(weights: list[Weight], model: Any) -> list[Unit]:
     layers: dict[str, Unit] = {}
     for weight in weights:
-        match = _LAYER.match(weight.name)
-        layers.setdefault(match[1] if match else weight.name, Unit([], model)).weights.append(weight)
+        layers.setdefault(layer_of(weight.name), Unit([], model)).weights.append(weight)
     return list(layers.values())
 
 
@@ -188,7 +186,7 @@ def _published(weight: Tensor, dtype: torch.dtype) -> torch.dtype:
 
 def flat(weights: list[Weight], shards: int) -> Tensor:
     """This rank's parts in one buffer, of the size that rank 0 needs, which has the largest part of everything."""
-    size = sum(_rows(w.shape, 0, shards) * w.shape[1:].numel() for w in weights)
+    size = sum(len(own_rows(w.shape[0], 0, shards)) * w.shape[1:].numel() for w in weights)
     (dtype,) = {w.part.dtype for w in weights}
     parts = torch.cat([w.part for w in weights])
     sent = torch.zeros(size, dtype=dtype, device=parts.device)
@@ -204,14 +202,8 @@ def joined(weights: list[Weight], received: list[Tensor]) -> list[Tensor]:
         width = weight.shape[1:].numel()
         parts = []
         for rank in range(shards):
-            count = _rows(weight.shape, rank, shards) * width
+            count = len(own_rows(weight.shape[0], rank, shards)) * width
             parts.append(received[rank][offsets[rank] : offsets[rank] + count])
             offsets[rank] += count
         full.append(torch.cat(parts).view(weight.shape))
     return full
-
-
-def _rows(shape: torch.Size, rank: int, shards: int) -> int:
-    """Rows of a weight that a rank holds: FSDP2 cuts dimension 0 as torch.chunk does."""
-    each = -(-shape[0] // shards)
-    return max(0, min(each, shape[0] - rank * each))

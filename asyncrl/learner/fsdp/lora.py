@@ -35,7 +35,7 @@ class LoraLinear(nn.Linear):
     """A linear layer with an adapter; takes over the weight and bias of ``linear``."""
 
     def __init__(self, linear: nn.Linear, *, rank: int, alpha: float) -> None:
-        """A is without a value: see ``reset_adapter``."""
+        """A is without a value: see ``first_a``."""
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
         self.scale = alpha / rank
@@ -45,9 +45,10 @@ class LoraLinear(nn.Linear):
         self.lora_A = nn.Parameter(torch.empty(rank, linear.in_features, device=device))
         self.lora_B = nn.Parameter(torch.zeros(linear.out_features, rank, device=device))
 
-    def reset_adapter(self, generator: torch.Generator) -> None:
-        """Give A its first values."""
-        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5), generator=generator)
+    def first_a(self, generator: torch.Generator) -> Tensor:
+        """What A begins with, whole."""
+        first = torch.empty(self.lora_A.shape)
+        return nn.init.kaiming_uniform_(first, a=math.sqrt(5), generator=generator)
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.linear(x, self.weight, self.bias)
@@ -69,13 +70,23 @@ def add_adapters(policy: Policy, lora: LoraConfig, *, seed: int) -> None:
     layers = _linear_layers(policy)
     chosen = _chosen(list(layers), lora)
     policy.requires_grad_(False)
-    generator = torch.Generator().manual_seed(seed)
     for name in chosen:
         adapted = LoraLinear(layers[name], rank=lora.rank, alpha=lora.alpha)
-        if not adapted.lora_A.is_meta:
-            adapted.reset_adapter(generator)
         parent, _, own = name.rpartition(".")
         setattr(policy.model.get_submodule(parent), own, adapted.train(policy.training))
+    with torch.no_grad():
+        for name, first in first_adapters(policy, seed=seed):
+            matrix = policy.get_parameter(name)
+            if not matrix.is_meta:
+                matrix.copy_(first)
+
+
+def first_adapters(policy: Policy, *, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """The whole matrices that the adapters of ``policy`` begin with, one by one, by the names of Policy."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, layer in adapted_layers(policy.model).items():
+        yield f"model.{name}.{A}", layer.first_a(generator)
+        yield f"model.{name}.{B}", torch.zeros(layer.lora_B.shape)
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoraLinear]:

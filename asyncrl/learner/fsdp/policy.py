@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from asyncrl.config.training import ModelConfig
 from asyncrl.errors import ConfigError
@@ -31,6 +33,9 @@ from asyncrl.learner.fsdp.head import find_likeliest, head_logits, score_hidden,
 Attention = Literal["varlen", "packed", "loaded", "plain"]
 """Ours in one kernel (varlen.py) and sequence by sequence (attention.py), what transformers chose when it loaded the
 model, and transformers' own matrix products, which leave out nothing that a model asks for."""
+
+UNLOADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
+"""What transformers raises where a model cannot be loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +220,19 @@ def load_policy(config: ModelConfig) -> Policy:
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ConfigError([f"model.path: {path} cannot be loaded as a causal LM: {error}"]) from error
+    except UNLOADABLE as error:
+        raise cannot_load(path, error) from error
+    refuse_incomplete(model, path, info)
+    return Policy(model.eval())
+
+
+def cannot_load(path: Path, error: Exception) -> ConfigError:
+    """The error when transformers cannot make a model of its folder."""
+    return ConfigError([f"model.path: {path} cannot be loaded as a causal LM: {error}"])
+
+
+def refuse_incomplete(model: nn.Module, path: Path, info: dict[str, Any]) -> None:
+    """Raise ConfigError for a model that lacks weights, or a number; ``info`` is what transformers tells of loading."""
     # transformers would go on with random numbers in their place.
     wrong = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if wrong:
@@ -224,13 +240,13 @@ def load_policy(config: ModelConfig) -> Policy:
     if broken := _not_finite(model):
         told = f"{path} holds weights that are not finite (NaN or infinity) in {len(broken)} tensors"
         raise ConfigError([f"model.path: {told}, the first {broken[0]}: download or copy the model again"])
-    return Policy(model.eval())
 
 
 def _not_finite(model: nn.Module) -> list[str]:
-    """Names of the parameters with a number that is none; a model that has one samples and learns nothing."""
+    """Names of the parameters that have a number that is none here; a model that has one samples and learns nothing."""
     # A sum would overflow, and a mask for each number would take as much memory again.
-    return [name for name, weights in model.named_parameters() if weights.numel() and not _is_finite(weights.detach())]
+    own = [(name, local(weights)) for name, weights in model.named_parameters()]
+    return [name for name, weights in own if weights.numel() and not _is_finite(weights)]
 
 
 def _is_finite(weights: Tensor) -> bool:
@@ -248,9 +264,20 @@ def empty_policy(config: ModelConfig) -> Policy:
         )
         with torch.device("meta"):
             model = _auto_model().from_config(settings, dtype=torch.float32, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ConfigError([f"model.path: {path} cannot be loaded as a causal LM: {error}"]) from error
+    except UNLOADABLE as error:
+        raise cannot_load(path, error) from error
     return Policy(model.eval())
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, without its gradient."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def parts(policy: Policy) -> dict[str, Tensor]:
+    """This rank's shards of the parameters, and the buffers, by the names of Policy."""
+    return {name: local(tensor) for name, tensor in [*policy.named_parameters(), *policy.named_buffers()]}
 
 
 def _auto_model() -> Any:

@@ -1,10 +1,12 @@
 """Loading the policy and cutting it up over the ranks with FSDP2.
 
-Rank 0 alone reads the weights, checks how the model may be called (startup_check.py), and hands each rank its shards;
-the others begin with a model without memory. Weights that are trained stay float32, and those that are frozen below
-adapters are held in the compute type; a layer is gathered in the compute type just before it is used, and gradients are
-reduced in float32. Each decoder layer is a unit with its adapters, and the rest (embedding, last norm, head, tied or
-not) is one more. All ranks then check that what was found holds of what was sharded (sharded_check.py).
+Every model begins without memory, is cut up, and gets the shards that each rank has read (loading.py). The first one is
+the model as it was loaded, in float32, in which the ways to call it are tried (startup_check.py); its shards then go to
+the second, which trains. So no rank holds a whole model, nor a second copy of its shards. Weights that are trained stay
+float32, and those that are frozen below adapters are held in the compute type; a layer is gathered in the compute type
+just before it is used, and gradients are reduced in float32. Each decoder layer is a unit with its adapters, and the
+rest (embedding, last norm, head, tied or not) is one more. All ranks then check that what was found holds of what was
+sharded (sharded_check.py).
 
 Fails with ConfigError, on all ranks alike, when the model cannot be loaded or fails the check.
 """
@@ -12,6 +14,7 @@ Fails with ConfigError, on all ranks alike, when the model cannot be loaded or f
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import os
 from collections.abc import Callable
@@ -19,11 +22,9 @@ from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from asyncrl.config import Config
@@ -32,10 +33,12 @@ from asyncrl.config.training import LearnerConfig, ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.fsdp import varlen
 from asyncrl.learner.fsdp.head import chunk_size
-from asyncrl.learner.fsdp.lora import add_adapters, unreached
+from asyncrl.learner.fsdp.loading import Loaded, load
+from asyncrl.learner.fsdp.lora import add_adapters, first_adapters, unreached
 from asyncrl.learner.fsdp.memory import Checkpointing, Load, ModelShape, advise, estimate, in_gigabytes
-from asyncrl.learner.fsdp.policy import Policy, empty_policy, load_policy
+from asyncrl.learner.fsdp.policy import Policy, local, parts
 from asyncrl.learner.fsdp.ranks import Ranks
+from asyncrl.learner.fsdp.shard_plan import own_rows
 from asyncrl.learner.fsdp.sharded_check import confirm_scoring
 from asyncrl.learner.fsdp.startup_check import LENGTHS, Choice, Scoring, choose_scoring, make_batch, random_tokens
 
@@ -82,14 +85,20 @@ def prepare_device(device: torch.device, config: LearnerConfig) -> None:
 
 def build_policy(config: Config, ranks: Ranks, dtype: torch.dtype) -> tuple[Policy, Scoring]:
     """All ranks together: the sharded policy and how it scores. Raises ConfigError on all ranks."""
-    policy, choice = _load(config.model, config, ranks, config.lora)
+    lora = config.lora if config.lora.is_on else None
+    mesh = make_mesh(ranks, ranks.device.type)
+    loaded, choice = _load(config.model, config, ranks, mesh, lora)
+    policy = loaded.empty()
+    if lora is not None:
+        add_adapters(policy, lora, seed=config.run.seed)
     for parameter in policy.parameters():
         if not parameter.requires_grad:
             # No small steps are added to it.
             parameter.data = parameter.data.to(dtype)
     if ranks.rank == 0 and ranks.device.type == "cuda":
         tell_memory(policy, ranks, config.learner, dtype)
-    shard(policy, ranks, config.learner, dtype, _offload(ranks) if config.learner.offload else OffloadPolicy())
+    offload = _offload(ranks) if config.learner.offload else OffloadPolicy()
+    _place(policy, loaded.values, config.learner, ranks, mesh, dtype, offload)
     return policy, _confirm(policy, choice, config, ranks, dtype, config.model)
 
 
@@ -100,9 +109,12 @@ def build_frozen(key: str, path: str, config: Config, ranks: Ranks, dtype: torch
     packed rows. Raises ConfigError on all ranks.
     """
     model = config.model.model_copy(update={"path": path})
-    policy, choice = _load(model, config, ranks)
+    mesh = make_mesh(ranks, ranks.device.type)
+    loaded, choice = _load(model, config, ranks, mesh)
+    policy = loaded.empty()
     policy.requires_grad_(False)
-    shard(policy, ranks, config.learner, dtype, _offload(ranks) if ranks.device.type == "cuda" else OffloadPolicy())
+    offload = _offload(ranks) if ranks.device.type == "cuda" else OffloadPolicy()
+    _place(policy, loaded.values, config.learner, ranks, mesh, dtype, offload)
     scoring = _confirm(policy, choice, config, ranks, dtype, model)
     if packed and not scoring.packed:
         raise ConfigError([f'{key}: {path} cannot score several sequences a row; set learner.packing to "off"'])
@@ -124,78 +136,101 @@ def _offload(ranks: Ranks) -> CPUOffloadPolicy:
     return CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
 
 
-def _load(model: ModelConfig, config: Config, ranks: Ranks, lora: LoraConfig | None = None) -> tuple[Policy, Choice]:
-    """The whole model on rank 0, without memory on the others, and how it may score on all; with adapters where
-    ``lora`` has some."""
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    policy: Policy | None = None
+def _load(
+    model: ModelConfig, config: Config, ranks: Ranks, mesh: DeviceMesh, lora: LoraConfig | None = None
+) -> tuple[Loaded, Choice]:
+    """All ranks together: their shards of a model in host memory, with those of ``lora``'s adapters, and how the model
+    may score."""
+    seed = config.run.seed
+    loaded = load(model, ranks, mesh if mesh.device_type == "cpu" else make_mesh(ranks, "cpu"))
+    # Without compilation and checkpointing, and as it was loaded: what is checked is the model.
+    policy = loaded.empty()
+    if lora is not None:
+        add_adapters(policy, lora, seed=seed)
+        for name, first in first_adapters(policy, seed=seed):
+            rows = own_rows(len(first), ranks.rank % ranks.shards, ranks.shards)
+            loaded.values[name] = first[rows.start : rows.stop].clone()
+    offload = CPUOffloadPolicy(pin_memory=False) if ranks.device.type == "cuda" else OffloadPolicy()
+    shard(policy, mesh, torch.float32, offload)
+    fill(policy, loaded.values, ranks, offload)
     choice: Choice | None = None
     problem: str | None = None
-    try:
-        if ranks.rank == 0:
-            policy = load_policy(model)
-            choice = _choose(policy, config, lora)
-        else:
-            policy = empty_policy(model)
-            if lora is not None and lora.is_on:
-                add_adapters(policy, lora, seed=config.run.seed)
-    except ConfigError as error:
-        problem = "\n".join(error.problems)
-    problems = ranks.agree(problem, "loading the model")
-    if problems:
+    with ranks.waiting("the check of the ways of scoring"):
+        try:
+            choice = _choose(policy, config, ranks, adapted=lora is not None)
+        except ConfigError as error:
+            problem = "\n".join(error.problems)
+    if problems := ranks.agree(problem, "the check of the ways of scoring"):
         raise ConfigError(list(dict.fromkeys(problems)))
-    assert policy is not None
-    data = msgspec.msgpack.encode(choice) if choice is not None else None
+    # One that all take, whatever the last bits say on each.
+    data = msgspec.msgpack.encode(choice) if ranks.rank == 0 else None
     choice = msgspec.msgpack.decode(ranks.broadcast_bytes(data, "the ways of scoring"), type=Choice)
-    return policy, choice
+    policy.reshard()
+    loaded.values.update(parts(policy))
+    del policy
+    # What FSDP has made refers to itself, and would hold the shards beside those of the next model.
+    gc.collect()
+    return loaded, choice
 
 
-def _choose(policy: Policy, config: Config, lora: LoraConfig | None) -> Choice:
-    """How the whole model may score, with the adapters that it gets here. Raises ConfigError."""
+def _choose(policy: Policy, config: Config, ranks: Ranks, *, adapted: bool) -> Choice:
+    """All ranks together: how the sharded model may score. Raises ConfigError."""
     seed = config.run.seed
-    if lora is None or not lora.is_on:
-        return choose_scoring(policy, config.learner, seed=seed)
-    add_adapters(policy, lora, seed=seed)
-    choice = choose_scoring(policy, config.learner, seed=seed)
-    row, _ = make_batch(random_tokens(policy, LENGTHS, seed), torch.device("cpu")).longest
+    choice = choose_scoring(policy, config.learner, seed=seed, device=ranks.device, on_pass=ranks.mark)
+    if not adapted:
+        return choice
+    ranks.mark()
+    row, _ = make_batch(random_tokens(policy, LENGTHS, seed), ranks.device).longest
     if silent := unreached(policy, row):
         told = f"the adapters of {len(silent)} layers got no gradient in the check at start, the first {silent[0]}"
         choice.warnings.append(f"{told}: the model does not call them, and merging adds what it does not train")
     return choice
 
 
-def shard(
+def _place(
     policy: Policy,
-    ranks: Ranks,
+    values: dict[str, Tensor],
     config: LearnerConfig,
+    ranks: Ranks,
+    mesh: DeviceMesh,
     dtype: torch.dtype,
-    offload: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - it is constant
+    offload: OffloadPolicy,
 ) -> None:
-    """All ranks together: cut ``policy`` up in place. Rank 0's holds the weights, the others' may be on meta."""
-    mesh = make_mesh(ranks)
-    handed = ranks.rank == 0 and ranks.world_size > 1
-    whole: dict[str, Tensor] = {n: p.detach() for n, p in policy.named_parameters()} if handed else {}
+    """All ranks together: cut ``policy`` up, which is on meta, for training, and give it its shards of ``values``."""
+    for layer in policy.decoder_layers():
+        # In place of the method, so that parameters keep their names and FSDP's hooks stay outside.
+        layer.forward = wrap_forward(layer.forward, config, ranks.device)
+    shard(policy, mesh, dtype, offload)
+    fill(policy, values, ranks, offload)
+
+
+def shard(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype, offload: OffloadPolicy) -> None:
+    """Cut ``policy`` up in place over the ranks of ``mesh``, to compute in ``dtype``."""
     precision = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype,
         reduce_dtype=None if dtype == torch.float32 else torch.float32,
     )
     for layer in policy.decoder_layers():
-        # In place of the method, so that parameters keep their names and FSDP's hooks stay outside.
-        layer.forward = wrap_forward(layer.forward, config, ranks.device)
         fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
     fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=offload)
-    if ranks.world_size > 1:
-        with ranks.waiting("handing out the weights"):
-            _hand_out(policy, whole, ranks, mesh, offloaded=isinstance(offload, CPUOffloadPolicy))
 
 
-def make_mesh(ranks: Ranks) -> DeviceMesh:
+def fill(policy: Policy, values: dict[str, Tensor], ranks: Ranks, offload: OffloadPolicy) -> None:
+    """Give a sharded policy on meta its shards and buffers, which are taken from ``values`` one by one."""
+    # FSDP wants offloaded shards in host memory; buffers are computed with where they are.
+    policy.to_empty(device=torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else ranks.device)
+    for name, parameter in policy.named_parameters():
+        local(parameter).copy_(values.pop(name))
+    for name, buffer in list(policy.named_buffers()):
+        owner, _, own = name.rpartition(".")
+        setattr(policy.get_submodule(owner), own, values.pop(name).to(ranks.device, buffer.dtype))
+
+
+def make_mesh(ranks: Ranks, device_type: str) -> DeviceMesh:
     """Of all ranks: by replica and by shard, where there are several replicas."""
     if ranks.replicas == 1:
-        return init_device_mesh(ranks.device.type, (ranks.world_size,))
-    return init_device_mesh(ranks.device.type, (ranks.replicas, ranks.shards), mesh_dim_names=("replicate", "shard"))
+        return init_device_mesh(device_type, (ranks.world_size,))
+    return init_device_mesh(device_type, (ranks.replicas, ranks.shards), mesh_dim_names=("replicate", "shard"))
 
 
 def wrap_forward(forward: Callable[..., Any], config: LearnerConfig, device: torch.device) -> Callable[..., Any]:
@@ -266,28 +301,3 @@ def checkpoint_contexts(kind: Checkpointing) -> dict[str, Any]:
     operators = [getattr(getattr(torch.ops, space), name, None) for space, name in named]
     found = [operator.default for operator in operators if operator is not None]
     return {"context_fn": functools.partial(create_selective_checkpoint_contexts, found)}
-
-
-def _hand_out(policy: Policy, whole: dict[str, Tensor], ranks: Ranks, mesh: DeviceMesh, *, offloaded: bool) -> None:
-    if ranks.rank:
-        # FSDP wants offloaded shards in host memory; buffers are computed with where they are.
-        policy.to_empty(device=torch.device("cpu") if offloaded else ranks.device)
-        for module in policy.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(ranks.device))
-    for name, parameter in policy.named_parameters():
-        assert isinstance(parameter, DTensor)
-        # Only rank 0's values are read, and are let go of one by one.
-        if ranks.rank:
-            full = torch.empty(parameter.shape, dtype=parameter.dtype, device=ranks.device)
-        else:
-            full = whole.pop(name).to(ranks.device)
-        shards = distribute_tensor(full, mesh, parameter.placements)
-        with torch.no_grad():
-            parameter.to_local().copy_(shards.to_local())
-        ranks.mark()
-    for buffer in policy.buffers():
-        # As bytes: not every backend broadcasts every type.
-        raw = buffer.detach().reshape(-1).view(torch.uint8).clone()
-        dist.broadcast(raw, 0)
-        buffer.copy_(raw.view(buffer.dtype).view(buffer.shape))

@@ -3,7 +3,7 @@ alone?
 
 Some architectures leak from one packed sequence into the next, some do more to their logits than to apply the head, and
 fast attention leaves out what it does not know (a soft cap); each trains on wrong ratios without a word. So a random
-batch is scored in every way, in float32 on the CPU, before the model is sharded, and held against the slowest: one
+batch is scored in every way, in float32, by the weights as they were loaded, and held against the slowest: one
 sequence a row, transformers' plain attention, the model's own logits. The learner takes the fastest way that agrees:
 
     rows        several sequences a row, else one
@@ -17,7 +17,7 @@ Fails with ConfigError under ``packing = "required"`` when no way of packing agr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -33,6 +33,7 @@ TOLERANCE = 1e-4
 """Largest difference of a log-prob, nats, that still counts as rounding (float32)."""
 LENGTHS = (7, 1, 19, 12, 5)
 """Of the random sequences: short, so that what leaks in from a neighbour weighs much."""
+_CPU = torch.device("cpu")
 PACKED: tuple[Attention, ...] = ("packed", "loaded", "plain")
 """Ways to attend to several sequences a row, the fastest first."""
 
@@ -54,7 +55,7 @@ class Scoring(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """The ways that agree before the model is sharded."""
+    """The ways that agree in float32."""
 
     packed: list[Attention]
     """Those of PACKED with which several sequences a row score as they do alone, the fastest first."""
@@ -86,23 +87,33 @@ class Batch:
         return self.single[at], slice(sum(lengths[:at]), sum(lengths[: at + 1]))
 
 
-def choose_scoring(policy: Policy, config: LearnerConfig, *, seed: int) -> Choice:
-    """Try the ways of scoring on a random batch. ``policy`` holds the whole model. Raises ConfigError.
+def choose_scoring(
+    policy: Policy,
+    config: LearnerConfig,
+    *,
+    seed: int,
+    device: torch.device = _CPU,
+    on_pass: Callable[[], None] = lambda: None,
+) -> Choice:
+    """Try the ways of scoring on a random batch; all ranks together where ``policy`` is sharded. Raises ConfigError.
 
-    Leaves ``policy`` set to the fastest that agrees.
+    ``policy`` computes in float32 on ``device``. Leaves it set to the fastest way that agrees. ``on_pass`` is called
+    before each.
     """
-    batch = make_batch(random_tokens(policy, LENGTHS, seed), torch.device("cpu"))
+    batch = make_batch(random_tokens(policy, LENGTHS, seed), device)
     longest, its = batch.longest
     Scoring(packed=False, attention="plain", chunked=False).apply(policy)
     truth = score_rows(policy, batch.single)
 
     def tried(row: Row, expected: Tensor, attention: Attention, chunked: bool) -> float | str:
         """Largest difference in nats, or why this way cannot be gone."""
+        on_pass()
         try:
             Scoring(packed=False, attention=attention, chunked=chunked).apply(policy)
             scores = score_rows(policy, [row])
         except (NotImplementedError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             # Any of these is how a model says that it does not support a way of being called.
+            policy.reshard()
             return f"{type(error).__name__}: {error}"
         worst = float((scores - expected).abs().max())
         return worst if np.isfinite(worst) else "not finite"
