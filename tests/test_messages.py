@@ -6,8 +6,11 @@ from every_message import EVERY_MESSAGE
 
 from asyncrl.errors import ProtocolError
 from asyncrl.messages import Message, Request
+from asyncrl.messages.actors import StopRun
 from asyncrl.messages.groups import Group, Sequence, Ticket, Trajectory, Turn, VersionSpan
 from asyncrl.messages.learner import Deliver, Delivered
+from asyncrl.messages.senders import may_send, senders_of
+from asyncrl.runtime.supervision import ROLES
 from asyncrl.wire.codec import Codec
 
 
@@ -94,3 +97,32 @@ def test_each_request_names_its_reply(kind):
 def test_a_request_and_its_reply_go_together():
     assert len(EVERY_MESSAGE) > 25
     assert Deliver.reply is Delivered
+
+
+REPLIES = {kind.reply for kind in EVERY_MESSAGE.values() if issubclass(kind, Request)}
+SENT = [kind for kind in EVERY_MESSAGE.values() if issubclass(kind, Request) or kind not in REPLIES]
+
+
+@pytest.mark.parametrize("kind", SENT, ids=lambda kind: kind.__name__)
+def test_of_each_message_that_is_sent_it_is_said_who_may(kind):
+    assert senders_of(kind), f"messages/senders.py: nobody may send {kind.__name__}"
+    assert senders_of(kind) <= {*ROLES, "agent", "launcher", "viewer"}
+
+
+def test_no_actor_may_do_what_is_anothers():
+    for role, own in (
+        ("learner", {"Publish", "Outcomes", "Restored", "RunFinished", "CheckpointWritten", "MetricsLine"}),
+        ("rollouter", {"Deliver", "Lease", "Score", "RunEpisode", "NextUpdate"}),
+        ("episodes", {"Chat", "TurnReward"}),
+        ("dataloader", {"OpenTickets", "Holds"}),
+        ("agent", {"ActorEnded", "HostLeft"}),
+        ("launcher", {"Join", "Leave"}),
+    ):
+        assert {kind.__name__ for kind in SENT if senders_of(kind) == {role}} >= own
+    assert senders_of(StopRun) == {"agent", "launcher"}
+
+
+def test_nobody_may_send_a_reply_or_what_has_no_entry():
+    with pytest.raises(LookupError, match="does not say who may send Delivered"):
+        senders_of(Delivered)
+    assert not any(may_send("", senders_of(kind)) for kind in SENT)

@@ -30,7 +30,7 @@ from asyncrl.controller.sinks import FLUSH_S, FLUSH_SHARE, start_sinks
 from asyncrl.controller.traces import Traces, remove_unfinished
 from asyncrl.controller.watching import Watching
 from asyncrl.disk import in_words
-from asyncrl.errors import InvalidRequest, Refused
+from asyncrl.errors import Refused
 from asyncrl.messages import Done
 from asyncrl.messages.actors import (
     ActorEnded,
@@ -65,8 +65,6 @@ from asyncrl.runtime.address_file import ADDRESS_FILE, AddressFile, read_address
 from asyncrl.runtime.notices import sendable
 from asyncrl.runtime.parking import ParkingLot
 from asyncrl.runtime.registry import Registry
-from asyncrl.runtime.roster import LAUNCHER
-from asyncrl.runtime.server import REFUSED
 from asyncrl.runtime.supervision import role_of
 
 FAREWELL_S = 0.3
@@ -425,13 +423,11 @@ class Controller(Actor):
     @handler
     async def join(self, request: Join, caller: Caller) -> Joined:
         """Let hosts take part. Raises InvalidRequest."""
-        self._must_be_launcher(caller)
         return await self._members.join(request, caller.park_s)
 
     @handler
     async def leave(self, request: Leave, caller: Caller) -> LeaveBegun:
         """Drain a host and let it go. Raises InvalidRequest."""
-        self._must_be_launcher(caller)
         return await self._members.leave(request, caller.park_s)
 
     @handler
@@ -452,11 +448,6 @@ class Controller(Actor):
         # Who has left is not waited for by a successor either.
         self._hosts_changed.set()
         self._tell()
-
-    def _must_be_launcher(self, caller: Caller) -> None:
-        if caller.name != LAUNCHER:
-            self._endpoint.count(REFUSED)
-            raise InvalidRequest(f"{caller.name} lets nobody join or leave: {LAUNCHER} does")
 
     # --- waiting ---
 

@@ -13,6 +13,7 @@ from harness import Net
 from asyncrl.errors import DeadlineExceeded, PeerRestarted, ProtocolError, Refused, RemoteError, RewardFailed
 from asyncrl.messages import Done, Message, Request
 from asyncrl.messages.actors import ActorRecord
+from asyncrl.messages.senders import ANYBODY, SENDERS
 from asyncrl.runtime import peer as peer_module
 from asyncrl.runtime import server as server_module
 from asyncrl.runtime.handlers import Caller, handler
@@ -53,6 +54,9 @@ class Fail(Request, frozen=True, kw_only=True):
 
 class Note(Message, frozen=True, kw_only=True):
     text: str
+
+
+SENDERS.update(dict.fromkeys([Echo, Add, Count, Park, Fail, Note], ANYBODY))
 
 
 @dataclass
@@ -215,6 +219,52 @@ def test_calls_casts_buffers_and_errors(memory):
             assert [kind for kind, _ in net.errors] == ["Fail"]
 
     run(main())
+
+
+def test_what_a_role_may_not_send_is_refused_for_good_and_runs_nothing(memory, monkeypatch):
+    for kind in (Echo, Note):
+        monkeypatch.setitem(SENDERS, kind, frozenset({"learner", "agent"}))
+
+    async def main():
+        async with Net(memory=memory) as net:
+            server = Server()
+            bound = net.serve(server, "server/0")
+            reward, learner = net.client("server/0", "reward/0"), net.client("server/0", "learner/3")
+            with pytest.raises(RemoteError, match="reward/0 may not send Echo: agent, learner may") as caught:
+                await reward.call(Echo(n=1))
+            assert (caught.value.code, caught.value.retryable) == ("forbidden", False)
+            assert reward.cast(Note(text="mine"))
+            # What it may send, so that the cast has been there.
+            await reward.call(Count())
+            assert bound._endpoint.counters["wire/refused"] == 2
+            await learner.call(Echo(n=2))
+            assert learner.cast(Note(text="yours"))
+            assert await server.noted.get() == "yours"
+            assert [caller.name for caller in server.callers] == ["learner/3"]
+
+    run(main())
+
+
+def test_a_handler_of_what_nobody_is_said_to_send_is_not_served(memory):
+    class Forgotten(Request, frozen=True, kw_only=True):
+        reply = Done
+
+    globals()["Forgotten"] = Forgotten
+
+    class Serves:
+        @handler
+        def forgotten(self, request: Forgotten, caller: Caller) -> Done:
+            return Done()
+
+    async def main():
+        async with Net(memory=memory) as net:
+            with pytest.raises(LookupError, match="does not say who may send Forgotten"):
+                net.serve(Serves(), "server/0")
+
+    try:
+        run(main())
+    finally:
+        del globals()["Forgotten"]
 
 
 def test_a_call_that_nobody_serves_or_that_does_not_decode_is_an_error(memory):

@@ -16,6 +16,7 @@ from wire.knocking import SENT, Guise, Knocker, Mutator, knock, sample, stranger
 
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.messages import Done, Request
+from asyncrl.messages.senders import ANYBODY, SENDERS
 from asyncrl.runtime import server as serving
 from asyncrl.runtime.handlers import Caller, handler
 from asyncrl.runtime.roster import LAUNCHER
@@ -34,6 +35,9 @@ class Once(Request, frozen=True, kw_only=True):
 
 class Slow(Request, frozen=True, kw_only=True):
     reply = Done
+
+
+SENDERS.update(dict.fromkeys([Once, Slow], ANYBODY))
 
 
 class Everything:
