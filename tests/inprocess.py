@@ -20,7 +20,7 @@ from asyncrl.runtime.roster import LAUNCHER
 from asyncrl.wire.keys import Credentials
 from asyncrl.wire.memory import MemoryNetwork
 
-CREDENTIALS = Credentials("run-1", "s3cret")
+CREDENTIALS = Credentials("run-1", "s3cret", seal_key=b"0" * 32)
 
 
 def sim_config(**tables: dict[str, Any]) -> Config:

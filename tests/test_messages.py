@@ -1,5 +1,6 @@
 """The messages: every one survives the wire, and each request says what answers it."""
 
+import msgspec
 import numpy as np
 import pytest
 from every_message import EVERY_MESSAGE
@@ -9,6 +10,7 @@ from asyncrl.messages import Message, Request
 from asyncrl.messages.actors import StopRun
 from asyncrl.messages.groups import Group, Sequence, Ticket, Trajectory, Turn, VersionSpan
 from asyncrl.messages.learner import Deliver, Delivered
+from asyncrl.messages.seals import fits, sealed
 from asyncrl.messages.senders import may_send, senders_of
 from asyncrl.runtime.supervision import ROLES
 from asyncrl.wire.codec import Codec
@@ -126,3 +128,15 @@ def test_nobody_may_send_a_reply_or_what_has_no_entry():
     with pytest.raises(LookupError, match="does not say who may send Delivered"):
         senders_of(Delivered)
     assert not any(may_send("", senders_of(kind)) for kind in SENT)
+
+
+CHANGES = [{"uid": "0-2"}, {"grant": 2}, {"purpose": "eval/x"}, {"requeues": 1}, {"seal": ""}, {"seal": "\u00e9"}]
+
+
+@pytest.mark.parametrize("changed", CHANGES, ids=str)
+def test_a_seal_fits_the_ticket_as_it_was_granted_and_nobody_else(changed):
+    ticket = sealed(b"key", make_group().ticket, "rollouter/1", 7)
+    assert fits(b"key", ticket, "rollouter/1", 7)
+    assert not fits(b"key", msgspec.structs.replace(ticket, **changed), "rollouter/1", 7)
+    for key, *other in ((b"other", "rollouter/1", 7), (b"key", "rollouter/11", 7), (b"key", "rollouter/1", 8)):
+        assert not fits(key, ticket, *other)
