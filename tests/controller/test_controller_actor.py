@@ -530,13 +530,13 @@ def test_a_successor_is_told_everything_by_those_who_come_back(tmp_path):
             on_successor=lambda: states.append("successor"),
         )
         lives = [asyncio.create_task(who.main()) for who in (actor, link)]
-        learner = cluster.caller("learner/0")
+        learner, launcher = cluster.caller("learner/0"), cluster.caller("launcher/0")
         try:
             for name in OTHERS:
                 if name != "rollouter/0":
                     await cluster.register(name)
             await until(lambda: "rollouter/0" in cluster.controller._registry.ready() and states)
-            await cluster.caller().call(StopRun(reason="preempted", preempt=True))
+            await launcher.call(StopRun(reason="preempted", preempt=True))
             await until(lambda: actor.times == 1)
             learner.cast(MetricsLine(line={"step": 1}))
             await until(lambda: any(1 in lines for _, lines in states))
@@ -554,7 +554,7 @@ def test_a_successor_is_told_everything_by_those_who_come_back(tmp_path):
             assert all(number > last for number, _ in after)
             # It is not yet asked to make way, and is not told twice when it is.
             assert cluster.controller._state(0).phase == "starting"
-            await cluster.caller().call(StopRun(reason="preempted", preempt=True))
+            await launcher.call(StopRun(reason="preempted", preempt=True))
             await until(lambda: actor.run_state.phase == "preempting" and actor.run_state.number > last)
             assert actor.times == 1
             learner.cast(MetricsLine(line={"step": 2}))

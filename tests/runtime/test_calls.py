@@ -19,6 +19,7 @@ from asyncrl.runtime import server as server_module
 from asyncrl.runtime.handlers import Caller, handler
 from asyncrl.runtime.peer import Peer
 from asyncrl.wire.keys import Credentials, create_credentials, load_credentials
+from asyncrl.wire.pieces import PIECE_BYTES
 
 
 class Echo(Request, frozen=True, kw_only=True):
@@ -664,6 +665,27 @@ def test_curve_admits_listed_keys_only_and_binds_them_to_names(tmp_path):
                 with pytest.raises(DeadlineExceeded, match="HELLO to .* is not answered"):
                     await outside.client("server/0").call(Echo(), timeout=1.0)
             assert len(server.callers) == 1
+
+    run(main())
+
+
+def test_under_curve_a_large_message_arrives_whole_and_one_over_the_limit_is_refused_by_its_sender(tmp_path):
+    create_credentials(tmp_path / "private", "run-1", ["server/0", "client/0"], attempts=1, curve=True)
+
+    async def main():
+        async with Net(credentials=lambda name: load_credentials(tmp_path / "private", name, 0)) as net:
+            server = Server()
+            net.serve(server, "server/0", max_message_bytes=1 << 24)
+            peer = net.client("server/0")
+            for size in (0, 1, PIECE_BYTES // 4, PIECE_BYTES // 4 + 1, PIECE_BYTES):
+                data = np.arange(size, dtype=np.float32)
+                reply = await peer.call(Add(data=data))
+                assert reply.total == data.sum()
+                assert np.array_equal(reply.data, np.tile(data, 2))
+            assert peer.cast(Note(text="x" * 3 * PIECE_BYTES))
+            assert await server.noted.get() == "x" * 3 * PIECE_BYTES
+            with pytest.raises(ProtocolError, match="over"):
+                await peer.call(Add(data=np.zeros(1 << 22, np.float32)))
 
     run(main())
 
