@@ -538,6 +538,8 @@ def test_a_successor_is_told_everything_by_those_who_come_back(tmp_path):
             await until(lambda: "rollouter/0" in cluster.controller._registry.ready() and states)
             await launcher.call(StopRun(reason="preempted", preempt=True))
             await until(lambda: actor.times == 1)
+            # A cast goes where there is a connection.
+            await learner.call(WatchRun())
             learner.cast(MetricsLine(line={"step": 1}))
             await until(lambda: any(1 in lines for _, lines in states))
             last = max(number for number, _ in states)
@@ -557,6 +559,8 @@ def test_a_successor_is_told_everything_by_those_who_come_back(tmp_path):
             await launcher.call(StopRun(reason="preempted", preempt=True))
             await until(lambda: actor.run_state.phase == "preempting" and actor.run_state.number > last)
             assert actor.times == 1
+            # A cast goes where there is a connection.
+            await learner.call(WatchRun())
             learner.cast(MetricsLine(line={"step": 2}))
             await until(lambda: [2] in [lines for _, lines in states[states.index("successor") + 1 :]])
         finally:
