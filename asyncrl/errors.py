@@ -179,6 +179,16 @@ class InvalidRequest(AsyncRLError, ValueError):
     code = "invalid"
 
 
+class NotGranted(AsyncRLError, PermissionError):
+    """A rollouter delivers what was not granted to it, or not as it delivers it."""
+
+    code = "forbidden"
+
+    def __init__(self, rollouter: str, uid: str) -> None:
+        self.rollouter, self.uid = rollouter, uid
+        super().__init__(f"{rollouter} does not hold the ticket of {uid} that it delivers: it was granted to another")
+
+
 class NotKept(AsyncRLError, OSError):
     """What is asked is begun, but not on disk so far: asked again it is answered once it is. ``file`` names it."""
 

@@ -20,7 +20,7 @@ from asyncrl.runtime.roster import LAUNCHER
 from asyncrl.wire.keys import Credentials
 from asyncrl.wire.memory import MemoryNetwork
 
-CREDENTIALS = Credentials("run-1", "s3cret")
+CREDENTIALS = Credentials("run-1", "s3cret", seal_key=b"0" * 32)
 
 
 def sim_config(**tables: dict[str, Any]) -> Config:
@@ -143,12 +143,12 @@ class System:
         """A host joins; its rollouters are started once everybody knows of them, and its agent is heard of."""
         controller = self.actors[CONTROLLER]
         asked = Join(ask=f"{host:x<16}", hosts=[NewHost(host=host, replicas=replicas)])
-        while (joined := await controller.join(asked, self._caller(LAUNCHER))).waiting_for:
+        while (joined := await controller.join(asked, self.caller(LAUNCHER))).waiting_for:
             pass
         (found,) = joined.hosts
         facts = {"actors": found.rollouters, "host": host}
         record = ActorRecord(name=found.agent, incarnation=1, address="", host=host, facts=facts)
-        controller.register(Register(record=record), self._caller(found.agent))
+        controller.register(Register(record=record), self.caller(found.agent))
         for name in found.rollouters:
             self._lives[name] = asyncio.create_task(self._live(name))
         return found
@@ -156,17 +156,16 @@ class System:
     async def leave(self, host: JoinedHost, within_s: float) -> None:
         """A host that has joined leaves; its agent says so when its rollouters have ended."""
         controller = self.actors[CONTROLLER]
-        await controller.leave(Leave(host=host.host, within_s=within_s), self._caller(LAUNCHER))
+        await controller.leave(Leave(host=host.host, within_s=within_s), self.caller(LAUNCHER))
         await asyncio.wait([self._lives[name] for name in host.rollouters])
-        await controller.host_left(HostLeft(), self._caller(host.agent))
+        await controller.host_left(HostLeft(), self.caller(host.agent))
 
-    def _caller(self, name: str) -> Caller:
+    def caller(self, name: str) -> Caller:
         return Caller(name, 1, -1, asyncio.get_running_loop().time() + 20.0)
 
     async def stop(self, *, preempt: bool = False) -> None:
         """As the launcher would."""
-        actor = next(actor for name, actor in self.actors.items() if name != CONTROLLER)
-        await actor.peer(CONTROLLER).call(StopRun(reason="test", preempt=preempt))
+        self.actors[CONTROLLER].stop_run(StopRun(reason="test", preempt=preempt), self.caller(LAUNCHER))
 
     def lines(self, kind: str) -> list[dict[str, Any]]:
         """Lines of metrics.jsonl."""

@@ -1,13 +1,18 @@
 """The messages: every one survives the wire, and each request says what answers it."""
 
+import msgspec
 import numpy as np
 import pytest
 from every_message import EVERY_MESSAGE
 
 from asyncrl.errors import ProtocolError
 from asyncrl.messages import Message, Request
+from asyncrl.messages.actors import StopRun
 from asyncrl.messages.groups import Group, Sequence, Ticket, Trajectory, Turn, VersionSpan
 from asyncrl.messages.learner import Deliver, Delivered
+from asyncrl.messages.seals import fits, sealed
+from asyncrl.messages.senders import may_send, senders_of
+from asyncrl.runtime.supervision import ROLES
 from asyncrl.wire.codec import Codec
 
 
@@ -94,3 +99,44 @@ def test_each_request_names_its_reply(kind):
 def test_a_request_and_its_reply_go_together():
     assert len(EVERY_MESSAGE) > 25
     assert Deliver.reply is Delivered
+
+
+REPLIES = {kind.reply for kind in EVERY_MESSAGE.values() if issubclass(kind, Request)}
+SENT = [kind for kind in EVERY_MESSAGE.values() if issubclass(kind, Request) or kind not in REPLIES]
+
+
+@pytest.mark.parametrize("kind", SENT, ids=lambda kind: kind.__name__)
+def test_of_each_message_that_is_sent_it_is_said_who_may(kind):
+    assert senders_of(kind), f"messages/senders.py: nobody may send {kind.__name__}"
+    assert senders_of(kind) <= {*ROLES, "agent", "launcher", "viewer"}
+
+
+def test_no_actor_may_do_what_is_anothers():
+    for role, own in (
+        ("learner", {"Publish", "Outcomes", "Restored", "RunFinished", "CheckpointWritten", "MetricsLine"}),
+        ("rollouter", {"Deliver", "Lease", "Score", "RunEpisode", "NextUpdate"}),
+        ("episodes", {"Chat", "TurnReward"}),
+        ("dataloader", {"OpenTickets", "Holds"}),
+        ("agent", {"ActorEnded", "HostLeft"}),
+        ("launcher", {"Join", "Leave"}),
+    ):
+        assert {kind.__name__ for kind in SENT if senders_of(kind) == {role}} >= own
+    assert senders_of(StopRun) == {"agent", "launcher"}
+
+
+def test_nobody_may_send_a_reply_or_what_has_no_entry():
+    with pytest.raises(LookupError, match="does not say who may send Delivered"):
+        senders_of(Delivered)
+    assert not any(may_send("", senders_of(kind)) for kind in SENT)
+
+
+CHANGES = [{"uid": "0-2"}, {"grant": 2}, {"purpose": "eval/x"}, {"requeues": 1}, {"seal": ""}, {"seal": "\u00e9"}]
+
+
+@pytest.mark.parametrize("changed", CHANGES, ids=str)
+def test_a_seal_fits_the_ticket_as_it_was_granted_and_nobody_else(changed):
+    ticket = sealed(b"key", make_group().ticket, "rollouter/1", 7)
+    assert fits(b"key", ticket, "rollouter/1", 7)
+    assert not fits(b"key", msgspec.structs.replace(ticket, **changed), "rollouter/1", 7)
+    for key, *other in ((b"other", "rollouter/1", 7), (b"key", "rollouter/11", 7), (b"key", "rollouter/1", 8)):
+        assert not fits(key, ticket, *other)

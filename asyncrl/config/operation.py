@@ -75,11 +75,17 @@ class NetworkConfig(Section):
 
 
 class SecurityConfig(Section):
-    """Who may talk to the actors."""
+    """Who may talk to the actors, and what users' code is kept from."""
 
     curve: Literal["auto", "required", "off"] = "auto"
     """CURVE on every socket; auto requires it unless everything is on loopback. off is for tests and trusted networks:
     the run's secret, and all that is said, then travels in the clear."""
+    isolate_user_code: Literal["auto", "required", "off"] = "auto"
+    """Rewards, episodes and agents in namespaces of their own, where they find no key of the run and may look into no
+    process outside (docs/security.md); auto warns where the system does not allow it, required refuses to start."""
+    user_environment: list[str] = []
+    """Environment variables that rewards, episodes and agents are given beside the usual ones, as the key of an API
+    that they call."""
 
 
 class SupervisionConfig(Section):

@@ -69,8 +69,6 @@ from asyncrl.runtime.incarnations import numbers_begin_above
 from asyncrl.runtime.notices import sendable
 from asyncrl.runtime.parking import ParkingLot
 from asyncrl.runtime.registry import Registry
-from asyncrl.runtime.roster import LAUNCHER
-from asyncrl.runtime.server import REFUSED
 from asyncrl.runtime.supervision import role_of
 
 FAREWELL_S = 0.3
@@ -409,7 +407,6 @@ class Controller(Actor):
     @handler
     def bring_back(self, request: BringBack, caller: Caller) -> Done:
         """Try a replica again that is set aside. Raises InvalidRequest."""
-        self._must_be_launcher(caller)
         if not self._run.bring_back(request.name, self.clock.now()):
             there = ", ".join(actor.name for actor in self._run.aside) or "nobody"
             raise InvalidRequest(f"{request.name} cannot be brought back: set aside is {there}")
@@ -454,13 +451,11 @@ class Controller(Actor):
     @handler
     async def join(self, request: Join, caller: Caller) -> Joined:
         """Let hosts take part. Raises InvalidRequest."""
-        self._must_be_launcher(caller)
         return await self._members.join(request, caller.park_s)
 
     @handler
     async def leave(self, request: Leave, caller: Caller) -> LeaveBegun:
         """Drain a host and let it go. Raises InvalidRequest."""
-        self._must_be_launcher(caller)
         return await self._members.leave(request, caller.park_s)
 
     @handler
@@ -481,11 +476,6 @@ class Controller(Actor):
         # Who has left is not waited for by a successor either.
         self._to_keep.set()
         self._tell()
-
-    def _must_be_launcher(self, caller: Caller) -> None:
-        if caller.name != LAUNCHER:
-            self._endpoint.count(REFUSED)
-            raise InvalidRequest(f"{caller.name} lets nobody join, leave or come back: {LAUNCHER} does")
 
     # --- waiting ---
 

@@ -45,6 +45,7 @@ from asyncrl.messages.dataloader import (
 from asyncrl.messages.groups import Ticket
 from asyncrl.messages.learner import Held, Holds
 from asyncrl.messages.rollouter import OpenTickets, TicketsHeld
+from asyncrl.messages.seals import sealed
 from asyncrl.monitor.story_log import GRANTED, ORPHANED, RETURNED, SETTLED
 from asyncrl.order import EpochOrder
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
@@ -390,7 +391,8 @@ class Dataloader(Actor):
             if grants[-1].alone:
                 # Nobody needs to be set aside for it any more.
                 self._leases.wake()
-            return Leased(tickets=[self._ticket(grant) for grant in grants])
+            key, of = self.context.credentials.seal_key, (ask.rollouter, ask.incarnation)
+            return Leased(tickets=[sealed(key, self._ticket(grant), *of) for grant in grants])
         return Leased(closed=True) if tickets.closed else None
 
     def _asks_no_more(self, ask: Ask) -> bool:

@@ -15,6 +15,7 @@ import asyncio
 import re
 from collections import Counter, OrderedDict
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -27,6 +28,7 @@ from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply, EpisodeDone, R
 from asyncrl.messages.monitor import AwaitRecord, Heartbeat, ResourceRecord
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.runtime.awaits import most_telling
+from asyncrl.runtime.workers.confinement import NOTICE, confine
 
 if TYPE_CHECKING:
     from asyncrl.episodes.endpoint import Endpoint
@@ -78,11 +80,11 @@ class EpisodesActor(Actor):
             raise ConfigError([told]) from error
         self._http = Endpoint(self, max_request_bytes=config.max_request_bytes, notify=self.notify, log=self.log)
         url = await self._http.start()
-        secret = str(self.config.reward.options.get("api_key_env", ""))
+        confined = await confine(self.config.security, self.context.run_dir, partial(self.notify, NOTICE))
         self.tasks.create_task(self._http.watch(), name="watch_endpoint")
         if config.kind == "command":
             self._players = Programs(
-                config, base_url=f"{url}/v1", secret=secret, on_output=self._printed, on_fault=self._fault
+                config, base_url=f"{url}/v1", confined=confined, on_output=self._printed, on_fault=self._fault
             )
         else:
             self._players = Workers(
@@ -90,7 +92,7 @@ class EpisodesActor(Actor):
                 model=self.model,
                 base_url=f"{url}/v1",
                 start_timeout_s=START_SHARE * self.config.supervision.start_timeout_s,
-                secret=secret,
+                confined=confined,
                 on_output=self._printed,
                 on_fault=self._fault,
             )

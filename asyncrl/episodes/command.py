@@ -2,8 +2,8 @@
 
 Its exit ends the episode: with 0 it has ended well, and the last line of its standard output is the reward, if that is
 a finite number or a JSON object of components. Invariant: when an episode has ended nothing of the program is left; the
-same holds when this process has died (runtime/workers/keeper.py). Its environment has neither what is the run's own nor
-the secrets of the user (runtime/workers/secrets.py), but for the key of its own session.
+same holds when this process has died (runtime/workers/keeper.py). Of the run's environment it has what
+any program needs and what the user names (runtime/workers/environment.py), and the key of its own session.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,9 +26,9 @@ from asyncrl.messages.episodes import EpisodeDone
 from asyncrl.messages.monitor import ResourceRecord
 from asyncrl.outcome import BadOutcome, Outcome, read_outcome
 from asyncrl.runtime.supervision import describe_exit
+from asyncrl.runtime.workers.confinement import UNISOLATED, Confinement
 from asyncrl.runtime.workers.memory import family, proportional_bytes, resident_bytes
 from asyncrl.runtime.workers.process import REAP_INTERVAL_S, WorkerProcess, kill_living
-from asyncrl.runtime.workers.secrets import without_secrets
 
 TAIL_BYTES = 1 << 12
 LAST_LINES = 5
@@ -94,11 +93,11 @@ class Programs:
         config: EpisodeConfig,
         *,
         base_url: str,
-        secret: str = "",
+        confined: Confinement = UNISOLATED,
         on_output: Callable[[str, str, int], None] = lambda uid, text, dropped: None,
         on_fault: Callable[[str, str], None] = lambda kind, text: None,
     ) -> None:
-        self._config, self._base_url, self._secret = config, base_url, secret
+        self._config, self._base_url, self._confined = config, base_url, confined
         self._on_output, self._on_fault = on_output, on_fault
         self._loop = asyncio.get_running_loop()
         self._running: dict[str, Program] = {}
@@ -116,21 +115,21 @@ class Programs:
         """Run the program. When the future is cancelled it gets SIGTERM, and after close_timeout_s SIGKILL with all
         else."""
         playing = Playing(loop=self._loop)
-        task, inherited = described(session.task), without_secrets(os.environ, self._secret)
+        task = described(session.task)
         setup = {
             "argv": self._config.command,
-            "env": environment(inherited, task, base_url=self._base_url, key=session.key),
+            "env": environment(self._confined.env(), task, base_url=self._base_url, key=session.key),
             "files": {"ASYNCRL_TASK_FILE": task},
         }
         try:
             process = WorkerProcess(
                 "asyncrl.runtime.workers.keeper",
                 json.dumps(setup).encode(),
+                confined=self._confined,
                 max_frame_bytes=MOST_ANSWER_BYTES,
                 max_output_bytes=self._config.max_output_bytes,
                 memory_key="episode.max_memory_bytes",
                 own_session=True,
-                env=inherited,
                 tail_bytes=TAIL_BYTES,
                 on_output=lambda process: self._printed(session.key),
                 on_frame=lambda _, frame: self._told(session.key, json.loads(frame)),

@@ -1,4 +1,4 @@
-"""A worker process of the episode host: ``python -m asyncrl.episodes.worker FD``.
+"""A worker process of the episode host: ``python -m asyncrl.episodes.worker FD [HIDDEN]``.
 
 Runs many episodes at a time as tasks of one event loop; plain code runs in threads. Invariant: what an episode raises,
 prints and starts stays its own; its tasks have ended before it is said to have, but for those that do not end by being
@@ -47,6 +47,7 @@ from asyncrl.episodes.task import Task
 from asyncrl.errors import ChatRefused, EpisodeOver
 from asyncrl.messages.episodes import Chat, ChatReply
 from asyncrl.outcome import BadOutcome, read_outcome
+from asyncrl.runtime.workers import isolation
 from asyncrl.runtime.workers.framing import READ_BYTES, FrameReader, framed
 from asyncrl.runtime.workers.user_code import NotCallable, describe, kind_of
 from asyncrl.runtime.workers.worker import NO_SOCKET_EXIT, end, find_modules_here, stay_alone
@@ -309,6 +310,7 @@ class _Messages:
 
 def main() -> None:
     """Serve the host at the other end of the socket whose file descriptor is the first argument."""
+    isolation.obey(sys.argv[1:])
     connection = socket.socket(fileno=int(sys.argv[1]))
     stay_alone(connection, "asyncrl episodes worker")
     find_modules_here()

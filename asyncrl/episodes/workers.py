@@ -10,7 +10,6 @@ more.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -46,9 +45,9 @@ from asyncrl.errors import ChatRefused, ConfigError, DeadlineExceeded, EpisodeOv
 from asyncrl.messages.episodes import Chat, EpisodeDone
 from asyncrl.messages.monitor import ResourceRecord
 from asyncrl.monitor.states import StateLedger
+from asyncrl.runtime.workers.confinement import UNISOLATED, Confinement
 from asyncrl.runtime.workers.memory import resident_bytes
 from asyncrl.runtime.workers.process import REAP_INTERVAL_S, WorkerProcess, kill_living
-from asyncrl.runtime.workers.secrets import without_secrets
 
 BEATS = 8
 """A worker says that it is alive so often in the shorter of episode.stall_timeout_s and close_timeout_s."""
@@ -63,8 +62,7 @@ FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.2, 10.0
 
 class Workers:
     """``config.workers`` processes. ``on_output`` gets uid, text and bytes dropped; ``on_fault`` the kind and the text
-    of what a tool raised; ``secret`` names a variable that workers do not inherit, beside those of
-    runtime/workers/secrets.py. ``start``, then ``play`` any number of times, then ``close``, all in the main thread.
+    of what a tool raised. ``start``, then ``play`` any number of times, then ``close``, all in the main thread.
     """
 
     def __init__(
@@ -74,11 +72,11 @@ class Workers:
         model: str,
         base_url: str,
         start_timeout_s: float,
-        secret: str = "",
+        confined: Confinement = UNISOLATED,
         on_output: Callable[[str, str, int], None] = lambda uid, text, dropped: None,
         on_fault: Callable[[str, str], None] = lambda kind, text: None,
     ) -> None:
-        self._config, self._start_timeout_s, self._secret = config, start_timeout_s, secret
+        self._config, self._start_timeout_s, self._confined = config, start_timeout_s, confined
         self._on_output, self._on_fault = on_output, on_fault
         self._loop = loop = asyncio.get_running_loop()
         self._setup = Setup(
@@ -202,10 +200,10 @@ class Workers:
             slot.process = WorkerProcess(
                 "asyncrl.episodes.worker",
                 self._encoder.encode(self._setup),
+                confined=self._confined,
                 max_frame_bytes=self._config.max_request_bytes + SMALL_BYTES,
                 max_output_bytes=self._config.max_output_bytes,
                 memory_key=MEMORY_KEY,
-                env=without_secrets(os.environ, self._secret),
                 on_output=lambda process: self._printed(slot, process),
                 on_frame=lambda _, frame: self._take(slot, self._decoder.decode(frame)),
                 on_end=lambda process, reason: self._ended(slot, process, reason),

@@ -45,6 +45,8 @@ from asyncrl.wire.keys import VIEWER, Keyring, make_keyring, write_credentials
 
 PRIVATE = private_name(0)
 LOCK = "lock"
+SEALING = ("dataloader/0", "learner/0")
+"""One seals the tickets, the other looks whose they are."""
 RUN_ID = "run_id"
 """In the folder of logs of a run on several hosts: how another host knows that it sees the same folder."""
 
@@ -126,7 +128,8 @@ def begin_attempt(folder: RunFolder, config: Config) -> None:
 def make_run_keyring(config: Config, run_id: str, agents: int = 1) -> Keyring:
     """The credentials of a run on as many hosts."""
     names = [*config.actors, *map(agent_name, range(agents)), LAUNCHER, VIEWER]
-    return make_keyring(run_id, names, attempts=config.supervision.max_restarts + 1, curve=config.curve)
+    attempts = config.supervision.max_restarts + 1
+    return make_keyring(run_id, names, attempts=attempts, curve=config.curve, sealing=SEALING)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from asyncrl.checkpoint.contents import Contents
 from asyncrl.checkpoint.folder import checkpoint_dir
 from asyncrl.checkpoint.state import Adapters, CheckpointState, Geometry
 from asyncrl.disk import in_words
-from asyncrl.errors import DeadlineExceeded, NonFiniteStep
+from asyncrl.errors import DeadlineExceeded, NonFiniteStep, NotGranted
 from asyncrl.learner.algorithm.group_metrics import rewards_of
 from asyncrl.learner.algorithm.supervised import SupervisedSteps
 from asyncrl.learner.backend import Backend, create
@@ -45,10 +45,12 @@ from asyncrl.messages.actors import CheckpointWritten, Notice, Resolve, Resolved
 from asyncrl.messages.dataloader import Outcome
 from asyncrl.messages.learner import Deliver, Delivered, Held, Holds, RolloutStats
 from asyncrl.messages.monitor import MetricsLine, ResourceRecord
+from asyncrl.messages.seals import fits
 from asyncrl.monitor.story_log import EVALUATED, NOT_TRAINED, RESTORED, TAKEN
 from asyncrl.monitor.trace import CHECKPOINTS, PHASES, STEPS, WEIGHTS, Track
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller, handler
 from asyncrl.runtime.away import log_away
+from asyncrl.runtime.server import REFUSED
 from asyncrl.sft.conversations import Conversations, load_conversations
 
 PARAMETER_SERVER = "parameter_server/0"
@@ -426,9 +428,13 @@ class Learner(Actor):
 
     @handler
     def deliver(self, request: Deliver, caller: Caller) -> Delivered:
-        """Take a group, once; acknowledged means in memory, not durable."""
+        """Take a group, once; acknowledged means in memory, not durable. Raises NotGranted."""
         group = request.group
         uid = group.ticket.uid
+        key = self.context.credentials.seal_key
+        if key and not fits(key, group.ticket, caller.name, caller.incarnation):
+            self._endpoint.count(REFUSED)
+            raise NotGranted(caller.name, uid)
         self.progress()
         if group.ticket.purpose != "train":
             duplicate = not self._evals.add(group)

@@ -6,7 +6,7 @@ beside the body. Fields are only ever added, with a default. None of it is ever 
 collector need not follow the thousands of groups that are held (``gc=False``).
 
 A request names its reply (``reply``) and whether it may simply be repeated (``idempotent``): doing it twice then
-has the effect of doing it once. A request without a reply is a cast.
+has the effect of doing it once. A request without a reply is a cast. Who may send what stands in ``senders.py``.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ class Request(Message, frozen=True, kw_only=True):
     idempotent: ClassVar[bool] = True
     idle: ClassVar[bool] = False
     """Whether to wait for the answer is normal idleness; it is then parked until there is news."""
-    for_viewers: ClassVar[bool] = False
-    """Whether it is served to who only watches the run; every other request of theirs is refused."""
 
 
 class Done(Message, frozen=True):

@@ -83,6 +83,8 @@ class Ticket(Struct, gc=False, frozen=True, kw_only=True):
     samples: Annotated[int, Meta(ge=1)]
     temperature: float
     max_tokens: Annotated[int, Meta(ge=1)]
+    seal: str = ""
+    """By which the learner knows whom it was granted to (seals.py); empty where there is no key for it."""
 
 
 class Trajectory(Struct, gc=False, kw_only=True):

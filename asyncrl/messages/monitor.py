@@ -111,7 +111,6 @@ class WatchSnapshot(Request, frozen=True, kw_only=True):
 
     reply: ClassVar[type[Message]]
     idle = True
-    for_viewers = True
     seen: int = -1
 
 
@@ -129,7 +128,6 @@ class RequestTrace(Request, frozen=True, kw_only=True):
     """Viewer to controller: write down what the actors have done of late. Parked until it is written."""
 
     reply: ClassVar[type[Message]]
-    for_viewers = True
 
 
 class TraceWritten(Message, frozen=True, kw_only=True):

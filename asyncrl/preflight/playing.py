@@ -15,6 +15,7 @@ from asyncrl.config import Config
 from asyncrl.episodes.workers import Workers
 from asyncrl.errors import ConfigError, DeadlineExceeded, EpisodeWorkersEnded
 from asyncrl.preflight.findings import Finding, fail, listed, ok, warn
+from asyncrl.runtime.workers.confinement import Confinement
 
 IMPORT_S = 45.0
 """Longest time for importing the user's module; the episode host has more, so that this is no error."""
@@ -32,7 +33,8 @@ async def check_episode(config: Config, *, import_s: float = IMPORT_S) -> Findin
     if episode.kind == "command":
         return check_command(episode.command)
     one = episode.model_copy(update={"workers": 1})
-    workers = Workers(one, model="", base_url=NOWHERE, start_timeout_s=import_s)
+    confined = Confinement(config.security.user_environment)
+    workers = Workers(one, model="", base_url=NOWHERE, confined=confined, start_timeout_s=import_s)
     code = ", ".join(episode.tools) or episode.function or episode.env
     try:
         await workers.start()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.config.training import RewardConfig
@@ -21,6 +22,7 @@ from asyncrl.preflight.inputs import Sample
 from asyncrl.reward.judges import JUDGES
 from asyncrl.reward.judges.pool import JudgePool, for_trial
 from asyncrl.reward.pool import RewardPool
+from asyncrl.runtime.workers.confinement import Confinement
 
 IMPORT_S = 45.0
 """Longest time for importing the function's module; the pool has more, so that this is no error."""
@@ -47,11 +49,16 @@ class RewardTrial:
         self._reward, self._n = config.reward, config.rollout.samples_per_prompt
         self._import_s, self._calls_s = import_s, calls_s
         one = self._reward.model_copy(update={"workers": 1})
+        given: dict[str, Any] = {
+            "max_tokens": config.rollout.max_tokens,
+            "confined": Confinement(config.security.user_environment),
+            "start_timeout_s": import_s,
+        }
         self._pool: RewardPool | JudgePool
         if one.function in JUDGES:
-            self._pool = JudgePool(for_trial(one), max_tokens=config.rollout.max_tokens, start_timeout_s=import_s)
+            self._pool = JudgePool(for_trial(one), **given)
         else:
-            self._pool = RewardPool(one, max_tokens=config.rollout.max_tokens, start_timeout_s=import_s)
+            self._pool = RewardPool(one, **given)
 
     async def __aenter__(self) -> RewardTrial:
         return self

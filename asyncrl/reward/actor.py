@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict
+from functools import partial
 
 import msgspec
 
@@ -24,6 +25,7 @@ from asyncrl.reward.judges.pool import JudgePool
 from asyncrl.reward.pool import RewardPool
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.runtime.awaits import most_telling
+from asyncrl.runtime.workers.confinement import NOTICE, Confinement, confine
 
 START_SHARE = 0.8
 """Of the time that an actor has for its start, what the pool may take, so that its own error comes first."""
@@ -46,12 +48,13 @@ class RewardActor(Actor):
 
     async def setup(self) -> None:
         """Start the workers and import the function in each, or check the judge's options. Raises ConfigError."""
-        self._pool = pool = self._make_pool()
+        confined = await confine(self.config.security, self.context.run_dir, partial(self.notify, NOTICE))
+        self._pool = pool = self._make_pool(confined)
         await pool.start()
         self.log.info("workers ready", function=self.config.reward.function, workers=self.config.reward.workers)
         self.tasks.create_task(self._pool.watch(), name="watch_pool")
 
-    def _make_pool(self) -> RewardPool | JudgePool:
+    def _make_pool(self, confined: Confinement) -> RewardPool | JudgePool:
         reward, max_tokens = self.config.reward, self.config.rollout.max_tokens
         start_timeout_s = START_SHARE * self.config.supervision.start_timeout_s
 
@@ -62,6 +65,7 @@ class RewardActor(Actor):
             return JudgePool(
                 reward,
                 max_tokens=max_tokens,
+                confined=confined,
                 start_timeout_s=start_timeout_s,
                 folder=self.context.run_dir,
                 on_output=printed,
@@ -71,6 +75,7 @@ class RewardActor(Actor):
         return RewardPool(
             reward,
             max_tokens=max_tokens,
+            confined=confined,
             start_timeout_s=start_timeout_s,
             on_output=printed,
             on_task=self._show,

@@ -33,6 +33,7 @@ from asyncrl.reward.faults import TIMED_OUT, Fault, fault_of
 from asyncrl.reward.frames import MAX_RESULT_BYTES, MAX_TASK_BYTES, Ready, Result, Setup, Task
 from asyncrl.reward.shaping import all_shaped, timed_out_scores
 from asyncrl.reward.slots import Pending, PoolCounters, Slot
+from asyncrl.runtime.workers.confinement import UNISOLATED, Confinement
 from asyncrl.runtime.workers.memory import family, proportional_bytes, resident_bytes
 from asyncrl.runtime.workers.process import REAP_INTERVAL_S, WorkerProcess, kill_living
 
@@ -71,12 +72,14 @@ class RewardPool:
         config: RewardConfig,
         *,
         max_tokens: int,
+        confined: Confinement = UNISOLATED,
         start_timeout_s: float = 120.0,
         on_output: Callable[[str, str, int], None] = lambda uid, text, dropped: None,
         on_task: Callable[[int, str, float, float, str], None] = lambda worker, uid, began, run_s, error: None,
         on_outcome: Callable[[str, Fault | None], None] = lambda uid, fault: None,
     ) -> None:
         self._config, self._max_tokens, self._start_timeout_s = config, max_tokens, start_timeout_s
+        self._confined = confined
         self._on_output = on_output
         self._on_task = on_task
         self._on_outcome = on_outcome
@@ -225,6 +228,7 @@ class RewardPool:
             slot.process = WorkerProcess(
                 "asyncrl.reward.worker",
                 self._encoder.encode(self._setup),
+                confined=self._confined,
                 max_frame_bytes=MAX_RESULT_BYTES,
                 max_output_bytes=self._config.max_output_bytes,
                 memory_key="reward.max_memory_bytes",

@@ -1,4 +1,4 @@
-"""A worker process of the reward pool: ``python -m asyncrl.reward.worker FD``.
+"""A worker process of the reward pool: ``python -m asyncrl.reward.worker FD [HIDDEN]``.
 
 Runs the reward function, one task at a time, in its main thread (some functions use signals). Invariant:
 what the function does stays here. Its exceptions become the error of a Result, what it prints goes to the pool's log,
@@ -20,6 +20,7 @@ import msgspec
 from asyncrl.outcome import BadOutcome
 from asyncrl.reward.frames import MAX_RESULT_BYTES, MAX_TASK_BYTES, Ready, Result, Setup, Task
 from asyncrl.reward.resolve import Scorer, resolve
+from asyncrl.runtime.workers import isolation
 from asyncrl.runtime.workers.framing import framed
 from asyncrl.runtime.workers.memory import MemoryLimit
 from asyncrl.runtime.workers.user_code import NotCallable, describe, kind_of
@@ -35,6 +36,7 @@ from asyncrl.runtime.workers.worker import (
 
 def main() -> None:
     """Serve the pool at the other end of the socket whose file descriptor is the first argument."""
+    isolation.obey(sys.argv[1:])
     with socket.socket(fileno=int(sys.argv[1])) as connection, asyncio.Runner() as runner:
         stay_alone(connection, "asyncrl reward worker")
         find_modules_here()

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from asyncrl.chat.renderer import make_renderer
 from asyncrl.config.rollout import AUTO_START
-from asyncrl.errors import DeadlineExceeded, InvalidRequest, PeerRestarted, RemoteError, WireError
+from asyncrl.errors import DeadlineExceeded, PeerRestarted, RemoteError, WireError
 from asyncrl.messages.dataloader import Lease, Leased, ReturnTickets
 from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply, EpisodeBegan, RunEpisode, TurnReward, TurnRewarded
 from asyncrl.messages.groups import Group, Ticket, Trajectory
@@ -360,8 +360,6 @@ class Rollouter(Actor):
     @handler
     def open_tickets(self, request: OpenTickets, caller: Caller) -> TicketsHeld:
         """What is held, once the living learner and the dataloader that asks are believed and nobody before them."""
-        if caller.name != DATALOADER:
-            raise InvalidRequest(f"{caller.name} does not grant tickets")
         self._delivery.adopt(request.learner)
         self._dataloader = max(self._dataloader, caller.incarnation)
         self.peer(DATALOADER).adopt(caller.incarnation)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.messages import Message, Request
+from asyncrl.messages.senders import senders_of
 
 
 class Connection:
@@ -53,7 +54,8 @@ class Handler:
     is_async: bool
     idempotent: bool
     answered: bool
-    for_viewers: bool
+    senders: frozenset[str]
+    """Roles that may send it."""
 
 
 def handler(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,7 +69,7 @@ def handler(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def handlers_of(owner: object) -> dict[str, Handler]:
-    """The handlers of an object, by the name of what they serve."""
+    """The handlers of an object, by the name of what they serve. Raises LookupError for what nobody may send."""
     found: dict[str, Handler] = {}
     for name in dir(type(owner)):
         function = getattr(type(owner), name, None)
@@ -82,6 +84,6 @@ def handlers_of(owner: object) -> dict[str, Handler]:
             inspect.iscoroutinefunction(function),
             not answered or request.idempotent,
             answered,
-            answered and request.for_viewers,
+            senders_of(request),
         )
     return found

@@ -25,6 +25,7 @@ from asyncrl.runtime import stacks
 from asyncrl.runtime.actor import CONTROLLER, Actor
 from asyncrl.runtime.endpoint import Endpoint
 from asyncrl.wire.envelope import Kind, decode_header
+from asyncrl.wire.pieces import cut
 from asyncrl.wire.zeromq import find_half_open
 
 
@@ -164,7 +165,7 @@ class HeartbeatThread:
 
     def _send(self, socket: Any, frames: list[Any]) -> bool:
         try:
-            socket.send_multipart(frames, zmq.NOBLOCK)
+            socket.send_multipart(cut(frames) if self._endpoint.credentials.curve else frames, zmq.NOBLOCK)
         except zmq.Again:
             # The controller is away; the next beat says the same and more.
             return False

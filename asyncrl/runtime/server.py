@@ -1,21 +1,21 @@
 """The serving side: HELLO, then calls and casts to typed handlers.
 
 Nothing but a HELLO is served on a connection before its WELCOME; whoever is not of this run, is not who its key
-says, or has been replaced by a newer incarnation is refused. A call that arrives again while its handler runs, or
-after it was answered, is not run again: replies to calls that may not be repeated are kept until the caller has
-them. A caller that has no answer asks (ASK) whether its call is here, which costs a header however large the call is:
-it is told HELD while the handler runs, else NOT_HELD, upon which it sends the call again. That answer follows
-everything that was sent to this caller before, so while a reply is queued nothing is done or sent twice. No handler is
-run before its actor is set up: calls are answered with ERROR ``not_ready``, upon which the caller asks again until
-their deadline, and casts are dropped. Every failure of a handler becomes an ERROR for its caller; malformed frames are
-counted and change nothing.
+says, or has been replaced by a newer incarnation is refused, and so is all that its role may not send
+(messages/senders.py). A call that arrives again while its handler runs, or after it was answered, is not run again:
+replies to calls that may not be repeated are kept until the caller has them. A caller that has no answer asks (ASK)
+whether its call is here, which costs a header however large the call is: it is told HELD while the handler runs, else
+NOT_HELD, upon which it sends the call again. That answer follows everything that was sent to this caller before, so
+while a reply is queued nothing is done or sent twice. No handler is run before its actor is set up: calls are answered
+with ERROR ``not_ready``, upon which the caller asks again until their deadline, and casts are dropped. Every failure of
+a handler becomes an ERROR for its caller; malformed frames are counted and change nothing.
 
 Whatever is sent, in whatever numbers, what is kept here is bounded: names, connections of a name, calls and stored
 replies of a connection, and the time for which a call may be parked. Counters, which every heartbeat carries, tell
 what did not enter: ``wire/early`` counts calls, questions after them and casts before the actor was set up;
 ``wire/strangers`` connections that were turned away before they could say anything, and messages on connections
 without WELCOME; ``wire/refused`` HELLOs and messages of somebody who is not who he says he is, not one of this run, or
-dead; ``wire/malformed`` what cannot be read.
+dead, and what a role may not send; ``wire/malformed`` what cannot be read.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ from typing import Any
 
 from asyncrl.errors import AsyncRLError, ProtocolError
 from asyncrl.messages import Message
+from asyncrl.messages.senders import listed, may_send
 from asyncrl.runtime.away import CANCELLED
 from asyncrl.runtime.deadlines import Deadlines
 from asyncrl.runtime.endpoint import CREDIT, NOT_READY, Endpoint, size_of
 from asyncrl.runtime.handlers import Caller, Connection, Handler, handlers_of
 from asyncrl.runtime.roster import LAUNCHER
+from asyncrl.runtime.supervision import role_of
 from asyncrl.wire.envelope import (
     NIL,
     PROTOCOL_VERSION,
@@ -287,8 +289,10 @@ class CallServer:
                 f"{self._endpoint.name} does not serve {header.type}",
             )
             return
-        if session.name == VIEWER and not found.for_viewers:
-            self._error(session.routing_id, header.id, "forbidden", f"{VIEWER} only watches: no {header.type}")
+        if not may_send(role_of(session.name), found.senders):
+            self._endpoint.count(REFUSED)
+            told = f"{session.name} may not send {header.type}: {listed(found.senders)} may"
+            self._error(session.routing_id, header.id, "forbidden", told)
             return
         if self._is_early(session, header.id):
             return
@@ -388,7 +392,7 @@ class CallServer:
         found = self._handlers.get(header.type)
         if found is None or found.answered:
             raise ProtocolError(f"no handler of the cast {header.type!r}")
-        if session.name == VIEWER:
+        if not may_send(role_of(session.name), found.senders):
             self._endpoint.count(REFUSED)
             return
         if not self._is_set_up():

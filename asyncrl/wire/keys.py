@@ -40,6 +40,8 @@ class Credentials:
     secret_key: bytes = field(default=b"", repr=False)
     peers: dict[str, list[str]] = field(default_factory=dict)
     """Public keys (z85) by actor name, one for each attempt."""
+    seal_key: bytes = field(default=b"", repr=False)
+    """Shared by the few actors that know each other's words again when a third one brings them; empty for all else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +61,23 @@ class Keyring:
         return files
 
 
-def make_keyring(run_id: str, names: Iterable[str], *, attempts: int, curve: bool) -> Keyring:
-    """Make the credentials of a run: for each actor name and attempt a key pair, or without CURVE one secret."""
+def make_keyring(
+    run_id: str, names: Iterable[str], *, attempts: int, curve: bool, sealing: Iterable[str] = ()
+) -> Keyring:
+    """Make the credentials of a run: for each actor name and attempt a key pair, or without CURVE one secret.
+
+    ``sealing`` are the actors that share a key for seals.
+    """
     common: dict[str, Any] = {"run.json": {"run_id": run_id, "curve": curve}}
+    seal = {"key": secrets.token_hex(32)}
+    own: dict[str, dict[str, Any]] = {name: {_seal_file(name): seal} for name in sealing}
     if not curve:
-        return Keyring(common | {"secret.json": {"secret": secrets.token_hex(32)}}, {})
+        return Keyring(common | {"secret.json": {"secret": secrets.token_hex(32)}}, own)
     peers: dict[str, list[str]] = {}
-    own: dict[str, dict[str, Any]] = {}
     for name in names:
         pairs = make_pairs(attempts)
         peers[name] = [pair["public"] for pair in pairs]
-        own[name] = files_of_pairs(name, pairs)
+        own[name] = own.get(name, {}) | files_of_pairs(name, pairs)
     return Keyring(common | {"peers.json": peers}, own)
 
 
@@ -103,8 +111,10 @@ def write_credentials(folder: Path, files: Mapping[str, Any]) -> None:
 def load_credentials(folder: Path, name: str, attempt: int) -> Credentials:
     """Read what was written for an actor. Raises OSError, and ValueError, which names a damaged file."""
     run = _read(folder / "run.json", _Run)
+    seal = folder / _seal_file(name)
+    seal_key = bytes.fromhex(_read(seal, _Seal).key) if seal.exists() else b""
     if not run.curve:
-        return Credentials(run.run_id, _read(folder / "secret.json", _Secret).secret)
+        return Credentials(run.run_id, _read(folder / "secret.json", _Secret).secret, seal_key=seal_key)
     pair = _read(folder / f"{name.replace('/', '-')}.{attempt}.json", _Pair)
     return Credentials(
         run.run_id,
@@ -113,7 +123,12 @@ def load_credentials(folder: Path, name: str, attempt: int) -> Credentials:
         public_key=pair.public.encode(),
         secret_key=pair.secret.encode(),
         peers=_read(folder / "peers.json", dict[str, list[_Key]]),
+        seal_key=seal_key,
     )
+
+
+def _seal_file(name: str) -> str:
+    return f"{name.replace('/', '-')}.seal.json"
 
 
 _T = TypeVar("_T")
@@ -128,6 +143,10 @@ class _Run(msgspec.Struct):
 
 class _Secret(msgspec.Struct):
     secret: str
+
+
+class _Seal(msgspec.Struct):
+    key: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
 
 class _Pair(msgspec.Struct):

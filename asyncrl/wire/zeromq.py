@@ -3,14 +3,17 @@
 Sockets are driven by the event loop's reader callback: no task and no future per message. A ROUTER is MANDATORY
 and takes over the routing id of a peer that comes back; heartbeats of clients end half-open pipes; LINGER is 0 and
 high-water marks are finite, so nothing waits and nothing grows without bound. A frame over MAXMSGSIZE makes ZeroMQ
-drop the connection without a word, so senders check the size their peer stated. Who does not get through the
-handshake, which has a deadline, is counted and never seen by the receiver.
+drop the connection without a word, so senders check the size their peer stated, and cut for a server under CURVE what
+is larger than it takes of strangers (pieces.py). Who does not get through the handshake, which has a deadline, is
+counted and never seen by the receiver.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +21,7 @@ import zmq
 import zmq.utils.z85
 
 from asyncrl.wire.keys import ZAP_DOMAIN, Credentials, Doorkeeper
+from asyncrl.wire.pieces import CURVE_BYTES, MARK, PIECE_BYTES, cut, joined
 from asyncrl.wire.transport import ClientReceive, Frames, ServerReceive
 
 HIGH_WATER_MARK = 16384
@@ -59,6 +63,8 @@ class ZmqTransport:
         socket.router_mandatory = 1
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if self._credentials.curve:
+            # Whoever has not proved who he is brings no larger frame; friends send what is larger in pieces.
+            socket.maxmsgsize = min(self._max_message_bytes, PIECE_BYTES) + CURVE_BYTES
             socket.zap_domain = ZAP_DOMAIN.encode()
             socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
             socket.curve_server = True
@@ -69,7 +75,8 @@ class ZmqTransport:
         except zmq.ZMQError as error:
             socket.close(0)
             raise OSError(error.errno, f"{address}: {error.strerror}") from None
-        server = ZmqServer(socket, self._open.discard, receive, turned_away, curve=self._credentials.curve)
+        pieces = self._max_message_bytes if self._credentials.curve else None
+        server = ZmqServer(socket, self._open.discard, receive, turned_away, pieces=pieces)
         self._open.add(server)
         return server
 
@@ -94,7 +101,9 @@ class ZmqTransport:
             # A peer's n-th key belongs to its n-th attempt; its address says which attempt that is.
             socket.curve_serverkey = keys[min(_attempt(address), len(keys) - 1)].encode()
         try:
-            client = ZmqClient(socket, self._open.discard, receive, lost, _endpoint(address))
+            client = ZmqClient(
+                socket, self._open.discard, receive, lost, _endpoint(address), in_pieces=self._credentials.curve
+            )
         except zmq.ZMQError as error:
             socket.close(0)
             raise OSError(error.errno, f"no connection to {peer}: {error.strerror}") from None
@@ -236,7 +245,7 @@ class _ZmqSocket:
 
 
 class ZmqServer(_ZmqSocket):
-    """See Server."""
+    """See Server. ``pieces`` is how many bytes a message in pieces may have; None without CURVE."""
 
     _plain = 3
 
@@ -247,11 +256,11 @@ class ZmqServer(_ZmqSocket):
         receive: ServerReceive,
         turned_away: Callable[[], None],
         *,
-        curve: bool,
+        pieces: int | None,
     ) -> None:
         self.address = socket.last_endpoint.decode().rstrip("\0")
         self._on_message = receive
-        self._curve = curve
+        self._pieces = pieces
         self._monitor = _Monitor(socket, TURNED_AWAY, turned_away)
         super().__init__(socket, closed)
 
@@ -259,12 +268,16 @@ class ZmqServer(_ZmqSocket):
         routing_id = self._take_frame(NOW)
         owner: str | None = None
         # A routing id is always followed by something.
-        if not self._curve:
+        if self._pieces is None:
             frames = self._rest([self._take_frame(NOW)], 2)
         else:
             header = self._take_frame(NOW, copy=False)
             owner = header.get("User-Id")
             frames = self._rest([header.bytes], 2)
+            if frames[0][:1] == MARK:
+                # One that cannot be joined has no header that can be read.
+                with contextlib.suppress(ValueError, struct.error):
+                    frames = joined(frames, self._pieces)
         self._on_message(routing_id, frames, owner)
 
     def send(self, routing_id: bytes, frames: Frames) -> bool:
@@ -287,8 +300,10 @@ class ZmqClient(_ZmqSocket):
         receive: ClientReceive,
         lost: Callable[[], None],
         endpoint: str,
+        *,
+        in_pieces: bool,
     ) -> None:
-        self._on_message = receive
+        self._on_message, self._in_pieces = receive, in_pieces
         self._monitor = _Monitor(socket, zmq.EVENT_DISCONNECTED, lost)
         super().__init__(socket, closed)
         try:
@@ -301,7 +316,7 @@ class ZmqClient(_ZmqSocket):
         self._on_message(self._rest([self._take_frame(NOW)], 2))
 
     def send(self, frames: Frames) -> bool:
-        return self._send(frames)
+        return self._send(cut(frames) if self._in_pieces else frames)
 
     def close(self) -> None:
         self._monitor.close()

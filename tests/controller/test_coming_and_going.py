@@ -114,7 +114,7 @@ def test_only_who_reads_the_private_folder_may_ask(tmp_path, request_):
 
     async def scenario(cluster):
         for name in ("rollouter/0", "agent/0"):
-            with pytest.raises(RemoteError, match="lets nobody join, leave or come back"):
+            with pytest.raises(RemoteError, match=f"{name} may not send {type(request_).__name__}: launcher may"):
                 await cluster.caller(name).call(request_)
         assert cluster.controller.counters["wire/refused"] == 2
         assert not (tmp_path / "private" / "members.json").exists()

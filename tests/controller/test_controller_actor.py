@@ -532,14 +532,16 @@ def test_a_successor_is_told_everything_by_those_who_come_back(tmp_path):
             on_successor=lambda: states.append("successor"),
         )
         lives = [asyncio.create_task(who.main()) for who in (actor, link)]
-        learner = cluster.caller("learner/0")
+        learner, launcher = cluster.caller("learner/0"), cluster.caller("launcher/0")
         try:
             for name in OTHERS:
                 if name != "rollouter/0":
                     await cluster.register(name)
             await until(lambda: "rollouter/0" in cluster.controller._registry.ready() and states)
-            await learner.call(StopRun(reason="preempted", preempt=True))
+            await launcher.call(StopRun(reason="preempted", preempt=True))
             await until(lambda: actor.times == 1)
+            # A cast goes where there is a connection.
+            await learner.call(WatchRun())
             learner.cast(MetricsLine(line={"step": 1}))
             await until(lambda: any(1 in lines for _, lines in states))
             last = max(number for number, _ in states)
@@ -556,9 +558,11 @@ def test_a_successor_is_told_everything_by_those_who_come_back(tmp_path):
             assert all(number > last for number, _ in after)
             # It is not yet asked to make way, and is not told twice when it is.
             assert cluster.controller._state(0).phase == "starting"
-            await learner.call(StopRun(reason="preempted", preempt=True))
+            await launcher.call(StopRun(reason="preempted", preempt=True))
             await until(lambda: actor.run_state.phase == "preempting" and actor.run_state.number > last)
             assert actor.times == 1
+            # A cast goes where there is a connection.
+            await learner.call(WatchRun())
             learner.cast(MetricsLine(line={"step": 2}))
             await until(lambda: [2] in [lines for _, lines in states[states.index("successor") + 1 :]])
         finally:

@@ -9,7 +9,7 @@ from controller.test_controller_actor import CONFIG, OTHERS, Cluster, beats
 from asyncrl.config.load import validate_config
 from asyncrl.errors import Refused, RemoteError
 from asyncrl.messages import Done
-from asyncrl.messages.actors import ActorEnded, ActorRecord, Condemned, Dead, Register, StopRun, WatchRun
+from asyncrl.messages.actors import ActorEnded, ActorRecord, Condemned, Dead, Notice, Register, WatchRun
 from asyncrl.messages.hosts import Leave
 from asyncrl.runtime.actor import CONTROLLER, Actor, Caller, handler
 from asyncrl.runtime.peer import Peer
@@ -79,7 +79,7 @@ def test_a_replica_of_a_lost_host_is_dead_and_the_run_goes_on(tmp_path):
         state = await until(watcher, lambda state: not state.lost_hosts)
         assert [actor.name for actor in state.condemned] == FAR and state.dead == [Dead("rollouter/1", 1)]
         ended = ActorEnded(name="rollouter/1", incarnation=1, exit_code=-9, fatal=False, reason="killed")
-        await watcher.call(ended)
+        await cluster.caller("agent/1", 1).call(ended)
         await cluster.register("rollouter/1", incarnation=2)
         state = await watcher.call(WatchRun())
         assert (state.condemned, state.dead, state.phase) == ([], [], "running")
@@ -178,7 +178,7 @@ class Listener(Actor):
         self.heard.append((name, incarnation))
 
     @handler
-    def stop_run(self, request: StopRun, caller: Caller) -> Done:
+    def notice(self, request: Notice, caller: Caller) -> Done:
         self.asked.append((caller.name, caller.incarnation))
         return Done()
 
@@ -205,16 +205,16 @@ def test_an_actor_hears_of_each_death_once_and_no_more_of_the_dead(tmp_path):
 
         await cluster.register("rollouter/0", incarnation=1)
         first = caller(1)
-        await first.call(StopRun(reason="x"))
+        await first.call(Notice(key="x", text="x"))
         await ends(1)
         while not actor.heard:
             await asyncio.sleep(0.01)
         for stale in (first, caller(1)):
             with pytest.raises(Refused, match="incarnation"):
-                await stale.call(StopRun(reason="x"))
+                await stale.call(Notice(key="x", text="x"))
         await cluster.register("rollouter/0", incarnation=2)
-        await caller(2).call(StopRun(reason="x"))
-        await caller(3).call(StopRun(reason="x"))
+        await caller(2).call(Notice(key="x", text="x"))
+        await caller(3).call(Notice(key="x", text="x"))
         await ends(3)
         while len(actor.heard) < 3:
             await asyncio.sleep(0.01)

@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 
 from asyncrl.episodes.command import described, environment, outcome_of
 from asyncrl.episodes.task import Task
-from asyncrl.runtime.workers.secrets import without_secrets
+from asyncrl.runtime.workers.environment import users_environment
 
 SECONDS = f"1000.{secrets.randbelow(10**9):09d}"
 """For which what a program starts sleeps; by it the processes of this run are known."""
@@ -318,7 +318,7 @@ def test_a_program_inherits_nothing_of_the_run_but_its_own_key() -> None:
         "OPENAI_BASE_URL": "https://elsewhere",
     }
     task = Task(prompt="p", messages=[], row={"a": 1}, seed=7, uid="0-1", sample=2, attempt=1)
-    clean = without_secrets(inherited, "JUDGE")
+    clean = users_environment(inherited, ["ASYNCRL_PRIVATE"])
     env = environment(clean, described(task), base_url="http://127.0.0.1:1/v1", key="abc")
     told = json.loads(env.pop("ASYNCRL_TASK"))
     assert env == {

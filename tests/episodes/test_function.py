@@ -8,11 +8,15 @@ from typing import Any
 
 import psutil
 import pytest
+import thief
 import uvloop
+from harness import RUN_ID
 from hosted import Rollouter, config_with, hosting, is_over, refuses, until, waits, worker_pids
 
 from asyncrl.errors import ConfigError
 from asyncrl.messages.episodes import EpisodeDone
+from asyncrl.runtime.workers.confinement import why_not
+from asyncrl.wire.keys import create_credentials
 
 PLAY = {"function": "plays:play"}
 
@@ -352,6 +356,27 @@ def test_tasks_left_behind_that_do_not_end_are_told_of(tmp_path: Path) -> None:
             assert (await host.play("deaf-task")).reward == 1.0
             ((_, text),) = host.notices().values()
             assert "left tasks behind that did not end within 0.5 s of being cancelled, 1 of them" in text
+
+    run(body)
+
+
+@pytest.mark.skipif(bool(asyncio.run(why_not([]))), reason="this system has no namespaces for its users")
+@pytest.mark.parametrize("play", [{"function": "thief:episode"}, {"command": [sys.executable, "thief.py"]}])
+def test_an_episode_that_steals_finds_neither_the_keys_of_the_run_nor_a_way_into_its_host(
+    tmp_path: Path, play: dict[str, Any]
+) -> None:
+    private = tmp_path / "runs" / "mine" / "private"
+    private.parent.mkdir(parents=True)
+    create_credentials(private, RUN_ID, ["episodes/0"], attempts=1, curve=False)
+    thief.prepare(tmp_path, private, host=os.getpid())
+
+    async def body() -> None:
+        async with hosting(config_with(**play, workers=1), private.parent) as host:
+            assert (await host.play()).reward == 0.0
+            assert host.notices() == {}
+            loot = tmp_path / "loot"
+            assert loot.read_text() == "{}"
+            loot.unlink()
 
     run(body)
 

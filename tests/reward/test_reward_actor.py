@@ -1,4 +1,5 @@
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+import thief
 import uvloop
 from harness import RUN_ID, SECRET, Net
 
@@ -20,7 +22,8 @@ from asyncrl.reward import pool as pool_module
 from asyncrl.reward.actor import ACTOR, RewardActor
 from asyncrl.runtime.actor import ActorContext
 from asyncrl.runtime.peer import Peer
-from asyncrl.wire.keys import Credentials
+from asyncrl.runtime.workers.confinement import why_not
+from asyncrl.wire.keys import Credentials, create_credentials
 from asyncrl.wire.zeromq import ZmqTransport
 from tools.live_run import title
 
@@ -93,6 +96,24 @@ def request(text: str, uid: str = "0-1") -> Score:
     return Score(
         uid=uid, prompt="p", row={"answer": "1"}, completions=[Completion(text=text, finish_reason="stop", tokens=3)]
     )
+
+
+@pytest.mark.skipif(bool(asyncio.run(why_not([]))), reason="this system has no namespaces for its users")
+def test_a_function_that_steals_finds_neither_the_keys_of_the_run_nor_a_way_into_its_actor(tmp_path: Path) -> None:
+    private = tmp_path / "runs" / "mine" / "private"
+    private.parent.mkdir(parents=True)
+    create_credentials(private, RUN_ID, ["reward/0"], attempts=1, curve=False)
+    thief.prepare(tmp_path, private, actor=os.getpid())
+
+    async def body() -> None:
+        config = config_with(function="thief:reward", timeout_s=60.0)
+        async with serving(config, private.parent) as (actor, rollouter):
+            scores: Scores = await rollouter.call(request("x"), timeout=60.0)
+            assert (tmp_path / "loot").read_text() == "{}"
+            assert scores.rewards == [0.0]
+            assert actor._notices.take() == []
+
+    asyncio.run(body())
 
 
 def test_scores_and_failures_go_over_the_wire(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def test_the_answer_lists_all_that_is_not_acknowledged_with_its_grant_and_the_de
                 ]
                 assert (answer.seen, answer.served_version) == (3, -1)
                 stranger = net.client("rollouter/0", "reward/0", 1)
-                with pytest.raises(RemoteError, match="does not grant tickets"):
+                with pytest.raises(RemoteError, match="reward/0 may not send OpenTickets: dataloader may"):
                     await stranger.call(OpenTickets(learner=9))
                 learner.open.set()
                 life.gates["0-2"].set()

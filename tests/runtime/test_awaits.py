@@ -10,6 +10,7 @@ from asyncrl.messages import Request
 from asyncrl.messages.dataloader import Lease, WatchSupply
 from asyncrl.messages.learner import Deliver
 from asyncrl.messages.monitor import AwaitRecord, Heartbeat
+from asyncrl.messages.senders import ANYBODY, SENDERS
 from asyncrl.messages.weights import KeepPublished, NextUpdate
 from asyncrl.runtime.awaits import MOST_RECORDS, Awaits, most_telling
 from asyncrl.runtime.handlers import Caller, handler
@@ -127,6 +128,9 @@ class Ask(Request, frozen=True, kw_only=True):
 class Park(Request, frozen=True, kw_only=True):
     reply = KeepPublished
     idle = True
+
+
+SENDERS.update(dict.fromkeys([Ask, Park], ANYBODY))
 
 
 class Deaf:

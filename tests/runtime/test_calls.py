@@ -13,11 +13,13 @@ from harness import Net
 from asyncrl.errors import DeadlineExceeded, PeerRestarted, ProtocolError, Refused, RemoteError, RewardFailed
 from asyncrl.messages import Done, Message, Request
 from asyncrl.messages.actors import ActorRecord
+from asyncrl.messages.senders import ANYBODY, SENDERS
 from asyncrl.runtime import peer as peer_module
 from asyncrl.runtime import server as server_module
 from asyncrl.runtime.handlers import Caller, handler
 from asyncrl.runtime.peer import Peer
 from asyncrl.wire.keys import Credentials, create_credentials, load_credentials
+from asyncrl.wire.pieces import PIECE_BYTES
 
 
 class Echo(Request, frozen=True, kw_only=True):
@@ -53,6 +55,9 @@ class Fail(Request, frozen=True, kw_only=True):
 
 class Note(Message, frozen=True, kw_only=True):
     text: str
+
+
+SENDERS.update(dict.fromkeys([Echo, Add, Count, Park, Fail, Note], ANYBODY))
 
 
 @dataclass
@@ -215,6 +220,52 @@ def test_calls_casts_buffers_and_errors(memory):
             assert [kind for kind, _ in net.errors] == ["Fail"]
 
     run(main())
+
+
+def test_what_a_role_may_not_send_is_refused_for_good_and_runs_nothing(memory, monkeypatch):
+    for kind in (Echo, Note):
+        monkeypatch.setitem(SENDERS, kind, frozenset({"learner", "agent"}))
+
+    async def main():
+        async with Net(memory=memory) as net:
+            server = Server()
+            bound = net.serve(server, "server/0")
+            reward, learner = net.client("server/0", "reward/0"), net.client("server/0", "learner/3")
+            with pytest.raises(RemoteError, match="reward/0 may not send Echo: agent, learner may") as caught:
+                await reward.call(Echo(n=1))
+            assert (caught.value.code, caught.value.retryable) == ("forbidden", False)
+            assert reward.cast(Note(text="mine"))
+            # What it may send, so that the cast has been there.
+            await reward.call(Count())
+            assert bound._endpoint.counters["wire/refused"] == 2
+            await learner.call(Echo(n=2))
+            assert learner.cast(Note(text="yours"))
+            assert await server.noted.get() == "yours"
+            assert [caller.name for caller in server.callers] == ["learner/3"]
+
+    run(main())
+
+
+def test_a_handler_of_what_nobody_is_said_to_send_is_not_served(memory):
+    class Forgotten(Request, frozen=True, kw_only=True):
+        reply = Done
+
+    globals()["Forgotten"] = Forgotten
+
+    class Serves:
+        @handler
+        def forgotten(self, request: Forgotten, caller: Caller) -> Done:
+            return Done()
+
+    async def main():
+        async with Net(memory=memory) as net:
+            with pytest.raises(LookupError, match="does not say who may send Forgotten"):
+                net.serve(Serves(), "server/0")
+
+    try:
+        run(main())
+    finally:
+        del globals()["Forgotten"]
 
 
 def test_a_call_that_nobody_serves_or_that_does_not_decode_is_an_error(memory):
@@ -614,6 +665,27 @@ def test_curve_admits_listed_keys_only_and_binds_them_to_names(tmp_path):
                 with pytest.raises(DeadlineExceeded, match="HELLO to .* is not answered"):
                     await outside.client("server/0").call(Echo(), timeout=1.0)
             assert len(server.callers) == 1
+
+    run(main())
+
+
+def test_under_curve_a_large_message_arrives_whole_and_one_over_the_limit_is_refused_by_its_sender(tmp_path):
+    create_credentials(tmp_path / "private", "run-1", ["server/0", "client/0"], attempts=1, curve=True)
+
+    async def main():
+        async with Net(credentials=lambda name: load_credentials(tmp_path / "private", name, 0)) as net:
+            server = Server()
+            net.serve(server, "server/0", max_message_bytes=1 << 24)
+            peer = net.client("server/0")
+            for size in (0, 1, PIECE_BYTES // 4, PIECE_BYTES // 4 + 1, PIECE_BYTES):
+                data = np.arange(size, dtype=np.float32)
+                reply = await peer.call(Add(data=data))
+                assert reply.total == data.sum()
+                assert np.array_equal(reply.data, np.tile(data, 2))
+            assert peer.cast(Note(text="x" * 3 * PIECE_BYTES))
+            assert await server.noted.get() == "x" * 3 * PIECE_BYTES
+            with pytest.raises(ProtocolError, match="over"):
+                await peer.call(Add(data=np.zeros(1 << 22, np.float32)))
 
     run(main())
 

@@ -326,9 +326,7 @@ def test_a_learner_that_starts_where_another_has_published_takes_the_next_number
 def test_a_version_spans_its_steps_and_only_the_first_trains_what_engines_serve(tmp_path, monkeypatch):
     fresh = []
     real = SimTrainer.train
-    monkeypatch.setattr(
-        SimTrainer, "train", lambda self, plan, ahead=0: fresh.append(plan.fresh) or real(self, plan)
-    )
+    monkeypatch.setattr(SimTrainer, "train", lambda self, plan, ahead=0: fresh.append(plan.fresh) or real(self, plan))
     system = System(sim_config(learner={"steps": 6, "steps_per_version": 2}), tmp_path / "run")
     assert asyncio.run(system.run()).phase == "done"
     assert fresh == [True, False] * 3

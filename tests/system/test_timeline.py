@@ -15,6 +15,7 @@ from asyncrl.messages.monitor import RequestTrace, TraceWritten
 from asyncrl.monitor import logging
 from asyncrl.monitor.story import explain, read_story
 from asyncrl.runtime.actor import CONTROLLER
+from asyncrl.wire.keys import VIEWER
 
 STEPS = 8
 TABLES = {
@@ -130,7 +131,7 @@ def test_a_trace_on_demand_is_of_that_moment_and_the_run_goes_on(tmp_path, logs)
     async def ask(system):
         while "learner/0" not in system.actors or getattr(system.actors["learner/0"], "step", 0) < 3:
             await asyncio.sleep(0.01)
-        answers.append(await system.actors["rollouter/0"].peer(CONTROLLER).call(RequestTrace()))
+        answers.append(await system.actors[CONTROLLER].request_trace(RequestTrace(), system.caller(VIEWER)))
 
     system = live(tmp_path, ask)
     (written,) = answers

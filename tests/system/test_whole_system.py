@@ -3,12 +3,15 @@
 import asyncio
 import json
 
+import msgspec
 import pytest
 from inprocess import System, sim_config
 
 from asyncrl.checkpoint.folder import CheckpointFolder
-from asyncrl.errors import NonFiniteStep
+from asyncrl.errors import NonFiniteStep, RemoteError
 from asyncrl.learner.sim import SimTrainer
+from asyncrl.messages.learner import Deliver
+from asyncrl.rollouter.delivery import Delivery
 from asyncrl.runtime.awaits import Await
 
 
@@ -50,6 +53,31 @@ def test_a_run_reaches_its_end_with_every_prompt_accounted_for(tmp_path, on_upda
                 versions = [version for version, _, _, _ in sequence["spans"]]
                 assert versions == sorted(versions)
     assert not list((tmp_path / "run" / "private").glob("*.tmp"))
+
+
+def test_a_group_is_taken_from_whom_it_was_granted_to_alone(tmp_path, monkeypatch):
+    """Another rollouter that delivers it first is refused for good, and it is trained as its holder brings it."""
+    system = System(sim_config(run={"samples_per_step": 100}), tmp_path / "run")
+    deliver, refused = Delivery.deliver, []
+
+    async def after_a_thief(self, group):
+        thief = system.actors["rollouter/1"]
+        if self is not thief._delivery and len(refused) < 3:
+            stolen = msgspec.structs.replace(group, failure="stolen")
+            claimed = msgspec.structs.replace(stolen, ticket=msgspec.structs.replace(group.ticket, uid="0-63"))
+            for attempt in (stolen, claimed):
+                with pytest.raises(RemoteError, match="rollouter/1 does not hold the ticket of 0-") as caught:
+                    await thief.peer("learner/0").call(Deliver(group=attempt))
+                refused.append((group.ticket.uid, caught.value.code, caught.value.retryable))
+        await deliver(self, group)
+
+    monkeypatch.setattr(Delivery, "deliver", after_a_thief)
+    state = asyncio.run(system.run())
+    assert state.phase == "done"
+    assert {told[1:] for told in refused} == {("forbidden", False)}
+    assert system.actors["learner/0"].counters["wire/refused"] == len(refused) >= 2
+    assert {uid for uid, _, _ in refused} <= set(trained_uids(system))
+    assert not (tmp_path / "run" / "quarantine.jsonl").exists()
 
 
 def test_synchronous_training_is_on_policy(tmp_path):

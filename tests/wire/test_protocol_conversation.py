@@ -14,6 +14,7 @@ import zmq
 from asyncrl.config import Config
 from asyncrl.errors import RewardFailed
 from asyncrl.messages import Done, Message, Request
+from asyncrl.messages.senders import ANYBODY, SENDERS
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.wire.keys import Credentials
 from asyncrl.wire.zeromq import ZmqTransport
@@ -36,6 +37,9 @@ class Wait(Request, frozen=True, kw_only=True):
 
 class Break(Request, frozen=True, kw_only=True):
     reply = Done
+
+
+SENDERS.update(dict.fromkeys([Double, Wait, Break], ANYBODY))
 
 
 class Speaker(Actor):

@@ -16,11 +16,13 @@ from wire.knocking import SENT, Guise, Knocker, Mutator, knock, sample, stranger
 
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.messages import Done, Request
+from asyncrl.messages.senders import ANYBODY, SENDERS
 from asyncrl.runtime import server as serving
 from asyncrl.runtime.handlers import Caller, handler
 from asyncrl.runtime.roster import LAUNCHER
 from asyncrl.wire import keys, zeromq
 from asyncrl.wire.keys import Credentials, create_credentials, load_credentials
+from asyncrl.wire.pieces import CURVE_BYTES, PIECE_BYTES
 
 FRAMES = 3000
 
@@ -34,6 +36,9 @@ class Once(Request, frozen=True, kw_only=True):
 
 class Slow(Request, frozen=True, kw_only=True):
     reply = Done
+
+
+SENDERS.update(dict.fromkeys([Once, Slow], ANYBODY))
 
 
 class Everything:
@@ -526,6 +531,33 @@ def test_i6_whoever_never_gets_through_the_handshake_is_hung_up_on(tmp_path, mon
             for one in idle:
                 one.close()
             await until(lambda: server._endpoint.counters["wire/strangers"] >= len(idle), "all to be counted")
+
+    run(main)
+
+
+@pytest.mark.parametrize(("size", "stays"), [(PIECE_BYTES, True), (PIECE_BYTES + 2 * CURVE_BYTES, False)])
+def test_i6_a_stranger_brings_no_more_than_kilobytes_before_it_has_proved_who_it_is(tmp_path, size, stays):
+    """Friends send what is larger in pieces."""
+    create_credentials(tmp_path / "private", RUN_ID, ["server/0", "client/0"], attempts=1, curve=True)
+    greeting = GREETING.replace(b"NULL" + bytes(1), b"CURVE")
+
+    async def main():
+        async with Net(credentials=lambda name: load_credentials(tmp_path / "private", name, 0)) as net:
+            server = net.serve(Everything(), "server/0")
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(server.address.rpartition(":")[2]))
+            writer.write(greeting)
+            assert len(await reader.readexactly(64)) == 64
+            # The first frame of the handshake: a long command, of which only the size is sent.
+            writer.write(b"\x06" + size.to_bytes(8, "big"))
+            client = net.client("server/0")
+            assert await client.call(Once()) == Done()
+            if stays:
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(reader.read(1), 1.0)
+            else:
+                async with asyncio.timeout(20):
+                    assert await reader.read(1) == b""
+            writer.close()
 
     run(main)
 

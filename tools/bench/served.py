@@ -23,6 +23,7 @@ import zmq.asyncio
 
 from asyncrl.config.load import config_from_json
 from asyncrl.messages import Done, Message, Request
+from asyncrl.messages.senders import ANYBODY, SENDERS
 from asyncrl.monitor.logging import configure_logging
 from asyncrl.parameter_server.actor import ParameterServer
 from asyncrl.reward.actor import RewardActor
@@ -59,6 +60,9 @@ class Blob(Request, frozen=True, kw_only=True):
 
     reply = Done
     data: np.ndarray
+
+
+SENDERS.update(dict.fromkeys([Echo, EchoTask, Blob], ANYBODY))
 
 
 class EchoActor(Actor):

@@ -56,6 +56,7 @@ from asyncrl.rollouter.player import EpisodeFailed, EpisodePlayer
 from asyncrl.rollouter.response import Response
 from asyncrl.rollouter.sessions import Session, Sessions
 from asyncrl.runtime.clock import Clock
+from asyncrl.runtime.workers.confinement import Confinement
 from asyncrl.stops import resolve_stops
 from asyncrl.tokenizer import Tokenizer, tokenizer_of
 
@@ -181,14 +182,16 @@ class Rehearsal:
         )
         base_url = f"{await self._endpoint.start()}/v1"
         watch = asyncio.create_task(self._endpoint.watch())
+        confined = Confinement(self._config.security.user_environment)
         self._players: Programs | Workers
         if episode.kind == "command":
-            self._players = Programs(episode, base_url=base_url, on_output=self._print)
+            self._players = Programs(episode, base_url=base_url, confined=confined, on_output=self._print)
         else:
             self._players = Workers(
                 episode,
                 model=self.model,
                 base_url=base_url,
+                confined=confined,
                 start_timeout_s=episode.start_timeout_s,
                 on_output=self._print,
             )

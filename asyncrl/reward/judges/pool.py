@@ -31,6 +31,7 @@ from asyncrl.reward.judges.questions import JUDGE_COMPONENT, SPREAD_COMPONENT, J
 from asyncrl.reward.pool import RewardPool
 from asyncrl.reward.shaping import all_shaped
 from asyncrl.reward.slots import PoolCounters
+from asyncrl.runtime.workers.confinement import UNISOLATED, Confinement
 from asyncrl.runtime.workers.user_code import NotCallable
 
 CACHE_FOLDER = "judge_cache"
@@ -66,7 +67,8 @@ class JudgePool:
     """Judges by ``config.function``, which is one of JUDGES.
 
     ``folder`` is the run's, for answers to be found again; without one none is kept. ``on_request`` gets the seconds of
-    each request. The rest is as of RewardPool, as are ``start``, ``score`` and ``close``.
+    each request; ``confined`` is for what is added. The rest is as of RewardPool, as are ``start``, ``score`` and
+    ``close``.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class JudgePool:
         config: RewardConfig,
         *,
         max_tokens: int,
+        confined: Confinement = UNISOLATED,
         start_timeout_s: float = 120.0,
         folder: Path | None = None,
         on_output: Callable[[str, str, int], None] = lambda uid, text, dropped: None,
@@ -81,6 +84,7 @@ class JudgePool:
         on_request: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self._config, self._max_tokens, self._start_timeout_s = config, max_tokens, start_timeout_s
+        self._confined = confined
         self._folder, self._on_output, self._on_outcome, self._on_request = folder, on_output, on_outcome, on_request
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._running: dict[asyncio.Task[Scores], tuple[float, str]] = {}
@@ -113,6 +117,7 @@ class JudgePool:
             self._also = RewardPool(
                 config.model_copy(update={**added, "truncated": "score"}),
                 max_tokens=self._max_tokens,
+                confined=self._confined,
                 start_timeout_s=self._start_timeout_s,
                 on_output=self._on_output,
             )

@@ -1,4 +1,4 @@
-"""Keeps one program of the user: ``python -m asyncrl.runtime.workers.keeper FD``.
+"""Keeps one program of the user: ``python -m asyncrl.runtime.workers.keeper FD [HIDDEN]``.
 
 The first frame from FD is JSON: argv and env of the program, and ``files``: texts by the variables that name them, each
 in a file that the owner alone can read and that goes when the program ends. The keeper is a subreaper, in a session of
@@ -23,6 +23,7 @@ import tempfile
 from typing import Any
 
 from asyncrl.runtime.processes import become_subreaper, die_with_parent, end_children
+from asyncrl.runtime.workers import isolation
 from asyncrl.runtime.workers.framing import READ_BYTES, FrameReader, framed
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -36,6 +37,7 @@ END_S = 0.8
 
 def main() -> None:
     """Run the program, tell its end, end what it leaves."""
+    isolation.obey(sys.argv[1:])
     for number in IGNORED:
         signal.signal(number, lambda *_: None)
     become_subreaper()

@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import msgspec
 import psutil
 
 from asyncrl.runtime.processes import kill_child, session_members
+from asyncrl.runtime.workers.confinement import Confinement
 from asyncrl.runtime.workers.framing import READ_BYTES, FrameReader, framed
+from asyncrl.runtime.workers.isolation import NOT_ISOLATED_EXIT
 from asyncrl.runtime.workers.output import Output
 from asyncrl.runtime.workers.worker import NO_MEMORY_EXIT, NO_SOCKET_EXIT
 
@@ -33,13 +36,13 @@ SOCKET_CLOSED = "closed the socket of its worker process, which was not its own"
 
 
 class WorkerProcess:
-    """A process that runs ``python -m MODULE FD``, in a process group of its own, or in a session of its own.
+    """A process that runs ``python -m MODULE FD``, in a process group of its own, or in a session of its own, confined.
 
     ``on_frame`` gets the body of each frame that it sends, at most ``max_frame_bytes``, and raises ValueError for one
     that is not understood, which ends the process; ``on_end`` gets what became of it, in words, where ``memory_key`` is
     the key of the configuration that limits its memory. ``output`` is what it prints, ``max_output_bytes`` of it a
-    call and the last ``tail_bytes`` of all, and drained by this object; ``on_output`` says that there is more. ``env``
-    is its environment, in place of that of this process.
+    call and the last ``tail_bytes`` of all, and drained by this object; ``on_output`` says that there is more.
+    Where it is to be isolated the folders to hide are its second argument (isolation.py).
     """
 
     def __init__(
@@ -47,12 +50,12 @@ class WorkerProcess:
         module: str,
         setup: bytes,
         *,
+        confined: Confinement,
         max_frame_bytes: int,
         max_output_bytes: int,
         memory_key: str,
         own_session: bool = False,
         tail_bytes: int = 0,
-        env: Mapping[str, str] | None = None,
         on_output: Callable[[WorkerProcess], None],
         on_frame: Callable[[WorkerProcess, bytes | bytearray], None],
         on_end: Callable[[WorkerProcess, str], None],
@@ -67,16 +70,18 @@ class WorkerProcess:
         self.exit_code: int | None = None
         """Set before ``on_end`` is called; negative for a signal."""
         self.output = Output(max_output_bytes, tail_bytes=tail_bytes)
+        hidden = confined.hidden()
+        told = [] if hidden is None else [json.dumps(hidden)]
         self._socket, theirs = socket.socketpair()
         with theirs:
             try:
                 self._process = subprocess.Popen(
                     # -u: what is printed is out before the task is answered.
-                    [sys.executable, "-u", "-m", module, str(theirs.fileno())],
+                    [sys.executable, "-u", "-m", module, str(theirs.fileno()), *told],
                     stdin=subprocess.DEVNULL,
                     stdout=self.output.write_fd,
                     stderr=self.output.write_fd,
-                    env={**(os.environ if env is None else env), **ONE_THREAD},
+                    env=confined.env() | ONE_THREAD,
                     pass_fds=[theirs.fileno()],
                     # Of its own, so that nothing that it starts and lets go of is missed at the end. Its session stays
                     # the actor's, by which the node agent finds what a killed actor leaves behind, unless it sees to
@@ -236,6 +241,8 @@ def describe_exit(code: int, memory_key: str) -> str:
         return SOCKET_CLOSED
     if code == NO_MEMORY_EXIT:
         return f"left its worker process without memory ({memory_key})"
+    if code == NOT_ISOLATED_EXIT:
+        return "could not be isolated (security.isolate_user_code)"
     if code == -signal.SIGKILL:
         return "died with its worker process (SIGKILL, as by the kernel when memory runs out)"
     if code >= 0:

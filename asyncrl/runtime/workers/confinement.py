@@ -1,0 +1,97 @@
+"""What is kept from workers that run users' code: the environment always, the run's own where the system lets us.
+
+Invariant: a worker that is to be isolated runs no code of the user before it is (isolation.py); and where it cannot be,
+nothing starts, or the user is told, as security.isolate_user_code says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.config.operation import SecurityConfig
+from asyncrl.errors import ConfigError
+from asyncrl.runtime.workers import isolation
+from asyncrl.runtime.workers.environment import users_environment
+
+NOTICE = "isolation"
+"""Key of the notice that there is none."""
+PROBE_S = 30.0
+"""For importing Python and a few calls of the system, on a host that may be busy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Confinement:
+    """Of the workers of one actor. By default they are not isolated, as where there is no run so far."""
+
+    named: Sequence[str] = ()
+    """Variables that they are given beside the usual ones."""
+    run_dir: Path | None = None
+    """The folder of the run that they are isolated from; None: they are not."""
+    beside: Sequence[str] = ()
+    """Private folders of other runs."""
+
+    def env(self) -> dict[str, str]:
+        """The environment of a worker that starts now."""
+        return users_environment(os.environ, self.named)
+
+    def hidden(self) -> list[str] | None:
+        """What a worker that starts now finds empty; None if it is not isolated."""
+        return None if self.run_dir is None else sorted({*private_folders(self.run_dir), *self.beside})
+
+
+UNISOLATED = Confinement()
+
+
+def private_folders(run_dir: Path) -> list[str]:
+    """The private folders of this run's hosts that are there now."""
+    return [str(path.resolve()) for path in run_dir.glob("private*") if path.is_dir()]
+
+
+def private_folders_beside(run_dir: Path) -> list[str]:
+    """Those of all runs in the same folder. One with a lock is a run's; anything else of that name is the user's."""
+    return [str(lock.parent.resolve()) for lock in run_dir.absolute().parent.glob("*/private*/lock")]
+
+
+async def confine(config: SecurityConfig, run_dir: Path, tell: Callable[[str], None]) -> Confinement:
+    """The confinement of an actor's workers; ``tell`` gets why they are not isolated. Raises ConfigError."""
+    named = config.user_environment
+    if config.isolate_user_code == "off":
+        return Confinement(named)
+    confined = Confinement(named, run_dir, await asyncio.to_thread(private_folders_beside, run_dir))
+    reason = await why_not(confined.hidden() or [])
+    if not reason:
+        return confined
+    if config.isolate_user_code == "required":
+        raise ConfigError([f"security.isolate_user_code: users' code cannot be isolated on this host ({reason})"])
+    tell(
+        f"users' code is not isolated on this host ({reason}): it can read the run's keys, and the memory and "
+        "environment of processes of the same user; see docs/security.md"
+    )
+    return Confinement(named)
+
+
+async def why_not(hidden: Sequence[str]) -> str:
+    """Why a worker cannot be isolated here; empty where it can."""
+    probe = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", isolation.__name__, json.dumps(hidden)),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(PROBE_S):
+            _, said = await probe.communicate()
+    except TimeoutError:
+        return f"a process that was to isolate itself did not end within {PROBE_S:g} s"
+    finally:
+        if probe.returncode is None:
+            probe.kill()
+            await probe.wait()
+    lines = said.decode(errors="replace").strip().splitlines()
+    return "" if probe.returncode == 0 else lines[-1] if lines else f"the probe ended with {probe.returncode}"

@@ -1,0 +1,150 @@
+"""Users' code that steals, in workers as a run has them: as this user, as another, where there are no namespaces."""
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config.operation import SecurityConfig
+from asyncrl.errors import ConfigError
+from asyncrl.runtime.workers import confinement
+from asyncrl.runtime.workers.confinement import Confinement, confine, why_not
+from asyncrl.runtime.workers.environment import users_environment
+
+ROBBED = Path(__file__).with_name("robbed.py")
+ROOT = Path(__file__).parents[3]
+ORDINARY = 4321
+NO_NAMESPACES = "echo 0 > /proc/sys/user/max_user_namespaces && exec"
+
+isolated = pytest.mark.skipif(bool(asyncio.run(why_not([]))), reason="this system has no namespaces for its users")
+
+
+def env() -> dict[str, str]:
+    """The same modules for an interpreter that any user may run."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+
+
+def interpreter(**user: Any) -> str:
+    """One that this user may run."""
+    for python in (sys.executable, shutil.which(f"python3.{sys.version_info.minor}", path="/usr/bin:/usr/local/bin")):
+        try:
+            subprocess.run([str(python), "-c", "import msgspec"], check=True, env=env(), stderr=-3, cwd="/", **user)
+        except (OSError, subprocess.SubprocessError):
+            continue
+        return str(python)
+    pytest.skip("there is no interpreter that another user may run")
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    # pytest's own is closed to other users.
+    with tempfile.TemporaryDirectory() as made:
+        yield Path(made)
+
+
+def rob(folder: Path, mode: str, way: str, *before: str, **user: Any) -> Any:
+    argv = [*before, interpreter(**user), "-B", str(ROBBED), str(folder), mode, way]
+    ended = subprocess.run(argv, capture_output=True, text=True, timeout=120, env=env(), cwd="/", **user)
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout)
+
+
+def as_another(folder: Path) -> dict[str, Any]:
+    if os.geteuid() != 0:
+        pytest.skip("only root can be another user")
+    os.chown(folder, ORDINARY, ORDINARY)
+    return {"user": ORDINARY, "group": ORDINARY, "extra_groups": []}
+
+
+@isolated
+@pytest.mark.parametrize("way", ["reward", "keeper"])
+@pytest.mark.parametrize("user", ["this", "another"])
+def test_a_thief_gets_what_the_user_has_named_and_nothing_else(folder: Path, way: str, user: str) -> None:
+    given = {} if user == "this" else as_another(folder)
+    assert rob(folder, "required", way, **given) == {"told": [], "got": {"environment": ["SANDBOX"]}}
+
+
+@pytest.mark.parametrize("user", ["this", "another"])
+def test_without_isolation_the_same_thief_gets_the_keys_and_no_more_of_the_environment(folder: Path, user: str) -> None:
+    given = {} if user == "this" else as_another(folder)
+    said = rob(folder, "off", "reward", **given)
+    assert said["told"] == []
+    assert said["got"]["environment"] == ["SANDBOX"]
+    assert "descriptors" not in said["got"]
+    assert {"keys", "listed", "linked", "moved", "environment of another"} < said["got"].keys()
+
+
+@isolated
+def test_where_there_are_no_namespaces_the_user_is_told_and_the_worker_plays(folder: Path) -> None:
+    unshare = shutil.which("unshare")
+    if unshare is None:
+        pytest.skip("needs unshare")
+    before = (unshare, "--user", "--map-root-user", "sh", "-c", f'{NO_NAMESPACES} "$@"', "sh")
+    said = rob(folder, "auto", "reward", *before)
+    (told,) = said["told"]
+    assert told.startswith("users' code is not isolated on this host (a user namespace: No space left on device)")
+    assert "docs/security.md" in told
+    assert said["got"]["keys"]
+
+
+def test_required_refuses_where_there_is_no_isolation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refused(hidden: list[str]) -> str:
+        return "a user namespace: Operation not permitted"
+
+    monkeypatch.setattr(confinement, "why_not", refused)
+    with pytest.raises(
+        ConfigError, match=r"security\.isolate_user_code: .* \(a user namespace: Operation not permitted"
+    ):
+        asyncio.run(confine(SecurityConfig(isolate_user_code="required"), tmp_path, pytest.fail))
+
+
+def test_private_folders_of_all_hosts_and_of_runs_beside_are_hidden(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    for name in (
+        "mine/private",
+        "mine/private-3",
+        "mine/private-late",
+        "other/private",
+        "other/private-1",
+        "users/private",
+    ):
+        (runs / name).mkdir(parents=True)
+        if not name.startswith("users"):
+            (runs / name / "lock").touch()
+    (runs / "mine" / "private.txt").touch()
+    confined = Confinement((), runs / "mine", confinement.private_folders_beside(runs / "mine"))
+    (runs / "mine" / "private-7").mkdir()
+    names = [
+        "mine/private",
+        "mine/private-3",
+        "mine/private-7",
+        "mine/private-late",
+        "other/private",
+        "other/private-1",
+    ]
+    assert confined.hidden() == [str(runs / name) for name in names]
+    assert Confinement(()).hidden() is None
+
+
+def test_of_the_environment_only_what_is_listed_or_named_passes() -> None:
+    passing = {
+        "PATH": "/bin", "HOME": "/h", "LC_ALL": "C", "PYTHONPATH": "/p", "HF_HOME": "/hf", "CUDA_VISIBLE_DEVICES": "0",
+        "TOKENIZERS_PARALLELISM": "false", "https_proxy": "http://proxy", "OMP_NUM_THREADS": "2", "TMPDIR": "/t",
+    }  # fmt: skip
+    kept = {
+        "ASYNCRL_PRIVATE": "x", "WANDB_API_KEY": "x", "HF_TOKEN": "x", "HUGGINGFACE_HUB_TOKEN": "x", "JUDGE": "x",
+        "HF_API_KEYS": "x", "AWS_SECRET_ACCESS_KEY": "x", "SSH_AUTH_SOCK": "/s", "DATABASE_URL": "x", "PYTHON_KEY": "x",
+    }  # fmt: skip
+    assert users_environment(passing | kept) == passing
+    assert users_environment(passing | kept, ["HF_TOKEN", "JUDGE", "ABSENT"]) == passing | {
+        "HF_TOKEN": "x",
+        "JUDGE": "x",
+    }
