@@ -11,6 +11,7 @@ from harness import Net
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.messages import Done, Message, Request
 from asyncrl.messages.actors import ActorRecord
+from asyncrl.messages.senders import ANYBODY, SENDERS
 from asyncrl.runtime import peer as peer_module
 from asyncrl.runtime.clock import run_virtual
 from asyncrl.runtime.handlers import Caller, handler
@@ -39,6 +40,9 @@ class Piece(Message, frozen=True, kw_only=True):
 class Fetch(Request, frozen=True, kw_only=True):
     reply = Piece
     n: int
+
+
+SENDERS.update(dict.fromkeys([Give, Ping, Fetch], ANYBODY))
 
 
 class Receiver:

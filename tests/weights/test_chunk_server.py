@@ -150,7 +150,7 @@ def test_over_the_wire() -> None:
         content = random_bytes(8 << 20)
         async with Net() as net:
             net.serve(Serving([content]), "parameter_server/0")
-            peer = net.client("parameter_server/0")
+            peer = net.client("parameter_server/0", "rollouter/0")
             calls = [peer.call(request(offset=at << 20, size=1 << 20)) for at in range(8)]
             chunks = await asyncio.gather(*calls)
             assert b"".join(chunk.data.tobytes() for chunk in chunks) == content
