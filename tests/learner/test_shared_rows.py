@@ -152,7 +152,7 @@ def _both_ways(backend: Any, config: Any) -> tuple[list[dict[str, float]], list[
     return [backend.train(plan) for plan in plans], [plan.tokens for plan in plans]
 
 
-@pytest.mark.parametrize("extra", [{}, {"activation_checkpointing": "full", "entropy_coefficient": 0.01}])
+@pytest.mark.parametrize("extra", [{}, {"activation_checkpointing": "full", "entropy_bonus": 0.01}])
 def test_ranks_take_the_same_step_of_shared_rows(extra: dict[str, Any], folder: Path, run) -> None:
     config = make_config(folder, ranks=2, budget=100, lr=1e-12, weight_decay=0.0, **extra)
     ((whole, shared), tokens), followers = run(config, _both_ways)

@@ -42,7 +42,7 @@ from asyncrl.learner.fsdp.startup_check import (
     Scoring,
     make_batch,
     no_packing,
-    nothing_shared,
+    no_sharing,
     random_tokens,
     score_rows,
     short_tokens,
@@ -175,7 +175,7 @@ class _Check:
             return False
         worst = self._worst(self._score([batch.shared], attention, chunked=chunked), truth)
         if not worst <= self._limit:
-            warnings.append(nothing_shared(f"{worst:.2g} {self._where}"))
+            warnings.append(no_sharing(f"{worst:.2g} {self._where}"))
         return worst <= self._limit
 
     def _ways(self, warnings: list[str]) -> list[Attention]:

@@ -149,7 +149,7 @@ def choose_scoring(
     elif found and packed[0] != "packed":
         warnings.append(slower_packing(packed[0], str(found["packed"])))
     if not _agrees(together):
-        warnings.append(nothing_shared(str(together)))
+        warnings.append(no_sharing(str(together)))
     if not packed and single == "plain":
         warnings.append(
             f"transformers' fast attention leaves out a part of the model's ({alone}); its plain one is slow"
@@ -168,7 +168,7 @@ def no_packing(config: LearnerConfig, found: str) -> str:
     return f"{told}; each row holds one sequence"
 
 
-def nothing_shared(found: str) -> str:
+def no_sharing(found: str) -> str:
     """The warning when sequences of a row do not share what they begin with although they might."""
     return f"log-probs differ where the common beginning of sequences is computed once ({found}); each computes its own"
 
