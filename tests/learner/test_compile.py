@@ -82,9 +82,8 @@ def _shared_row(random: np.random.Generator, sequences: int, policy: Policy) -> 
 def test_the_number_of_sequences_in_a_row_makes_no_graph(
     counts: int, attention: Attention, most: int, kernel, tmp_path: Path, monkeypatch
 ) -> None:
-    # Its two layers attend in different ways: a graph each, with a gradient and without, of whole sequences and of those
-    # that share what they begin with. Attention sequence by sequence breaks them, and dynamo knows sizes of one and of
-    # several.
+    # Its two layers attend in different ways: a graph each, with a gradient and without, of whole sequences and of
+    # shared beginnings. Attention sequence by sequence breaks them, and dynamo knows sizes of one and of several.
     policy = _load(save_family(tmp_path / "model", make_family("Gemma3", tied=True)), attention)
     graphs, random = _compiled(policy, monkeypatch), np.random.default_rng(0)
 
