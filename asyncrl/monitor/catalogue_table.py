@@ -332,7 +332,7 @@ METRICS: tuple[Metric, ...] = (
     *_all(
         "counter",
         "learner",
-        ("learner/tokens", "tokens", "of sequences trained, prompts included"),
+        ("learner/tokens", "tokens", "computed in training, prompts included; what sequences of a row share once"),
         ("learner/skipped_steps", "steps", "not taken because they were not finite"),
         ("learner/plans_ahead", "steps", "planned, and sent to the ranks, while the step before was trained"),
         (

@@ -33,6 +33,8 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--pairs", type=_positive, default=10, help="pairs of each comparison (10)")
     bench.add_argument("--threads", type=_positive, default=1, help="of each side (1)")
     bench.add_argument("--vs", choices=["trl"], help="also measure against TRL's GRPO")
+    bench = benches.add_parser("sharing", help="CPU time of a step that computes the prompt of a group once")
+    bench.add_argument("--pairs", type=_positive, default=20, help="pairs of each comparison (20)")
     bench = benches.add_parser("quickstart", help="seconds until the quickstart's policy is right on held-out problems")
     bench.add_argument("--vs", choices=["trl"], required=True, help="the other side: TRL's GRPO")
     bench.add_argument("--lengths", choices=["equal", "lognormal"], default="equal", help="of the responses (equal)")
@@ -98,6 +100,10 @@ def _measure(chosen: argparse.Namespace, report: Report) -> None:
         from tools.bench import learner
 
         uvloop.run(learner.measure(report, pairs=chosen.pairs, threads=chosen.threads, vs_trl=chosen.vs == "trl"))
+    elif chosen.bench == "sharing":
+        from tools.bench import sharing
+
+        uvloop.run(sharing.measure(report, pairs=chosen.pairs))
     elif chosen.bench == "quickstart":
         from tools.bench import quickstart
 
