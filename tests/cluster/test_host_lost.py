@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster.netns import Cluster, wait_until
 
 from asyncrl.runtime.address_file import ADDRESS_FILE
 from tools.chaos.audit import Expected, audit, read_lines
+from tools.cluster.netns import Cluster, wait_until
 
 GROUPS = 4
 CUT_S = 30.0

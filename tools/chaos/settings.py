@@ -17,6 +17,9 @@ from tools.quickstart.assets import Assets
 PROGRAM = str(Path(__file__).with_name("agent.py"))
 SIM_SILENCE_S = 3.0
 VLLM_SILENCE_S = 20.0
+SIM_UNREACHABLE_S = 4.0
+"""Longer than a lost host is waited for, and shorter than some partitions."""
+PORTS = "7000-7063"
 SIM_PROMPTS = 300
 SIM_GROUPS = 4
 REPLICAS = 2
@@ -66,9 +69,23 @@ def sim_tree(seed: int, steps: int, data: Path) -> dict[str, Any]:
         "staleness": {"max": 2},
         "checkpoint": {"every_versions": 3, "export_at_end": False},
         "network": {"call_timeout_s": 5.0},
-        "supervision": {**_SUPERVISION, "silence_s": SIM_SILENCE_S, "start_timeout_s": 60.0},
+        "supervision": {
+            **_SUPERVISION,
+            "silence_s": SIM_SILENCE_S,
+            "host_lost_s": SIM_SILENCE_S,
+            "unreachable_s": SIM_UNREACHABLE_S,
+            "start_timeout_s": 60.0,
+        },
         "log": {"level": "debug"},
     }
+
+
+def on_several_hosts(tree: dict[str, Any], seed: int) -> dict[str, Any]:
+    """The same run over hosts of its own; whether its wire is encrypted, and whether a successor finds the port of its
+    predecessor, comes from the seed."""
+    randomness = random.Random(f"hosts {seed}")
+    security = {"curve": randomness.choice(("auto", "off"))}
+    return tree | {"security": security, "network": tree["network"] | {"ports": randomness.choice(("0", PORTS))}}
 
 
 def with_episodes(tree: dict[str, Any], episodes: Episodes) -> dict[str, Any]:
