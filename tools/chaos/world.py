@@ -172,8 +172,16 @@ class World:
         found = [*self._ports(), *self._shared_memory()]
         found = [name for name in found if name not in self._before]
         return found + [
-            f"temporary file {path}{place.of}" for place in self._places() for path in _files(place.temporary)
+            f"temporary file {path}{place.of}"
+            for place in self._places()
+            for path in _files(place.temporary)
+            if not self._is_log(path.relative_to(place.temporary))
         ]
+
+    def _is_log(self, path: Path) -> bool:
+        """Whether it is of a host's part of the run folder, which stays there after a lost connection, keys excepted."""
+        inside = Path("/tmp", path)
+        return inside.is_relative_to(self.runs) and not any(part.startswith("private") for part in path.parts)
 
     def _places(self) -> list[_Place]:
         if self.hosts.cluster is None:
