@@ -179,7 +179,7 @@ class World:
         ]
 
     def _is_log(self, path: Path) -> bool:
-        """Whether it is of a host's part of the run folder, which stays there after a lost connection, keys excepted."""
+        """Whether it is of a host's part of the run folder, which stays there after a lost connection; keys do not."""
         inside = Path("/tmp", path)
         return inside.is_relative_to(self.runs) and not any(part.startswith("private") for part in path.parts)
 
