@@ -109,9 +109,9 @@ class Launched:
         wait_until(lambda: self.said("controller-0").count(f'"event": "{event}"') >= times, event)
 
     def addresses(self, actor: str) -> list[str]:
-        """As the controller has heard of them, of each incarnation twice."""
+        """Those of its incarnations, as the controller has heard of them; before it has one, an actor tells none."""
         lines = [json.loads(line) for line in self.said("controller-0").splitlines() if '"registered"' in line]
-        return [line["address"] for line in lines if line["actor"] == actor]
+        return [line["address"] for line in lines if line["actor"] == actor and line["address"]]
 
     def versions_served(self) -> dict[str, int]:
         """The newest weights that each replica has taken over and resumed with, by its own report."""

@@ -172,7 +172,10 @@ def _duration(randomness: random.Random, kind: Kind, silence_s: float) -> float 
         return randomness.uniform(0.5 * silence_s, 1.5 * silence_s)
     if kind == "disk":
         return randomness.uniform(0.25 * silence_s, 2.0 * silence_s)
-    if kind in ON_HOSTS:
+    if kind == "partition":
+        # The longer ones outlast the connection, and then supervision.unreachable_s.
+        return randomness.uniform(0.5 * silence_s, 7.0 * silence_s)
+    if kind in ("slow", "clock"):
         return randomness.uniform(0.5 * silence_s, 2.5 * silence_s)
     return None
 
