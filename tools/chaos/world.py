@@ -31,6 +31,8 @@ _INSIDE = "ASYNCRL_CHAOS_WORLD"
 _MIB = 1 << 20
 SHM = Path("/dev/shm")
 LISTENS = "0A"
+"""In the kernel's tables of TCP."""
+NOT_ALONE = "no machine of its own here (root, or users that may make namespaces; iproute2)"
 
 
 def enter(module: str, arguments: Sequence[str]) -> None:
@@ -79,7 +81,7 @@ class World:
         for path in (self.runs, self.temporary):
             path.mkdir(parents=True)
         clocks = WallClocks(folder)
-        why_one = "the run has one host" if not several else why_not() if self.alone else "no machine of its own here"
+        why_one = self._why_one_host() if several else "the run has one host"
         if self.alone:
             subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
             subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={disk_mib}m", "tmpfs", str(self.runs)], check=True)
@@ -111,10 +113,12 @@ class World:
         assert self.alone
         return [process for process in psutil.process_iter() if process.pid not in self._residents and lives(process)]
 
+    def _why_one_host(self) -> str | None:
+        return why_not() if self.alone else NOT_ALONE
+
     def _missing(self, why_one: str | None) -> Mapping[Kind, str]:
         if not self.alone:
-            alone = "no machine of its own here (root, or users that may make namespaces; iproute2)"
-            return dict.fromkeys((*ON_MACHINE, "partition", "slow"), alone)
+            return dict.fromkeys((*ON_MACHINE, "partition", "slow"), NOT_ALONE)
         found: dict[Kind, str] = {} if why_one is None else {"partition": why_one, "slow": why_one}
         if shutil.which("ss") is None or subprocess.run(["ss", "-K"], capture_output=True).returncode != 0:
             found["reset"] = "ss -K does not work here"
