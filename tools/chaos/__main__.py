@@ -148,7 +148,11 @@ def go(
                 findings.say("end", f"the run ended after {len(struck)} of {len(faults)} faults")
             for left in _left(run, world):
                 findings.say("left", left)
-            audited = audit(run.run_dir, promised)
+            try:
+                audited = audit(run.run_dir, promised)
+            except OSError as error:
+                audited = Findings()
+                findings.say("end", f"there is nothing to audit: {error}")
             full = any(one.fault.kind == "disk" for one in struck)
             for problem in audited.problems:
                 # Records that find no room are lost, by design; the ledger knows their prompts and how many.

@@ -174,7 +174,7 @@ def _duration(randomness: random.Random, kind: Kind, silence_s: float) -> float 
         return randomness.uniform(0.25 * silence_s, 2.0 * silence_s)
     if kind == "partition":
         # The longer ones outlast the connection, and then supervision.unreachable_s.
-        return randomness.uniform(0.5 * silence_s, 7.0 * silence_s)
+        return randomness.uniform(0.5 * silence_s, 10.0 * silence_s)
     if kind in ("slow", "clock"):
         return randomness.uniform(0.5 * silence_s, 2.5 * silence_s)
     return None

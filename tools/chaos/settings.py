@@ -19,6 +19,8 @@ SIM_SILENCE_S = 3.0
 VLLM_SILENCE_S = 20.0
 SIM_UNREACHABLE_S = 4.0
 """Longer than a lost host is waited for, and shorter than some partitions."""
+HOST_GRACE_S = 120.0
+"""Longer than any partition, and than two that follow one another."""
 PORTS = "7000-7063"
 SIM_PROMPTS = 300
 SIM_GROUPS = 4
@@ -85,7 +87,11 @@ def on_several_hosts(tree: dict[str, Any], seed: int) -> dict[str, Any]:
     predecessor, comes from the seed."""
     randomness = random.Random(f"hosts {seed}")
     security = {"curve": randomness.choice(("auto", "off"))}
-    return tree | {"security": security, "network": tree["network"] | {"ports": randomness.choice(("0", PORTS))}}
+    return tree | {
+        "security": security,
+        "network": tree["network"] | {"ports": randomness.choice(("0", PORTS))},
+        "supervision": tree["supervision"] | {"host_grace_s": HOST_GRACE_S},
+    }
 
 
 def with_episodes(tree: dict[str, Any], episodes: Episodes) -> dict[str, Any]:
