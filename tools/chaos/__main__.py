@@ -114,7 +114,7 @@ def go(
     print(f"seed {seed}: {len(faults)} faults, {promised.steps} steps", file=out)
     for why in sorted(set(skipped.values())):
         print(f"skipped: {', '.join(kind for kind in skipped if skipped[kind] == why)}: {why}", file=out)
-    if len(hosts) > 1 and not world.hosts.netem:
+    if "slow" in drawn and not world.hosts.netem:
         print("links are slow by their rate alone: the kernel has no netem", file=out)
     print(f"{'time':>8}  {'fault':52}  {'phase':12}  {'step':>5}  recovered after", file=out, flush=True)
     began = time.monotonic()
