@@ -35,6 +35,8 @@ HEAD = "head"
 NETWORK = "10.77.0"
 NOWHERE = "02:00:00:00:00:01"
 WAIT_S = 30.0
+SETGROUPS = Path("/proc/self/setgroups")
+"""Denied where a user is root in a namespace of its own."""
 ENTER = (sys.executable, "-I", "-S", str(HERE / "inside.py"), "enter")
 INIT = (sys.executable, "-I", "-S", str(HERE / "inside.py"), "init")
 UNSHARE = ("unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child")
@@ -63,6 +65,8 @@ def why_not() -> str | None:
         return "network namespaces are Linux's"
     if os.geteuid() != 0:
         return "making namespaces needs root"
+    if SETGROUPS.read_text().strip() != "allow":
+        return "sshd needs the root of more than one user"
     path = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"
     missing = [tool for tool in ("ip", "unshare", "ssh", "ssh-keygen", "sshd") if not shutil.which(tool, path=path)]
     if missing:
@@ -112,7 +116,8 @@ class Host:
         self._holder = subprocess.Popen(
             [*UNSHARE, *INIT, str(self.cluster.folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        assert self._holder.stdin is not None and self._holder.stdout is not None
+        assert self._holder.stdin is not None
+        assert self._holder.stdout is not None
         self._holder.stdin.write(json.dumps(self.cluster.describe(self)) + "\n")
         self._holder.stdin.flush()
         assert self._holder.stdout.readline() == "ready\n", f"{self.name} does not boot"
@@ -202,6 +207,15 @@ class Host:
             self._children.remove(child)
         assert not check or child.returncode == 0, f"{self.name}: {argv} exited {child.returncode}\n{out}{errors}"
         return subprocess.CompletedProcess(list(argv), child.returncode, out, errors)
+
+    def entered(self, argv: Sequence[str]) -> list[str]:
+        """The command that runs ``argv`` on the host, in the folder of the same name there."""
+        assert self.is_on, f"{self.name} is off"
+        return [*ENTER, str(self._init), *argv]
+
+    def kernel(self, name: str) -> Path:
+        """What the host calls /proc/NAME, while it is on."""
+        return Path(f"/proc/{self._init}/{name}")
 
     def path(self, inside: str | Path) -> Path:
         """Where this machine sees the path that the host calls ``inside``, while the host is on."""
@@ -339,7 +353,8 @@ class Cluster:
             stderr=subprocess.DEVNULL,
             text=True,
         )
-        assert self._switch.stdin is not None and self._switch.stdout is not None
+        assert self._switch.stdin is not None
+        assert self._switch.stdout is not None
         self._switch.stdin.write("ready\n")
         self._switch.stdin.flush()
         assert self._switch.stdout.readline() == "ready\n", "no namespace for the bridge"
@@ -400,7 +415,8 @@ class Capture:
         recorder, self._recorder = self._recorder, None
         if recorder is None:
             return
-        assert recorder.stdin is not None and recorder.stdout is not None
+        assert recorder.stdin is not None
+        assert recorder.stdout is not None
         recorder.stdin.close()
         lost = recorder.stdout.read()
         recorder.wait(WAIT_S)
@@ -409,7 +425,7 @@ class Capture:
 
     def conversations(self) -> dict[tuple[tuple[str, int], tuple[str, int]], bytes]:
         """By ((address, port) of the sender, of the receiver): the bytes sent over TCP, in order."""
-        from cluster.capture import conversations, read_frames
+        from tools.cluster.capture import conversations, read_frames
 
         assert self._recorder is None, "the record still runs"
         return conversations(read_frames(self._file))
