@@ -66,7 +66,8 @@ class Namespace:
             # A Ctrl-C is for the owner alone.
             process_group=0,
         )
-        assert self._holder.stdin is not None and self._holder.stdout is not None
+        assert self._holder.stdin is not None
+        assert self._holder.stdout is not None
         try:
             self._holder.stdin.write("ready\n")
             self._holder.stdin.flush()

@@ -11,7 +11,6 @@ version, and nobody tells anybody of it: the version is lost for each surviving 
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from dataclasses import dataclass
 

@@ -11,8 +11,10 @@ import contextlib
 import json
 import secrets
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config
@@ -22,7 +24,6 @@ from tools.bench.fanout_host import name_of
 from tools.netns import ShapedNetwork
 
 READY_S = 120.0
-END_S = 20.0
 ROOT = 0
 """The host of the parameter server."""
 
@@ -40,19 +41,19 @@ class Host:
     """Of each event, by its name and version."""
     sources: dict[int, list[list[str]]] = field(default_factory=dict)
     """By version: the ways up that it was offered."""
-    killed: bool = False
+    ended: bool = False
+    """By us."""
 
 
 class Fleet:
     """All hosts of a network; hosts 1 and on are those that weights go to. Make it with ``fleet``."""
 
-    def __init__(self, network: ShapedNetwork, config: Config, tasks: asyncio.TaskGroup) -> None:
-        self._network, self._config, self._tasks = network, config, tasks
+    def __init__(self, network: ShapedNetwork, config: Config, tasks: asyncio.TaskGroup, folder: Path) -> None:
+        self._network, self._config, self._tasks, self._folder = network, config, tasks, folder
         self._secret = secrets.token_hex(16)
         self._hosts: dict[int, Host] = {}
         self._changed = asyncio.Condition()
         self._version = -1
-        self._ending = False
 
     @property
     def receivers(self) -> list[int]:
@@ -80,6 +81,7 @@ class Fleet:
                 incarnation=self._hosts[host].incarnation,
                 secret=self._secret,
                 addresses=self._network.addresses,
+                folder=str(self._folder),
                 config=config_to_json(self._config),
             )
         await self._until(starting, lambda host: host.ready, "to be ready", READY_S)
@@ -119,25 +121,18 @@ class Fleet:
 
     async def kill(self, host: int) -> None:
         """SIGKILL to the process of a host. Its host stays in the network."""
-        self._hosts[host].killed = True
+        self._hosts[host].ended = True
         self._hosts[host].process.kill()
         await self._hosts[host].process.wait()
 
     async def close(self) -> None:
-        """End all processes."""
-        self._ending = True
+        """End all processes. They have nothing to bring to an end."""
         for host in self._hosts.values():
-            assert host.process.stdin is not None
-            host.process.stdin.close()
-        try:
-            async with asyncio.timeout(END_S):
-                for host in self._hosts.values():
-                    await host.process.wait()
-        finally:
-            for host in self._hosts.values():
-                if host.process.returncode is None:
-                    host.process.kill()
-                    await host.process.wait()
+            host.ended = True
+            if host.process.returncode is None:
+                host.process.kill()
+        for host in self._hosts.values():
+            await host.process.wait()
 
     # --- the inside ---
 
@@ -159,7 +154,7 @@ class Fleet:
             async with self._changed:
                 self._changed.notify_all()
         code = await host.process.wait()
-        if not host.killed and not self._ending:
+        if not host.ended:
             raise ActorFailed(name_of(number), f"ended with exit code {code}")
 
     async def _until(self, hosts: Collection[int], done: Callable[[Host], bool], what: str, within_s: float) -> None:
@@ -177,10 +172,11 @@ class Fleet:
 @contextlib.asynccontextmanager
 async def fleet(network: ShapedNetwork, config: Config) -> AsyncIterator[Fleet]:
     """All hosts of a network, each with its process up."""
-    async with asyncio.TaskGroup() as tasks:
-        made = Fleet(network, config, tasks)
-        try:
-            await made.start(range(len(network.addresses)))
-            yield made
-        finally:
-            await made.close()
+    with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:
+        async with asyncio.TaskGroup() as tasks:
+            made = Fleet(network, config, tasks, Path(folder))
+            try:
+                await made.start(range(len(network.addresses)))
+                yield made
+            finally:
+                await made.close()

@@ -5,8 +5,8 @@ updates with the real fetch and relay, and a simulated engine that loads in no t
 found at an address that is told at the start.
 
 The first line of standard input says which host this is. Each further one is an order: ``publish`` a version, or
-``take`` the next one (a host may sit one out). What happens is told in lines on standard output, each with the time of a clock that all
-processes of this machine share. It ends when standard input does.
+``take`` the next one, and a host may sit one out. What happens is told in lines on standard output, each with the time
+of a clock that all processes of this machine share. It ends when standard input does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import asyncio
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -134,7 +133,7 @@ class Replica(Actor):
             offer = reply.offer
             assert offer.manifest is not None
             self._half = sum(bucket.size for bucket in offer.manifest.buckets) // 2
-            tell("offered", version=offer.version, sources=[offer.sources])
+            tell("offered", version=offer.version, sources=[offer.sources, *offer.more_sources])
         elif isinstance(request, FetchChunk):
             before, self._half = self._half, self._half - request.size
             if self._half <= 0 < before:
@@ -157,30 +156,29 @@ async def live(reader: asyncio.StreamReader, first: dict[str, Any]) -> None:
     """As the actor of a host, until standard input ends."""
     config, host, addresses = config_from_json(first["config"]), first["host"], first["addresses"]
     credentials = Credentials(RUN_ID, first["secret"])
-    with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:
-        context = ActorContext(
-            config=config,
-            name=name_of(host),
-            incarnation=first["incarnation"],
-            run_dir=Path(folder),
-            transport=ZmqTransport(credentials, max_message_bytes=config.network.max_message_bytes),
-            credentials=credentials,
-            controller=None,
-            bind_host=addresses[host],
-        )
-        records = {
-            name_of(index): ActorRecord(name=name_of(index), incarnation=1, address=f"tcp://{address}:{PORT}")
-            for index, address in enumerate(addresses)
-        }
-        actor = Replica(context, records) if host else Root(context)
-        async with asyncio.TaskGroup() as tasks:
-            life = tasks.create_task(actor.main())
-            orders = tasks.create_task(obey(reader, actor))
-            while not actor.ready and not life.done():  # noqa: ASYNC110 - an actor tells nobody that it is ready
-                await asyncio.sleep(0.01)
-            tell("ready")
-            await life
-            orders.cancel()
+    context = ActorContext(
+        config=config,
+        name=name_of(host),
+        incarnation=first["incarnation"],
+        run_dir=Path(first["folder"]),
+        transport=ZmqTransport(credentials, max_message_bytes=config.network.max_message_bytes),
+        credentials=credentials,
+        controller=None,
+        bind_host=addresses[host],
+    )
+    records = {
+        name_of(index): ActorRecord(name=name_of(index), incarnation=1, address=f"tcp://{address}:{PORT}")
+        for index, address in enumerate(addresses)
+    }
+    actor = Replica(context, records) if host else Root(context)
+    async with asyncio.TaskGroup() as tasks:
+        life = tasks.create_task(actor.main())
+        orders = tasks.create_task(obey(reader, actor))
+        while not actor.ready and not life.done():  # noqa: ASYNC110 - an actor tells nobody that it is ready
+            await asyncio.sleep(0.01)
+        tell("ready")
+        await life
+        orders.cancel()
 
 
 async def obey(reader: asyncio.StreamReader, actor: Root | Replica) -> None:
