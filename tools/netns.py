@@ -41,7 +41,7 @@ def why_not(
     missing = [tool for tool in tools if not shutil.which(tool, path=PATH)]
     if missing:
         return f"not installed: {', '.join(missing)} (Debian: {packages})"
-    tried = subprocess.run([*unshare, "sh", "-c", trial], capture_output=True, text=True, timeout=WAIT_S)
+    tried = _run([*unshare, "sh", "-c", trial])
     if tried.returncode:
         said = " ".join(tried.stderr.split()) or f"exit code {tried.returncode}"
         return f"the kernel does not let us make such namespaces: {said}"
@@ -54,7 +54,7 @@ def why_no_shaped_network() -> str | None:
 
 
 class Namespace:
-    """A network namespace with its loopback. ``mark`` stands in the command line of its holder."""
+    """A network namespace. ``mark`` stands in the command line of its holder."""
 
     def __init__(self, mark: str = "") -> None:
         self._holder = subprocess.Popen(
@@ -73,7 +73,6 @@ class Namespace:
             self._holder.stdin.flush()
             if self._holder.stdout.readline() != "ready\n":
                 raise OSError("a network namespace cannot be made")
-            self.run("ip link set dev lo up")
         except BaseException:
             self.close()
             raise
@@ -90,7 +89,7 @@ class Namespace:
     def run(self, *commands: str) -> None:
         """Run commands in it, one after the other. Raises OSError."""
         for command in commands:
-            done = subprocess.run(self.within(command.split()), capture_output=True, text=True, timeout=WAIT_S)
+            done = _run(self.within(command.split()))
             if done.returncode:
                 raise OSError(f"{command}: {done.stderr.strip() or f'exit code {done.returncode}'}")
 
@@ -118,6 +117,7 @@ class Switch(Namespace):
         self.run(
             f"ip link add name {port} type veth peer name eth0 netns {pid}",
             f"ip link set dev {port} master bridge up",
+            f"nsenter --target={pid} --net ip link set dev lo up",
             f"nsenter --target={pid} --net ip addr add {address} dev eth0",
             f"nsenter --target={pid} --net ip link set dev eth0 up",
         )
@@ -164,3 +164,8 @@ class ShapedNetwork:
         for host in self._hosts:
             host.close()
         self._switch.close()
+
+
+def _run(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PATH": PATH}
+    return subprocess.run(argv, capture_output=True, text=True, timeout=WAIT_S, env=environment)

@@ -1,10 +1,10 @@
 """Brings the bytes of a version into sealed, verified memory of this host, while the engine generates.
 
 Under ``shm`` the segments of another process of this host are opened and verified; under ``stream`` segments of this
-process are filled chunk by chunk: relays on other hosts are asked for them, others for each stripe of the chunks, and at
-last the parameter server (sources.py), and this host's own relay hands them on as they come. With a delta and its
-base at hand, that is read instead of the bucket and decoded; where it leads to other bytes than were published, the
-bucket itself is read.
+process are filled chunk by chunk: for each stripe of the chunks relays on other hosts are asked, and at last the
+parameter server (sources.py), and this host's own relay hands them on as they come. With a delta and its base at hand,
+that is read instead of the bucket and decoded; where it leads to other bytes than were published, the bucket itself is
+read.
 
 Invariants: a chunk's checksum is verified before it is written, a bucket's before it counts; never more than
 ``weights.chunks_in_flight`` chunks are asked for at once; a connection that breaks, a relay that dies, or a parameter

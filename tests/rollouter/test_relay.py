@@ -79,6 +79,59 @@ def test_a_chain_of_hosts_has_every_bit_and_each_asks_only_the_one_above() -> No
     over_zmq(main)
 
 
+def test_each_stripe_comes_its_own_way_and_one_that_stands_still_holds_up_no_other() -> None:
+    async def main(net: Net) -> None:
+        async def hold_back(request: FetchChunk, chunk: Chunk) -> Chunk:
+            await go_on.wait()
+            return chunk
+
+        go_on = asyncio.Event()
+        server = Server(held(4, CONTENTS))
+        even = Server(held(4, CONTENTS))
+        odd = Server(held(4, CONTENTS), on_chunk=hold_back)
+        for name, owner in (("parameter_server/0", server), ("rollouter/0", even), ("rollouter/1", odd)):
+            net.serve(owner, name)
+        host = Host(net, "rollouter/2", WEIGHTS)
+        manifest = as_streamed(server.snapshots[4].manifest)
+        fetching = asyncio.create_task(host.take(manifest, "rollouter/0", more=[["rollouter/1"]]))
+        evens = {Piece(0, 0, PIECE), Piece(0, 2 * PIECE, PIECE), Piece(1, 0, PIECE)}
+        async with asyncio.timeout(20):
+            while arrived(host) != evens:
+                await asyncio.sleep(0.002)
+        go_on.set()
+        found = await fetching
+        assert contents_of(found.staged.manifest) == CONTENTS
+        assert server.served.total() == 0
+        assert set(even.served) == {(piece.bucket, piece.offset, -1) for piece in evens}
+        assert odd.asked_by == {"rollouter/2": CHUNKS - len(evens)}
+        found.staged.close()
+        host.relay.close()
+        for each in (server, even, odd):
+            each.close()
+
+    over_zmq(main)
+
+
+def test_a_relay_that_fails_is_left_for_its_stripe_alone() -> None:
+    async def main(net: Net) -> None:
+        server = Server(held(4, CONTENTS))
+        failing = Server(held(4, CONTENTS), on_chunk=lambda request, chunk: has_let_go(chunk))
+        good = Server(held(4, CONTENTS))
+        for name, owner in (("parameter_server/0", server), ("rollouter/1", failing), ("rollouter/0", good)):
+            net.serve(owner, name)
+        host = Host(net, "rollouter/2", WEIGHTS)
+        manifest = as_streamed(server.snapshots[4].manifest)
+        found = await host.take(manifest, "rollouter/1", more=[["rollouter/0"]])
+        assert contents_of(found.staged.manifest) == CONTENTS
+        assert (server.served.total(), good.served.total()) == (CHUNKS / 2, CHUNKS / 2)
+        found.staged.close()
+        host.relay.close()
+        for each in (server, failing, good):
+            each.close()
+
+    over_zmq(main)
+
+
 def shared_manifest(server: Server, paths: list[str]) -> Any:
     manifest = server.snapshots[4].manifest
     buckets = [replace(bucket, path=path) for bucket, path in zip(manifest.buckets, paths, strict=True)]
