@@ -21,8 +21,9 @@ PATH = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"
 TOOLS = ("ip", "unshare", "nsenter")
 BRIDGE_TRIAL = "ip link add name trial type bridge && ip link add name one type veth peer name other"
 SHAPED_TRIAL = f"{BRIDGE_TRIAL} && tc qdisc add dev one root tbf rate 1mbit burst 16kb latency 50ms"
-QUEUE_S = 0.05
-"""How long a byte waits at most for a cable; what comes on top is dropped, as by any switch."""
+QUEUE_S = 0.5
+"""How long a byte waits at most for a cable; what comes on top is dropped. Long enough for the chunks in flight: where
+narrow cables drop what is sent, TCP waits for longer than the copy of a small version takes."""
 BURST_BYTES = 16 << 10
 """What a cable that was idle lets pass at once."""
 
@@ -155,9 +156,9 @@ class ShapedNetwork:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def within(self, host: int, argv: Sequence[str]) -> list[str]:
-        """The command that runs ``argv`` on a host, as the same process."""
-        return self._hosts[host].within(argv)
+    def holder(self, host: int) -> int:
+        """A process in the namespace of a host."""
+        return self._hosts[host].pid
 
     def close(self) -> None:
         """Take it away, once what runs on the hosts has ended."""

@@ -1,4 +1,4 @@
-"""The hosts of the benchmark of fan-out: a process on each, what they were ordered to do, and what they have told.
+"""The processes on the hosts of the benchmark of fan-out: what they are ordered to do, and what they have told.
 
 Fails with ActorFailed when a process ends unasked, and with DeadlineExceeded, naming who has not done what, when
 something takes longer than it may.
@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import secrets
+import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
@@ -23,7 +25,8 @@ from asyncrl.errors import ActorFailed, DeadlineExceeded
 from tools.bench.fanout_host import name_of
 from tools.netns import ShapedNetwork
 
-READY_S = 120.0
+READY_S = 240.0
+END_S = 60.0
 ROOT = 0
 """The host of the parameter server."""
 
@@ -32,8 +35,9 @@ ROOT = 0
 class Host:
     """What is known of one."""
 
-    process: asyncio.subprocess.Process
     incarnation: int
+    pid: int = 0
+    orders: asyncio.StreamWriter | None = None
     ready: bool = False
     asks: bool = False
     """For the next version."""
@@ -42,18 +46,27 @@ class Host:
     sources: dict[int, list[list[str]]] = field(default_factory=dict)
     """By version: the ways up that it was offered."""
     ended: bool = False
-    """By us."""
 
 
 class Fleet:
     """All hosts of a network; hosts 1 and on are those that weights go to. Make it with ``fleet``."""
 
-    def __init__(self, network: ShapedNetwork, config: Config, tasks: asyncio.TaskGroup, folder: Path) -> None:
-        self._network, self._config, self._tasks, self._folder = network, config, tasks, folder
+    def __init__(
+        self,
+        network: ShapedNetwork,
+        config: Config,
+        socket: Path,
+        tasks: asyncio.TaskGroup,
+        forker: asyncio.subprocess.Process,
+    ) -> None:
+        self._network, self._config, self._socket = network, config, socket
+        self._tasks, self._forker = tasks, forker
         self._secret = secrets.token_hex(16)
         self._hosts: dict[int, Host] = {}
         self._changed = asyncio.Condition()
         self._version = -1
+        self._closing = False
+        tasks.create_task(self._watch_forker())
 
     @property
     def receivers(self) -> list[int]:
@@ -65,25 +78,20 @@ class Fleet:
     async def start(self, hosts: Iterable[int]) -> None:
         """Bring processes up, new ones on hosts whose process was killed."""
         starting = list(hosts)
-        for host in starting:
-            before = self._hosts.get(host)
-            process = await asyncio.create_subprocess_exec(
-                *self._network.within(host, [sys.executable, "-m", "tools.bench.fanout_host"]),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                process_group=0,
-            )
-            self._hosts[host] = Host(process, 1 if before is None else before.incarnation + 1)
-            self._tasks.create_task(self._listen(host, self._hosts[host]))
-            self._order(
-                host,
-                host=host,
-                incarnation=self._hosts[host].incarnation,
-                secret=self._secret,
-                addresses=self._network.addresses,
-                folder=str(self._folder),
-                config=config_to_json(self._config),
-            )
+        assert self._forker.stdin is not None
+        for number in starting:
+            before = self._hosts.get(number)
+            host = self._hosts[number] = Host(1 if before is None else before.incarnation + 1)
+            described = {
+                "host": number,
+                "holder": self._network.holder(number),
+                "incarnation": host.incarnation,
+                "secret": self._secret,
+                "addresses": self._network.addresses,
+                "socket": str(self._socket),
+                "config": config_to_json(self._config),
+            }
+            self._forker.stdin.write(json.dumps(described).encode() + b"\n")
         await self._until(starting, lambda host: host.ready, "to be ready", READY_S)
 
     async def publish(self, size: int, takers: Collection[int], within_s: float) -> int:
@@ -121,29 +129,35 @@ class Fleet:
 
     async def kill(self, host: int) -> None:
         """SIGKILL to the process of a host. Its host stays in the network."""
-        self._hosts[host].ended = True
-        self._hosts[host].process.kill()
-        await self._hosts[host].process.wait()
+        os.kill(self._hosts[host].pid, signal.SIGKILL)
+        self._hosts[host].pid = 0
+        await self._until([host], lambda each: each.ended, "to end", END_S)
 
     async def close(self) -> None:
         """End all processes. They have nothing to bring to an end."""
+        self._closing = True
         for host in self._hosts.values():
-            host.ended = True
-            if host.process.returncode is None:
-                host.process.kill()
-        for host in self._hosts.values():
-            await host.process.wait()
+            if host.pid and not host.ended:
+                os.kill(host.pid, signal.SIGKILL)
+        self._forker.kill()
+        await self._forker.wait()
 
     # --- the inside ---
 
-    def _order(self, to: int, **order: Any) -> None:
-        stdin = self._hosts[to].process.stdin
-        assert stdin is not None
-        stdin.write(json.dumps(order).encode() + b"\n")
+    def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """The process of a host is there."""
+        self._tasks.create_task(self._listen(reader, writer))
 
-    async def _listen(self, number: int, host: Host) -> None:
-        assert host.process.stdout is not None
-        while line := await host.process.stdout.readline():
+    def _order(self, host: int, **order: Any) -> None:
+        orders = self._hosts[host].orders
+        assert orders is not None
+        orders.write(json.dumps(order).encode() + b"\n")
+
+    async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        here = json.loads(await reader.readline())
+        host = self._hosts[here["host"]]
+        host.pid, host.orders = here["pid"], writer
+        while line := await _line(reader):
             told = json.loads(line)
             event, version = told["event"], told.get("version", -1)
             host.times[event, version] = told["at"]
@@ -151,11 +165,21 @@ class Fleet:
             host.asks |= event == "asks"
             if event == "offered":
                 host.sources[version] = told["sources"]
-            async with self._changed:
-                self._changed.notify_all()
-        code = await host.process.wait()
-        if not host.ended:
-            raise ActorFailed(name_of(number), f"ended with exit code {code}")
+            await self._notify()
+        writer.close()
+        host.ended = True
+        await self._notify()
+        if host.pid and not self._closing:
+            raise ActorFailed(name_of(here["host"]), "has ended by itself")
+
+    async def _watch_forker(self) -> None:
+        code = await self._forker.wait()
+        if not self._closing:
+            raise ActorFailed("tools.bench.fanout_host", f"ended with exit code {code}")
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
 
     async def _until(self, hosts: Collection[int], done: Callable[[Host], bool], what: str, within_s: float) -> None:
         def missing() -> list[int]:
@@ -173,10 +197,26 @@ class Fleet:
 async def fleet(network: ShapedNetwork, config: Config) -> AsyncIterator[Fleet]:
     """All hosts of a network, each with its process up."""
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:
+        socket = Path(folder) / "socket"
         async with asyncio.TaskGroup() as tasks:
-            made = Fleet(network, config, tasks, Path(folder))
+            forker = await asyncio.create_subprocess_exec(
+                *[sys.executable, "-m", "tools.bench.fanout_host"],
+                stdin=asyncio.subprocess.PIPE,
+                # A Ctrl-C is for us alone.
+                process_group=0,
+            )
+            made = Fleet(network, config, socket, tasks, forker)
             try:
-                await made.start(range(len(network.addresses)))
-                yield made
+                async with await asyncio.start_unix_server(made.connected, socket):
+                    await made.start(range(len(network.addresses)))
+                    yield made
             finally:
                 await made.close()
+
+
+async def _line(reader: asyncio.StreamReader) -> bytes:
+    """The next one; none where the other side is gone."""
+    try:
+        return await reader.readline()
+    except ConnectionError:
+        return b""

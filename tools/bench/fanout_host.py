@@ -1,19 +1,23 @@
-"""A host of the benchmark of fan-out, in a process: ``python -m tools.bench.fanout_host``.
+"""The hosts of the benchmark of fan-out: ``python -m tools.bench.fanout_host`` makes a process on each.
 
 Host 0 has the parameter server, each other host a rollouter as far as weights are concerned: the real follower of
 updates with the real fetch and relay, and a simulated engine that loads in no time. There is no controller: a host is
-found at an address that is told at the start.
+found at an address that is told at the start. All are forks of one process, since to import all of it for each of many
+takes far longer than what is measured.
 
-The first line of standard input says which host this is. Each further one is an order: ``publish`` a version, or
-``take`` the next one, and a host may sit one out. What happens is told in lines on standard output, each with the time
-of a clock that all processes of this machine share. It ends when standard input does.
+Each line of standard input describes a host; its process connects to the socket that it names. It reads orders there,
+``publish`` a version, or ``take`` the next one, and a host may sit one out. What happens it tells in lines, each with
+the time of a clock that all processes of this machine share. It ends when that connection does, and whoever forks when
+standard input does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -44,6 +48,9 @@ RUN_ID = "fanout"
 PORT = 7000
 NOWHERE_S = 1.0
 """Until whoever looks for another incarnation of a host is told to look again where it was."""
+CLONE_NEWNET = 0x40000000
+Tell = Callable[..., None]
+"""An event and its facts."""
 
 
 def name_of(host: int) -> str:
@@ -51,14 +58,12 @@ def name_of(host: int) -> str:
     return f"rollouter/{host - 1}" if host else "parameter_server/0"
 
 
-def tell(event: str, **facts: Any) -> None:
-    """A line on standard output."""
-    sys.stdout.write(json.dumps({"event": event, "at": time.monotonic(), **facts}) + "\n")
-    sys.stdout.flush()
-
-
 class Root(ParameterServer):
     """The parameter server, and in place of the learner whoever gives it orders."""
+
+    def __init__(self, context: ActorContext, tell: Tell) -> None:
+        super().__init__(context)
+        self._tell = tell
 
     def obey(self, order: dict[str, Any]) -> None:
         """``publish``: a version of random bytes."""
@@ -67,7 +72,7 @@ class Root(ParameterServer):
         segment = Segment("asyncrl-fanout", size)
         segment.write(0, np.random.default_rng(order["version"]).bytes(size))
         bucket = segment.seal(specs)
-        tell("published", version=order["version"])
+        self._tell("published", version=order["version"])
         learner = Caller("learner/0", 1, -1, asyncio.get_running_loop().time())
         self.publish(Publish(manifest=Manifest(version=order["version"], buckets=[bucket])), learner)
         os.close(segment.fd)
@@ -79,9 +84,9 @@ class Replica(Actor):
     role = "rollouter"
     kind = "engine"
 
-    def __init__(self, context: ActorContext, records: dict[str, ActorRecord]) -> None:
+    def __init__(self, context: ActorContext, tell: Tell, records: dict[str, ActorRecord]) -> None:
         super().__init__(context)
-        self._records = records
+        self._tell, self._records = tell, records
         self._ordered, self._above = asyncio.Event(), -1
         self._half = 0
         """Bytes of the version under way that are more than a half of it are still to come."""
@@ -127,22 +132,22 @@ class Replica(Actor):
         if isinstance(request, NextUpdate):
             await self._ordered.wait()
             request = msgspec.structs.replace(request, serving=self._above)
-            tell("asks")
+            self._tell("asks")
         reply = await self.peer(name).call(request, timeout)
         if isinstance(reply, Update) and reply.offer is not None:
             offer = reply.offer
             assert offer.manifest is not None
             self._half = sum(bucket.size for bucket in offer.manifest.buckets) // 2
-            tell("offered", version=offer.version, sources=[offer.sources, *offer.more_sources])
+            self._tell("offered", version=offer.version, sources=[offer.sources, *offer.more_sources])
         elif isinstance(request, FetchChunk):
             before, self._half = self._half, self._half - request.size
             if self._half <= 0 < before:
-                tell("half", version=request.version)
+                self._tell("half", version=request.version)
         return reply
 
     def _committed(self, version: int) -> None:
         self._ordered.clear()
-        tell("serves", version=version)
+        self._tell("serves", version=version)
 
     async def _resolve(self, name: str, above: int) -> ActorRecord | None:
         if above < self._records[name].incarnation:
@@ -152,15 +157,21 @@ class Replica(Actor):
         return None
 
 
-async def live(reader: asyncio.StreamReader, first: dict[str, Any]) -> None:
-    """As the actor of a host, until standard input ends."""
+async def live(first: dict[str, Any]) -> None:
+    """As the actor of a host, until the connection ends."""
+    reader, writer = await asyncio.open_unix_connection(first["socket"])
+
+    def tell(event: str, **facts: Any) -> None:
+        writer.write(json.dumps({"event": event, "at": time.monotonic(), **facts}).encode() + b"\n")
+
     config, host, addresses = config_from_json(first["config"]), first["host"], first["addresses"]
+    tell("here", host=host, pid=os.getpid())
     credentials = Credentials(RUN_ID, first["secret"])
     context = ActorContext(
         config=config,
         name=name_of(host),
         incarnation=first["incarnation"],
-        run_dir=Path(first["folder"]),
+        run_dir=Path(first["socket"]).parent,
         transport=ZmqTransport(credentials, max_message_bytes=config.network.max_message_bytes),
         credentials=credentials,
         controller=None,
@@ -170,7 +181,7 @@ async def live(reader: asyncio.StreamReader, first: dict[str, Any]) -> None:
         name_of(index): ActorRecord(name=name_of(index), incarnation=1, address=f"tcp://{address}:{PORT}")
         for index, address in enumerate(addresses)
     }
-    actor = Replica(context, records) if host else Root(context)
+    actor = Replica(context, tell, records) if host else Root(context, tell)
     async with asyncio.TaskGroup() as tasks:
         life = tasks.create_task(actor.main())
         orders = tasks.create_task(obey(reader, actor))
@@ -179,6 +190,7 @@ async def live(reader: asyncio.StreamReader, first: dict[str, Any]) -> None:
         tell("ready")
         await life
         orders.cancel()
+    writer.close()
 
 
 async def obey(reader: asyncio.StreamReader, actor: Root | Replica) -> None:
@@ -188,18 +200,29 @@ async def obey(reader: asyncio.StreamReader, actor: Root | Replica) -> None:
     actor.begin_drain()
 
 
-async def main() -> None:
+def become(first: dict[str, Any]) -> None:
+    """This process is the host that is described."""
+    namespace = os.open(f"/proc/{first['holder']}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(namespace, CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "setns")
+    os.close(namespace)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    tune_memory()
+    uvloop.run(live(first))
+
+
+def main() -> None:
     """See the module."""
-    reader = asyncio.StreamReader()
-    protocol: Callable[[], asyncio.StreamReaderProtocol] = lambda: asyncio.StreamReaderProtocol(reader)  # noqa: E731
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(protocol, sys.stdin)
-    try:
-        await live(reader, json.loads(await reader.readline()))
-    finally:
-        transport.close()
+    configure_logging("warning")
+    # Nobody asks how a host has ended but by its connection.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    for line in sys.stdin:
+        if os.fork() == 0:
+            sys.stdin.close()
+            become(json.loads(line))
+            return
 
 
 if __name__ == "__main__":
-    configure_logging("warning")
-    tune_memory()
-    uvloop.run(main())
+    main()
