@@ -38,7 +38,7 @@ class Setting:
     """Of a cable, in each direction."""
     size: int = 8 << 20
     """Of a version."""
-    chunk_bytes: int = 128 << 10
+    chunk_bytes: int = 64 << 10
     deadline_s: float = 24.0
     """weights.deadline_s: a relay that does not answer in an eighth of it is dead."""
     pairs: int = 3
