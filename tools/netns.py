@@ -134,7 +134,7 @@ class Switch(Namespace):
 
 
 class ShapedNetwork:
-    """Hosts with cables of one width. Use it as a context. ``HostN`` has the address ``addresses[N]``."""
+    """Hosts with cables of one width. Use it as a context. Host N has the address ``addresses[N]``."""
 
     def __init__(self, hosts: int, *, bytes_per_s: float) -> None:
         self.addresses = [f"10.78.{number // 250}.{number % 250 + 1}" for number in range(hosts)]

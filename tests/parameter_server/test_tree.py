@@ -67,14 +67,19 @@ def test_the_depth_grows_with_the_logarithm(hosts):
     assert deepest <= math.log2(hosts) + 1
 
 
-def test_who_is_below_a_node_that_leaves_is_below_its_parent_and_its_place_is_free():
-    tree = grown(6)
+@pytest.mark.parametrize("gone", range(12))
+def test_who_is_below_a_node_that_leaves_is_below_its_parent(gone):
+    tree = grown(12)
     ways = {name: tree.ways_up(name) for name in tree.nodes}
-    tree.leave("r/0")
-    for name in tree.nodes:
-        assert tree.ways_up(name) == [[each for each in way if each != "r/0"] for way in ways[name]]
+    tree.leave(f"r/{gone}")
     tree.leave("unknown")
-    # Who comes next hands on the stripe that has lost one.
+    for name in tree.nodes:
+        assert tree.ways_up(name) == [[each for each in way if each != f"r/{gone}"] for way in ways[name]]
+
+
+def test_who_comes_after_one_that_has_left_hands_on_the_same_stripe():
+    tree = grown(6)
+    tree.leave("r/0")
     tree.join("r/0")
     ways = [tree.join(f"r/{index}") for index in range(6, 12)]
     assert any("r/0" in way for way, _ in ways)

@@ -154,23 +154,26 @@ class Fleet:
         orders.write(json.dumps(order).encode() + b"\n")
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        here = json.loads(await reader.readline())
-        host = self._hosts[here["host"]]
-        host.pid, host.orders = here["pid"], writer
-        while line := await _line(reader):
-            told = json.loads(line)
-            event, version = told["event"], told.get("version", -1)
-            host.times[event, version] = told["at"]
-            host.ready |= event == "ready"
-            host.asks |= event == "asks"
-            if event == "offered":
-                host.sources[version] = told["sources"]
-            await self._notify()
-        writer.close()
+        with contextlib.closing(writer):
+            here = json.loads(await reader.readline())
+            host = self._hosts[here["host"]]
+            host.pid, host.orders = here["pid"], writer
+            while line := await _line(reader):
+                self._hear(host, json.loads(line))
+                await self._notify()
         host.ended = True
         await self._notify()
         if host.pid and not self._closing:
             raise ActorFailed(name_of(here["host"]), "has ended by itself")
+
+    @staticmethod
+    def _hear(host: Host, told: dict[str, Any]) -> None:
+        event, version = told["event"], told.get("version", -1)
+        host.times[event, version] = told["at"]
+        host.ready |= event == "ready"
+        host.asks |= event == "asks"
+        if event == "offered":
+            host.sources[version] = told["sources"]
 
     async def _watch_forker(self) -> None:
         code = await self._forker.wait()
