@@ -105,7 +105,8 @@ class Conductor:
             return None
         offer = self._make_offer(replica, newest, transport, now)
         replica.fetches = True
-        return msgspec.structs.replace(offer, share=True, sources=self._sharing.join_tree(replica))
+        sources, *more_sources = self._sharing.join_tree(replica)
+        return msgspec.structs.replace(offer, share=True, sources=sources, more_sources=more_sources)
 
     def _make_offer(self, replica: Replica, version: int, transport: Transport, now: float) -> Offer:
         self._fleet.move(replica, Event.OFFERED)

@@ -8,6 +8,7 @@ The exit code says nothing of the targets: 0 when everything was measured.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
 from collections.abc import Sequence
 
@@ -63,6 +64,9 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--open", type=_positive, default=1000, help="episodes open on one rollouter (1000)")
     bench.add_argument("--steps", type=_positive, default=8, help="synchronous steps; 5 times as many without (8)")
     bench.add_argument("--only", choices=["calls", "open", "async"], help="one of the three parts")
+    bench = benches.add_parser("fanout", help="time of a version until all hosts have it, against one copy to one host")
+    bench.add_argument("--hosts", type=_positive, default=16, help="besides that of the parameter server (16)")
+    bench.add_argument("--pairs", type=_positive, default=3, help="pairs of each comparison, and deaths (3)")
     for bench in benches.choices.values():
         bench.add_argument("--json", action="store_true", help="print the figures as JSON")
     return found
@@ -140,6 +144,13 @@ def _measure(chosen: argparse.Namespace, report: Report) -> None:
             episode_runs.measure_open(report, episodes=chosen.open)
         if chosen.only in (None, "async"):
             episode_runs.measure_async(report, steps=chosen.steps)
+    elif chosen.bench == "fanout":
+        from tools.bench import fanout
+        from tools.cluster.network import why_no_shaped_network
+
+        if reason := why_no_shaped_network():
+            raise SystemExit(f"there can be no hosts here: {reason}")
+        asyncio.run(fanout.measure(report, fanout.Setting(hosts=chosen.hosts, pairs=chosen.pairs)))
     else:
         from tools.bench import overlap
 

@@ -59,7 +59,7 @@ class Hosts:
         host = cluster[name]
         change = f"replace dev {{}} root {queue(link, netem=self.netem)}" if link else "del dev {} root"
         host.run(["tc", "qdisc", *change.format("eth0").split()])
-        cluster.on_switch(f"tc qdisc {change.format(host.port)}")
+        cluster.switch.run(f"tc qdisc {change.format(host.port)}")
 
 
 def _has_netem() -> bool:
