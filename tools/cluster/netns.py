@@ -437,7 +437,7 @@ def _children_of(pid: int) -> list[int]:
 
 def _sshd() -> str:
     # It starts itself again for each connection, so it wants its whole path.
-    found = shutil.which("sshd", path=netns.PATH)
+    found = shutil.which("sshd", path=network.PATH)
     assert found is not None
     return found
 
