@@ -250,7 +250,10 @@ class ParameterServer(Actor):
         for name in effects.wake:
             if name in self._lots:
                 self._lots[name].wake()
-        self._held.keep(self._conductor.publications.needed())
+        publications = self._conductor.publications
+        if not publications.kept().issuperset(self._held.versions):
+            # Only then is it worth asking all that fetch.
+            self._held.keep(publications.needed())
         self.counters.update({f"weights/{name}": value for name, value in self._conductor.figures().items()})
         deadline = self._conductor.next_deadline()
         if deadline is not None and (self._timer is None or deadline < self._timer):
