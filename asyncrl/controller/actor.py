@@ -74,8 +74,8 @@ from asyncrl.runtime.supervision import role_of
 FEW_ACTORS = 64
 """With so many in the registry each of its changes is followed at once."""
 GATHER_S = 0.05
-"""With more, changes are gathered for so long: to follow them looks at all actors, and a thousand that register one after
-the other would have a thousand looked at a thousand times."""
+"""With more, changes are gathered for so long: to follow them looks at all actors, and a thousand that register one
+after the other would have a thousand looked at a thousand times."""
 FAREWELL_S = 0.3
 """Time that the last state has to leave the sockets."""
 
@@ -529,9 +529,7 @@ class Controller(Actor):
 
     def _state_and_lines(self, seen_line: int) -> RunState:
         lines, last = self._lines.after(seen_line)
-        return msgspec.structs.replace(
-            self._state(), lines=lines, last_line=last, waiting_for=self._run.waiting_for
-        )
+        return msgspec.structs.replace(self._state(), lines=lines, last_line=last, waiting_for=self._run.waiting_for)
 
     def _state(self) -> RunState:
         if self._said is None or self._said[0] != self._run.number:

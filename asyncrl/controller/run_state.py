@@ -387,7 +387,7 @@ class RunStateMachine:
         few = self._reserve.lacking(self.expected, self.min_replicas, without=late)
         if few is None and all(map(is_replicated, late)):
             before = dict(self._reserve.resting)
-            if not any([self._reserve.set_aside(name, 0, reason, now, self.expected) for name in late]):
+            if not sum(self._reserve.set_aside(name, 0, reason, now, self.expected) for name in late):
                 return False
             return self._go_on_without(late[0], reason, "", before, now)
         if others := late[1:]:

@@ -58,7 +58,9 @@ class Sharing:
 
     def awaited(self) -> set[str]:
         """Names of those that others wait for."""
-        return {name for name, waiting in self._fleet.waits() if any(each.phase in IDLE_PHASES for each in waiting.values())}
+        return {
+            name for name, waiting in self._fleet.waits() if any(each.phase in IDLE_PHASES for each in waiting.values())
+        }
 
     def join_tree(self, replica: Replica) -> list[str]:
         """It fetches its target for its host: whom to ask for chunks, before the parameter server."""
