@@ -39,6 +39,9 @@ def run(tmp_path, rollouters, scenario):
 
 def test_while_a_run_starts_no_actor_is_told_of_the_others(tmp_path):
     async def scenario(cluster, names):
+        # Of its generation everybody is told.
+        await cluster.register("learner/0")
+        names.remove("learner/0")
         first = await cluster.caller().call(WatchRun())
         parked = [cluster.caller(name).call(WatchRun(seen=first.number), timeout=1000.0) for name in names]
         follower = cluster.caller("agent/1")

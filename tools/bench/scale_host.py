@@ -14,6 +14,7 @@ the bytes of a terminal, were seen to wait for that group for seconds.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import resource
 import signal
@@ -42,6 +43,8 @@ AUTOGROUP_S = 60.0
 LEAST_NICE = "19"
 STARTS_AT_ONCE = 4
 """So that those that are up are not kept from beating by all the others that start."""
+REPORT_S = 5.0
+"""Longest that the end of a rollouter is reported."""
 _AUTOGROUP = Path("/proc/self/autogroup")
 
 
@@ -119,9 +122,14 @@ class Host:
             finally:
                 life.cancel()
             reason = "killed" if life.cancelled() else life.result()
-            await self._link.report_end(
-                ActorEnded(name=name, incarnation=incarnation, exit_code=1 if reason else 0, fatal=False, reason=reason)
-            )
+            # Of a run that ends the controller may be gone before.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REPORT_S):
+                    await self._link.report_end(
+                        ActorEnded(
+                            name=name, incarnation=incarnation, exit_code=bool(reason), fatal=False, reason=reason
+                        )
+                    )
             if not reason:
                 return
             await asyncio.sleep(self._config.supervision.backoff_s)

@@ -6,6 +6,7 @@ Everything that is waited for has a deadline, and an error that says how far it 
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -15,7 +16,7 @@ from asyncrl.errors import ActorFailed
 from asyncrl.monitor.client import Target, Viewer
 from asyncrl.snapshot import Snapshot
 from tools.bench.scale_phases import Phase
-from tools.bench.scale_run import READY_S, Processes
+from tools.bench.scale_run import END_S, READY_S, Processes
 from tools.bench.scale_top import Drawing, Top
 
 IN_FLIGHT_SHARE = 0.95
@@ -129,13 +130,15 @@ class Follower:
 
 async def follow(target: Target, processes: Processes, follower: Follower, *, top: bool) -> Watched:
     """Until everything is measured and the run is over. Raises ActorFailed."""
-    watched, screen, is_measured = follower.watched, None, False
+    watched, screen, ends_by = follower.watched, None, math.inf
     with Viewer(target) as viewer:
         try:
             async for snapshot in _snapshots(viewer, processes):
-                if is_measured:
+                if ends_by < math.inf:
                     if snapshot.run.phase not in ("starting", "running"):
                         return watched
+                    if time.monotonic() > ends_by:
+                        raise ActorFailed("the run", f"is {snapshot.run.phase} {END_S:g} s after it was asked to end")
                     continue
                 is_measured = follower.see(snapshot, time.monotonic())
                 if top and screen is None and watched.phases:
@@ -146,6 +149,7 @@ async def follow(target: Target, processes: Processes, follower: Follower, *, to
                 if is_measured:
                     if top and watched.drawing is None:
                         raise ActorFailed("asyncrl-top", "drew nothing")
+                    ends_by = time.monotonic() + END_S
                     processes.hosts[0].send_signal(signal.SIGTERM)
         finally:
             if screen is not None:
