@@ -3,7 +3,7 @@
 Controller, dataloader, learner, parameter server and reward pool are what they are in any run, each a process of its
 own on real sockets, under full monitoring: heartbeats of all, recorded snapshots, and somebody who watches. Engines and
 learner are timing models. Where the machine has not the processors for as many processes, several rollouters share one
-(``settings`` says how many), each with its own sockets; their figures of processors are then those of the process. They
+(``settings`` says how many), each with its own sockets; their figures of processors are then those of their agent. They
 would be on other hosts, so they have what the control plane leaves of the processors. Such a process is a host to the
 control plane, with a node agent.
 

@@ -2,8 +2,8 @@
 
 Each rollouter is the actor that it is in a process of its own, with its own server, its own connections and heartbeats;
 they share an event loop and an interpreter. Beside them is what a node agent does as far as the control plane sees it:
-it tells who is on this host, ends who is condemned and starts again who has ended, under the next incarnation. SIGTERM
-has it ask for the end of the run.
+it tells who is on this host and what the process takes, ends who is condemned and starts again who has ended, under the
+next incarnation. SIGTERM has it ask for the end of the run.
 
 They would be on other hosts, so they have the least share of the processors that Linux gives: SCHED_IDLE, and where it
 shares them among sessions first (sched_autogroup_enabled), the least for this session, which must be our own. In that
@@ -33,7 +33,7 @@ from asyncrl.monitor.logging import configure_logging
 from asyncrl.rollouter.actor import Rollouter
 from asyncrl.runtime.actor import Actor, ActorContext
 from asyncrl.runtime.heartbeat import HeartbeatThread
-from asyncrl.runtime.process import tune_memory
+from asyncrl.runtime.process import SWITCH_S, tune_memory
 from asyncrl.wire.keys import load_credentials
 from asyncrl.wire.zeromq import ZmqTransport
 from tools.bench import scale_collective
@@ -153,7 +153,9 @@ class Host:
         return ""
 
     async def _live(self, actor: Actor) -> None:
-        actor.measure()
+        if actor is self._link:
+            # The process is measured once, or it would do little else: a look takes the longer the more threads it has.
+            actor.measure()
         heartbeat = HeartbeatThread(actor, self._controller, asyncio.get_running_loop())
         heartbeat.start()
         try:
@@ -182,6 +184,8 @@ def yield_processors() -> None:
 if __name__ == "__main__":
     yield_processors()
     tune_memory()
+    # As each actor has it; each message that the event loop sends lets go of the interpreter to a hundred threads.
+    sys.setswitchinterval(SWITCH_S)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     configure_logging("warning")
