@@ -32,11 +32,12 @@ from asyncrl.messages.actors import ActorEnded, RunState
 from asyncrl.monitor.logging import configure_logging
 from asyncrl.rollouter.actor import Rollouter
 from asyncrl.runtime.actor import Actor, ActorContext
-from asyncrl.runtime.heartbeat import HeartbeatThread
+from asyncrl.runtime.heartbeat import Heartbeats
 from asyncrl.runtime.process import SWITCH_S, tune_memory
 from asyncrl.wire.keys import load_credentials
 from asyncrl.wire.zeromq import ZmqTransport
 from tools.bench import scale_collective
+from tools.bench.scale_heart import Heart
 
 AUTOGROUP_S = 60.0
 """To get our turn where many sessions ask for less at a time."""
@@ -77,6 +78,7 @@ class Host:
         self._lives: dict[str, tuple[int, asyncio.Task[str]]] = {}
         """Incarnation of each rollouter, and its life, which ends with the reason of its death."""
         self._starting = asyncio.Semaphore(STARTS_AT_ONCE)
+        self._heart = Heart(self._config.supervision.heartbeat_s)
 
     async def run(self) -> None:
         """Until all have ended in good order."""
@@ -91,6 +93,7 @@ class Host:
                 for name in self._names:
                     keepers.create_task(self._keep(name))
             link.cancel()
+        await asyncio.to_thread(self._heart.stop)
 
     def _context(self, name: str, incarnation: int) -> ActorContext:
         credentials = load_credentials(self._run_dir / "private", name, 0)
@@ -156,12 +159,12 @@ class Host:
         if actor is self._link:
             # The process is measured once, or it would do little else: a look takes the longer the more threads it has.
             actor.measure()
-        heartbeat = HeartbeatThread(actor, self._controller, asyncio.get_running_loop())
-        heartbeat.start()
+        beats = Heartbeats(actor, self._controller, asyncio.get_running_loop())
+        self._heart.add(beats)
         try:
             await actor.main()
         finally:
-            await asyncio.to_thread(heartbeat.stop)
+            self._heart.remove(beats)
             actor.stop_measuring()
 
 
