@@ -2,6 +2,7 @@
 
 import os
 import pty
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,6 +18,7 @@ from asyncrl.snapshot import ActorView, Histogram, RunView, Snapshot
 from asyncrl.weights.broadcast import Broadcast
 from tools.bench import scale_collective
 from tools.bench.report import Report
+from tools.bench.scale_heart import Heart
 from tools.bench.scale_phases import RECOVERY_S, broken, frozen, steady
 from tools.bench.scale_report import CONTROL_PLANE, LAG, LAG_TARGET_S, lost, report_all, report_phase
 from tools.bench.scale_run import (
@@ -344,3 +346,46 @@ def test_a_member_waits_for_the_sender_no_longer_than_it_may(tmp_path):
     broadcast = Broadcast(7, Collective(group=group, first_rank=1, buckets=[]), timeout_s=0.05)
     with pytest.raises(BroadcastFailed, match="without a word of the sender"):
         scale_collective.Receiver(tmp_path).receive(broadcast, 0)
+
+
+class Beats:
+    """Heartbeats that note what becomes of them, and in which thread."""
+
+    def __init__(self):
+        self.done, self.threads, self.closed = [], set(), threading.Event()
+
+    def _note(self, what):
+        self.done.append(what)
+        self.threads.add(threading.get_ident())
+
+    def open(self):
+        self._note("open")
+
+    def beat(self):
+        self._note("beat")
+
+    def close(self):
+        self._note("close")
+        self.closed.set()
+
+
+def test_one_thread_beats_for_all_actors_of_a_process_until_each_ends():
+    heart, actors = Heart(0.01), [Beats() for _ in range(3)]
+    for beats in actors:
+        heart.add(beats)
+    deadline = time.monotonic() + 60.0
+    while not all(len(beats.done) > 3 for beats in actors):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    heart.remove(actors[0])
+    assert actors[0].closed.wait(60.0)
+    ended = len(actors[0].done)
+    going_on = len(actors[1].done)
+    while len(actors[1].done) < going_on + 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    heart.stop()
+    assert len(actors[0].done) == ended
+    for beats in actors:
+        assert beats.done[0] == "open" and beats.done[-1] == "close" and set(beats.done[1:-1]) == {"beat"}
+    assert len(set.union(*(beats.threads for beats in actors))) == 1

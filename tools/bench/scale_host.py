@@ -130,7 +130,7 @@ class Host:
                 async with asyncio.timeout(REPORT_S):
                     await self._link.report_end(
                         ActorEnded(
-                            name=name, incarnation=incarnation, exit_code=bool(reason), fatal=False, reason=reason
+                            name=name, incarnation=incarnation, exit_code=int(bool(reason)), fatal=False, reason=reason
                         )
                     )
             if not reason:
