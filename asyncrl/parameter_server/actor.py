@@ -260,7 +260,7 @@ class ParameterServer(Actor):
             self._sooner.set()
 
     def _wake(self, names: list[str]) -> None:
-        """These ask again, no more of them in a turn of the event loop than of one lot: a broadcast is for all at once."""
+        """These ask again, no more in a turn of the event loop than of one lot: a broadcast is for all at once."""
         for name in names[:AT_ONCE]:
             if name in self._lots:
                 self._lots[name].wake()
