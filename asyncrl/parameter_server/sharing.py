@@ -58,7 +58,9 @@ class Sharing:
 
     def awaited(self) -> set[str]:
         """Names of those that others wait for."""
-        return {replica.waits_for for replica in self._fleet.of(*IDLE_PHASES)} - {""}
+        return {
+            name for name, waiting in self._fleet.waits() if any(each.phase in IDLE_PHASES for each in waiting.values())
+        }
 
     def join_tree(self, replica: Replica) -> list[list[str]]:
         """It fetches its target for its host: for each stripe whom to ask for chunks, before the parameter server."""
@@ -72,11 +74,12 @@ class Sharing:
     def settle(self) -> None:
         """After any change: wake those who wait in vain, and take out of the trees who has nothing to hand on."""
         replicas = self._fleet.replicas
-        for replica in self._fleet.of(*IDLE_PHASES):
-            if replica.waits_for:
-                awaited = replicas.get(replica.waits_for)
-                if awaited is None or not fetches(awaited):
-                    self._fleet.wake(replica.name)
+        for name, waiting in self._fleet.waits():
+            awaited = replicas.get(name)
+            if awaited is None or not fetches(awaited):
+                for replica in waiting.values():
+                    if replica.phase in IDLE_PHASES:
+                        self._fleet.wake(replica.name)
         for version, tree in self._trees.items():
             for name in tree.nodes:
                 node = replicas.get(name)
@@ -88,7 +91,7 @@ class Sharing:
         self._trees = {of: tree for of, tree in self._trees.items() if of >= version}
 
     def _beside(self, replica: Replica) -> list[Replica]:
-        return [each for each in self._fleet.replicas.values() if each.host == replica.host]
+        return list(self._fleet.beside(replica))
 
 
 def fetches(replica: Replica) -> bool:

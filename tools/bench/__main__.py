@@ -55,9 +55,15 @@ def parser() -> argparse.ArgumentParser:
     bench = benches.add_parser("weights", help="bytes/s of each weight transport against memcpy, TCP and bare gloo")
     bench.add_argument("--up-to", choices=list(LAYOUTS), default="2B", help="largest layout (2B)")
     bench = benches.add_parser("scale", help="one control plane under many rollouters, and what watching it costs")
-    bench.add_argument("--replicas", type=_positive, default=256, help="simulated (256); each has 64 in flight")
+    bench.add_argument(
+        "--replicas", type=_positive, default=256, help="simulated (256); 64 in flight in each, 16,384 in all"
+    )
     bench.add_argument("--per-process", type=_positive, default=None, help="of them in a process (by the processors)")
-    bench.add_argument("--steps", type=_positive, default=8, help="of the run (8)")
+    bench.add_argument("--steps", type=_positive, default=8, help="in which nothing happens (8)")
+    bench.add_argument("--freeze-s", type=float, default=0.0, metavar="S", help="then one process stands still so long")
+    bench.add_argument(
+        "--break-broadcast", action="store_true", help="then one broadcast breaks; weights come by these"
+    )
     bench.add_argument("--no-top", action="store_true", help="without asyncrl-top beside it")
     bench = benches.add_parser("episodes", help="what a call of the policy costs; many open episodes; no barriers")
     bench.add_argument("--pairs", type=_positive, default=30, help="pairs of each comparison of calls (30)")
@@ -133,8 +139,15 @@ def _measure(chosen: argparse.Namespace, report: Report) -> None:
         from tools.bench import scale, scale_run
 
         per_process = chosen.per_process or scale_run.per_process(chosen.replicas)
-        top = not chosen.no_top
-        scale.measure(report, rollouters=chosen.replicas, per_process=per_process, steps=chosen.steps, top=top)
+        scale.measure(
+            report,
+            rollouters=chosen.replicas,
+            per_process=per_process,
+            steps=chosen.steps,
+            top=not chosen.no_top,
+            freeze_s=chosen.freeze_s,
+            break_broadcast=chosen.break_broadcast,
+        )
     elif chosen.bench == "episodes":
         from tools.bench import episode_calls, episode_runs
 
