@@ -108,7 +108,7 @@ def measure_open(report: Report, *, episodes: int) -> None:
     shown = ", ".join(f"{key} {value:.4g}" for key, value in figures.items() if value is not None)
     report.say(f"open episodes: {shown}")
     for who in ("rollouter/0", "episodes/0"):
-        report_lag(report, actors[who], meanwhile)
+        report_lag(report, "open", actors[who], meanwhile)
     late = float(np.quantile(bare, 0.99))
     over = float(np.mean(np.asarray(bare) > LAG_TARGET_S))
     report.figures["lag_bare"] = {"p99_s": late, "over_50ms_share": over, "samples": len(bare)}
