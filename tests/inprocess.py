@@ -108,7 +108,7 @@ class System:
         failures = [result for result in results if isinstance(result, Exception)]
         if failures:
             raise failures[0]
-        state: RunState = controller._state(0)
+        state: RunState = controller._state_and_lines(0)
         return state
 
     async def replace(self, name: str, meanwhile: Callable[[], object] = lambda: None) -> None:
