@@ -25,6 +25,8 @@ from asyncrl.rollouter.engines.vllm.lora_layout import targets
 SCRATCH_PREFIX = "asyncrl-engine-"
 SOCKET_PATH_LIMIT = 107
 """Longest path of a Unix socket (unix(7)), without the final zero."""
+CPU_NORMS = "asyncrl_cpu"
+"""Provider of norms (cpu_norms.py)."""
 CPU_BATCHED_TOKENS = 4096
 """Tokens that a CPU engine processes in one step, unless one prompt is longer."""
 
@@ -137,6 +139,7 @@ def engine_arguments(config: Config, name: str) -> dict[str, Any]:
             # engine core would die of it.
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, max_model_len(config)),
+            "ir_op_priority": {"rms_norm": [CPU_NORMS, "native"], "fused_add_rms_norm": [CPU_NORMS, "native"]},
         }
     else:
         arguments["tensor_parallel_size"] = config.rollout.gpus_per_replica
